@@ -1,6 +1,6 @@
 """`qserve bench quantize`: time and memory of a few layers of Llama-3-8B's shape, random weights.
 
-The projection to 32 layers multiplies the measured seconds of the layers, and says so.
+The projection to 32 layers multiplies the measured seconds of the layers; the output says so.
 """
 
 import json
@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from calibrate.data import CalibrationData
 from calibrate.devices import Devices
 from calibrate.pipeline import quantize_checkpoint
+from calibrate.texts.data import CalibrationData
 from formats.scheme import Scheme
 
 CONFIG = {
@@ -45,7 +45,7 @@ LINEARS = {
 
 
 def write_model(folder: Path, layers: int) -> None:
-    """A float model with random weights; one file per layer, as large models have."""
+    """Write a float model with random weights and one file per layer, as large models have."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -86,7 +86,7 @@ def bench_quantize(
     device: str,
     output_json: str | None,
 ) -> int:
-    """Quantize so many layers and print what it took."""
+    """Quantize some layers and print time and memory."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as work:
@@ -116,9 +116,9 @@ def bench_quantize(
     if devices.kind == "cuda":
         peaks = [torch.cuda.max_memory_allocated(name) / 1e9 for name in devices.names]
         print(f"{torch.cuda.get_device_name(devices.first)}, torch {torch.__version__}")
-        print(f"GPU memory, largest: {', '.join(f'{peak:.2f}' for peak in peaks)} GB")
+        print(f"peak GPU memory: {', '.join(f'{peak:.2f}' for peak in peaks)} GB")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    print(f"host memory, largest (with the making of the random model): {peak:.2f} GB")
+    print(f"peak host memory (including the creation of the random model): {peak:.2f} GB")
     if output_json is not None:
         result = {
             "layers": layers,

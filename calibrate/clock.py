@@ -1,4 +1,4 @@
-"""Seconds by stage of a run."""
+"""Seconds per stage of a run."""
 
 import time
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Clock:
-    """Each stage is added to by `with clock("stage"):`."""
+    """Adds the time inside of `with clock("stage"):` to the stage."""
 
     began: float = field(default_factory=time.perf_counter)
     seconds: dict[str, float] = field(default_factory=dict)

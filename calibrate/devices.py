@@ -1,6 +1,6 @@
-"""The devices that a run computes on, and work that is shared out over them by threads.
+"""Devices that a run computes on, and threads that divide the work among them.
 
-Knows no model. One device works in the caller's thread, without any of this.
+A single device works in the caller's thread, without threads.
 """
 
 import threading
@@ -15,30 +15,30 @@ import torch
 
 from formats.errors import InputError
 
-ALL = "all"  # GPUs that CUDA_VISIBLE_DEVICES leaves
+ALL = "all"  # GPUs visible under CUDA_VISIBLE_DEVICES
 KINDS = ("cpu", "cuda")
-POLL = 0.05  # seconds after which one that waits looks whether another failed
+POLL = 0.05  # seconds between checks for failures while waiting
 Result = TypeVar("Result")
 
 
 class Stopped(Exception):
-    """Another device failed, or the user gave up: what this one does is not wanted any more."""
+    """Another device failed, or the user interrupted the run: this device's work is cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """One or more of a kind. The first holds what is not shared out."""
+    """One or more devices of a kind. The first one does the work that is not divided."""
 
     names: tuple[str, ...]
     _stop: threading.Event = field(default_factory=threading.Event)
 
     @classmethod
     def parse(cls, text: str | Sequence[str]) -> "Devices":
-        """Names, or a text of them with commas, or "all" GPUs. Raises InputError."""
+        """Parse names, comma-separated names, or "all" GPUs. Raises InputError."""
         if text == ALL:
             text = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
             if not text:
-                raise InputError(f"device {ALL!r}", "there is no GPU", "use cpu")
+                raise InputError(f"device {ALL!r}", "no GPU is visible", "use cpu")
         names = tuple(each.strip() for each in (text.split(",") if isinstance(text, str) else text))
         if not names:
             raise InputError("device", "expected one or more, found none", "use cpu")
@@ -47,7 +47,7 @@ class Devices:
             raise InputError(
                 f"device {','.join(names)!r}",
                 "expected devices of a kind, which compute in one dtype",
-                "leave out the CPU",
+                "remove the CPU",
             )
         gpus = [device for device in devices if device.type == "cuda"]
         if len(names) > 1 and len(set(map(_number, gpus))) < len(gpus):
@@ -60,24 +60,24 @@ class Devices:
 
     @property
     def kind(self) -> str:
-        """ "cpu" or "cuda": the same kind computes in the same dtype."""
+        """ "cpu" or "cuda"; devices of one kind compute in the same dtype."""
         return torch.device(self.first).type
 
     def check(self) -> None:
-        """To be called between pieces of work. Raises Stopped where it is not wanted any more."""
+        """Call between pieces of work. Raises Stopped if the work is cancelled."""
         if self._stop.is_set():
             raise Stopped
 
     def together(self, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
-        """Run a job on each of the first devices, at once. Returns what they return, in order.
+        """Run one job per device in parallel. Returns the results in order.
 
-        Raises what the first of them raised when all have ended, the others at their next check().
+        If a job raises, the others stop at their next check(); then the first exception is raised.
         """
         if len(jobs) <= 1:
             return [job() for job in jobs]
         if self.kind == "cuda":
-            # torch loads its linear algebra when that is first used, and two threads that do so at
-            # once fail ("lazy wrapper should be called at most once").
+            # torch loads its linear algebra on first use, and fails if two threads do so
+            # concurrently ("lazy wrapper should be called at most once").
             torch.linalg.cholesky_ex(torch.ones(1, 1, device=self.first))
         self._stop.clear()
         with ThreadPoolExecutor(len(jobs)) as pool:
@@ -99,17 +99,17 @@ class Devices:
 
 
 class Turns:
-    """Lets threads do numbered things in the order of their numbers, for each key on its own."""
+    """Runs numbered sections of threads in the order of their numbers, separately for each key."""
 
     def __init__(self, check: Callable[[], None]) -> None:
-        """`check` raises where what is waited for will not come."""
+        """`check` raises if the awaited section will never run."""
         self._check = check
         self._condition = threading.Condition()
         self._next: Counter[Hashable] = Counter()
 
     @contextmanager
     def of(self, key: Hashable, number: int) -> Iterator[None]:
-        """Wait until the one before has ended, then let nobody else in."""
+        """Wait until the previous section has ended, and enter exclusively."""
         with self._condition:
             while self._next[key] != number:
                 self._check()
@@ -119,11 +119,11 @@ class Turns:
             self._condition.notify_all()
 
 
-ONE = Devices(("cpu",))  # nothing is shared out, and so nothing is moved
+ONE = Devices(("cpu",))  # one device: nothing is divided or moved
 
 
 def _on(name: str, job: Callable[[], Result]) -> Result:
-    """In a thread whose kernels go to the device."""
+    """Run a job in a thread whose kernels go to the device."""
     device = torch.device(name)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         return job()

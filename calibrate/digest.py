@@ -1,4 +1,4 @@
-"""SHA-256 of tensors and texts. Knows no model."""
+"""SHA-256 of tensors and texts."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def tensors_digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 of names and tensors, in any order. On several threads: hashing frees the lock."""
+    """SHA-256 of names and tensors, in any order. Uses threads: hashing releases the GIL."""
     names = sorted(tensors)
     with ThreadPoolExecutor() as pool:
         digests = list(pool.map(tensor_digest, (tensors[name] for name in names)))

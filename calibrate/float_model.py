@@ -1,4 +1,4 @@
-"""The float model that is quantized: its folder, checked, and read by layers. Knows no recipe."""
+"""The float model to quantize: its folder, checked and read layer by layer."""
 
 from pathlib import Path
 from typing import Any
@@ -7,16 +7,16 @@ import torch
 
 from calibrate.digest import combined, tensor_digest, tensors_digest
 from calibrate.layer_map import find_layer_map
-from calibrate.solving import LayerState
+from calibrate.solvers.solving import LayerState
+from formats.architecture.family import check_num_layers
+from formats.architecture.next_token import draft_linears
+from formats.architecture.padding import Padding
 from formats.checkpoint import CheckpointReader, TensorEntry
 from formats.errors import CheckpointError, InputError, one_line
-from formats.family import check_num_layers
-from formats.findings import Findings
-from formats.inspect_config import check_config
-from formats.inspect_model import check_shapes
-from formats.lora import LoraAdapter
-from formats.next_token import draft_linears
-from formats.padding import Padding
+from formats.inspection.config import check_config
+from formats.inspection.findings import Findings
+from formats.inspection.model import check_shapes
+from formats.peft.lora import LoraAdapter
 from formats.quant_config import BLOCK
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -24,25 +24,25 @@ MAX_NAMES_SHOWN = 8
 
 
 class FloatModel:
-    """A model folder, opened lazily. `padding`, once set, widens what is read and the config."""
+    """A model folder, read lazily. `padding`, once set, widens tensors and the config."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Check everything that the headers can tell, so that no run fails late for it.
+        """Check everything that the headers show, so that a run does not fail late.
 
-        Raises InputError where the folder is no complete float model of a known architecture.
+        Raises InputError unless the folder is a complete float model of a known architecture.
         """
-        self.reader = CheckpointReader(folder)
+        self.reader = CheckpointReader(folder, as_floats=True, rounded=True)
         check_num_layers(self.reader.config)
         self._check_config()
         self.layer_map = find_layer_map(self.reader.config)
         self.padding: Padding | None = None
-        self.adapter: LoraAdapter | None = None  # what its layers run with while data is read
+        self.adapter: LoraAdapter | None = None  # runs along with its layers during calibration
         self.num_layers = self.layer_map.num_layers(self.reader.config)
         self._check_not_quantized()
         self._check_complete()
         self._check_shapes()
         self.shapes = self._check_linears()  # [N, K] of every linear, by name
-        self.layer_digests: dict[int, str] = {}  # of the layers that layer() has read
+        self.layer_digests: dict[int, str] = {}  # of the layers read by layer()
 
     @property
     def folder(self) -> Path:
@@ -50,12 +50,12 @@ class FloatModel:
 
     @property
     def entries(self) -> dict[str, TensorEntry]:
-        """The tensors as they are stored, without padding."""
+        """Tensors as stored, without padding."""
         return self.reader.entries
 
     @property
     def draft_linears(self) -> dict[str, tuple[int, int]]:
-        """[N, K] of the linears of layers for drafts, by name: they are copied as they are."""
+        """[N, K] of the linears of draft layers (MTP), by name; they are copied unchanged."""
         return draft_linears(self.reader.config, self.entries)
 
     @property
@@ -65,11 +65,11 @@ class FloatModel:
 
     @property
     def num_positions(self) -> int | None:
-        """The longest text that the model was made for."""
+        """Longest context that the model was made for."""
         return self.reader.config.get("max_position_embeddings")
 
     def get(self, name: str, device: str = "cpu") -> torch.Tensor:
-        """One tensor, padded. Raises CheckpointError where there is none of that name."""
+        """One tensor, padded. Raises CheckpointError if it does not exist."""
         tensor = self.reader.get(name, device)
         return self.padding.apply(name, tensor) if self.padding else tensor
 
@@ -85,13 +85,13 @@ class FloatModel:
         return state
 
     def outer_digest(self) -> str:
-        """Of the tensors outside of layers: they are read for it."""
+        """Digest of the tensors outside of layers, which are read for it."""
         layers = tuple(f"{self.layer_map.prefix(i)}." for i in range(self.num_layers))
         names = [name for name in self.entries if not name.startswith(layers)]
         return combined(f"{name} {tensor_digest(self.get(name))}" for name in sorted(names))
 
     def head(self) -> torch.Tensor:
-        """The output head [V, D]; a tied one is the embedding."""
+        """Output head [V, D]; a tied head is the embedding."""
         tied = self.layer_map.tied_head(self.config)
         return self.get(self.layer_map.embedding if tied else self.layer_map.head)
 
@@ -103,20 +103,22 @@ class FloatModel:
             return AutoTokenizer.from_pretrained(
                 self.folder, trust_remote_code=False, local_files_only=True
             )
-        except Exception as error:  # transformers raises what its many tokenizer classes raise
+        except Exception as error:  # transformers raises any exception of its tokenizer classes
             raise InputError(
                 str(self.folder),
-                f"its tokenizer cannot be loaded: {one_line(error)}",
+                f"the tokenizer cannot be loaded: {one_line(error)}",
                 "add tokenizer.json",
             ) from None
 
     def _check_config(self) -> None:
-        """Numbers that no layer runs with would come out in every weight, or in every answer."""
+        """Reject config values that no layer runs with: they would corrupt every
+        weight or answer.
+        """
         findings = Findings()
         check_config(self.reader.config, findings)
         for problem in findings.problems:
             if problem.severity == "error":
-                raise CheckpointError(problem.subject, problem.text, "mend config.json")
+                raise CheckpointError(problem.subject, problem.text, "fix config.json")
 
     def _check_not_quantized(self) -> None:
         quantized = [name for name in self.entries if name.endswith(".qweight")]
@@ -135,16 +137,16 @@ class FloatModel:
             raise CheckpointError(
                 str(self.folder),
                 f"tensors missing: {', '.join(missing[:MAX_NAMES_SHOWN])}{more}",
-                "the checkpoint is incomplete, or config.json is another model's",
+                "the checkpoint is incomplete, or config.json belongs to another model",
             )
 
     def _check_shapes(self) -> None:
-        """Are they what config.json states, as far as the doctor knows the family?"""
+        """Compare shapes with config.json, for families with known shapes."""
         findings = Findings()
         check_shapes(self.reader.config, (), self.reader, findings)
         for problem in findings.problems:
             raise CheckpointError(
-                problem.subject, problem.text, problem.remedy or "mend config.json"
+                problem.subject, problem.text, problem.remedy or "fix config.json"
             )
 
     def _check_linears(self) -> dict[str, tuple[int, int]]:
@@ -163,9 +165,9 @@ class FloatModel:
 
 
 def check_finite(state: LayerState, names: list[str], prefix: str) -> None:
-    """Raise CheckpointError, naming the tensor, where one of `names` has a NaN or infinity."""
+    """Raise CheckpointError, naming the tensor, if one of `names` has a NaN or infinity."""
     for name in names:
         if name in state and not torch.isfinite(state[name]).all():
             raise CheckpointError(
-                f"{prefix}.{name}", "its weights contain NaN or infinity", "mend the model"
+                f"{prefix}.{name}", "its weights contain NaN or infinity", "repair the model"
             )

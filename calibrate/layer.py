@@ -1,4 +1,4 @@
-"""One decoder layer: float tensors in, codes and a report out. Knows no file, no other layer."""
+"""Quantize one decoder layer: float tensors in, codes and a report out."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -7,37 +7,37 @@ from functools import partial
 
 import torch
 
-from calibrate import rtn
-from calibrate.activations import fake_quantize_tokens
+from calibrate.calibration.activations import fake_quantize_tokens
+from calibrate.calibration.input_range import is_starved, round_static, static_scale
+from calibrate.calibration.statistics import InputStatistics
 from calibrate.devices import ONE, Devices
-from calibrate.input_range import round_static, static_scale
 from calibrate.recipe import Recipe
-from calibrate.report import LinearReport
-from calibrate.scale_range import range_notes
-from calibrate.solving import LayerContext, LayerState, SolverError, check_solved
-from calibrate.statistics import InputStatistics
+from calibrate.results.report import LinearReport
+from calibrate.solvers import rtn
+from calibrate.solvers.scale_range import range_notes
+from calibrate.solvers.solving import LayerContext, LayerState, SolverError, check_solved
+from formats.in_memory.weights import Weight, with_activation
 from formats.scheme import Scheme
-from formats.weights import Weight, with_activation
 
 _Solved = tuple[Weight, LinearReport]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedLayer:
-    """What a layer became. Names are local to the layer."""
+    """Result of quantizing a layer. Names are local to the layer."""
 
     packed: dict[str, Weight]
-    changed: LayerState  # tensors besides the linears' weights that a transform rewrote
+    changed: LayerState  # tensors rewritten by a transform, other than linears' weights
     reports: tuple[LinearReport, ...]
     notes: tuple[str, ...] = ()
 
     def apply(self, state: LayerState) -> LayerState:
-        """The layer's tensors with this result in place: what a server computes with."""
+        """The layer's tensors with this result, as a server computes with them."""
         weights = {f"{name}.weight": packed.dequantize() for name, packed in self.packed.items()}
         return {**state, **self.changed, **weights}
 
     def roundings(self) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-        """What the linears with integer activations do to their inputs, by name."""
+        """Rounding functions for the inputs of linears with integer activations, by name."""
         found = {}
         for name, packed in self.packed.items():
             if packed.activation is None or packed.activation.type != "int":
@@ -51,7 +51,7 @@ class FinishedLayer:
     def measured_again(
         self, state: LayerState, statistics: Mapping[str, InputStatistics]
     ) -> "FinishedLayer":
-        """The same with reports of the weights as they are now. `state`: the layer in float."""
+        """Copy with reports of the current weights. `state`: the layer in float."""
         state = {**state, **self.changed}
         reports = []
         for local, report in zip(self.packed, self.reports, strict=True):
@@ -63,7 +63,7 @@ class FinishedLayer:
 
 
 def load_transforms(state: LayerState, recipe: Recipe, context: LayerContext) -> LayerState:
-    """The tensors after the transforms that need no data."""
+    """Tensors after the transforms that need no data."""
     for transform in recipe.transforms:
         if transform.on_load is not None:
             state = {**state, **transform.on_load(state, context)}
@@ -84,11 +84,11 @@ def quantize_layer(
 ) -> FinishedLayer:
     """Transform, then solve every linear of `schemes`; others stay in float.
 
-    `state` is `original` after load_transforms; `statistics` is empty where the recipe needs no
-    data; `schemes` and `input_scales` have full names. Of several `devices` each solves some of the
-    linears, those of one input together; tensors are expected on the first, and end there. Raises
-    what a solver raises, but for SolverError: that linear is rounded to nearest, and its report
-    says so.
+    `state` is `original` after load_transforms; `statistics` is empty if the recipe needs no data;
+    `schemes` and `input_scales` have full names. With several `devices` each solves some of the
+    linears, keeping those of one input together. Tensors are expected on the first device, and end
+    there. Raises the solver's exceptions except SolverError: that linear is rounded to nearest, and
+    its report says so.
     """
     for transform in recipe.transforms:
         if transform.on_statistics is not None:
@@ -98,6 +98,7 @@ def quantize_layer(
         for group in context.layer_map.inputs(context.config, context.layer)
         if any(f"{context.prefix}.{local}" in schemes for local in group)
     ]
+    borrowed = _borrowed_scales(groups, state, statistics, schemes, context, input_scales)
     several = len(devices.names) > 1
 
     def solve(device: str, own: Sequence[tuple[str, ...]]) -> dict[str, _Solved]:
@@ -113,8 +114,9 @@ def quantize_layer(
                 if name in schemes:
                     devices.check()
                     before_linear(local)
+                    scale = input_scales.get(name, borrowed.get(name))
                     packed, report = _solve_linear(
-                        name, weights, local, stats, schemes[name], recipe, input_scales.get(name)
+                        name, weights, local, stats, schemes[name], recipe, scale
                     )
                     found[local] = (packed.to(devices.first) if several else packed, report)
         return found
@@ -141,6 +143,46 @@ def quantize_layer(
     )
 
 
+def _borrowed_scales(
+    groups: Sequence[tuple[str, ...]],
+    state: LayerState,
+    statistics: Mapping[str, InputStatistics],
+    schemes: Mapping[str, Scheme],
+    context: LayerContext,
+    input_scales: Mapping[str, torch.Tensor | float],
+) -> dict[str, float]:
+    """Static input scales of experts that the data did not reach, by full name.
+
+    Each is the largest scale of the same linear in the layer's other experts, which read the
+    layer's input or values derived from it. If no expert was reached, there is none.
+    """
+    known: dict[str, list[float]] = {}
+    lacking: dict[str, list[str]] = {}
+    of_experts = [group for group in groups if context.layer_map.expert_kind(group[0]) is not None]
+    if not any(local in statistics and is_starved(statistics[local]) for local, *_ in of_experts):
+        return {}
+    for group in of_experts:
+        weights = [state[f"{local}.weight"] for local in group]
+        for local in group:
+            name, kind = f"{context.prefix}.{local}", context.layer_map.expert_kind(local)
+            activation = schemes[name].activation if name in schemes else None
+            if activation is None or activation.dynamic:
+                continue
+            if name in input_scales:
+                known.setdefault(kind, []).append(float(input_scales[name]))
+            elif is_starved(statistics[local]):
+                lacking.setdefault(kind, []).append(name)
+            else:
+                known.setdefault(kind, []).append(
+                    static_scale(statistics[local], activation, weights)
+                )
+    found = {}
+    for kind, names in lacking.items():
+        if kind in known:
+            found |= dict.fromkeys(names, max(known[kind]))
+    return found
+
+
 def _solve_linear(
     name: str,
     weights: Mapping[str, torch.Tensor],
@@ -150,21 +192,27 @@ def _solve_linear(
     recipe: Recipe,
     scale: torch.Tensor | float | None,
 ) -> _Solved:
-    """`weights`: [N, K] of the linears that read the input, by local name. `scale`: of static
-    activations, where the caller has one."""
+    """Solve one linear of an input.
+
+    `weights`: [N, K] of all linears that read the input, by local name. `scale`: of static
+    activations, if given.
+    """
     weight_NK = weights[local]
     notes = []
     started = time.perf_counter()
     try:
-        # A copy: a solver may write into it, and is judged by the float weight.
+        # A copy: a solver may write to it, and the result is compared with the float weight.
         packed = recipe.solver(weight_NK.clone(), stats, scheme.weight, name)
     except SolverError as error:
         packed = rtn.solve(weight_NK, None, scheme.weight, name)
         notes.append(f"rounded to nearest: {error.problem}")
+    if recipe.guarded and stats is not None:
+        packed, note = _better(weight_NK, packed, stats, scheme, recipe.name, name)
+        notes += note
     check_solved(weight_NK, packed, scheme.weight, name, recipe.act_order)
     notes += range_notes(weight_NK, packed, name)
     if scale is None and scheme.activation is not None and not scheme.activation.dynamic:
-        key = f"scale of a static {scheme.activation.type}"
+        key = f"scale of a static {scheme.activation.type} at {next(iter(weights))}"
         if key not in stats.cache:  # one for all linears that read the input
             stats.cache[key] = static_scale(stats, scheme.activation, list(weights.values()))
         scale = stats.cache[key]
@@ -183,13 +231,35 @@ def _solve_linear(
     return packed, report
 
 
+def _better(
+    weight_NK: torch.Tensor,
+    packed: Weight,
+    stats: InputStatistics,
+    scheme: Scheme,
+    recipe: str,
+    name: str,
+) -> tuple[Weight, list[str]]:
+    """The solver's result, or plain rounding if its outputs on held-out windows are nearer."""
+    solved = stats.held_out_error(weight_NK, packed.dequantize())
+    if solved is None:
+        return packed, []
+    nearest = rtn.solve(weight_NK, None, scheme.weight, name)
+    rounded = stats.held_out_error(weight_NK, nearest.dequantize())
+    if solved <= rounded:
+        return packed, []
+    return nearest, [
+        f"rounded to nearest: output error {100 * rounded:.2f} % on held-out windows, with"
+        f" {recipe} {100 * solved:.2f} %"
+    ]
+
+
 def _shared_out(
     groups: Sequence[tuple[str, ...]], state: LayerState, num_devices: int
 ) -> list[list[tuple[str, ...]]]:
-    """The groups of each device: the dearest first, each to the device with least to do."""
+    """Groups of each device: the most expensive first, each to the device with the least work."""
 
     def cost(group: tuple[str, ...]) -> int:
-        """About how many products: of K x K factored, and each output's K x K errors."""
+        """Approximate number of multiplications: K^3 for the factor, K^2 per output."""
         shapes = [state[f"{local}.weight"].shape for local in group]
         width = shapes[0][1]
         return width * width * (width + sum(outputs for outputs, _ in shapes))

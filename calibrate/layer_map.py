@@ -1,43 +1,45 @@
-"""What quantizing a model asks of its family: linears by input, and where factors can move.
+"""Structure of a model family for quantization: linears by input, and places to move factors.
 
-Made from the family's row in formats/families.py. Linears are listed in the order they run, those
-that share an input together: they will share that input's statistics. Knows names, not weights.
+It is built from the family's row in formats/families.py. Linears are listed in the order they run.
+Those that share an input are listed together, since they share its statistics.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from formats.architecture.family import Experts, Family, Projection
+from formats.architecture.flags import is_set
+from formats.architecture.float_linears import kept_in_float
+from formats.architecture.refused import check_not_refused
+from formats.architecture.sizes import NUM_EXPERTS_KEYS
 from formats.errors import CheckpointError, InputError
 from formats.families import FAMILIES
-from formats.family import NUM_EXPERTS_KEYS, Experts, Family, Projection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalePair:
-    """Where a factor per channel can move: out of what `linears` read, into `previous`.
+    """A place where a factor per channel can move: from the inputs of `linears` into `previous`.
 
-    `previous` is a norm, or a linear whose last outputs are what the linears read.
+    `previous` is a norm, or a linear whose last outputs are the linears' inputs.
     """
 
     previous: str
     linears: tuple[str, ...]
     # "norm": one weight per channel. "values": v's heads, each read by several query heads.
-    # "up": the factor that the activation function multiplies.
+    # "up": what a gate multiplies, or what ReLU is applied to.
     kind: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerMap:
-    """The tensor names of one architecture. Names inside a layer are local to it."""
+    """Tensor names of one architecture. Names inside a layer are local to it."""
 
     layer: str
-    num_layers_key: str  # of config.json
-    layer_tensors: tuple[
-        str, ...
-    ]  # besides the linears' weights; others are kept if they are there
+    num_layers_key: str  # in config.json
+    layer_tensors: tuple[str, ...]  # besides the linears' weights; others are kept if present
     norm_offset: float  # a norm multiplies by (offset + weight)
-    rotatable: bool  # nothing stands between a linear's output and the residual stream
+    rotatable: bool  # no norm or gate between a linear's output and the residual stream
     family: Family
     embedding: str
     last_norm: str
@@ -48,46 +50,65 @@ class LayerMap:
 
     @property
     def experts(self) -> Experts | None:
-        """What stands in place of the feed-forward in some layers or all; None: in none."""
+        """Experts that replace the feed-forward in some or all layers; None: there are none."""
         return self.family.experts
 
     def has_experts(self, config: dict[str, Any], layer: int) -> bool:
-        """Whether a layer has experts in place of a dense feed-forward."""
+        """True if a layer has experts instead of a dense feed-forward."""
         return self.experts is not None and self.experts.stand_in(layer, config)
 
     def has_own_linears(self, config: dict[str, Any], layer: int) -> bool:
-        """Whether the layer has experts whose matrices are tensors of their own."""
+        """True if the layer's experts have one tensor per matrix."""
         return self.has_experts(config, layer) and not self.experts.fused
 
     def has_state(self, config: dict[str, Any], layer: int) -> bool:
-        """Whether a layer has a state in place of attention."""
+        """True if a layer has a recurrent state instead of attention."""
         return self.family.has_state(layer, config)
 
     def inputs(self, config: dict[str, Any], layer: int) -> tuple[tuple[str, ...], ...]:
-        """Local names of a layer's linears in the order they run; those of one input together."""
+        """Local names of a layer's linears in the order they run, grouped by input."""
         dense = not self.has_experts(config, layer)
         count = self.num_experts(config) if self.has_own_linears(config, layer) else 0
         has_state = self.has_state(config, layer)
         groups = tuple(map(_stored, self.family.projections(count, dense, has_state)))
-        if has_state:  # what makes queries, keys and values, and its gates
+        if has_state:  # produces queries, keys and values, and its gates
             return ((*groups[0], *groups[1]), *groups[2:])
+        if is_set(self.family.parallel, config):  # attention and feed-forward read the same norm
+            qkv, out, up, down = groups
+            return ((*qkv, *up), out, down)
         return groups
 
+    @property
+    def expert_modules(self) -> str:
+        """Prefix of the local names of experts' linears; empty if there are none."""
+        return f"{self.experts.module}.experts." if self.experts else ""
+
+    def expert_kind(self, local: str) -> str | None:
+        """Name of a linear within its expert, such as down_proj; None for other linears."""
+        if not self.experts or not local.startswith(self.expert_modules):
+            return None
+        number, _, kind = local.removeprefix(self.expert_modules).partition(".")
+        return kind if number.isdecimal() else None
+
+    def reads_experts_input(self, local: str) -> bool:
+        """Return True for an expert's linear with the same input as the router."""
+        kind = self.expert_kind(local)
+        if kind is None:
+            return False
+        return any(
+            linear.name.rpartition(".")[2] == kind for linear in self.experts.gate_up.linears
+        )
+
     def kept_in_float(self, config: dict[str, Any]) -> dict[str, str]:
-        """Full names of linears that nobody quantizes unasked, and why."""
-        net, found = self.family.delta_net, {}
-        for layer in range(self.num_layers(config)):
-            if self.has_state(config, layer):
-                names = [f"{self.prefix(layer)}.{local}" for local in _stored(net.gates)]
-                found |= dict.fromkeys(names, net.gates.float_because)
-        return found
+        """Full names of linears that stay in float by default, with the reason."""
+        return kept_in_float(self.family, config)
 
     def scale_pairs(self, config: dict[str, Any], layer: int) -> tuple[ScalePair, ...]:
         """Where factors of a layer can move, in the order they run."""
-        return tuple(_scale_pairs(self.family, self.has_state(config, layer)))
+        return tuple(_scale_pairs(self.family, config, self.has_state(config, layer)))
 
     def required_in_layer(self, config: dict[str, Any], layer: int) -> tuple[str, ...]:
-        """Its tensors besides the linears' weights; others are kept if they are there."""
+        """Required tensors of a layer besides the linears' weights; others are kept if present."""
         names = self.layer_tensors
         if self.has_state(config, layer):
             of_attention = tuple(f"{norm.name}." for norm in self.family.norms if norm.of_attention)
@@ -104,14 +125,14 @@ class LayerMap:
         return [f"{prefix}.{local}" for group in self.inputs(config, layer) for local in group]
 
     def num_experts(self, config: dict[str, Any]) -> int:
-        """Of one layer; config.json calls it one thing or the other, whatever the architecture."""
+        """Experts per layer; config.json uses one of two keys, regardless of the architecture."""
         return _positive(config, next((k for k in NUM_EXPERTS_KEYS if k in config), "num_experts"))
 
     def num_layers(self, config: dict[str, Any]) -> int:
         return _positive(config, self.num_layers_key)
 
     def tied_head(self, config: dict[str, Any]) -> str | None:
-        """The head's name where it is the embedding: a copy of it in the file is never read."""
+        """Name of a head that is tied to the embedding: its copy in the file is never read."""
         return self.head if self.family.is_tied(config) else None
 
     def required_tensors(self, config: dict[str, Any]) -> list[str]:
@@ -121,7 +142,7 @@ class LayerMap:
             names += [f"{name}.weight" for name in self.linear_names(layer, config)]
             required = self.required_in_layer(config, layer)
             names += [f"{self.prefix(layer)}.{local}" for local in required]
-        names += [self.embedding, self.last_norm]
+        names += [n for n in self.family.model_tensors if n != self.head]
         return names if self.tied_head(config) else [*names, self.head]
 
 
@@ -131,26 +152,32 @@ def _positive(config: dict[str, Any], key: str) -> int:
         raise CheckpointError(
             f"config.json {key}",
             f"expected a number of 1 or more, found {count!r}",
-            "mend config.json",
+            "fix config.json",
         )
     return count
 
 
 def layer_map(family: Family) -> LayerMap:
-    """What a row says to those who quantize."""
-    # Biases that config.json switches on are kept if they are there.
+    """Build the layer map of a family's row."""
+    # Biases that config.json switches on are kept if present.
     biases = [f"{linear.name}.bias" for linear in family.linears if linear.bias is True]
     return LayerMap(
         layer=family.layer,
         num_layers_key=family.num_layers_key,
         layer_tensors=(
             *(f"{norm.name}.weight" for norm in family.norms if norm.present is True),
+            *(
+                f"{norm.name}.bias"
+                for norm in family.norms
+                if family.norm_bias and norm.present is True
+            ),
             *biases,
         ),
         norm_offset=family.norm_offset,
         # a router reads the residual stream, a norm after a linear stands in its way, and so does
-        # what multiplies values channel by channel
-        rotatable=not (family.experts or family.delta_net or family.gated_attention)
+        # what multiplies values channel by channel; a layer norm subtracts the mean of channels
+        rotatable=family.norm_kind == "rms"
+        and not (family.experts or family.delta_net or family.gated_attention)
         and all(n.feeds or n.size == "head_dim" for n in family.norms),
         family=family,
         embedding=family.embedding,
@@ -160,13 +187,13 @@ def layer_map(family: Family) -> LayerMap:
 
 
 def _stored(projection: Projection) -> tuple[str, ...]:
-    """The names of its linears."""
+    """Names of a projection's linears."""
     return tuple(linear.name for linear in projection.linears)
 
 
-def _scale_pairs(family: Family, has_state: bool) -> Iterator[ScalePair]:
+def _scale_pairs(family: Family, config: Mapping[str, Any], has_state: bool) -> Iterator[ScalePair]:
     """In the order they run. Of experts none: the router reads their input too, in float."""
-    norm_of = {norm.feeds: norm.name for norm in family.norms}
+    norm_of = {norm.feeds: norm.name for norm in family.norms if is_set(norm.present, config)}
     if has_state:
         net = family.delta_net
         linears = (*_stored(net.inputs), *_stored(net.gates))
@@ -174,24 +201,33 @@ def _scale_pairs(family: Family, has_state: bool) -> Iterator[ScalePair]:
     else:
         if family.qkv.name in norm_of:
             linears = _stored(family.qkv)
+            if is_set(family.parallel, config):
+                linears = (*linears, *_stored(family.gate_up))
             yield ScalePair(previous=norm_of[family.qkv.name], linears=linears, kind="norm")
-        yield ScalePair(previous=_stored(family.qkv)[-1], linears=_stored(family.o), kind="values")
+        if not family.qkv.by_head:
+            values = _stored(family.qkv)[-1]
+            yield ScalePair(previous=values, linears=_stored(family.o), kind="values")
     if family.experts:
         return
     gate_up = _stored(family.gate_up)
     if family.gate_up.name in norm_of:
         yield ScalePair(previous=norm_of[family.gate_up.name], linears=gate_up, kind="norm")
-    yield ScalePair(previous=gate_up[-1], linears=_stored(family.down), kind="up")
+    # Without a gate a factor passes the activation only if it is ReLU, and the factor positive.
+    activation = config.get(family.activation_key, family.activations[0])
+    if family.gated or activation == "relu":
+        yield ScalePair(previous=gate_up[-1], linears=_stored(family.down), kind="up")
 
 
 def find_layer_map(config: dict[str, Any]) -> LayerMap:
-    """That of config.json's architecture. Raises InputError where there is none."""
+    """Layer map of config.json's architecture. Raises InputError if it is unknown."""
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     if not isinstance(name, str) or name not in FAMILIES:
+        check_not_refused(config)
         raise InputError(
             f"architecture {name!r}",
-            f"unknown; known: {', '.join(FAMILIES)}",
+            f"unknown architecture; known: {', '.join(FAMILIES)}",
             "a family is a row of FAMILIES in formats/families.py",
         )
+    FAMILIES[name].check_config(config)
     return layer_map(FAMILIES[name])

@@ -1,9 +1,9 @@
-"""How the model's loss answers to a change of each layer's output, one layer in memory at a time.
+"""Sensitivity of the model's loss to each layer's output, with one layer in memory at a time.
 
-Forward through all layers, with every layer's inputs kept, then back from the last to the first.
-The labels are drawn from the model's own predictions: then the mean of (gradient . change)^2 is
-twice the divergence from the float model's predictions that a small change brings (Fisher). Knows
-no rounding. Legend: W windows, S tokens, D hidden size, V vocabulary.
+The forward pass runs through all layers and keeps their inputs; the backward pass runs from the
+last layer to the first. Labels are drawn from the model's own predictions. The mean of (gradient .
+change)^2 is then twice the divergence from the float model's predictions that a small change causes
+(Fisher). Legend: W windows, S tokens, D hidden size, V vocabulary.
 """
 
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from calibrate.capture import HiddenStates, LayerRunner
+from calibrate.calibration.capture import HiddenStates, LayerRunner
 from calibrate.float_model import FloatModel
-from calibrate.solving import LayerState
+from calibrate.solvers.solving import LayerState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGradient:
-    """One layer of the float model, what it read and made, and what the loss makes of that."""
+    """One layer of the float model with its inputs, outputs, and the loss's gradient."""
 
     layer: int
     state: LayerState
@@ -28,7 +28,7 @@ class LayerGradient:
     gradient_WSD: torch.Tensor  # of the loss by the outputs, float32; the loss is a sum over tokens
 
     def divergence(self, outputs_WSD: torch.Tensor) -> float:
-        """Nats per token that the predictions move by, where these are the outputs."""
+        """Change of the predictions in nats per token if these were the outputs."""
         change_WSD = outputs_WSD.float() - self.outputs_WSD
         return 0.5 * float((change_WSD * self.gradient_WSD).sum(-1).square().double().mean())
 
@@ -36,7 +36,7 @@ class LayerGradient:
 def layer_gradients(
     model: FloatModel, runner: LayerRunner, ids_WS: torch.Tensor, seed: int = 0
 ) -> Iterator[LayerGradient]:
-    """Every layer, from the last to the first. Memory: the inputs of all layers."""
+    """Yield every layer, from the last to the first. Memory: the inputs of all layers."""
     hidden = HiddenStates(ids_WS, model.get(model.layer_map.embedding), runner)
     inputs = []
     for layer in range(model.num_layers):
@@ -80,7 +80,7 @@ def _back(
 def _head_gradient(
     model: FloatModel, runner: LayerRunner, hidden_WSD: torch.Tensor, seed: int
 ) -> torch.Tensor:
-    """Of the loss by the last layer's outputs, float32."""
+    """Gradient of the loss by the last layer's outputs, float32."""
     norm_D, head_VD = model.get(model.layer_map.last_norm), model.head()
     head_VD = head_VD.to(runner.device, runner.dtype)
     generator = torch.Generator().manual_seed(seed)
@@ -88,7 +88,7 @@ def _head_gradient(
     for hidden_SD in hidden_WSD:
         hidden_SD = hidden_SD.detach().to(runner.device).requires_grad_()
         logits_SV = runner.final_logits(hidden_SD, norm_D, head_VD, grad=True).float()
-        # drawn on the CPU: the same on every device
+        # Drawn on the CPU: the same on every device.
         chance_SV = logits_SV.detach().softmax(-1).cpu()
         label_S = torch.multinomial(chance_SV, 1, generator=generator).squeeze(-1)
         loss = torch.nn.functional.cross_entropy(

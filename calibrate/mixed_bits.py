@@ -1,9 +1,9 @@
-"""Which linear gets how many bits, for a budget: the least loss that so many bits can buy.
+"""Choose the bits of each linear within a budget, so that the loss is smallest.
 
-Each matrix that servers load as one is rounded alone, to each number of bits, and the layer is run
-on some of the data: how far the model's predictions move by it, as the loss's gradient tells, is
-what those bits cost there. Costs of different matrices are taken to add up, and the choice is then
-exact (a knapsack). Knows no file. Legend: W windows, S tokens, D hidden size.
+Each matrix that servers load as one is rounded alone, to each number of bits, and the layer runs on
+some of the data. The change of the model's predictions, estimated with the loss's gradient, is the
+cost of these bits. Costs of different matrices are assumed to add up; the choice is then exact (a
+knapsack). Legend: W windows, S tokens, D hidden size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,28 +11,28 @@ from dataclasses import dataclass, replace
 
 import numpy
 
-from calibrate.capture import LayerRunner
-from calibrate.data import CalibrationData
+from calibrate.calibration.capture import LayerRunner
 from calibrate.float_model import FloatModel
 from calibrate.loss_gradient import LayerGradient, layer_gradients
-from formats import affine
+from calibrate.texts.data import CalibrationData
 from formats.errors import SchemeError
+from formats.numerics import affine
 from formats.rules import fused_name
 from formats.scheme import QuantSpec, Scheme
 
 CANDIDATE_BITS = (2, 3, 4, 6, 8)
 SCALE_BITS = 16
-TOKENS = 4096  # of the data that costs are measured on
-MAX_UNITS = 200_000  # of the budget; sizes are rounded up to a whole unit beyond that
+TOKENS = 4096  # of the data on which costs are measured
+MAX_UNITS = 200_000  # of the budget; with more, sizes are rounded up to a whole unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One matrix: its linears, and what each number of bits costs and takes."""
+    """One matrix: its linears, and the cost of each number of bits."""
 
     names: tuple[str, ...]
-    weights: int  # numbers in it
-    costs: Mapping[int, float]  # bits -> nats per token, by which predictions move
+    weights: int  # number of weights
+    costs: Mapping[int, float]  # bits -> change of the predictions in nats per token
 
 
 def mixed_overrides(
@@ -43,12 +43,14 @@ def mixed_overrides(
     bits: float,
     device: str,
 ) -> list[tuple[str, Scheme]]:
-    """Each linear's scheme for `bits` per weight on the mean, scales included, as overrides.
+    """Scheme of each linear for a mean of `bits` per weight, scales included, as overrides.
 
-    `schemes` are the linears that may change. Raises SchemeError where the budget cannot be met.
+    `schemes` are the linears that may change. Raises SchemeError if the budget cannot be met.
     """
     if scheme.weight.type != "int" or scheme.activation is not None:
-        raise SchemeError(f"scheme {scheme}", "has no other numbers of bits", "use w4a16-sym")
+        raise SchemeError(
+            f"scheme {scheme}", "is available with one number of bits only", "use w4a16-sym"
+        )
     choices = measure(model, schemes, data, scheme.weight, device)
     chosen = choose(choices, scheme.weight, bits)
     return [
@@ -59,21 +61,21 @@ def mixed_overrides(
 
 
 def size_per_weight(spec: QuantSpec, bits: int) -> float:
-    """Bits on disk: the code, and its part of the scale and the zero point."""
+    """Bits on disk per weight: the code, and its part of the scale and the zero point."""
     if spec.group_size < 1:
         return float(bits)
     return bits + (SCALE_BITS + (0 if spec.symmetric else bits)) / spec.group_size
 
 
 def choose(choices: Sequence[Choice], spec: QuantSpec, bits: float) -> list[int]:
-    """The bits of each matrix: the least sum of costs within the budget, exactly.
+    """Bits of each matrix with the exact minimum of the cost within the budget.
 
-    Raises SchemeError where even the fewest bits take more.
+    Raises SchemeError if even the fewest bits exceed it.
     """
     total = sum(choice.weights for choice in choices)
     per_weight = {b: size_per_weight(spec, b) for b in CANDIDATE_BITS}
     unit = numpy.gcd.reduce([choice.weights for choice in choices])
-    steps = 16 * 128  # bits per weight are multiples of 1/128, for every usual group
+    steps = 16 * 128  # bits per weight are multiples of 1/128 for every usual group
     budget = int(numpy.floor(bits * steps + 1e-9)) * (total // unit)
     sizes = [
         {b: int(round(per_weight[b] * steps)) * (choice.weights // unit) for b in per_weight}
@@ -87,10 +89,10 @@ def choose(choices: Sequence[Choice], spec: QuantSpec, bits: float) -> list[int]
     if least > budget:
         raise SchemeError(
             f"{bits} bits per weight",
-            f"even {min(CANDIDATE_BITS)} bits take {min(per_weight.values()):.3f} with scales",
-            "give more, or larger groups",
+            f"is too few: even {min(CANDIDATE_BITS)} bits take {min(per_weight.values()):.3f}",
+            "use more bits, or larger groups",
         )
-    best = numpy.zeros(budget + 1)  # the least cost of the matrices so far within so many units
+    best = numpy.zeros(budget + 1)  # least cost of the matrices so far, by units
     taken = []
     for choice, each in zip(choices, sizes, strict=True):
         found = numpy.full(budget + 1, numpy.inf)
@@ -119,7 +121,7 @@ def measure(
     spec: QuantSpec,
     device: str,
 ) -> list[Choice]:
-    """The cost of every number of bits for every matrix, layer by layer."""
+    """Cost of every number of bits for every matrix, layer by layer."""
     layer_map = model.layer_map
     runner = LayerRunner(model, layer_map, device)
     windows = max(1, TOKENS // data.ids_WS.shape[1])

@@ -1,13 +1,12 @@
-"""From a float model folder to a quantized one, one decoder layer at a time.
+"""Quantize a float model folder into a quantized one, one decoder layer at a time.
 
-Knows the order of the work; the maths is the recipe's, the bytes are formats'. At any time it holds
-one layer, the calibration data's hidden states and the shard that is being filled, whatever the
-model's size. A killed run goes on where it was.
+At any time this holds one layer, the calibration data's hidden states and the shard being filled,
+whatever the model's size. An interrupted run resumes.
 """
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,18 +14,14 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from calibrate.adapter import check_counts, read_checked
+from calibrate.calibration.adapter import check_counts, read_checked
 from calibrate.clock import Clock
-from calibrate.data import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationData, read_calibration
 from calibrate.devices import Devices
-from calibrate.digest import combined, tensor_digest
-from calibrate.evaluate import make_windows, read_texts
+from calibrate.digest import combined
 from calibrate.float_model import FloatModel, check_finite
-from calibrate.identity import identity
-from calibrate.journal import Journal
-from calibrate.kv_range import KvScales
-from calibrate.layer import FinishedLayer, load_transforms, quantize_layer
-from calibrate.model_card import CARD, RECIPE_FILE, model_card, recipe_text
+from calibrate.layer import load_transforms, quantize_layer
+from calibrate.quality.card import quality_record
+from calibrate.quality.evaluation import Evaluation, read_evaluation
 from calibrate.recipe import (
     Recipe,
     check_makes,
@@ -34,28 +29,46 @@ from calibrate.recipe import (
     integer_activations,
     with_act_order,
 )
-from calibrate.report import REPORT, LinearReport, QuantizationReport, public_name, tool_versions
-from calibrate.report_html import REPORT_HTML, to_html
-from calibrate.solving import LayerContext, LayerState
-from calibrate.verify import LinearDigest, kept_tensors, verify
+from calibrate.results.model_card import CARD, RECIPE_FILE, model_card, recipe_text
+from calibrate.results.output import Output
+from calibrate.results.report import (
+    REPORT,
+    LinearReport,
+    QuantizationReport,
+    public_data,
+    public_name,
+    starved_warnings,
+    tool_versions,
+)
+from calibrate.results.report_html import REPORT_HTML, to_html
+from calibrate.results.verify import kept_tensors, verify
+from calibrate.resume.identity import identity
+from calibrate.resume.journal import Journal
+from calibrate.solvers.solving import LayerContext, LayerState
+from calibrate.texts.data import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationData, read_calibration
+from formats.architecture.padding import make_padding
 from formats.checkpoint import (
     DEFAULT_MAX_SHARD_BYTES,
     CheckpointReader,
-    CheckpointWriter,
     check_is_free,
 )
 from formats.errors import InputError
-from formats.family import ATTENTION
-from formats.inspect import inspect_checkpoint
-from formats.layouts import Layout
-from formats.padding import make_padding
-from formats.plan import EXCEPTIONS_FORMAT, Plan, fits_any, make_plan
+from formats.files.side_files import find_side_files
+from formats.files.whole_writer import open_writer
+from formats.hub.fetch import local_path
+from formats.hub.selection import ADAPTER
+from formats.inspection.inspect import inspect_checkpoint
+from formats.names import FormatName, RecipeName
+from formats.plan import EXCEPTIONS_FORMAT, Plan, fits_any, fitted_scheme, make_plan
+from formats.quality.checksums import checksums
+from formats.quality.probe import NUM_TOKENS, Probe
+from formats.quality.record import QUALITY
 from formats.quant_config import BLOCK
 from formats.scheme import Scheme
-from formats.side_files import find_side_files
 
-EVAL_WINDOWS, EVAL_LENGTH = 48, 1024
-NOT_REGROUPED = "act-order: no linear's groups have other inputs for it; it is written without"
+NOT_REGROUPED = (
+    "act-order: the groups of all linears have adjacent inputs anyway; written without act-order"
+)
 log = logging.getLogger(__name__)
 
 
@@ -64,22 +77,26 @@ def quantize_checkpoint(
     target: str | Path,
     *,
     scheme: Scheme,
-    recipe: str | Recipe = "rtn",
-    output_format: str | None = None,
+    recipe: RecipeName | str | Recipe = "rtn",
+    output_format: FormatName | str | None = None,
     ignore: Sequence[str] = (),
     overrides: Iterable[tuple[str, Scheme]] = (),
     bits: float | None = None,
     pad: bool = False,
+    fit_groups: bool = False,
     input_scales: Mapping[str, torch.Tensor | float] | None = None,
     kv_cache: str | None = None,
     kv_per_head: bool = False,
     act_order: bool = False,
+    moe_calibrate_all_experts: bool = False,
     adapter: str | Path | None = None,
     calibration: str | CalibrationData | None = None,
     samples: int = DEFAULT_SAMPLES,
     sequence_length: int = DEFAULT_LENGTH,
     seed: int = 0,
+    bos: bool = True,
     eval_text: str | None = None,
+    quality_windows: int = 0,
     spill: str | Path | None = None,
     device: str | Sequence[str] = "cpu",
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
@@ -89,37 +106,56 @@ def quantize_checkpoint(
 ) -> QuantizationReport:
     """Quantize every linear of every decoder layer of `source` and write `target`.
 
-    What is not quantized is copied bit for bit, unless a transform of the recipe folds into it.
-    `target` appears only when it is complete and has been read back.
+    `source` and `adapter` are folders or hub names: ORG/NAME, ORG/NAME@REVISION.
 
-    `recipe` is a row of RECIPES or one's own Recipe, whose unfinished run goes on only while the
-    files of its functions are the same; "rtn" needs no data. `output_format` None: the
-    scheme's default. `ignore`, `overrides` and `pad`: see formats/plan.py and formats/padding.py.
-    `bits` on the mean: linears get 2 to 8 bits each, by what the data says that they need
-    (calibrate/mixed_bits.py); `scheme` has the groups and the symmetry then.
+    Tensors that are not quantized are copied bit for bit, unless a transform of the recipe is
+    folded into them. `target` appears only when it is complete and has been read back.
+
+    `recipe` is a name in RECIPES, or a Recipe of your own. An unfinished run with your own Recipe
+    resumes only while the files of its functions are unchanged. "rtn" needs no data.
+
+    `output_format` None: the scheme's default. `ignore`, `overrides` and `pad`: see formats/plan.py
+    and formats/architecture/padding.py.
+
+    `bits`: mean bits per weight. Each linear gets 2 to 8 bits according to its sensitivity
+    (calibrate/mixed_bits.py); `scheme` then sets groups and symmetry. `fit_groups` replaces the
+    scheme's groups by the largest of 128, 64 and 32 that fits every linear.
+
     `kv_cache`, "int8" or "fp8", adds the scales of such a KV cache to every layer, or with
-    `kv_per_head` to every KV head. `act_order`: groups have inputs of like
-    size, by an index in the file that some readers take.
-    `adapter`: a PEFT folder that stands beside the layers while data runs, and is not written.
-    `input_scales` of static activations, by linear, replace those that the data gives.
-    `calibration` is a file, a data set's name, or windows of token ids; None: the shipped texts,
-    where data is needed. With `eval_text` both models' perplexity is measured. `spill` is a folder
-    for the data's hidden states, to spare memory. Several of `device`, or "all" GPUs, share out the
-    windows and a layer's linears (calibrate/devices.py); a solver of one's own must bear threads
-    then. `quantizer` ("tool:version") and `settings` are
-    recorded. Raises
-    InputError on anything that the user can mend, before the first weight is read where possible;
-    nothing is left behind then.
+    `kv_per_head` to every KV head. `act_order`: groups have inputs of similar magnitude, with an
+    index in the file that only some programs read.
+
+    `moe_calibrate_all_experts`: for statistics, every token passes through every expert of a
+    mixture; the layer's output is still that of the experts that the router chose. `adapter`: a
+    PEFT folder whose terms are added during calibration. `input_scales`, by linear, override the
+    scales of static activations from the data.
+
+    `calibration` is a file, a data set's name, or windows of token ids; None: the shipped texts, if
+    data is needed. `bos`: windows begin as the tokenizer begins a text. `spill` is a folder for the
+    data's hidden states, to save memory. Quality is measured on `eval_text`, or else on
+    `quality_windows` windows of the package's held-out texts (quality/card.py).
+
+    Several devices in `device`, or "all" GPUs, divide the windows and a layer's linears
+    (calibrate/devices.py); a solver of your own must then be thread-safe. `quantizer`
+    ("tool:version") and `settings` are recorded.
+
+    Raises InputError for anything that the user can fix, if possible before the first weight is
+    read; nothing is left behind then.
     """
     clock = Clock()
     check_is_free(target)
+    source = local_path(source)
+    adapter = adapter and local_path(adapter, ADAPTER)
     model = FloatModel(source)
     find_side_files(model.folder)  # raises now, not after the work
     recipe = find_recipe(recipe)
     if act_order:
         recipe = with_act_order(recipe)
     if kv_per_head and kv_cache is None:
-        raise InputError("--kv-per-head", "expected with --kv-cache-scheme", "give it, too")
+        raise InputError("`kv_per_head`", "requires `kv_cache`", "add it")
+    overrides = list(overrides)
+    if fit_groups:
+        scheme = fitted_scheme(scheme, model.shapes, ignore=ignore, overrides=overrides)
     devices = Devices.parse(device)
     device = devices.first
     padding = make_padding(model.config, model.shapes, scheme) if pad else None
@@ -132,21 +168,24 @@ def quantize_checkpoint(
         kv_cache=kv_cache,
         kv_per_head=kv_per_head,
         act_order=act_order,
-        kept=dict.fromkeys(model.draft_linears, "is in a layer for drafts"),
+        kept=dict.fromkeys(model.draft_linears, "belongs to a draft layer"),
         unasked=model.layer_map.kept_in_float(model.config),
     )
     if adapter is not None:
         family = model.layer_map.family
         model.adapter = read_checked(adapter, family, model.config, recipe, pads=pad)
-    overrides = list(overrides)
+    if output_format is None and model.reader.other_parts:
+        output_format = EXCEPTIONS_FORMAT  # servers find its list of modules in float
     plan = planned(output_format=output_format, overrides=overrides)
+    if plan.misfits:
+        log.warning("%s", "\n".join(plan.misfits))
     model.padding = plan.padding
-    evaluation_WS = _read_evaluation(model, eval_text)
+    evaluation = read_evaluation(model, eval_text, quality_windows, bos)
     if bits is not None:
-        calibration = _read_data(model, calibration, samples, sequence_length, seed)
+        calibration = _read_data(model, calibration, samples, sequence_length, seed, bos)
         with clock("choosing bits"):
             free = {n: s for n, s in plan.quantized.items() if not fits_any(overrides, n)}
-            # transformers is loaded only where a model runs
+            # transformers is loaded only if a model runs.
             from calibrate.mixed_bits import mixed_overrides
 
             found = mixed_overrides(model, free, calibration, scheme, bits, device)
@@ -160,8 +199,10 @@ def quantize_checkpoint(
     needs_data = recipe.needs_data or kv_cache is not None or _lacks_scales(schemes, input_scales)
     if adapter is not None:
         check_counts(recipe, needs_data)
+    if moe_calibrate_all_experts:
+        _check_all_experts(model, reads_data=calibration is not None or needs_data)
     if calibration is not None or needs_data:
-        data = _read_data(model, calibration, samples, sequence_length, seed)
+        data = _read_data(model, calibration, samples, sequence_length, seed, bos)
     run_identity = identity(
         model.config,
         model.outer_digest(),
@@ -173,6 +214,7 @@ def quantize_checkpoint(
         input_scales,
         f"{kv_cache} of heads" if kv_per_head else kv_cache,
         model.adapter,
+        moe_calibrate_all_experts,
     )
     context = LayerContext(
         layer_map=model.layer_map,
@@ -184,17 +226,25 @@ def quantize_checkpoint(
     )
 
     with (
-        CheckpointWriter(target, max_shard_bytes=max_shard_bytes) as writer,
+        open_writer(target, model.reader, max_shard_bytes=max_shard_bytes) as writer,
         Journal(target, run_identity) as journal,
         tqdm(total=len(schemes), unit="linear", disable=not progress) as bar,
     ):
         model_tensors = _rewrite_model(model, recipe, context)
         stream = None
-        if data is not None or evaluation_WS is not None:
+        if data is not None or evaluation is not None:
             stream = _open_stream(
-                model, recipe, context, model_tensors, data, evaluation_WS, plan, spill, devices
+                model,
+                recipe,
+                model_tensors,
+                data,
+                evaluation and evaluation.ids_WS,
+                plan,
+                all_experts=moe_calibrate_all_experts,
+                spill=spill,
+                devices=devices,
             )
-        output = _Output(writer=writer, layout=layout, kept=kept_tensors(model, schemes))
+        output = Output(writer=writer, layout=layout, kept=kept_tensors(model, schemes))
         for layer in range(model.num_layers):
             show = partial(_show, bar, f"layer {layer + 1}/{model.num_layers}")
             original = model.layer(layer, device)
@@ -205,7 +255,7 @@ def quantize_checkpoint(
             finished = journal.read(layer, device, digest)
             if finished is None:
                 with clock("statistics"):
-                    show("running the data", advance=0)
+                    show("running the calibration data", advance=0)
                     statistics = stream.statistics(layer, state) if stream else {}
                 with clock("solving"):
                     finished = quantize_layer(
@@ -245,11 +295,11 @@ def quantize_checkpoint(
         journal.all_solved = True
         output.add_rest(model_tensors, model)  # embeddings, last norm, head
 
-        with clock("perplexity"):
-            perplexity = _compare(model, model_tensors, stream, eval_text)
+        with clock("quality"):
+            quality, probe = _compare(model, model_tensors, stream, evaluation)
         config = {**model.config, **_config_changes(model, model_tensors)}
         if plan.act_order and not output.regrouped:
-            plan = replace(plan, act_order=False)  # what more readers load, and faster
+            plan = replace(plan, act_order=False)  # more programs load this format, and faster
         block = plan.config(quantizer).to_dict()
         staged = writer.seal({**config, BLOCK: block}, side_files_from=model.folder)
         if layout.second_file is not None:
@@ -269,16 +319,18 @@ def quantize_checkpoint(
             linears=tuple(output.reports),
             bytes_before=sum(entry.num_bytes for entry in model.entries.values()),
             bytes_after=sum(e.num_bytes for e in CheckpointReader(staged).entries.values()),
-            calibration=_public(run_identity["calibration"]),
+            calibration=public_data(run_identity["calibration"]),
             kv_cache=kv_cache,
             adapter=adapter and {"name": public_name(adapter), "sha256": run_identity["adapter"]},
             kv_scales=output.kv_scales,
-            perplexity=perplexity,
+            quality=quality,
             seconds_by_stage=clock.seconds,
             warnings=(
                 *plan.warnings,
+                *plan.misfits,
                 *([NOT_REGROUPED] if act_order and not plan.act_order else []),
                 *_warnings(data, model, model_tensors),
+                *starved_warnings(output.reports),
             ),
             versions={"quantizer": quantizer, **tool_versions()},
             seconds=clock.total,
@@ -289,59 +341,12 @@ def quantize_checkpoint(
         if settings is not None:
             writer.write_text(RECIPE_FILE, recipe_text(settings))
         writer.write_json(REPORT, report.to_dict())
+        sums = checksums(CheckpointReader(staged), schemes)
+        writer.write_json(QUALITY, quality_record(report, probe, sums, settings, target))
         writer.write_text(REPORT_HTML, to_html(report))
         writer.publish()
         journal.remove()
     return report
-
-
-@dataclass(slots=True, kw_only=True)
-class _Output:
-    """What goes into the target, and the proof of it that `verify` wants."""
-
-    writer: CheckpointWriter
-    layout: Layout
-    kept: list[str]  # tensors besides the quantized weights that are not written yet
-    digests: dict[str, LinearDigest] = field(default_factory=dict)
-    rewritten: dict[str, str] = field(default_factory=dict)  # tensor -> its digest
-    reports: list[LinearReport] = field(default_factory=list)
-    kv_scales: dict[str, float] = field(default_factory=dict)  # by their tensors' names
-    regrouped: bool = False  # does any linear have groups of inputs that stand apart?
-
-    def add_layer(self, prefix: str, finished: FinishedLayer, model: FloatModel) -> None:
-        """A layer's codes in the layout's tensors, then its other tensors."""
-        reports = {report.name: report for report in finished.reports}
-        for local, packed in finished.packed.items():
-            name = f"{prefix}.{local}"
-            self.regrouped |= packed.input_order is not None
-            tensors = self.layout.encode(packed, name)
-            for leaf, tensor in tensors.items():
-                self.writer.add(f"{name}.{leaf}", tensor)
-            self.digests[name] = LinearDigest.of(packed, tensors)
-            num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-            self.reports.append(replace(reports[name], num_bytes=num_bytes))
-        for name in [name for name in self.kept if name.startswith(prefix + ".")]:
-            tensor = finished.changed.get(name.removeprefix(prefix + "."))
-            if tensor is not None:
-                tensor = tensor.to(model.entries[name].dtype)
-                self.rewritten[name] = tensor_digest(tensor)
-            self.writer.add(name, model.get(name) if tensor is None else tensor)
-            self.kept.remove(name)
-
-    def add_kv_scales(self, prefix: str, scales: KvScales) -> None:
-        """A layer's two tensors of scales."""
-        for kind in ("k_scale", "v_scale"):
-            name, tensor = f"{prefix}.{ATTENTION}.{kind}", getattr(scales, kind)
-            self.writer.add(name, tensor)
-            self.rewritten[name] = tensor_digest(tensor)
-            self.kv_scales[name] = float(tensor.max())
-
-    def add_rest(self, rewritten: LayerState, model: FloatModel) -> None:
-        """What stands outside of layers; `rewritten` replaces and adds tensors by full name."""
-        for name in dict.fromkeys([*self.kept, *rewritten]):
-            if name in rewritten:
-                self.rewritten[name] = tensor_digest(rewritten[name])
-            self.writer.add(name, rewritten[name] if name in rewritten else model.get(name))
 
 
 def _show(bar: tqdm, layer: str, what: str, advance: int = 1) -> None:
@@ -362,10 +367,28 @@ def _log_layer(prefix: str, reports: tuple[LinearReport, ...]) -> None:
             log.warning("%s: %s", report.name, note)
 
 
+def _check_all_experts(model: FloatModel, reads_data: bool) -> None:
+    """Raise InputError if routing every token through every expert would change nothing."""
+    flag, names = "--moe-calibrate-all-experts", model.layer_map
+    layers = range(model.num_layers)
+    if not any(names.has_own_linears(model.reader.config, layer) for layer in layers):
+        raise InputError(
+            flag,
+            "has no effect: the model has no experts whose matrices are quantized",
+            "remove it",
+        )
+    if not reads_data:
+        raise InputError(
+            flag,
+            "has no effect: scheme and recipe need no data",
+            "remove it, or choose a recipe such as gptq",
+        )
+
+
 def _lacks_scales(
     schemes: Mapping[str, Scheme], input_scales: Mapping[str, torch.Tensor | float]
 ) -> bool:
-    """Is a scale missing that only data can give?"""
+    """True if a scale is missing that only data can give."""
     return any(
         scheme.activation is not None and not scheme.activation.dynamic and name not in input_scales
         for name, scheme in schemes.items()
@@ -378,6 +401,7 @@ def _read_data(
     samples: int,
     sequence_length: int,
     seed: int,
+    bos: bool,
 ) -> CalibrationData:
     if isinstance(calibration, CalibrationData):
         return calibration
@@ -387,29 +411,15 @@ def _read_data(
         samples=samples,
         sequence_length=min(sequence_length, model.num_positions or DEFAULT_LENGTH),
         seed=seed,
+        bos=bos,
     )
     for warning in data.warnings:
         log.warning("%s", warning)
     return data
 
 
-def _read_evaluation(model: FloatModel, eval_text: str | None) -> torch.Tensor | None:
-    if eval_text is None:
-        return None
-    tokenizer = model.tokenizer()
-    return make_windows(
-        read_texts(eval_text),
-        lambda text: tokenizer.encode(text, add_special_tokens=False),
-        tokenizer.bos_token_id,
-        min(EVAL_LENGTH, model.num_positions or EVAL_LENGTH),
-        EVAL_WINDOWS,
-        source=eval_text,
-        remedy="give a longer --eval-text; no flag sets its windows",
-    )
-
-
 def _rewrite_model(model: FloatModel, recipe: Recipe, context: LayerContext) -> LayerState:
-    """Embeddings, last norm and head where a transform changes them; else empty."""
+    """Embeddings, last norm and head if a transform changes them; else empty."""
     transforms = [t.on_model for t in recipe.transforms if t.on_model is not None]
     if not transforms:
         return {}
@@ -428,17 +438,18 @@ def _rewrite_model(model: FloatModel, recipe: Recipe, context: LayerContext) -> 
 def _open_stream(
     model: FloatModel,
     recipe: Recipe,
-    context: LayerContext,
     model_tensors: LayerState,
     data: CalibrationData | None,
     evaluation_WS: torch.Tensor | None,
     plan: Plan,
+    *,
+    all_experts: bool,
     spill: str | Path | None,
     devices: Devices,
 ) -> Any:
-    # transformers is loaded only where a model runs
-    from calibrate.capture import LayerRunner
-    from calibrate.stream import Stream
+    # transformers is loaded only if a model runs.
+    from calibrate.calibration.capture import LayerRunner
+    from calibrate.calibration.stream import Stream
 
     embedding = model.get(model.layer_map.embedding)
     return Stream(
@@ -451,46 +462,47 @@ def _open_stream(
         with_reference=recipe.corrects,
         kv_cache=plan.kv_cache,
         kv_per_head=plan.kv_per_head,
+        all_experts=all_experts,
+        hold_out=recipe.guarded,
         spill=Path(spill) if spill else None,
     )
 
 
 def _compare(
-    model: FloatModel, model_tensors: LayerState, stream: Any, eval_text: str | None
-) -> dict[str, Any] | None:
-    if stream is None or eval_text is None:
-        return None
+    model: FloatModel, model_tensors: LayerState, stream: Any, evaluation: Evaluation | None
+) -> tuple[dict[str, Any] | None, Probe | None]:
+    """Quality of the quantized model, and logits for a server to compare."""
+    if stream is None or evaluation is None:
+        return None, None
     names = model.layer_map
     original = (model.get(names.last_norm), model.head())
     changed = original
     if model_tensors:
         changed = (model_tensors[names.last_norm], model_tensors[names.head])
-    before, after = stream.perplexities(original, changed)
-    return {
-        "text": public_name(eval_text),
-        "before": before.value,
-        "after": after.value,
-        "windows": before.windows,
-        "sequence_length": stream.evaluation_WS.shape[1],
-    }
+    found = stream.agreement(original, changed, evaluation.given)
+    logits_SV = stream.first_logits(*changed, NUM_TOKENS)
+    probe = Probe.of(evaluation.ids_WS[0], logits_SV, exact=logits_SV.dtype == torch.float32)
+    return evaluation.record(found), probe
 
 
 def _config_changes(model: FloatModel, model_tensors: LayerState) -> dict[str, Any]:
     return {"tie_word_embeddings": False} if model.layer_map.head in model_tensors else {}
 
 
-def _public(calibration: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The facts of the data, for readers of the report."""
-    return calibration and {**calibration, "source": public_name(calibration["source"])}
-
-
 def _warnings(
     data: CalibrationData | None, model: FloatModel, model_tensors: LayerState
 ) -> tuple[str, ...]:
     warnings = list(data.warnings) if data else []
+    if data and model.reader.other_parts:
+        warnings.append("the vision part stays in float; calibration is on texts without images")
+    if model.reader.unties_head:
+        warnings.append(
+            "config.json states a tied head, but lm_head differs from the embedding: "
+            "lm_head is kept, and tie_word_embeddings is set to false"
+        )
     if model.layer_map.head in model_tensors and model.layer_map.tied_head(model.config):
         warnings.append(
-            "embedding and head were one matrix; the rotation makes them two: lm_head.weight is"
-            " written, tie_word_embeddings is false"
+            "embedding and head were one matrix; the rotation makes them different: "
+            "lm_head.weight is written, and tie_word_embeddings is set to false"
         )
     return tuple(warnings)

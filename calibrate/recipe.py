@@ -1,7 +1,6 @@
-"""Recipes: which transforms prepare a model's weights and which solver turns them into codes.
+"""Recipes: the transforms that prepare a model's weights, and the solver that quantizes them.
 
-Knows names, not the maths. A recipe of one's own is a Recipe with one's own solver, given to
-quantize_checkpoint in place of a name.
+For your own method, pass a Recipe with your solver to quantize_checkpoint instead of a name.
 """
 
 from collections.abc import Iterable
@@ -9,12 +8,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from calibrate import gptq, rtn, source_code
-from calibrate.awq import AWQ
-from calibrate.column_order import ORDERS
-from calibrate.rotation import ROTATE
-from calibrate.smoothquant import SMOOTHQUANT
-from calibrate.solving import Solver, Transform, Tuning
+from calibrate import source_code
+from calibrate.solvers import gptq, rtn
+from calibrate.solvers.column_order import ORDERS
+from calibrate.solvers.solving import Solver, Transform, Tuning
+from calibrate.transforms.awq import AWQ
+from calibrate.transforms.rotation import ROTATE
+from calibrate.transforms.smoothquant import SMOOTHQUANT
 from formats.errors import InputError
 from formats.scheme import Scheme
 
@@ -27,32 +27,38 @@ class Recipe:
     solver: Solver
     transforms: tuple[Transform, ...] = ()
     needs_data: bool = True
-    corrects: bool = False  # the solver wants the float model's inputs too (statistics' drift)
-    floats: bool = False  # it can make float8 weights too, not only integer codes
+    corrects: bool = False  # the solver also needs the float model's inputs (statistics' drift)
+    floats: bool = False  # it can make float8 weights, not only integer codes
     tuning: Tuning | None = None  # of each layer as a whole, after its linears are solved
-    act_order: bool = False  # the solver groups inputs as it likes, by an index in the file
+    act_order: bool = False  # the solver groups inputs freely, with an index in the file
+    # Some windows are held out of the statistics. A linear whose solution is worse on these than
+    # rounding to nearest is rounded.
+    guarded: bool = False
 
     def __post_init__(self) -> None:
         if self.tuning is None:
             return
         if not self.corrects:
             raise InputError(
-                f"recipe {self.name!r}", "tuning needs the float model's outputs", "set corrects"
+                f"recipe {self.name!r}",
+                "tuning requires the float model's outputs (corrects=True)",
+                "set corrects",
             )
         for transform in self.transforms:
             if transform.on_statistics is not None:
                 raise InputError(
                     f"recipe {self.name!r}",
                     f"tuning does not follow {transform.name}, which rewrites weights by the data",
-                    "leave out one of them",
+                    "remove one of them",
                 )
 
 
 def _row(name: str, solver: Solver, *transforms: Transform, **options: Any) -> Recipe:
-    return Recipe(name=name, solver=solver, transforms=transforms, **options)
+    guarded = solver is not rtn.solve
+    return Recipe(name=name, solver=solver, transforms=transforms, guarded=guarded, **options)
 
 
-ORDERED = (gptq.solve, gptq.solve_corrected)  # solvers that take the inputs in any order
+ORDERED = (gptq.solve, gptq.solve_corrected)  # solvers that accept any order of inputs
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
@@ -74,18 +80,21 @@ RECIPES: dict[str, Recipe] = {
 
 
 def with_act_order(recipe: Recipe) -> Recipe:
-    """The same with groups of inputs of like size. Raises InputError where it solves nothing."""
+    """Recipe variant with groups of inputs of similar magnitude.
+
+    Raises InputError without a solver.
+    """
     if recipe.solver not in ORDERED:
         able = ", ".join(row.name for row in RECIPES.values() if row.solver in ORDERED)
         raise InputError(
-            f"recipe {recipe.name!r}", "rounds inputs in the order that they have", f"use {able}"
+            f"recipe {recipe.name!r}", "rounds inputs in their given order", f"use {able}"
         )
     solver = partial(recipe.solver, order=ORDERS["act-order"])
     return replace(recipe, name=f"{recipe.name}, act-order", solver=solver, act_order=True)
 
 
 def find_recipe(recipe: str | Recipe) -> Recipe:
-    """The recipe of that name; one's own is returned as it is. Raises InputError."""
+    """Recipe by name; a Recipe object is returned unchanged. Raises InputError."""
     if isinstance(recipe, Recipe):
         return recipe
     if recipe not in RECIPES:
@@ -94,10 +103,10 @@ def find_recipe(recipe: str | Recipe) -> Recipe:
 
 
 def identity_of(recipe: Recipe) -> str:
-    """What tells a recipe from others of its name: one's own by the files that its code stands in,
-    the values that are bound to it, and its settings.
+    """Identity of a recipe, beyond its name.
 
-    Layers of an unfinished run must not be taken over by a solver that has been mended since.
+    A user's recipe is identified by the files of its code, the values bound to it, and its
+    settings. A solver that was changed must not continue the layers of an unfinished run.
     """
     if RECIPES.get(recipe.name) is recipe:
         return recipe.name
@@ -108,22 +117,22 @@ def identity_of(recipe: Recipe) -> str:
 
 
 def check_makes(recipe: Recipe, schemes: Iterable[Scheme]) -> None:
-    """Raise InputError where a row of RECIPES cannot make one of the schemes' weights."""
+    """Raise InputError if a built-in recipe cannot make one of the schemes' weights."""
     for scheme in schemes:
         if scheme.weight.type != "int" and not recipe.floats and recipe.name in RECIPES:
             able = ", ".join(row.name for row in RECIPES.values() if row.floats)
             raise InputError(
-                f"recipe {recipe.name!r}", f"makes integer codes, not {scheme}", f"use {able}"
+                f"recipe {recipe.name!r}", f"produces integer codes, not {scheme}", f"use {able}"
             )
 
 
 def default_recipe(scheme: Scheme) -> str:
-    """What an expert would take: 8-bit weights alone are fine rounded to nearest."""
+    """Sensible default: weight-only 8-bit schemes are accurate when rounded to nearest."""
     if scheme.weight.type == "int" and scheme.weight.bits <= 4:
         return "gptq"
     return "smoothquant+gptq" if integer_activations(scheme) else "rtn"
 
 
 def integer_activations(scheme: Scheme) -> int | None:
-    """The bits of a scheme whose activations are integers, else None."""
+    """Bits of a scheme with integer activations, else None."""
     return 8 if scheme.activation is not None and scheme.activation.type == "int" else None

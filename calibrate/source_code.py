@@ -1,5 +1,4 @@
-"""The code of a function of the user's own: its file, the files beside it that it uses, and the
-values that were bound to it."""
+"""Code of a user's function: its file, the files next to it that it uses, and bound values."""
 
 import hashlib
 import inspect
@@ -15,11 +14,11 @@ import torch
 
 from calibrate.digest import tensor_digest
 
-INSTALLED = {"site-packages", "dist-packages"}  # told apart by their versions
+INSTALLED = {"site-packages", "dist-packages"}  # identified by their versions
 
 
 def digest(functions: list[Callable | None]) -> str:
-    """Changes where the code of one of them does, or a value that is bound to it."""
+    """Hash that changes with the code of one of the functions, or with a value bound to it."""
     found = hashlib.sha256()
     for function in functions:
         for part in _parts(function):
@@ -28,7 +27,7 @@ def digest(functions: list[Callable | None]) -> str:
 
 
 def _parts(function: Callable | None) -> list[bytes]:
-    """What its files hold; its code where there are none, as in a notebook."""
+    """Contents of its files; its code if there are none, as in a notebook."""
     if function is None:
         return [b"-"]
     if isinstance(function, partial):
@@ -48,7 +47,7 @@ def _parts(function: Callable | None) -> list[bytes]:
 
 
 def _said_of(value: Any) -> bytes:
-    """A bound value, the same in every process; of an object that nobody knows, its type."""
+    """A bound value, the same in every process; for an unknown object, its type."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return repr(value).encode()
     if isinstance(value, Mapping):
@@ -65,13 +64,13 @@ def _said_of(value: Any) -> bytes:
 
 
 def _said(code: CodeType) -> tuple:
-    """What a function typed in says, without where it was typed."""
+    """Contents of a function that was typed in, without its position."""
     consts = [_said(x) if isinstance(x, CodeType) else x for x in code.co_consts]
     return code.co_code, code.co_names, consts
 
 
 def _helpers(function: Callable, file: Path) -> list[Path]:
-    """Files of its package, or below its folder, that its module uses, and theirs, in order."""
+    """Files in its package or below its folder that its module uses, recursively, in order."""
     root = file.parent
     while (root / "__init__.py").exists() and (root.parent / "__init__.py").exists():
         root = root.parent
@@ -91,7 +90,7 @@ def _helpers(function: Callable, file: Path) -> list[Path]:
 
 
 def _used_by(module: ModuleType | None) -> list[ModuleType]:
-    """The modules that its names are, or come from."""
+    """Modules that its names are, or come from."""
     used = []
     for value in list(vars(module).values()) if module is not None else ():
         if not isinstance(value, ModuleType):

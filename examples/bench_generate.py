@@ -2,8 +2,9 @@
 
     python examples/bench_generate.py --shape llama-3-8b --batch 1 8 32
 
-The model has random weights in the given shape, W4A16 symmetric in groups of 128 (or --float), so
-speed is real and text is not. Each line: so many requests, of --input tokens in, --output out.
+The model has random weights in the given shape, W4A16 symmetric in groups of 128 (or --float). The
+speed is real, the text is meaningless. Each printed line is one batch size, with --input tokens in
+and --output tokens out per request.
 """
 
 import argparse
@@ -169,7 +170,7 @@ def write_config(folder: Path, shape: str, scheme: str | None) -> None:
 
 
 def resident_gib() -> float:
-    """What the process holds now; nan where the system has no /proc."""
+    """Resident memory of this process; nan on systems without /proc."""
     statm = Path("/proc/self/statm")
     if not statm.exists():
         return float("nan")
@@ -179,7 +180,7 @@ def resident_gib() -> float:
 def measure(llm: LLM, batch: int, num_input: int, num_output: int) -> dict[str, float]:
     """Time to the first token of all requests, then the mean time of a decode step.
 
-    No prompt comes twice, else the prefix cache would know it.
+    No prompt is repeated, so the prefix cache has no hits.
     """
     numbers = itertools.count()
 
@@ -188,10 +189,10 @@ def measure(llm: LLM, batch: int, num_input: int, num_output: int) -> dict[str, 
 
     def run(tokens: int) -> float:
         prompts = [prompt(next(numbers)) for _ in range(batch)]
-        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         torch.cuda.synchronize() if torch.cuda.is_available() else None
         start = time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=False, detokenize=False)
+        llm.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - start
 
     run(2)
@@ -217,8 +218,8 @@ def main() -> None:
         type=int,
         help="what attention's parts are chosen for; default: --input and --output, at most 8192",
     )
-    parser.add_argument("--float", action="store_true", help="float weights in place of W4A16")
-    parser.add_argument("--dtype", default="auto", help="of activations; auto on a CPU: float32")
+    parser.add_argument("--float", action="store_true", help="float weights instead of W4A16")
+    parser.add_argument("--dtype", default="auto", help="of activations; auto is float32 on a CPU")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--json", action="store_true")

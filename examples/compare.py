@@ -1,10 +1,10 @@
-"""Put servers side by side: the same load by the same client, one table.
+"""Compare servers: the same load from the same client, results in one table.
 
     python examples/compare.py qserve=http://127.0.0.1:8000 vllm=http://127.0.0.1:8001 \\
         -- --request-rate 8 --num-prompts 400 --random-input-len 1024 --random-output-len 128
 
-What follows -- goes to `qserve bench serve` as it is. The servers take turns, --runs times, so that
-a slow minute of the machine meets all of them; the median of the runs counts.
+Arguments after -- are passed to `qserve bench serve`. The servers take turns, --runs times, so that
+a slow minute of the machine affects all of them. The table shows the median of the runs.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def measure(url: str, flags: list[str], folder: Path) -> dict:
 
 
 def table(results: dict[str, list[dict]]) -> str:
-    """In Markdown; the last column is the first server's figure over the second's."""
+    """Markdown table; the last column is the first server's figure over the second's."""
     names = list(results)
     ratio = [f"{names[0]} / {names[1]}"] if len(names) > 1 else []
     lines = [f"| | {' | '.join(names + ratio)} |", f"|---{'|---' * len(names + ratio)}|"]

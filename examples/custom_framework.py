@@ -2,8 +2,8 @@
 
     python examples/custom_framework.py examples/models/docs-5m /tmp/docs-5m-mine
 
-Three ways in, from the least to the most: a solver as a recipe, corrected float weights,
-finished integer codes. The folder that comes out passes `qserve inspect` and is served.
+It shows three ways: a solver as a recipe, corrected float weights, and finished integer codes. The
+written folder passes `qserve inspect` and can be served.
 """
 
 import argparse
@@ -12,13 +12,13 @@ import sys
 import torch
 from torch import nn
 
+from calibrate.calibration.statistics import InputStatistics
 from calibrate.pipeline import quantize_checkpoint
 from calibrate.recipe import Recipe
-from calibrate.statistics import InputStatistics
-from formats import affine
 from formats.errors import InputError
-from formats.inspect import inspect_checkpoint
-from formats.packed import PackedWeight
+from formats.in_memory.packed import PackedWeight
+from formats.inspection.inspect import inspect_checkpoint
+from formats.numerics import affine
 from formats.scheme import QuantSpec, Scheme
 from qkernels.quant_linear import QuantLinear
 
@@ -26,7 +26,7 @@ SCHEME = "w4a16-sym"
 
 
 def my_correction(weight_NK: torch.Tensor, hessian_KK: torch.Tensor, spec: QuantSpec):
-    """Somebody's algorithm: round, then one pass that mends each group for the error before it.
+    """Example algorithm: round, then one pass that corrects each group for the error before it.
 
     Returns the corrected float weight, which lies on the grid, and the grid.
     """
@@ -52,14 +52,14 @@ def my_correction(weight_NK: torch.Tensor, hessian_KK: torch.Tensor, spec: Quant
 def my_solver(
     weight_NK: torch.Tensor, stats: InputStatistics | None, spec: QuantSpec, name: str
 ) -> PackedWeight:
-    """The same algorithm as a solver: what a recipe calls for every linear."""
+    """Solver with this algorithm; a recipe calls it for every linear."""
     corrected_NK, scales_NG, zeros_NG = my_correction(weight_NK, stats.hessian_KK.cpu(), spec)
     codes_NK = affine.quantize(corrected_NK, scales_NG, zeros_NG, spec)
     return PackedWeight.from_codes(codes_NK, scales_NG, zeros_NG, spec, name)
 
 
 def in_a_model_of_your_own() -> None:
-    """QuantLinear in place of nn.Linear, with codes that nobody rounds again."""
+    """Replace nn.Linear by QuantLinear, with codes that are not rounded again."""
     torch.manual_seed(0)
     spec = Scheme.parse(SCHEME).weight
     linear, inputs = nn.Linear(256, 128), torch.randn(512, 256)
@@ -98,6 +98,7 @@ def main() -> None:
         arguments.output,
         scheme=Scheme.parse(SCHEME),
         recipe=Recipe(name="my-correction", solver=my_solver),
+        fit_groups=True,
         samples=arguments.samples,
         sequence_length=512,
     )
@@ -110,5 +111,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except InputError as error:  # yours to mend: a folder that is not empty, a missing model
+    except InputError as error:  # a folder that is not empty, a missing model, ...
         sys.exit(f"custom_framework.py: {error}")

@@ -1,4 +1,4 @@
-"""What train_eagle3.py and train_medusa.py share: flags, data, the training, what is told of it."""
+"""Shared code of train_eagle3.py and train_medusa.py: flags, data, training and its report."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ from calibrate.heads.windows import continued_windows, load_windows, save_window
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What a training took, and what came of it."""
+    """Time, data and accuracy of a training run."""
 
     windows: tuple[int, int]  # how many, and their length in tokens
     batches: int
@@ -28,23 +28,36 @@ class Trained:
 
 
 def add_flags(made: argparse.ArgumentParser) -> None:
-    """Of the data, the training and its result."""
-    made.add_argument("--data", help="texts: .jsonl, .txt or .md")
+    """Flags for data, training and output."""
+    made.add_argument("--data", help="texts: plain, JSON, JSON Lines or parquet")
     made.add_argument("--output", required=True, help="folder to write")
     made.add_argument("--held-out", help="texts to measure on; default: a twentieth of the windows")
-    made.add_argument("--held-windows", type=int, default=256, help="most windows to measure on")
-    made.add_argument("--windows", help="windows that --save-windows kept, in place of --data")
-    made.add_argument("--save-windows", help="file to keep the windows in")
-    made.add_argument("--length", type=int, default=512, help="tokens of a window")
+    made.add_argument(
+        "--held-windows", type=int, default=256, help="largest number of windows to measure on"
+    )
+    made.add_argument("--windows", help="windows from --save-windows, instead of --data")
+    made.add_argument("--save-windows", help="file to save the windows in")
+    made.add_argument("--length", type=int, default=512, help="tokens per window")
     made.add_argument("--continued", type=int, default=8192, help="windows that the target writes")
     made.add_argument("--sampling-batch", type=int, default=256)
-    made.add_argument("--sampling-seconds", type=float, default=math.inf, help="most time for it")
-    made.add_argument("--temperature", type=float, default=1.0, help="of the target's own texts")
-    made.add_argument("--epochs", type=int, default=3, help="more data is better than more of them")
-    made.add_argument("--batch", type=int, default=32, help="windows of a step")
-    made.add_argument("--rate", type=float, default=8e-3, help="of layers")
-    made.add_argument("--output-rate", type=float, default=5e-4, help="of output matrices")
-    made.add_argument("--seconds", type=float, default=math.inf, help="most time for training")
+    made.add_argument(
+        "--sampling-seconds",
+        type=float,
+        default=math.inf,
+        help="time limit of the continuations, seconds",
+    )
+    made.add_argument(
+        "--temperature", type=float, default=1.0, help="temperature of the target's texts"
+    )
+    made.add_argument("--epochs", type=int, default=3, help="more data helps more than more epochs")
+    made.add_argument("--batch", type=int, default=32, help="windows per step")
+    made.add_argument("--rate", type=float, default=8e-3, help="learning rate of layers")
+    made.add_argument(
+        "--output-rate", type=float, default=5e-4, help="learning rate of output matrices"
+    )
+    made.add_argument(
+        "--seconds", type=float, default=math.inf, help="time limit of training, seconds"
+    )
     made.add_argument("--device", default="auto")
     made.add_argument("--seed", type=int, default=0)
 
@@ -61,8 +74,8 @@ def read_windows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(windows to train on, windows held out), token ids [W, S] each.
 
-    From --windows, or from the texts of --data and what the target writes behind their beginnings.
-    Kept in --save-windows if that is given.
+    They come from --windows, or from the texts of --data and the target's continuations of their
+    beginnings. They are saved in --save-windows if that is given.
     """
     if arguments.windows:
         windows_WS = load_windows(arguments.windows)
@@ -103,10 +116,10 @@ def train(
     measured: Losses | None = None,
     **settings: float,
 ) -> Trained:
-    """Train a head in place and measure it on the windows held out; `outputs` as `fit` has them.
+    """Train a head in place and measure it on the held-out windows; `outputs` is that of `fit`.
 
-    `measured`: what gives the accuracy, if not `losses`; `settings`: of FitSettings, beyond what
-    the flags say.
+    `measured` computes the accuracy, by default `losses`. `settings` are fields of FitSettings in
+    addition to the flags.
     """
     chosen = FitSettings(
         epochs=arguments.epochs,
@@ -130,7 +143,7 @@ def train(
 
 
 def weights_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As they are written: in bfloat16, on the CPU."""
+    """Tensors in the form in which they are written: bfloat16, on the CPU."""
     return {name: each.detach().to("cpu", torch.bfloat16) for name, each in tensors.items()}
 
 
@@ -152,5 +165,5 @@ def write_result(
 
 
 def expected_length(accuracy: list[float]) -> float:
-    """Tokens of a verify, its own included, were each step right on its own."""
+    """Expected tokens per verification, with the bonus token, if steps were independent."""
     return 1 + sum(math.prod(accuracy[: count + 1]) for count in range(len(accuracy)))

@@ -1,11 +1,11 @@
-"""How many tokens a verify brings: acceptance of drafters on texts that they have not seen.
+"""Measure tokens per verification: acceptance of drafters on texts that they have not seen.
 
     python examples/measure_acceptance.py MODEL --text heldout.jsonl \\
         --drafter '{"method": "eagle3", "model": "head"}' --drafter '{"method": "ngram"}'
 
 Prompts are the beginnings of the texts. Each is continued greedily and at temperature 1 with each
 drafter, and without one: the texts must be the same, which is checked in float32. The acceptance
-length counts the token that a verify brings anyway; shares by position are of all drafts.
+length includes the bonus token. Acceptance rates by position are relative to all drafts.
 """
 
 import argparse
@@ -13,9 +13,9 @@ import dataclasses
 import json
 import time
 
-from calibrate.evaluate import read_texts
+from calibrate.texts.documents import read_texts
 from qserve.llm import LLM
-from qserve.sampling_params import SamplingParams
+from qserve.params.sampling_params import SamplingParams
 
 
 def main() -> None:
@@ -76,10 +76,10 @@ def main() -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Of all verifies of a run."""
+    """Counts over all verifications of a run."""
 
     verifies: int
-    accepted: tuple[int, ...]  # drafts that came true, by position
+    accepted: tuple[int, ...]  # accepted drafts, by position
 
     @classmethod
     def of(cls, counts: tuple[int, ...]) -> "Counts":
@@ -88,7 +88,7 @@ class Counts:
 
     @property
     def length(self) -> float:
-        """Tokens of a verify."""
+        """Mean tokens per verification."""
         return 1 + sum(self.accepted) / self.verifies
 
     @property
@@ -97,7 +97,7 @@ class Counts:
 
     @property
     def conditional(self) -> list[float]:
-        """Of the drafts whose predecessors came true."""
+        """Acceptance rate by position, among drafts whose predecessors were accepted."""
         before = (self.verifies, *self.accepted[:-1])
         return [count / max(1, base) for count, base in zip(self.accepted, before, strict=True)]
 
@@ -106,8 +106,10 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     made.add_argument("model", help="folder of the target")
     made.add_argument("--text", required=True, help="texts that no drafter was trained on")
-    made.add_argument("--drafter", action="append", default=[], help="a --speculative-config")
-    made.add_argument("--drafts", type=int, default=3, help="of a verify")
+    made.add_argument(
+        "--drafter", action="append", default=[], help="a value of --speculative-config"
+    )
+    made.add_argument("--drafts", type=int, default=3, help="drafts per verification")
     made.add_argument("--texts", type=int, default=32)
     made.add_argument("--prompt-tokens", type=int, default=128)
     made.add_argument("--max-tokens", type=int, default=128)

@@ -8,9 +8,9 @@
 2. us of all-reduce + residual + norm of M x 8192 bfloat16: one kernel; in two; NCCL and a norm.
 3. us of an all-reduce of 8 KB to 32 MB: one shot, two shots, NCCL, symmetric memory.
 
-A time is that of one call in a graph of a chain of calls, the replay before not counted. The run
-ends after --seconds; a wait in a kernel is bounded, and names the rank that did not come. Without a
-GPU, `--tiny` runs all of it in Triton's interpreter, with no times.
+A time is that of one call within a CUDA graph of a chain of calls, after an untimed replay.
+The run ends after --seconds. Waits in kernels are bounded, and the error names the missing rank.
+Without a GPU, `--tiny` runs all of it in Triton's interpreter, without times.
 """
 
 import argparse
@@ -36,18 +36,18 @@ KIB, MIB = 2**10, 2**20
 SIZES = tuple(8 * KIB * 2**i for i in range(13))
 CHANNELS = 8192
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
-SPIN_LIMIT = 2**24  # looks of a waiting block: 10 s or more; a rank may still compile
+SPIN_LIMIT = 2**24  # polls of a waiting block: 10 s or more, because a rank may still compile
 ROUNDS = 7
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=150, help="limit of the whole run")
+    parser.add_argument("--seconds", type=float, default=150, help="time limit of the whole run")
     parser.add_argument("--json", type=Path, help="write the results here, after each part")
-    parser.add_argument("--check", action="store_true", help="results alone, no times")
-    parser.add_argument("--one-gpu", action="store_true", help="all ranks on one; with --check")
-    parser.add_argument("--tiny", action="store_true", help="on a CPU, sizes that take seconds")
+    parser.add_argument("--check", action="store_true", help="check results, measure no times")
+    parser.add_argument("--one-gpu", action="store_true", help="all ranks on one GPU; with --check")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, on a CPU")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -94,7 +94,7 @@ def supervise(ranks: list[subprocess.Popen], deadline: float) -> int:
 
 
 class Measurement:
-    """What one rank does."""
+    """Run one rank: check, then measure."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         import torch
@@ -104,14 +104,14 @@ class Measurement:
         self.on_gpu = not args.tiny
         index = 0 if args.one_gpu else self.rank
         self.device = torch.device("cuda", index) if self.on_gpu else torch.device("cpu")
-        # the interpreter knows no bfloat16
+        # the interpreter has no bfloat16
         self.dtype = torch.bfloat16 if self.on_gpu else torch.float16
         self.channels = CHANNELS if self.on_gpu else 2176
         self.rows = ROWS if self.on_gpu else (1, 7)
         self.sizes = SIZES if self.on_gpu else (8 * KIB, 64 * KIB)
         if self.on_gpu:
             if torch.cuda.device_count() <= index:
-                raise SystemExit(f"{self.ranks} GPUs wanted, found {torch.cuda.device_count()}")
+                raise SystemExit(f"{self.ranks} GPUs needed, found {torch.cuda.device_count()}")
             torch.cuda.set_device(self.device)
         dist.init_process_group(
             "gloo" if args.tiny or args.check else "cpu:gloo,cuda:nccl",
@@ -135,7 +135,7 @@ class Measurement:
             self.part("check", self.check)
         if not self.args.check:
             self.measure()
-        # without destroying groups: what one rank still waits for must not hold the others
+        # groups are not destroyed: a rank that still waits must not block the others
         sys.stdout.flush()
         os._exit(0)
 
@@ -206,14 +206,14 @@ class Measurement:
             return
 
     def share(self, rank: int, count: int, seed: int = 0):
-        """Any rank's numbers: all ranks know them, and so the sum."""
+        """Input of any rank: every rank can compute it, and so the expected sum."""
         import torch
 
         generator = torch.Generator().manual_seed(1000 * seed + rank)
         return torch.randn(count, generator=generator).to(self.dtype).to(self.device)
 
     def capture(self, calls: Callable[[], None]) -> Callable[[], None]:
-        """A graph of what `calls` does, after it was done twice; on a CPU, the calls."""
+        """Capture `calls` in a CUDA graph after two warm-up runs; on a CPU return `calls`."""
         import torch
 
         calls()
@@ -240,6 +240,7 @@ class Measurement:
 
         from qkernels import reference as plain
         from qkernels.collective import ops, reference
+        from qkernels.rowwise.spec import NormSpec
 
         most = max(self.sizes) // self.dtype.itemsize
         for how in ("one_shot", "two_shot"):
@@ -266,13 +267,11 @@ class Measurement:
             count = rows * self.channels
             shape = rows, self.channels
             x, residual = (self.share(rank, count).view(shape) for rank in (self.rank, 99))
-            weight = self.share(98, self.channels)
+            spec = NormSpec(weight_C=self.share(98, self.channels), eps=1e-5)
             normed, total = torch.empty_like(x), torch.empty_like(x)
 
-            def calls(x=x, residual=residual, weight=weight, normed=normed, total=total):
-                first = ops.all_reduce_add_rms_norm_into(
-                    x, residual, weight, 1e-5, None, self.peers
-                )
+            def calls(x=x, residual=residual, spec=spec, normed=normed, total=total):
+                first = ops.all_reduce_norm(x, residual, spec, self.peers)
                 normed.copy_(first[0])
                 total.copy_(first[1])
 
@@ -283,7 +282,7 @@ class Measurement:
                 replay()
                 self.wait()
                 summed = reference.all_reduce(shares)
-                want, want_total = plain.add_rms_norm(summed, residual, weight, 1e-5)
+                want, want_total = plain.norm(summed, residual, spec)
                 self.expect(torch.equal(total, want_total), f"sum of {rows} rows, seed {seed}")
                 error = (normed.float() - want.float()).abs().max() / want.float().abs().max()
                 self.expect(float(error) < 1e-2, f"norm of {rows} rows, seed {seed}: {error}")
@@ -291,7 +290,7 @@ class Measurement:
         self.say("sums and norms are right, and bitwise equal on all ranks")
 
     def same(self, x) -> bool:
-        """Whether all ranks have these bits."""
+        """Return True if all ranks have the same bits."""
         import torch.distributed as dist
 
         own = x.cpu().view(-1)
@@ -305,7 +304,7 @@ class Measurement:
             os._exit(1)
 
     def microseconds(self, call: Callable[[object], object], x, calls: int) -> float:
-        """Of one call of a chain of them in a graph."""
+        """Time of one call within a chain of calls in a graph."""
         import torch
 
         if not self.on_gpu:
@@ -336,7 +335,7 @@ class Measurement:
         self.say(f"{part} {key} {name}: {time_us:.2f} us")
 
     def norms(self) -> None:
-        """Residual stream, norm and sum of M rows, as a layer has them."""
+        """Residual stream, norm and sum of M rows, as in a layer."""
         import torch.distributed as dist
 
         from formats.scheme import ActivationSpec
@@ -345,35 +344,32 @@ class Measurement:
         from qkernels.operands.codes import InputRounding
         from qkernels.operands.limbs import LimbForm
         from qkernels.operands.split_k import SplitKPartials
+        from qkernels.rowwise.spec import NormSpec
 
         codes = InputRounding(ActivationSpec(), None)
-        weight = self.share(98, self.channels) * 0 + 1
+        spec = NormSpec(weight_C=self.share(98, self.channels) * 0 + 1, eps=1e-5)
         for rows in self.rows:
             x = self.share(self.rank, rows * self.channels).view(rows, self.channels)
             residual = self.share(99, rows * self.channels).view_as(x)
             parts = SplitKPartials(parts=x.float().expand(4, *x.shape).contiguous(), dtype=x.dtype)
             fused = functools.partial(
-                ops.all_reduce_add_rms_norm_into,
-                residual_MC=residual,
-                weight_C=weight,
-                eps=1e-5,
-                peers=self.peers,
+                ops.all_reduce_norm, residual_MC=residual, spec=spec, peers=self.peers
             )
 
             def apart(y, residual=residual):
                 summed = ops.all_reduce(y, self.peers)
-                return rowwise.add_rms_norm(summed, residual, weight, 1e-5)[0]
+                return rowwise.norm(summed, residual, spec)[0]
 
             def by_nccl(y, residual=residual):
                 dist.all_reduce(y)
-                return rowwise.add_rms_norm(y, residual, weight, 1e-5)[0]
+                return rowwise.norm(y, residual, spec)[0]
 
             def kept(y, form, fused=fused):
-                fused(y, form=form)
+                fused(y, out=form)
                 return y
 
             ways = {
-                "one kernel": lambda y, fused=fused: fused(y, form=None)[0],
+                "one kernel": lambda y, fused=fused: fused(y)[0],
                 "int8 codes": functools.partial(kept, form=codes),
                 "apart": apart,
             }
@@ -412,7 +408,7 @@ class Measurement:
         self.per_size("nccl", lambda size: call)
 
     def symmetric(self) -> None:
-        """torch's own, in place and over a buffer that the input already lies in."""
+        """torch's own all-reduce, in place and over a buffer that already holds the input."""
         import torch
         import torch.distributed as dist
         import torch.distributed._symmetric_memory as symmetric

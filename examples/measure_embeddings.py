@@ -1,9 +1,9 @@
-"""Measure embeddings offline: texts and tokens a second, by the length of the texts.
+"""Measure embeddings offline: texts and tokens per second, by the length of the texts.
 
     python examples/measure_embeddings.py --json embeddings.json
 
 Qwen3-Embedding-0.6B's shape in bf16 and Llama-3-8B's in W4A16 and W8A8, random weights. Each text
-is its own token ids, all are asked for at once, and the vector of the last token is kept.
+is its own token ids, all are requested together, and the last token's vector is returned.
 """
 
 import argparse
@@ -52,10 +52,10 @@ def measure(shape: str, scheme: str | None, arguments: argparse.Namespace) -> di
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--shape", choices=SHAPES, help="this one in bf16, in place of those above")
+    parser.add_argument("--shape", choices=SHAPES, help="only this shape, in bf16")
     parser.add_argument("--lengths", type=int, nargs="+", default=[32, 512, 4096])
-    parser.add_argument("--tokens", type=int, default=262144, help="of one measurement")
-    parser.add_argument("--repeats", type=int, default=2, help="of which the best counts")
+    parser.add_argument("--tokens", type=int, default=262144, help="tokens per measurement")
+    parser.add_argument("--repeats", type=int, default=2, help="runs; the best is reported")
     parser.add_argument("--json", help="also write the figures into this file")
     arguments = parser.parse_args()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()

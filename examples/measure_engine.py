@@ -1,4 +1,4 @@
-"""Measure a whole engine by fixed workloads: decode steps, first tokens, throughput.
+"""Measure an engine with fixed workloads: decode steps, first tokens, throughput.
 
     python examples/measure_engine.py --json engine.json
 
@@ -7,10 +7,10 @@ process of its own:
 
 - ms of a decode step at batch 1 (128 tokens in) and 8, 32, 128 (512 in);
 - ms to the first token of one prompt of 128 tokens, and of one of 8000;
-- output tokens/s of 512 requests of 1024 tokens in, 256 out, with at most 256 at once;
+- output tokens/s of 512 requests of 1024 tokens in, 256 out, with at most 256 concurrent;
 - seconds until the engine was ready.
 
-The best of --repeats counts. Requests share no prefix, and none is asked twice.
+The best of --repeats is reported. Requests share no prefix, and none is repeated.
 """
 
 import argparse
@@ -44,7 +44,7 @@ class Workloads:
         self._random = random.Random(1)
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
-        """New ones each time: a prefix cache would answer what it has seen."""
+        """New prompts on each call, so the prefix cache has no hits."""
         return [
             [self._random.randrange(2, self._vocab_size) for _ in range(length)]
             for _ in range(count)
@@ -53,9 +53,11 @@ class Workloads:
     def seconds(self, prompts: list[list[int]], num_output: int) -> float:
         from qserve import SamplingParams
 
-        params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True)
+        params = SamplingParams(
+            temperature=0, max_tokens=num_output, ignore_eos=True, detokenize=False
+        )
         started = time.perf_counter()
-        self._llm.generate(prompts, params, use_tqdm=False, detokenize=False)
+        self._llm.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - started
 
     def first_ms(self, length: int, repeats: int) -> float:
@@ -135,8 +137,10 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-3-8b", help="one of bench_generate.py's")
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
     parser.add_argument("--max-batch", type=int, default=128, help="leave out larger batches")
-    parser.add_argument("--output", type=int, default=DECODE_TOKENS, help="tokens of a decode run")
-    parser.add_argument("--requests", type=int, default=512, help="of the throughput run; 0: none")
+    parser.add_argument("--output", type=int, default=DECODE_TOKENS, help="tokens per decode run")
+    parser.add_argument(
+        "--requests", type=int, default=512, help="number in the throughput run; 0: none"
+    )
     parser.add_argument("--request-input", type=int, default=1024)
     parser.add_argument("--request-output", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=3)

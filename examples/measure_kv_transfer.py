@@ -1,15 +1,15 @@
-"""Measure what loading a prompt's KV pages from a folder saves, against computing it.
+"""Measure the time that loading a prompt's KV pages from a folder saves over computing it.
 
     python examples/measure_kv_transfer.py --folder /dev/shm/kv --json kv_transfer.json
 
 Llama-3-8B's shape with random weights in W4A16. One engine computes prompts and saves their pages,
 another finds them: the time to the first token cold, from the folder, and from its own device.
 
-Predicted before the first run, for one H200 and a folder in memory: a page is 2 MiB. Loading takes
-a copy out of the file, its digest at 1 GB/s in each of 4 threads, and the way to the device at
-40 GB/s: 4 GB/s or so. 8000 tokens are 1 GiB: 270 ms, where computing them takes 179 ms; in 8 bits
-half of the bytes and time, 135 ms. So a folder pays for 8-bit pages, for larger models, and where
-the GPU has better to do, not for an idle 8B with pages of 16 bits.
+Predicted before the first run, for one H200 and a folder in memory: a page is 2 MiB. Loading copies
+the file, computes its digest at 1 GB/s in each of 4 threads, and copies to the device at 40 GB/s:
+about 4 GB/s in all. 8000 tokens are 1 GiB: 270 ms, where computing them takes 179 ms. In 8 bits the
+bytes and the time halve: 135 ms. So a folder pays off for 8-bit pages, for larger models, and on a
+busy GPU, but not for an idle 8B model with 16-bit pages.
 """
 
 import argparse
@@ -32,13 +32,13 @@ VOCABULARY = 1000
 def first_tokens(llm: LLM, prompts: list[list[int]]) -> tuple[float, float]:
     """Milliseconds to the first token, one prompt after another, median; share that was cached."""
     engine, times, cached = llm.engine, [], 0
-    params = SamplingParams(temperature=0, max_tokens=1)
+    params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
     for number, prompt in enumerate(prompts):
         started = time.perf_counter()
         engine.add_request(str(number), prompt, params)
         while engine.has_work():
             for event in engine.step():
-                cached += event.num_cached
+                cached += event.facts.num_cached
         times.append(time.perf_counter() - started)
     return 1e3 * statistics.median(times), cached / sum(map(len, prompts))
 
@@ -46,7 +46,7 @@ def first_tokens(llm: LLM, prompts: list[list[int]]) -> tuple[float, float]:
 def settle(llm: LLM) -> float:
     """Wait until all pages are written; seconds."""
     started = time.perf_counter()
-    for future in list(llm.engine._transfers._writes):
+    for future in list(llm.engine._remote_kv._writes):
         future.result()
     return time.perf_counter() - started
 
@@ -67,7 +67,7 @@ def make(arguments: argparse.Namespace, folder: str | None, dtype: str) -> LLM:
             kv_offload_gb=8,
             kv_transfer_config=None if folder is None else json.dumps(transfer),
         )
-    llm.generate([[5] * 64] * 2, SamplingParams(max_tokens=4), use_tqdm=False, detokenize=False)
+    llm.generate([[5] * 64] * 2, SamplingParams(max_tokens=4, detokenize=False), use_tqdm=False)
     return llm
 
 

@@ -1,11 +1,11 @@
-"""Measure what LoRA adapters cost: a decode step without, beside and with them.
+"""Measure the cost of LoRA adapters in a decode step.
 
     python examples/measure_lora.py --json lora.json
 
-Llama-3-8B's shape with random weights in W4A16, adapters of random numbers. For each batch, within
-one run and in turns: an engine without adapters; one that takes them while no request has one; all
-rows with one adapter; each row with its own (as many as --max-loras); half of the rows with one.
-Then each linear of a layer, checked against plain torch: the product, and with adapters.
+Llama-3-8B's shape with random weights in W4A16, adapters of random numbers. For each batch,
+alternating within one run: an engine without adapters; an engine with adapters that no request
+uses; all rows with one adapter; each row with its own (up to --max-loras); half of the rows with
+one. Then each linear of a layer, with and without adapters, is checked against plain torch.
 """
 
 import argparse
@@ -24,9 +24,9 @@ KINDS = ("plain engine", "none", "one", "own", "half")
 
 
 def write_adapters(folder: Path, shape: str, count: int, rank: int) -> list:
-    """PEFT folders of random numbers for every linear. Returns what requests name them by."""
+    """Write PEFT folders of random numbers for every linear; return their LoRARequests."""
     from formats.families import FAMILIES
-    from formats.lora import adapted_shapes
+    from formats.peft.lora import adapted_shapes
     from qserve.lora.request import LoRARequest
 
     write_config(folder, shape, None)
@@ -59,14 +59,14 @@ def loras_of(kind: str, loras: list, batch: int) -> list | None:
 
 
 def step_ms(llm, batch: int, length: int, num_output: int, loras, rng: random.Random) -> float:
-    """The time of a decode step: that of a whole run less that of its first tokens."""
+    """Time of a decode step: a whole run less the time to its first tokens."""
     from qserve import SamplingParams
 
     def seconds(count: int) -> float:
         prompts = [[rng.randrange(2, 500) for _ in range(length)] for _ in range(batch)]
-        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
         started = time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=False, detokenize=False, lora_request=loras)
+        llm.generate(prompts, params, use_tqdm=False, lora_request=loras)
         return time.perf_counter() - started
 
     seconds(4)
@@ -117,7 +117,7 @@ def random_lora(K: int, sizes: tuple[int, ...], num_slots: int, rank: int):
 
 
 def adapted_product(plan, x, weight, lora, slots):
-    """A layer's kernels after the norm: shrink, the product, and expand where that is left to it.
+    """Kernels of a layer after the norm: shrink, product, and expand if it is separate.
 
     `x`: as a tensor, and as the norm makes it.
     """
@@ -135,7 +135,7 @@ def adapted_product(plan, x, weight, lora, slots):
 def measure_kernels(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Microseconds of each linear of a layer in W4A16, all rows with an adapter.
 
-    Weights and adapters from memory. Shrink alone is of one adapter.
+    Weights and adapters are read from memory. `shrink` alone is measured with one adapter.
     """
     from qkernels import ops, reference
     from qkernels.bench.linear import w4a16_weights
@@ -186,9 +186,9 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--max-loras", type=int, default=8)
     parser.add_argument("--max-batch", type=int, default=128)
-    parser.add_argument("--output", type=int, default=128, help="tokens of each request")
+    parser.add_argument("--output", type=int, default=128, help="tokens per request")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--kv-gb", type=float, default=8.0, help="of each engine's KV pages")
+    parser.add_argument("--kv-gb", type=float, default=8.0, help="memory of each engine's KV pages")
     parser.add_argument("--json", help="also write the results here")
     arguments = parser.parse_args()
     found = {"steps": measure_steps(arguments)}

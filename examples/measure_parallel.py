@@ -2,15 +2,15 @@
 
     python examples/measure_parallel.py --json parallel.json
 
-Parts, each in a process of its own with a time limit, whose results are printed as they come:
+Each part runs in its own process with a time limit, and its results are printed when it ends:
 
-- check: the bundled model in W4A16; tokens and logits of 2 ranks against those of 1;
-- 70b-tp2, 70b-tp1, 8b-tp2, 8b-tp1: the shape of Llama-3-70B or 8B with random weights in W4A16:
-  ms of a decode step at batch 1, 8, 32 and 128, ms to the first token of one prompt of 8000,
-  output tokens/s of 128 requests of 256 tokens in, 128 out, with at most 128 at once.
+- check: the bundled model in W4A16; tokens and logits of 2 ranks against those of 1.
+- 70b-tp2, 70b-tp1, 8b-tp2, 8b-tp1: the shape of Llama-3-70B or 8B with random weights in W4A16.
+  Printed are: ms of a decode step at batch 1, 8, 32 and 128; ms to the first token of one prompt of
+  8000; output tokens/s of 128 concurrent requests of 256 tokens in, 128 out.
 
-No part of several ranks is measured where the check fails. The shape, the number of ranks and the
-engine's settings can be given, so that all of it runs on a CPU:
+If the check fails, no part with several ranks is measured. With a given shape, number of ranks and
+settings of the engine, all of it runs on a CPU:
 
     python examples/measure_parallel.py --device cpu --shape tiny --max-model-len 256 --batches 1 2
 """
@@ -47,7 +47,7 @@ RESULT = "RESULT "
 TIE = 0.02  # between the two likeliest tokens' log probabilities: either may be chosen
 # of logits: ranks add in another order than one GPU, and round what they have added
 LIMIT = 0.02
-# NVLink's multicast is not everywhere that NCCL believes to find it.
+# NCCL can detect NVLink multicast on hosts where it does not work.
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
@@ -56,7 +56,7 @@ def tell(**result: object) -> None:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Raise where two ranks compute something else than one."""
+    """Raise if two ranks compute another result than one rank."""
     from calibrate.pipeline import quantize_checkpoint
     from formats.scheme import Scheme
     from qserve import LLM, SamplingParams
@@ -104,7 +104,9 @@ def check(arguments: argparse.Namespace) -> None:
         if place is None:
             continue
         differences += 1
-        first, second = one.logprobs[place].top_logprobs[:2]
+        first, second = sorted(
+            (each.logprob for each in one.logprobs[place].values()), reverse=True
+        )[:2]
         if first - second > TIE:
             raise SystemExit(f"token {place} differs: {one.token_ids} and {two.token_ids}")
     if error > LIMIT:
@@ -113,7 +115,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def measure(arguments: argparse.Namespace, shape: str, ranks: int) -> None:
-    """Tell the results of one model, one after the other."""
+    """Measure one model and print each result."""
     import torch
     from bench_generate import SHAPES, write_config
     from measure_engine import Workloads
@@ -178,14 +180,16 @@ def run_part(part: str, limit: float) -> dict | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--shape", help="one of bench_generate.py's, in place of Llama's")
+    parser.add_argument("--shape", help="a shape of bench_generate.py, instead of Llama's")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32, 128])
-    parser.add_argument("--output", type=int, default=64, help="tokens of a decode run")
+    parser.add_argument("--output", type=int, default=64, help="tokens per decode run")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--requests", type=int, default=128, help="of the throughput run; 0: none")
+    parser.add_argument(
+        "--requests", type=int, default=128, help="number in the throughput run; 0: none"
+    )
     parser.add_argument("--max-model-len", type=int, default=8192)
-    parser.add_argument("--limit", type=float, help="seconds of each part, in place of its own")
+    parser.add_argument("--limit", type=float, help="seconds for each part, instead of its own")
     parser.add_argument("--engine", default="{}", help="more of LLM's settings, as JSON")
     parser.add_argument("--json", help="file to write the results to")
     parser.add_argument("--part", help=argparse.SUPPRESS)  # that of one of the processes
@@ -199,7 +203,7 @@ def main() -> None:
         else:
             measure(arguments, arguments.shape or shape, ranks)
         sys.stdout.flush()
-        os._exit(0)  # NCCL's threads would be waited for
+        os._exit(0)  # a normal exit would wait for NCCL's threads
     results: dict[str, dict] = {}
     is_right = True
     for part in arguments.parts:

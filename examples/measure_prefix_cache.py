@@ -1,15 +1,15 @@
-"""Measure what the prefix cache costs and saves.
+"""Measure the cost and the gain of the prefix cache.
 
     python examples/measure_prefix_cache.py --json cache.json
 
-Llama-3-8B's shape with random weights in W4A16. Three workloads, with the cache, without it, and
-with the host's memory behind it (--kv-offload-gb, for the chats only, and few pages on the device):
+Llama-3-8B's shape with random weights in W4A16. Three workloads run with the cache and without
+it; the chats also with host memory (--kv-offload-gb) and few pages on the device:
 
-- unique: prompts that share nothing; what keeping pages costs, in percent of the throughput;
-- shared: requests of one system prompt and a question each, all sent at once;
-- chats: conversations of several turns; each turn's prompt is all that was said before.
+- unique: prompts that share nothing; the cost of keeping pages, in percent of the throughput;
+- shared: requests of one system prompt and a question each, all sent together;
+- chats: conversations of several turns; each turn's prompt is the whole conversation before it.
 
-With and without alternate within a run, --repeats times; the best of each counts.
+Runs with and without the cache alternate, --repeats times; the best of each is reported.
 """
 
 import argparse
@@ -44,16 +44,16 @@ class Workload:
 
 
 def run(llm: LLM, prompts: list[list[int]], num_output: int) -> dict[str, float]:
-    """Send prompts at once: seconds to each first token, of all, and how much was cached."""
+    """Send prompts together: seconds to each first token, total seconds, cached share."""
     engine = llm.engine
-    params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True, detokenize=False)
     started, firsts, cached, outputs = time.perf_counter(), {}, {}, {}
     for number, prompt in enumerate(prompts):
         engine.add_request(str(number), prompt, params, group=str(number))
     while engine.has_work():
         for event in engine.step():
             firsts.setdefault(event.request_id, time.perf_counter() - started)
-            cached[event.request_id] = event.num_cached
+            cached[event.request_id] = event.facts.num_cached
             outputs.setdefault(event.request_id, []).extend(event.token_ids)
     seconds = time.perf_counter() - started
     return {
@@ -103,7 +103,7 @@ def engine(arguments: argparse.Namespace, **settings: object) -> Iterator[LLM]:
             gpu_memory_utilization=arguments.gpu_memory_utilization,
             **settings,
         )
-    llm.generate([[5] * 64] * 4, SamplingParams(max_tokens=4), use_tqdm=False, detokenize=False)
+    llm.generate([[5] * 64] * 4, SamplingParams(max_tokens=4, detokenize=False), use_tqdm=False)
     yield llm
 
 
@@ -148,8 +148,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, dict[str, floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
-    parser.add_argument("--float", action="store_true", help="float weights in place of W4A16")
-    parser.add_argument("--requests", type=int, default=256, help="of the unique prompts")
+    parser.add_argument("--float", action="store_true", help="float weights instead of W4A16")
+    parser.add_argument("--requests", type=int, default=256, help="number of unique prompts")
     parser.add_argument("--unique-tokens", type=int, default=1024)
     parser.add_argument("--shared-requests", type=int, default=64)
     parser.add_argument("--system-tokens", type=int, default=4000)
@@ -162,9 +162,9 @@ def main() -> None:
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument("--kv-offload-gb", type=float, default=0.0)
     parser.add_argument(
-        "--host-pages", type=int, default=4096, help="pages on the device beside the host's memory"
+        "--host-pages", type=int, default=4096, help="pages on the device when host memory is used"
     )
-    parser.add_argument("--json", help="also write the figures into this file")
+    parser.add_argument("--json", help="also write the figures to this file")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     table = measure(arguments)

@@ -1,15 +1,15 @@
-"""Measure speculation on one GPU: tokens/s beside those without, and where a step's time goes.
+"""Measure speculation on one GPU: tokens/s with and without it, and the parts of a step's time.
 
     python examples/measure_speculation.py --json speculation.json
 
 A model of Llama-3-8B's shape in W4A16 and an EAGLE-3 head of the official head's shape, both with
-random weights. Drafts come true by chance, so often as with the official head on MT-Bench (2.93
-tokens of a verify of 3 drafts, 3.55 of 5): the text means nothing, the speed is what it would be.
-Each row is a process of its own, and --repeats runs of which the best counts:
+random weights. Drafts are accepted at random, at the rate of the official head on MT-Bench (2.93
+tokens per verification with 3 drafts, 3.55 with 5): the text is meaningless, the speed is real.
+Each row runs in its own process, --repeats times, and the best run is reported:
 
 - without speculation; with heads in bf16 and in W4A16, of 3 and of 5 drafts;
 - batches of 1 to 256 requests, 128 tokens in, 256 out; tokens/s of the decodes alone;
-- with `adaptive` (as by default) and, up to 32 requests, without;
+- with `adaptive` (the default) and, up to 32 requests, without;
 - for batch 1 the milliseconds of the model's verify, of the drafter, and of the sampler.
 """
 
@@ -109,7 +109,7 @@ def make_llm(arguments: argparse.Namespace, folder: str, head: str):
 
 
 def seconds(llm, batch: int, num_input: int, num_output: int) -> float:
-    """Of a batch whose prompts no cache knows."""
+    """Seconds of a batch of new prompts, none of them cached."""
     from qserve import SamplingParams
 
     seconds.number += 1
@@ -118,9 +118,9 @@ def seconds(llm, batch: int, num_input: int, num_output: int) -> float:
         [(first * 7919 + i * 104729 + j * 31) % 1000 + 2 for j in range(num_input)]
         for i in range(batch)
     ]
-    params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True, detokenize=False)
     started = time.perf_counter()
-    llm.generate(prompts, params, use_tqdm=False, detokenize=False)
+    llm.generate(prompts, params, use_tqdm=False)
     return time.perf_counter() - started
 
 
@@ -146,7 +146,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def measure_batch(arguments: argparse.Namespace, llm, batch: int) -> dict[str, float]:
-    seconds(llm, batch, arguments.input, arguments.output)  # captures, and learns
+    seconds(llm, batch, arguments.input, arguments.output)  # captures graphs, learns step times
     first = min(seconds(llm, batch, arguments.input, 1) for _ in range(2))
     whole = min(
         seconds(llm, batch, arguments.input, arguments.output) for _ in range(arguments.repeats)
@@ -159,7 +159,7 @@ def measure_batch(arguments: argparse.Namespace, llm, batch: int) -> dict[str, f
         found[f"drafts_{batch}"] = drafts / max(1, verifies)
     if batch == 1:
         found |= breakdown(llm)
-        if arguments.drafts:  # what is left of a step: the drafter, and gaps
+        if arguments.drafts:  # the rest of a step: the drafter, and gaps
             rows = f"{arguments.drafts + 1}_rows"
             step_ms = found["step_ms"] = 1e3 * found["length_1"] / found["tokens_per_s_1"]
             parts = found.get(f"model_ms_{rows}", 0.0) + found.get(f"sampler_ms_{rows}", 0.0)
@@ -210,7 +210,7 @@ def fill(llm, key, num_keys: int = 256) -> None:
     import numpy as np
     import torch
 
-    from qserve.engine.step_input import StepInput
+    from qserve.engine.step.step_input import StepInput
 
     num_keys = min(num_keys, llm.engine.max_model_len)
     step = StepInput.padding(
@@ -247,9 +247,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--shape", choices=HEAD, default="llama-3-8b")
     parser.add_argument("--batch", type=int, nargs="+", default=list(BATCHES))
-    parser.add_argument("--heads", type=int, nargs="+", default=[16, 4], help="bits: 16 and 4")
+    parser.add_argument(
+        "--heads", type=int, nargs="+", default=[16, 4], help="bits of the heads: 16 and 4"
+    )
     parser.add_argument("--num-drafts", type=int, nargs="+", default=list(LENGTHS))
-    parser.add_argument("--length", type=float, help="tokens of a verify; default: published ones")
+    parser.add_argument(
+        "--length", type=float, help="tokens per verification; default: the published rate"
+    )
     parser.add_argument("--fixed", action="store_true", help="also without adaptive, up to 32")
     parser.add_argument("--input", type=int, default=128)
     parser.add_argument("--output", type=int, default=256)
@@ -258,7 +262,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto", help="where heads are quantized")
     parser.add_argument("--json", help="file to write the results to")
     for name, kind in (("--name", str), ("--bits", int), ("--drafts", int)):
-        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)  # of one of the processes
+        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)  # for child processes
     parser.add_argument("--adaptive", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.name:
@@ -286,7 +290,7 @@ def main() -> None:
 
 
 def table(results: dict[str, dict[str, float]], batches: list[int]) -> str:
-    """Tokens/s in Markdown, and beside them how many times those without."""
+    """Markdown table of tokens/s, with the speed-up over no speculation."""
     lines = [f"| | {' | '.join(map(str, batches))} |", f"|---{'|---' * len(batches)}|"]
     base = results.get("none", {})
     for name, found in results.items():

@@ -3,9 +3,9 @@
     python examples/measure_start.py                          # an 8B's shape, random weights
     python examples/measure_start.py --model FOLDER           # a real checkpoint
 
-Starts `qserve serve`, or the offline engine where FastAPI is missing (or with --offline), first
-with an empty folder for compiled kernels, then with the one that the first start filled. Prints
-each line of the log behind the second at which it came and the seconds since the one before.
+Starts `qserve serve`, or the offline engine if the server's packages are missing (or with
+--offline). The first start has an empty folder for compiled kernels; later starts use the folder
+that it filled. Prints each log line after its time and the seconds since the line before.
 """
 
 import argparse
@@ -32,8 +32,8 @@ from qserve.llm import LLM, SamplingParams
 print("Imports are done", flush=True)
 llm = LLM(sys.argv[1], **json.loads(sys.argv[2]))
 print("Serving offline", flush=True)
-params = SamplingParams(max_tokens=1, ignore_eos=True)
-llm.generate([[5] * 128], params, use_tqdm=False, detokenize=False)
+params = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False)
+llm.generate([[5] * 128], params, use_tqdm=False)
 print("First token", flush=True)
 """
 
@@ -47,7 +47,7 @@ def server_command(folder: str, settings: dict) -> list[str]:
 
 
 def run(command: list[str], cache: Path, limit: float) -> dict:
-    """Start it, print its lines with their times, ask for a token, end it."""
+    """Start the process, print its lines with their times, request one token, end it."""
     started = time.perf_counter()
     process = subprocess.Popen(
         command,
@@ -59,7 +59,7 @@ def run(command: list[str], cache: Path, limit: float) -> dict:
     try:
         for raw in process.stdout:
             now = time.perf_counter() - started
-            # Of a progress bar, which overwrites itself, the last state counts.
+            # A progress bar overwrites itself: keep its last state.
             text = raw.decode(errors="replace").rstrip("\n").split("\r")[-1].strip()
             if not text:
                 continue
@@ -103,10 +103,14 @@ def main() -> None:
     parser.add_argument("--model", help="a model folder; default: random weights of --shape")
     parser.add_argument("--shape", default="llama-3-8b", help="one of bench_generate.py's")
     parser.add_argument("--scheme", default="w4a16-sym", help="or w8a8, or bf16")
-    parser.add_argument("--engine", default="{}", help="more of the engine's settings, as JSON")
-    parser.add_argument("--offline", action="store_true", help="not the server")
-    parser.add_argument("--warm", type=int, default=2, help="starts with a full cache")
-    parser.add_argument("--limit", type=float, default=300, help="seconds of one start")
+    parser.add_argument("--engine", default="{}", help="further settings of the engine, as JSON")
+    parser.add_argument(
+        "--offline", action="store_true", help="start the offline engine, not the server"
+    )
+    parser.add_argument(
+        "--warm", type=int, default=2, help="number of starts with a full kernel cache"
+    )
+    parser.add_argument("--limit", type=float, default=300, help="time limit of one start, seconds")
     parser.add_argument("--json", help="file to write the results to")
     arguments = parser.parse_args()
     settings = json.loads(arguments.engine)

@@ -1,9 +1,9 @@
-"""Choose GPTAQ's share of correction on calibration texts alone: some calibrate, the rest judge.
+"""Choose GPTAQ's correction factor using only calibration texts: some calibrate, the rest judge.
 
     python examples/search_correction.py MODEL... --texts calibration.jsonl --device cuda
 
-Every fourth text is kept out of calibration, and perplexity is measured on it, or on the text of
---judge. Give none that final figures are measured on. Models compute in float32.
+Every fourth text is kept out of calibration, and perplexity is measured on these, or on the text of
+--judge. Do not use a text that final figures are measured on. Models compute in float32.
 """
 
 import argparse
@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from calibrate import gptq
-from calibrate.evaluate import read_texts
 from calibrate.pipeline import quantize_checkpoint
 from calibrate.recipe import Recipe
+from calibrate.solvers import gptq
+from calibrate.texts.documents import read_texts
 from formats.checkpoint import CheckpointReader, CheckpointWriter
 from formats.scheme import Scheme
 
@@ -51,7 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="+")
     parser.add_argument("--texts", required=True)
-    parser.add_argument("--judge", help="text file to judge by, in place of every fourth text")
+    parser.add_argument("--judge", help="text file to judge by, instead of every fourth text")
     parser.add_argument("--shares", type=float, nargs="+", default=[0, 0.25, 0.5, 0.75, 1])
     parser.add_argument("--schemes", nargs="+", default=["w4a16-sym"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
@@ -84,7 +84,7 @@ def main() -> None:
                         device=arguments.device,
                         progress=False,
                     )
-                    before, after = (report.perplexity[k] for k in ("before", "after"))
+                    before, after = (report.quality[k] for k in ("float_perplexity", "perplexity"))
                     print(
                         f"{Path(model).name} {scheme} seed {seed} share {share:4}:"
                         f" {before:.3f} -> {after:.3f}, {report.seconds:.1f} s",

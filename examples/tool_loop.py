@@ -1,7 +1,8 @@
 """Let a model call Python functions until it answers: `python tool_loop.py URL QUESTION`.
 
-Needs the openai package, and a server that was started with --enable-auto-tool-choice and
---tool-call-parser. `--tool-choice required` works with any server: then the first answer is a call.
+Needs the openai package, and a server that knows the format of its model's calls, from the chat
+template or --tool-call-parser. `--tool-choice required` works with any server: then the first
+answer is a call.
 """
 
 import argparse
@@ -28,7 +29,7 @@ def schema(description: str, properties: dict, required: list[str]) -> dict:
     return {"description": description, "parameters": parameters | {"additionalProperties": False}}
 
 
-# name: the function, what the model is told of it
+# name: the function, its description for the model
 TOOLS = {
     "current_time": (
         current_time,
@@ -50,7 +51,7 @@ TOOLS = {
 
 
 def result_of(name: str, arguments: str) -> str:
-    """What a call returns, as text. A model's mistake is told to the model."""
+    """Run a call and return its result, or the error that the model made, as text."""
     try:
         function, _ = TOOLS[name]
         return json.dumps(function(**json.loads(arguments)))
@@ -59,7 +60,7 @@ def result_of(name: str, arguments: str) -> str:
 
 
 def answer(client: openai.OpenAI, question: str, tool_choice: str, max_tokens: int) -> str | None:
-    """The answer, after as many calls as the model makes; None: it goes on calling."""
+    """Answer after all calls of the model; None if it still makes calls at the limit."""
     tools = [
         {"type": "function", "function": {"name": name, **described}}
         for name, (_, described) in TOOLS.items()

@@ -3,9 +3,9 @@
     python examples/train_eagle3.py MODEL --data texts.jsonl --output head
 
 The target's own continuations of the texts are sampled first, then the head is trained on texts and
-continuations by the training-time test: each step takes the state that the step before made. What
-is printed at the end is the share of held-out positions where each step's likeliest token is the
-target's; examples/measure_acceptance.py measures the head in the engine.
+continuations by the training-time test: each step takes the state that the step before made. At the
+end it prints the share of held-out positions where each step's likeliest token is the target's;
+examples/measure_acceptance.py measures the head in the engine.
 
 The folder holds `original/` (SafeAILab, SGLang) and `speculators/` (vLLM).
 """
@@ -116,7 +116,7 @@ def head_config(arguments: argparse.Namespace, target: Target) -> EagleConfig:
 
 
 def chosen_taps(stated: list[int] | None, num_layers: int) -> tuple[int, ...]:
-    """Those stated, else the usual ones; of a model too shallow for them, others that differ."""
+    """States to read: the given ones, or the usual ones; a shallow model gets three that differ."""
     usual = usual_taps(num_layers)
     if stated:
         return tuple(stated)
@@ -137,9 +137,11 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     made.add_argument("model", help="folder of the target")
     add_flags(made)
-    made.add_argument("--steps", type=int, default=3, help="of the training-time test")
-    made.add_argument("--eval-steps", type=int, default=5, help="of which accuracy is told")
-    made.add_argument("--draft-vocab", type=int, default=0, help="tokens of the head; 0: all")
+    made.add_argument("--steps", type=int, default=3, help="steps of the training-time test")
+    made.add_argument("--eval-steps", type=int, default=5, help="steps whose accuracy is reported")
+    made.add_argument(
+        "--draft-vocab", type=int, default=0, help="tokens that the head can draft; 0: all"
+    )
     made.add_argument(
         "--taps", type=int, nargs="+", help="layers before the states to read; default: 2, L/2, L-3"
     )

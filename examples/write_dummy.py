@@ -1,4 +1,4 @@
-"""Write a checkpoint of random weights, as large as a real one: for measuring how long it loads.
+"""Write a checkpoint of random weights in a real model's size, to measure its loading time.
 
     python examples/write_dummy.py ./dummy-8b --shape llama-3-8b --scheme w4a16-sym
     python examples/measure_start.py --model ./dummy-8b

@@ -1,8 +1,8 @@
-"""Reading and writing a model folder: config.json, safetensors shards, their index.
+"""Reader and writer of a model folder: config.json, safetensors shards, their index.
 
-The reader is lazy: it opens headers, and bytes only when asked. The writer streams shards into a
-hidden folder beside the target and renames it at the end, so that a killed run never leaves a
-folder that looks complete. Knows nothing of layers, schemes or models.
+The reader is lazy: it parses headers, and reads tensor data only on request. The writer streams
+shards into a hidden folder next to the target and renames it at the end, so a killed run never
+leaves a folder that looks complete.
 """
 
 import json
@@ -10,9 +10,8 @@ import os
 import shutil
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,27 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from formats.bare_model import bare_names, with_head
+from formats.architecture.bare_model import bare_names, with_head
+from formats.architecture.expert_names import canonical_names
+from formats.architecture.stored_form import transposed_names, usual_config, usual_entries
+from formats.architecture.text_part import has_text_part, text_config, text_name
+from formats.architecture.tied_head import settle_head
 from formats.errors import CheckpointError, DiskError, one_line
-from formats.folder_lock import make_locked
-from formats.side_files import copy_side_files, find_side_files
-from formats.text_part import has_text_part, text_config, text_name
+from formats.files.folder_lock import make_locked
+from formats.files.padded_shapes import padded_shapes
+from formats.files.side_files import copy_side_files, find_side_files
+from formats.files.tensor_entry import StatedShape, TensorEntry
+from formats.gguf.folder import model_folder
+from formats.gguf.opened import is_gguf_folder, open_gguf
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-# A model of 100,000 tensors needs 10 MB of either; more costs a reader seconds and memory.
+# A model of 100,000 tensors needs 10 MB of index or header; more costs seconds and memory.
 MAX_HEADER_BYTES = 25_000_000
 MAX_JSON_BYTES = 25_000_000
-OTHER_FORMS = (".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5")  # pickles, other frameworks
-GGUF_REMEDY = "take the model's safetensors, and quantize them"
+OTHER_FORMS = (".bin", ".pt", ".pth", ".msgpack", ".h5")  # pickles, other frameworks
+MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 MAX_DIMS = 8
 MAX_EXTENT = 2**48
 DEFAULT_MAX_SHARD_BYTES = 2 * 10**9
@@ -44,43 +50,46 @@ DTYPES: dict[str, torch.dtype] = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorEntry:
-    """One tensor as a header describes it."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    num_bytes: int
-    file: Path
-    offset: int  # of its first byte in the file
+def fits_float32(value: float) -> bool:
+    """Return whether a number is finite as a float32."""
+    return -MAX_FLOAT32 <= value <= MAX_FLOAT32
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises CheckpointError where it is missing or not one."""
+def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """Read a JSON object from a file. Raises CheckpointError if it is missing or not an object.
+
+    Numbers must fit float32; `NaN` and `Infinity` are accepted.
+    """
     try:
         size = _size_of_file(path)
-        if size > MAX_JSON_BYTES:
+        if size > max_bytes:
             raise CheckpointError(
-                str(path), f"has {size} bytes, the limit is {MAX_JSON_BYTES}", "fetch it again"
+                str(path), f"has {size} bytes, the limit is {max_bytes}", "fetch it again"
             )
         text = path.read_text(encoding="utf-8")
-        value = json.loads(text)
+        value = json.loads(text, parse_int=_int, parse_float=_float)
         if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode()  # half a character: ValueError
+            json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate: ValueError
     except FileNotFoundError:
         raise CheckpointError(str(path), "not found", "is this a model folder?") from None
     except OSError as error:
         raise CheckpointError(str(path), f"cannot be read: {error.strerror}") from None
+    except _BeyondFloat32 as error:
+        raise CheckpointError(str(path), str(error), "correct the file") from None
     except (ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -90,8 +99,26 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+class _BeyondFloat32(ValueError):
+    """A number in a JSON file exceeds float32."""
+
+
+def _int(text: str) -> int:
+    # 39 digits hold every float32; int() of a very long number is slow.
+    if len(text) > 40 or not fits_float32(value := int(text)):
+        raise _BeyondFloat32(f"expected numbers within float32, found one of {len(text)} digits")
+    return value
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not fits_float32(value):
+        raise _BeyondFloat32(f"expected numbers within float32, found {text:.40}")
+    return value
+
+
 def _size_of_file(path: Path) -> int:
-    """Bytes of a regular file: a pipe or a device would never end."""
+    """Return the size of a regular file; a pipe or a device could be endless."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(str(path), "cannot be read: is not a file")
@@ -99,15 +126,15 @@ def _size_of_file(path: Path) -> int:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; the usual parser would keep the last of two tensors of one name."""
+    """Build a JSON object; refuse duplicate keys, of which json would keep only the last."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name stands in it twice")
+        raise ValueError("a key appears twice")
     return found
 
 
-def read_header(path: Path) -> dict[str, TensorEntry]:
-    """The tensors that a safetensors file declares, checked against its size. Reads no tensor data.
+def read_header(path: Path, max_bytes: int = MAX_HEADER_BYTES) -> dict[str, TensorEntry]:
+    """Return the tensors that a safetensors header declares, checked against the file's size.
 
     Layout: 8 bytes header length (little-endian), the JSON header, the data, without gaps.
     """
@@ -116,27 +143,28 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         with path.open("rb") as file:
             start = file.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-            if length > min(size - 8, MAX_HEADER_BYTES):
+            if length > min(size - 8, max_bytes):
                 raise CheckpointError(
                     str(path), "is not a safetensors file, or is truncated", "fetch it again"
                 )
-            header = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
+            text = file.read(length)
+            header = json.loads(text, parse_int=_int, object_pairs_hook=_without_duplicates)
         if not isinstance(header, dict):
             raise TypeError(f"expected a JSON object, found {type(header).__name__}")
         entries, spans = {}, []
         for name, item in header.items():
             if name == "__metadata__":
                 continue
-            if not name.isprintable():  # no writer's name: half a character, or a terminal's code
-                raise ValueError(f"{name!r:.100} is no name of a tensor")
+            if not name.isprintable():  # a lone surrogate or a terminal escape code
+                raise ValueError(f"{name!r:.100} is not a valid tensor name")
             if item["dtype"] not in DTYPES:
                 raise CheckpointError(f"{path}: {name}", f"unknown dtype {item['dtype']!r}")
             dtype, shape = DTYPES[item["dtype"]], tuple(item["shape"])
             begin, end = item["data_offsets"]
             if not all(type(number) is int for number in (*shape, begin, end)):
-                raise TypeError(f"{name} has a shape or an offset that is no whole number")
+                raise TypeError(f"{name} has a shape or an offset that is not a whole number")
             if len(shape) > MAX_DIMS or max(shape, default=0) > MAX_EXTENT:
-                raise ValueError(f"{name} has an absurd shape")
+                raise ValueError(f"{name} has a shape larger than any tensor")
             count = 1
             for extent in shape:
                 count *= extent
@@ -159,6 +187,16 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
                 offset=8 + length + begin,
             )
             spans.append((begin, end))
+        for name, values in padded_shapes(header.get("__metadata__"), entries).items():
+            entries[name] = StatedShape(
+                name=name,
+                dtype=torch.int64,
+                shape=(len(values),),
+                num_bytes=0,
+                file=path,
+                offset=0,
+                values=values,
+            )
         position = 0
         for begin, end in sorted(spans):
             if begin != position:
@@ -178,21 +216,39 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 
 class CheckpointReader:
-    """A model folder, opened lazily: `config`, `entries` by tensor name, `get(name)`.
+    """Model folder, opened lazily: `config`, `entries` by tensor name, `get(name)`.
 
-    Of a model that also sees pictures it has the text model (text_part.py), of one without a head
-    the names that it would have with one (bare_model.py).
+    A vision-language model is presented as its text model (text_part.py). Older families' files
+    get the usual keys and the usual order of dims (stored_form.py). A model without a head
+    has the names of the class with a head (bare_model.py). Experts have the names of the family's
+    row, whatever the file calls them (expert_names.py). If config.json asks for a tied head, the
+    tensors decide (tied_head.py).
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        """Read config.json and every shard's header. Raises CheckpointError."""
-        self.folder = Path(folder)
-        if self.folder.suffix == ".gguf":
-            raise CheckpointError(str(folder), "is a GGUF file, which is not read", GGUF_REMEDY)
+    def __init__(
+        self, folder: str | Path, *, as_floats: bool = False, rounded: bool = False
+    ) -> None:
+        """Read config.json and every shard's header. Raises CheckpointError.
+
+        `folder` may be a GGUF file. Of one, `as_floats` presents every block as floats, and
+        `rounded` rounds floats to the dtype of config.json; without, they are float32, exactly.
+        """
+        self.folder = model_folder(folder)
         if not self.folder.is_dir():
             raise CheckpointError(str(folder), "is not a folder", "give a local model folder")
         self.config = read_json(self.folder / CONFIG)
         self.entries: dict[str, TensorEntry] = {}
+        self.whole_config = self.config  # as stored, of a vision-language model the whole
+        self.other_parts: dict[str, TensorEntry] = {}  # of its vision part, by stored name
+        self.unties_head = False
+        # weights that the files hold as [inputs, outputs]; CheckpointWriter stores them likewise
+        self.transposed: frozenset[str] = frozenset()
+        self.gguf_summary = ""  # how the blocks of a GGUF file run
+        if is_gguf_folder(self.folder):
+            opened = open_gguf(self.folder, self.config, as_floats=as_floats, rounded=rounded)
+            self.config, self.entries = opened.config, opened.entries
+            self.gguf_summary = opened.summary
+            return
         index_path = self.folder / INDEX
         listed = self._listed_files(index_path) if index_path.exists() else {SINGLE: set()}
         if SINGLE in listed and not (self.folder / SINGLE).exists():
@@ -202,24 +258,33 @@ class CheckpointReader:
             for name in expected - entries.keys():
                 raise CheckpointError(str(self.folder / file_name), f"holds no {name!r}")
             for name in entries.keys() & self.entries.keys():
-                raise CheckpointError(name, f"stands in two shards, one of them {file_name}")
+                raise CheckpointError(name, f"is in two shards, one of them {file_name}")
             self.entries.update(entries)
-        self.num_other_parts = 0  # tensors of a picture's part, which nobody here reads
         if has_text_part(self.config):
             kept = {own: e for name, e in self.entries.items() if (own := text_name(name))}
             self.config = text_config(self.config, kept)
-            self.num_other_parts = len(self.entries) - len(kept)
+            self.other_parts = {
+                name: entry for name, entry in self.entries.items() if text_name(name) is None
+            }
             self.entries = kept
+        self.config = usual_config(self.config)
+        self.entries = usual_entries(self.config, self.entries)
+        self.transposed = transposed_names(self.config, self.entries)
         if renamed := bare_names(self.entries):
             self.entries = {own: self.entries[name] for name, own in renamed.items()}
+        stated = self.config
+        self.config, self.entries = settle_head(stated, self.entries)
+        # config.json asks for a tied head, but the tensors hold another one
+        self.unties_head = self.config is not stated
         self.config = with_head(self.config, self.entries, is_bare=bool(renamed))
+        if renamed := canonical_names(self.config, self.entries):
+            self.entries = {own: self.entries[name] for name, own in renamed.items()}
 
     def _explain_missing_file(self) -> None:
-        """Raise CheckpointError where the weights are there under another name, or in a form that
-        is not read."""
+        """Raise CheckpointError if the weights have another file name or an unsupported file
+        type."""
         for suffixes, remedy in (
             ((".safetensors",), f"rename it to {SINGLE} if it holds all weights"),
-            ((".gguf",), f"GGUF is not read: {GGUF_REMEDY}"),
             (OTHER_FORMS, "write safetensors: save_pretrained of transformers does"),
         ):
             files = (path for path in self.folder.iterdir() if path.is_file())
@@ -242,64 +307,60 @@ class CheckpointReader:
             files.setdefault(file_name, set()).add(name)
         return files
 
+    @property
+    def num_other_parts(self) -> int:
+        """Number of tensors of the vision part."""
+        return len(self.other_parts)
+
     def __contains__(self, name: str) -> bool:
         return name in self.entries
 
     def get(self, name: str, device: str = "cpu") -> torch.Tensor:
-        """One tensor. Raises CheckpointError where there is none of that name.
-
-        Its bytes are read, not mapped: pages of a mapped file would count as this process's memory.
-        """
+        """Read one tensor. Raises CheckpointError if there is none of that name."""
         if name not in self.entries:
             raise CheckpointError(f"tensor {name!r}", f"is not in {self.folder}")
-        entry = self.entries[name]
-        data = torch.empty(entry.num_bytes, dtype=torch.uint8)
-        try:
-            with entry.file.open("rb", buffering=0) as file:
-                file.seek(entry.offset)
-                view, done = memoryview(data.numpy()), 0
-                while done < entry.num_bytes:
-                    count = file.readinto(view[done:])
-                    if not count:
-                        raise CheckpointError(str(entry.file), f"ends inside {name}")
-                    done += count
-        except OSError as error:
-            raise CheckpointError(str(entry.file), f"cannot be read: {error.strerror}") from None
-        if not entry.num_bytes:
-            return torch.empty(entry.shape, dtype=entry.dtype, device=device)
-        return data.view(entry.dtype).reshape(entry.shape).to(device)
+        return self.entries[name].read().to(device)
 
     def children(self, prefix: str) -> dict[str, TensorEntry]:
-        """Entries below `prefix` + ".", by what follows it."""
+        """Return the entries whose name starts with `prefix` + ".", keyed by the rest."""
         start = prefix + "."
         return {n[len(start) :]: e for n, e in self.entries.items() if n.startswith(start)}
 
 
 def check_is_free(folder: str | Path) -> None:
-    """Raise CheckpointError where a folder to write is there and holds something."""
+    """Raise CheckpointError if the folder to write exists and is not empty."""
     path = Path(folder)
     if path.is_dir() and any(path.iterdir()):
         raise CheckpointError(
             str(path), "already exists and is not empty", "give a new folder or empty it"
         )
     if path.exists() and not path.is_dir():
-        raise CheckpointError(str(path), "is no folder", "give a new folder")
+        raise CheckpointError(str(path), "is not a folder", "give a new folder")
 
 
 class CheckpointWriter:
-    """Write a model folder shard by shard; it appears under its name only with `publish()`.
+    """Write a model folder shard by shard; `publish()` gives it its final name.
 
-    Use as a context manager: leaving it without `publish()` deletes what was staged.
+    Use as a context manager: leaving it without `publish()` deletes the staged files.
     """
 
     def __init__(
-        self, folder: str | Path, *, max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES
+        self,
+        folder: str | Path,
+        *,
+        max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+        transposed: Collection[str] = (),
     ) -> None:
-        """Raises CheckpointError where `folder` holds anything, or another run is writing it."""
-        # Resolved: a rename replaces neither "." nor a link to a folder.
+        """Raises CheckpointError if `folder` is not empty or another run is writing it.
+
+        `transposed`: matrices that are stored with their dims exchanged, the source's
+        `CheckpointReader.transposed`.
+        """
+        self._transposed = frozenset(transposed)
+        # Resolved because a rename cannot replace "." or a link to a folder.
         self.folder = Path(folder).resolve()
         self.staging = self.folder.parent / f".{self.folder.name}.partial"
-        self._lock = -1  # descriptor of the staging folder while it is ours
+        self._lock = -1  # descriptor that holds the lock of the staging folder
         check_is_free(folder)
         try:
             self._lock = make_locked(self.staging)
@@ -312,7 +373,7 @@ class CheckpointWriter:
         except OSError as error:
             raise CheckpointError(str(folder), f"cannot be made: {error.strerror}") from None
         try:
-            check_is_free(folder)  # again: the run that had the lock may just have finished
+            check_is_free(folder)  # check again: the run that had the lock may have just finished
         except CheckpointError:
             self._discard()
             raise
@@ -328,17 +389,18 @@ class CheckpointWriter:
         self._discard()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Queue one tensor; a full shard goes to disk at once."""
+        """Queue one tensor; write the shard to disk when it is full."""
         size = tensor.nbytes
         if self._pending and self._pending_bytes() + size > self.max_shard_bytes:
             self._flush()
         if name in self._pending or any(name in shard for shard in self._shards):
             raise ValueError(f"{name} was added twice")
-        self._pending[name] = tensor.detach().cpu().contiguous()
+        stored = tensor.T if name in self._transposed else tensor
+        self._pending[name] = stored.detach().cpu().contiguous()
         self._total_bytes += size
 
     def seal(self, config: dict[str, Any], *, side_files_from: Path) -> Path:
-        """Write the rest: last shard, index, config, side files. Returns the staged folder."""
+        """Write the last shard, index, config and side files. Returns the staged folder."""
         find_side_files(side_files_from)  # raises before anything is written
         if self._pending:
             self._flush()
@@ -368,16 +430,17 @@ class CheckpointWriter:
             (self.staging / name).write_text(text, encoding="utf-8")
 
     def publish(self) -> None:
-        """Put the sealed folder under its name: synced to disk, then one rename.
+        """Sync the sealed folder to disk and rename it to its final name.
 
-        Raises CheckpointError; where only the rename failed, the staged folder is kept.
+        Raises CheckpointError. If only the rename fails, the staged folder is kept.
         """
         with self._writing():
-            # safetensors writes files that only their owner can read; a server may be another user.
+            # safetensors creates files that only the owner can read; a server may run as another
+            # user.
             mode = (self.staging / CONFIG).stat().st_mode
+            for path in self.staging.glob("*.safetensors"):
+                path.chmod(mode)
             for path in self.staging.rglob("*"):
-                if path.is_file():
-                    path.chmod(mode)
                 _sync(path)
             _sync(self.staging)
         try:
@@ -390,12 +453,12 @@ class CheckpointWriter:
                 f"it is complete in {self.staging}: move it from there before the next run",
             ) from None
         self._release()
-        with suppress(OSError):  # it is there; a power cut in this second may still lose the name
+        with suppress(OSError):  # renamed already; if the sync fails, a power cut may undo it
             _sync(self.folder.parent)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Turns what a disk refuses into a DiskError."""
+        """Turn errors of the file system into a DiskError."""
         try:
             yield
         except (SafetensorError, OSError) as error:
@@ -404,7 +467,7 @@ class CheckpointWriter:
             ) from None
 
     def _discard(self) -> None:
-        """Remove what was staged, unless it was published or is kept for the user."""
+        """Remove the staged folder unless it was published or is kept for the user."""
         if self._lock >= 0:
             shutil.rmtree(self.staging, ignore_errors=True)
             self._release()

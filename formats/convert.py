@@ -1,41 +1,47 @@
-"""From one quantized format to another, code for code and scale for scale. Knows no model.
+"""Conversion of a checkpoint from one quantized format to another, code for code.
 
-One linear is in memory at a time, besides the shard that is being filled. Nothing is rounded again:
-what the target cannot say exactly is refused before the first byte is written, or at the linear.
+Only one linear and the shard being filled are in memory. Nothing is rounded again: a scheme that
+the target cannot store exactly is refused before the first byte is written, a single linear when it
+is reached.
 """
 
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from formats import awq
-from formats.checkpoint import CheckpointReader, CheckpointWriter
+from formats.checkpoint import CheckpointReader
+from formats.codecs import awq
 from formats.errors import CheckpointError
-from formats.inspect import inspect_checkpoint
+from formats.files.side_files import find_side_files
+from formats.files.whole_writer import open_writer
+from formats.in_memory.fp4 import Fp4Weight
+from formats.in_memory.weights import Weight, same_weight
+from formats.inspection.inspect import inspect_checkpoint
 from formats.layouts import (
     Layout,
+    check_holds_embedding,
     check_holds_kv_scales,
     check_writable,
     decode_linear,
     encode_linear,
     find_layout,
+    has_input_factors,
     layout_of,
     quantized_modules,
     tensor_names,
+    why_no_scheme,
     why_not,
 )
 from formats.quant_config import BLOCK, QuantConfig, find_block
 from formats.scheme import Scheme
-from formats.side_files import find_side_files
 from formats.table import size_text
-from formats.weights import Weight, same_weight
 
 DEFAULT_MAX_SHARD_BYTES = 10**9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """What was done."""
+    """Result of a conversion."""
 
     source: str
     target: str
@@ -43,10 +49,10 @@ class Conversion:
     to_format: str
     scheme: str
     num_linears: int
-    bytes_before: int  # of all tensors
+    bytes_before: int  # all tensors
     bytes_after: int
     seconds: float
-    warnings: tuple[str, ...] = ()  # what the doctor says of the source
+    warnings: tuple[str, ...] = ()  # findings of the inspection of the source
 
     def to_text(self) -> str:
         return (
@@ -65,16 +71,15 @@ def convert_checkpoint(
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
     quantizer: str = "qserve-kit",
 ) -> Conversion:
-    """Write `source` as `output_format` to `target`, which appears only when it is complete.
+    """Write `source` as `output_format` to `target`, which appears only when complete.
 
-    Every linear is decoded again from what is written and compared bit for bit. Raises
-    CheckpointError or SchemeError, naming the linear and the reason, where the format cannot
-    express it.
+    Every encoded linear is decoded again and compared bit for bit. Raises CheckpointError or
+    SchemeError, naming the linear and the reason, if the format cannot store it.
     """
     began = time.perf_counter()
-    reader = CheckpointReader(source)
+    reader = CheckpointReader(source, rounded=True)
     warnings = _check_sound(source)
-    find_side_files(reader.folder)  # raises now, not after the work
+    find_side_files(reader.folder)  # fail now, not after the work
     layout = find_layout(output_format)
     block = find_block(reader.folder, reader.config)
     if block is None:
@@ -84,7 +89,7 @@ def convert_checkpoint(
     if config.unrounded_inputs:
         raise CheckpointError(
             str(source),
-            f"its inputs are {config.unrounded_inputs}, which {layout.name} is not written with",
+            f"its inputs are {config.unrounded_inputs}, which cannot be written as {layout.name}",
             "quantize the float model",
         )
     schemes = _schemes(reader, config, layout)
@@ -99,7 +104,7 @@ def convert_checkpoint(
     modules = {name for name, scheme in schemes.items() if scheme is not None}
     fields = set(layout_of(config).fields)
     written = set()
-    with CheckpointWriter(target, max_shard_bytes=max_shard_bytes) as writer:
+    with open_writer(target, reader, max_shard_bytes=max_shard_bytes) as writer:
         for name in reader.entries:
             module, _, field = name.rpartition(".")
             if module not in modules or field not in fields:
@@ -129,8 +134,8 @@ def convert_checkpoint(
 
 
 def _check_sound(source: str | Path) -> tuple[str, ...]:
-    """What the doctor says of a folder that can be read. Raises CheckpointError on damage: it would
-    get a new name and a sound look."""
+    """Return the warnings of an inspection. Raises CheckpointError on damage, which a conversion
+    would hide."""
     problems = inspect_checkpoint(source).problems
     for problem in problems:
         if problem.severity == "error" and not problem.read_here:
@@ -141,7 +146,7 @@ def _check_sound(source: str | Path) -> tuple[str, ...]:
 def _schemes(
     reader: CheckpointReader, config: QuantConfig, layout: Layout
 ) -> dict[str, Scheme | None]:
-    """The scheme of every linear, checked against the target; None: it is a float matrix."""
+    """Return the scheme of every linear, checked against the target; None: a float matrix."""
     quantized = set(quantized_modules(reader.entries))
     if not quantized:
         raise CheckpointError(str(reader.folder), "holds no quantized tensors")
@@ -158,10 +163,16 @@ def _schemes(
             continue
         scheme = config.scheme_for(module)
         if scheme is None:
+            raise CheckpointError(module, why_no_scheme(module, config))
+        if has_input_factors(module, reader.entries):
             raise CheckpointError(
-                module, "has quantized tensors, but the configuration leaves it in float"
+                module,
+                f"its inputs are multiplied by pre_quant_scale, which {layout.name} cannot"
+                " store; without it the weights would differ",
+                "serve the folder as it is, or quantize the float model",
             )
-        if symmetric:  # AWQ states symmetric weights as asymmetric ones with zeros of 8
+        check_holds_embedding(layout, module)
+        if symmetric:  # AWQ stores symmetric weights as asymmetric ones with zeros of 8
             scheme = replace(scheme, weight=replace(scheme.weight, symmetric=True))
         check_writable(layout, scheme, module)
         schemes[module] = scheme
@@ -169,7 +180,7 @@ def _schemes(
 
 
 def _all_symmetric(reader: CheckpointReader, modules: set[str]) -> bool:
-    """Are all zero points of an AWQ checkpoint 8? Reads the zeros alone."""
+    """Return True if all zero points of an AWQ checkpoint are 8. Reads only the zeros."""
     names = [f"{module}.qzeros" for module in modules]
     return all(name not in reader or awq.is_symmetric(reader.get(name)) for name in names)
 
@@ -192,17 +203,19 @@ def _read(reader: CheckpointReader, module: str, config: QuantConfig, scheme: Sc
 
 
 def _encode(weight: Weight, module: str, layout: Layout, config: QuantConfig) -> dict:
-    """The linear in the new format, proved by reading it again."""
+    """Encode a linear in the new format and check it by decoding it again."""
     if weight.input_order is not None:
         raise CheckpointError(
             module,
-            f"its inputs are not grouped in order (act-order), which {layout.name} is not written"
-            " with, since servers refuse it",
+            f"its inputs are not grouped in order (act-order), which is not written"
+            f" as {layout.name}, since servers refuse it",
             "requantize without act-order",
         )
     reason = why_not(layout, weight.scheme, weight.out_features, weight.in_features)
     if reason is not None:
         raise CheckpointError(module, f"cannot be written as {layout.name}: {reason}")
+    if isinstance(weight, Fp4Weight):
+        weight = weight.with_divisor(module)
     tensors = encode_linear(weight, weight.scheme, layout, module, weight.input_scale)
     different = same_weight(weight, decode_linear(module, tensors, config))
     if different is not None:
@@ -211,5 +224,5 @@ def _encode(weight: Weight, module: str, layout: Layout, config: QuantConfig) ->
 
 
 def _quantizer(config: QuantConfig, converter: str) -> str:
-    """Who chose the codes, as far as the source says it."""
+    """Return the tool that chose the codes, if the source states one."""
     return config.quantizer or converter

@@ -1,11 +1,11 @@
-"""The errors that a user can cause and mend. Knows nothing of what raised them.
+"""Errors that a user can cause and fix.
 
 Every message names the object, says what was expected and what was found, and gives the remedy.
 """
 
 
 class InputError(ValueError):
-    """Something the user gave cannot be used. The command line prints one line and exits with 1."""
+    """Invalid input from the user. The command line prints one line and exits with 1."""
 
     def __init__(self, subject: str, problem: str, remedy: str = "") -> None:
         self.subject = subject
@@ -27,14 +27,14 @@ class RangeError(CheckpointError):
 
 
 class DiskError(CheckpointError):
-    """The disk refuses to hold something. Space can be made, so what is finished stays."""
+    """A write to disk failed. The user can free space, so finished files are kept."""
 
 
 def one_line(error: BaseException) -> str:
-    """The message of somebody else's error, fit for one line of ours; its type if it says nothing.
+    """Return another library's error message as one line, or its type if it has none.
 
-    Some are pages long, or quote the input. Of the system's errors it is the reason alone: ours
-    name the file.
+    Some messages are pages long or quote the input. For an OSError only the reason is kept, because
+    our errors name the file.
     """
     if isinstance(error, OSError) and error.strerror:
         return error.strerror

@@ -1,40 +1,50 @@
-"""The table of layouts: everything that reads or writes quantized linears goes through a row of it.
+"""Table of checkpoint layouts; all reading and writing of quantized linears goes through it.
 
-A row says how a weight becomes tensors and back, what the tensors are called, what its config block
-is, and which schemes and shapes it cannot hold. Knows no model.
+A row holds the encoder and decoder of a weight, the tensor names, the config block's writer, and
+the schemes and shapes that the layout cannot store.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from formats import awq, awq_gemv, compressed_tensors, gptq
-from formats.bits import code_multiple
 from formats.checkpoint import TensorEntry
+from formats.codecs import awq, awq_gemv, compressed_tensors, gptq
+from formats.codecs.config_fields import EMBEDDING
+from formats.codecs.layout_limits import (
+    awq_refuses,
+    compressed_refuses,
+    compressed_refuses_shape,
+    gptq_refuses,
+    needs_multiples,
+)
 from formats.errors import CheckpointError, InputError, SchemeError
-from formats.fp8 import FP8_DTYPE
+from formats.in_memory.dense import DenseWeight, is_dense
+from formats.in_memory.fp8 import FP8_DTYPE
+from formats.in_memory.weights import Weight, with_activation
 from formats.names import KV_CACHES
+from formats.other_tools import bitsandbytes, hqq, modelopt, quark, torchao
 from formats.quant_config import QuantConfig
-from formats.scheme import CHANNEL, Scheme, w4a8_name
-from formats.weights import Weight, with_activation
+from formats.scheme import Scheme
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """One format on disk. `name` is what a user types and what quant_method says."""
+    """One format on disk. Users type `name`, and quant_method states it."""
 
     name: str
-    fields: tuple[str, ...]  # every tensor that a linear may have, but for its bias
-    markers: tuple[str, ...]  # any of these shows that a linear is quantized
+    fields: tuple[str, ...]  # every tensor that a linear may have, except its bias
+    markers: tuple[str, ...]  # a linear with any of these is quantized
     encode: Callable[[Weight, str], dict[str, torch.Tensor]]
     decode: Callable[[dict[str, torch.Tensor], Scheme, QuantConfig, str], Weight]
-    refuses: Callable[[Scheme], str | None]  # why a scheme cannot be written; None: it can
-    refuses_shape: Callable[[Scheme, int, int], str | None]  # the same of [N, K]
-    second_file: str | None = None  # a copy of the config block for old readers
-    group_index: bool = False  # inputs of a group may stand apart (act-order)
-    kv_scales: bool = False  # its config block has a place for those of an 8-bit KV cache
-    # what some tensors are called in the file -> what `decode` calls them
+    refuses: Callable[[Scheme], str | None]  # (scheme) -> why it cannot be written; None: it can
+    refuses_shape: Callable[[Scheme, int, int], str | None]  # the same for [N, K]
+    second_file: str | None = None  # file with a copy of the config block, for old readers
+    group_index: bool = False  # inputs of a group need not be adjacent (act-order)
+    embeddings: bool = False  # the input embedding can be packed too
+    kv_scales: bool = False  # its config block can describe an 8-bit KV cache
+    # name in the file -> name that `decode` expects
     aliases: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -69,12 +79,55 @@ def _decode_gemv(
     return awq_gemv.decode(tensors, scheme.weight, name)
 
 
+def _decode_modelopt(
+    tensors: dict[str, torch.Tensor], scheme: Scheme, config: QuantConfig, name: str
+) -> Weight:
+    if config.unrounded_inputs or scheme.activation is None:
+        tensors = {field: t for field, t in tensors.items() if field != "input_scale"}
+    return modelopt.decode(tensors, scheme, name)
+
+
+def _decode_quark(reordered: bool) -> Callable[..., Weight]:
+    def decode(
+        tensors: dict[str, torch.Tensor], scheme: Scheme, config: QuantConfig, name: str
+    ) -> Weight:
+        if scheme.activation is None:
+            tensors = {field: t for field, t in tensors.items() if not field.startswith("input_")}
+        return quark.decode(tensors, scheme, name, reordered=reordered)
+
+    return decode
+
+
+def _decode_4bit(
+    tensors: dict[str, torch.Tensor], scheme: Scheme, config: QuantConfig, name: str
+) -> Weight:
+    return bitsandbytes.decode_4bit(tensors, scheme.weight, name)
+
+
+def _decode_8bit(
+    tensors: dict[str, torch.Tensor], scheme: Scheme, config: QuantConfig, name: str
+) -> Weight:
+    return bitsandbytes.decode_8bit(tensors, scheme.weight, name)
+
+
+def _decode_torchao(
+    tensors: dict[str, torch.Tensor], scheme: Scheme, config: QuantConfig, name: str
+) -> Weight:
+    return torchao.decode(tensors, scheme, name)
+
+
+def _decode_hqq(
+    tensors: dict[str, torch.Tensor], scheme: Scheme, config: QuantConfig, name: str
+) -> Weight:
+    return hqq.decode(tensors, scheme.weight, name)
+
+
 def _check_order(
     g_idx: torch.Tensor | None, in_features: int, scheme: Scheme, config: QuantConfig, name: str
 ) -> None:
-    """Raise CheckpointError where inputs are regrouped though the configuration says they are not.
+    """Raise CheckpointError if inputs are regrouped although the configuration denies it.
 
-    Some readers believe the index and others the configuration: one of the two is wrong.
+    Some readers follow the index and others the configuration, so one of the two would be wrong.
     """
     if g_idx is None or config.act_order:
         return
@@ -84,67 +137,8 @@ def _check_order(
         raise CheckpointError(
             name,
             "inputs are not grouped in order, and the configuration does not say so",
-            "state desc_act (actorder) if the index is meant, or remove it",
+            "state desc_act (actorder) if the index is intended, or remove it",
         )
-
-
-def _gptq_refuses(scheme: Scheme) -> str | None:
-    spec, activation = scheme.weight, scheme.activation
-    if spec.type != "int":
-        return "stores integer codes, not floating point numbers"
-    if spec.bits not in (2, 3, 4, 8):
-        return f"has 2, 3, 4 or 8 bits, not {spec.bits}"
-    if activation is None:
-        return None
-    if not activation.dynamic:
-        return "has no place for a static activation scale"
-    if (spec.bits, spec.symmetric, spec.group_size) != (8, True, CHANNEL):
-        return "holds 8-bit activations only beside symmetric 8-bit weights per channel"
-    return None
-
-
-def _awq_refuses(scheme: Scheme) -> str | None:
-    if scheme.weight.type != "int" or scheme.activation is not None or scheme.weight.bits != 4:
-        return "holds 4-bit weights with 16-bit activations only"
-    return None
-
-
-def _compressed_refuses(scheme: Scheme) -> str | None:
-    spec = scheme.weight
-    if spec.type == "int" and spec.bits not in compressed_tensors.PACKED_BITS:
-        return f"is written with 2 to 8 bits, not {spec.bits}"
-    if w4a8_name(scheme) is not None:
-        return None
-    if spec.type == "int" and scheme.activation is not None:
-        if (spec.bits, spec.symmetric, spec.group_size) != (8, True, CHANNEL):
-            return "holds 8-bit activations only beside symmetric 8-bit weights per channel"
-        if scheme.activation.type != "int":
-            return "holds integer weights only beside integer activations"
-    return None
-
-
-def _needs_multiples(out_multiple: int, in_multiple: int) -> Callable[..., str | None]:
-    def refuses_shape(scheme: Scheme, out_features: int, in_features: int) -> str | None:
-        if out_features % out_multiple:
-            return f"its {out_features} outputs are not divisible by {out_multiple}"
-        if in_features % in_multiple:
-            return f"its {in_features} inputs are not divisible by {in_multiple}"
-        return None
-
-    return refuses_shape
-
-
-def _compressed_refuses_shape(scheme: Scheme, out_features: int, in_features: int) -> str | None:
-    spec = scheme.weight
-    if spec.type != "int":
-        return None
-    # In memory, rows end where words end, whatever the file's layout is.
-    per_word = code_multiple(spec.bits)
-    if in_features % per_word:
-        return f"its {in_features} inputs are not divisible by {per_word}"
-    if not spec.symmetric and out_features % per_word:
-        return f"its {out_features} outputs are not divisible by {per_word}"
-    return None
 
 
 LAYOUTS: dict[str, Layout] = {
@@ -156,8 +150,8 @@ LAYOUTS: dict[str, Layout] = {
             markers=("qweight", "qzeros"),
             encode=gptq.encode,
             decode=_decode_gptq,
-            refuses=_gptq_refuses,
-            refuses_shape=_needs_multiples(32, 32),
+            refuses=gptq_refuses,
+            refuses_shape=needs_multiples(32, 32),
             second_file="quantize_config.json",
             group_index=True,
         ),
@@ -167,8 +161,8 @@ LAYOUTS: dict[str, Layout] = {
             markers=("qweight", "qzeros"),
             encode=awq.encode,
             decode=_decode_awq,
-            refuses=_awq_refuses,
-            refuses_shape=_needs_multiples(8, 8),
+            refuses=awq_refuses,
+            refuses_shape=needs_multiples(8, 8),
         ),
         Layout(
             name="compressed-tensors",
@@ -185,8 +179,9 @@ LAYOUTS: dict[str, Layout] = {
             markers=("weight_packed", "weight_scale"),
             encode=compressed_tensors.encode,
             decode=_decode_compressed,
-            refuses=_compressed_refuses,
-            refuses_shape=_compressed_refuses_shape,
+            refuses=compressed_refuses,
+            refuses_shape=compressed_refuses_shape,
+            embeddings=True,
             kv_scales=True,
         ),
     )
@@ -197,7 +192,7 @@ def _is_read_only(*_: object) -> str:
     return "is read and not written"
 
 
-# What is read and not written, by the layout that a QuantConfig names.
+# Layouts that are read but not written, by the layout that a QuantConfig names.
 READ_LAYOUTS: dict[str, Layout] = {
     row.name: row
     for row in (
@@ -212,26 +207,72 @@ READ_LAYOUTS: dict[str, Layout] = {
         ),
         Layout(
             name="fp8",
-            fields=("weight", "weight_scale_inv", "weight_scale", "input_scale"),
+            fields=(
+                "weight",
+                "weight_scale_inv",
+                "weight_scale",
+                "input_scale",
+                "activation_scale",
+            ),
             markers=("weight_scale_inv",),
             encode=compressed_tensors.encode,
             decode=_decode_compressed,
             refuses=_is_read_only,
             refuses_shape=_is_read_only,
-            aliases={"weight_scale_inv": "weight_scale"},
+            # keys are transformers' names
+            aliases={"weight_scale_inv": "weight_scale", "activation_scale": "input_scale"},
+        ),
+        Layout(
+            name="gguf",
+            fields=("weight_packed", "weight_scale"),
+            markers=("weight_packed",),
+            encode=compressed_tensors.encode,
+            decode=_decode_compressed,
+            refuses=_is_read_only,
+            refuses_shape=_is_read_only,
+        ),
+        *(
+            Layout(
+                name=name,
+                fields=fields,
+                markers=markers,
+                encode=compressed_tensors.encode,
+                decode=decode,
+                refuses=_is_read_only,
+                refuses_shape=_is_read_only,
+            )
+            for name, fields, markers, decode in (
+                (
+                    "bitsandbytes-4bit",
+                    bitsandbytes.FOUR_BIT_FIELDS,
+                    ("weight.absmax",),
+                    _decode_4bit,
+                ),
+                ("bitsandbytes-8bit", bitsandbytes.EIGHT_BIT_FIELDS, ("SCB",), _decode_8bit),
+                ("torchao", torchao.FIELDS, torchao.MARKERS, _decode_torchao),
+                ("hqq", hqq.FIELDS, (hqq.CODES,), _decode_hqq),
+                ("modelopt", modelopt.FIELDS, ("weight_scale",), _decode_modelopt),
+                ("quark", quark.FIELDS, ("weight_scale",), _decode_quark(reordered=True)),
+                ("quark-in-order", quark.FIELDS, ("weight_scale",), _decode_quark(reordered=False)),
+            )
         ),
     )
 }
+# Layouts that `inspect` checks by decoding each linear
+READ_DECODED = (
+    *("bitsandbytes-4bit", "bitsandbytes-8bit", "torchao", "hqq"),
+    *("modelopt", "quark", "quark-in-order"),
+)
 MARKERS = {m for row in (*LAYOUTS.values(), *READ_LAYOUTS.values()) for m in row.markers}
 
 
 def layout_of(config: QuantConfig) -> Layout:
-    """The row that a configuration's tensors follow."""
+    """Return the layout of a configuration's tensors."""
     return (LAYOUTS | READ_LAYOUTS)[config.layout]
 
 
 def default_format(scheme: Scheme) -> str:
-    """Where a scheme loads in most servers."""
+    """Return the format in which most servers load a scheme."""
     spec = scheme.weight
     if scheme.activation is not None or spec.type != "int" or spec.bits not in (2, 3, 4, 8):
         return "compressed-tensors"
@@ -241,18 +282,20 @@ def default_format(scheme: Scheme) -> str:
 
 
 def find_layout(name: str) -> Layout:
-    """The row of a format. Raises InputError where it is unknown."""
+    """Return the row of a format. Raises InputError if it is unknown."""
     if name not in LAYOUTS:
         raise InputError(f"format {name!r}", "unknown", f"known formats: {', '.join(LAYOUTS)}")
     return LAYOUTS[name]
 
 
 def check_writable(layout: Layout, scheme: Scheme, subject: str = "") -> None:
-    """Raise SchemeError, with the reason, where a layout cannot hold a scheme."""
+    """Raise SchemeError, with the reason, if a layout cannot store a scheme."""
     reason = layout.refuses(scheme)
     if reason is not None:
         able = [row.name for row in LAYOUTS.values() if row.refuses(scheme) is None]
         remedy = f"formats that can: {', '.join(able)}" if able else "no format can"
+        if is_dense(scheme.weight):
+            remedy += "; quantize the float original"
         raise SchemeError(
             subject or f"scheme {scheme}",
             f"cannot be written as {layout.name}: {layout.name} {reason}",
@@ -261,25 +304,34 @@ def check_writable(layout: Layout, scheme: Scheme, subject: str = "") -> None:
 
 
 def check_holds_kv_scales(layout: Layout, kv_cache: str | None) -> None:
-    """Raise InputError where a layout has no place for the scales of an 8-bit KV cache."""
+    """Raise InputError if a layout cannot store the scales of an 8-bit KV cache."""
     if kv_cache is not None and kv_cache not in KV_CACHES:
         raise InputError(f"KV cache {kv_cache!r}", "unknown", f"known: {', '.join(KV_CACHES)}")
     if kv_cache is not None and not layout.kv_scales:
         able = ", ".join(row.name for row in LAYOUTS.values() if row.kv_scales)
         raise InputError(
-            f"KV cache {kv_cache}", f"{layout.name} has no place for its scales", f"write {able}"
+            f"KV cache {kv_cache}", f"{layout.name} cannot store its scales", f"write {able}"
+        )
+
+
+def check_holds_embedding(layout: Layout, module: str) -> None:
+    """Raise CheckpointError if a module is the packed embedding and the layout cannot store it."""
+    if module == EMBEDDING and not layout.embeddings:
+        able = ", ".join(row.name for row in LAYOUTS.values() if row.embeddings)
+        raise CheckpointError(
+            module, f"is a packed input embedding, which {layout.name} cannot hold", f"write {able}"
         )
 
 
 def check_holds_groups(layout: Layout, act_order: bool) -> None:
-    """Raise InputError where a layout is not written with groups of inputs that stand apart."""
+    """Raise InputError if a layout is never written with act-order."""
     if act_order and not layout.group_index:
         able = ", ".join(row.name for row in LAYOUTS.values() if row.group_index)
         raise InputError("act-order", f"{layout.name} is not written with it", f"write {able}")
 
 
 def why_not(layout: Layout, scheme: Scheme, out_features: int, in_features: int) -> str | None:
-    """Why a linear of this shape cannot be written in a scheme; None: it can."""
+    """Return why a linear of this shape cannot be written in a scheme; None: it can."""
     try:
         scheme.weight.check_shape("layer", out_features, in_features)
     except SchemeError as error:
@@ -288,38 +340,77 @@ def why_not(layout: Layout, scheme: Scheme, out_features: int, in_features: int)
 
 
 def is_quantized(module: str, entries: Mapping[str, TensorEntry]) -> bool:
-    """Do a module's tensors hold codes, in any layout?"""
+    """Return True if a module's tensors hold codes, in any layout."""
     if any(f"{module}.{marker}" in entries for marker in MARKERS):
         return True
     weight = entries.get(f"{module}.weight")
     return weight is not None and weight.dtype in (torch.int8, FP8_DTYPE)
 
 
+def is_float_view(name: str, entries: Mapping[str, TensorEntry]) -> bool:
+    """Return True for codes stored under a float dtype, as bitsandbytes may do."""
+    return f"{name}.absmax" in entries or name.endswith(f".{hqq.CODES}")
+
+
 def quantized_modules(entries: Mapping[str, TensorEntry]) -> list[str]:
-    """Every module whose tensors hold codes, in the order of the file."""
-    return [
-        m for m in dict.fromkeys(n.rpartition(".")[0] for n in entries) if is_quantized(m, entries)
-    ]
+    """Return every module whose tensors hold codes, in the order of the file."""
+    return [module for module in modules_of(entries) if is_quantized(module, entries)]
+
+
+def modules_of(names: Iterable[str]) -> list[str]:
+    """Return the modules that tensors belong to, in order; p.weight.absmax also belongs to p."""
+    found: dict[str, None] = {}
+    for name in names:
+        module = name.rpartition(".")[0]
+        found[module] = None
+        if module.endswith(".weight"):
+            found[module.removesuffix(".weight")] = None
+    return list(found)
 
 
 def tensor_names(module: str, layout: Layout, entries: Collection[str]) -> dict[str, str]:
-    """Local name -> full name of the tensors that a quantized module has."""
+    """Map local names to full names of a quantized module's tensors."""
     full = {field: f"{module}.{field}" for field in layout.fields}
     return {layout.aliases.get(f, f): name for f, name in full.items() if name in entries}
 
 
 def decode_linear(module: str, tensors: dict[str, torch.Tensor], config: QuantConfig) -> Weight:
-    """A module's weight, from its tensors by local name. Raises CheckpointError."""
+    """Decode a module's weight from its tensors by local name. Raises CheckpointError."""
     scheme = config.scheme_for(module)
     if scheme is None:
-        raise CheckpointError(
-            module, "has quantized tensors, but the configuration leaves it in float"
-        )
+        raise CheckpointError(module, why_no_scheme(module, config))
     return layout_of(config).decode(tensors, scheme, config, module)
+
+
+def has_input_factors(module: str, entries: Collection[str]) -> bool:
+    """Return True if the file has factors for a linear's inputs, which no kernel applies."""
+    return f"{module}.{modelopt.PRE_SCALE}" in entries
+
+
+def decode_dense(module: str, tensors: dict[str, torch.Tensor], config: QuantConfig) -> DenseWeight:
+    """Decode a module's weight to floats and fold in the factors of its inputs, if any.
+
+    Raises CheckpointError.
+    """
+    weight = decode_linear(module, tensors, config)
+    if isinstance(weight, DenseWeight):
+        return weight
+    factors_K = modelopt.input_factors(tensors, weight.in_features, module)
+    weight_NK = weight.dequantize()
+    weight_NK = weight_NK if factors_K is None else weight_NK * factors_K
+    return DenseWeight(weight_NK=weight_NK, spec=weight.spec)
+
+
+def why_no_scheme(module: str, config: QuantConfig) -> str:
+    """Return why a module with quantized tensors has no scheme in the configuration."""
+    if module != EMBEDDING or layout_of(config).embeddings:
+        return "has quantized tensors, but the configuration leaves it in float"
+    able = ", ".join(row.name for row in LAYOUTS.values() if row.embeddings)
+    return f"is a packed input embedding, which is read from {able} alone, not {config.method}"
 
 
 def encode_linear(
     weight: Weight, scheme: Scheme, layout: Layout, name: str, input_scale: object = None
 ) -> dict[str, torch.Tensor]:
-    """A weight in a scheme, as the tensors that the file gets."""
+    """Encode a weight in a scheme as tensors of the file."""
     return layout.encode(with_activation(weight, scheme, input_scale, name), name)

@@ -1,12 +1,43 @@
 """Names that users type and that several packages offer. Loads no torch.
 
-What they mean stands in formats/layouts.py, formats/kv_cache.py and calibrate/recipe.py.
+Their rows are in formats/scheme.py, formats/layouts.py, formats/codecs/kv_cache.py and
+calibrate/recipe.py. Tests compare the names with the rows.
 """
 
-FORMATS = ("gptq", "awq", "compressed-tensors")
-# of an 8-bit KV cache's numbers -> compressed-tensors' type
+from typing import Literal, get_args
+
+# a group size may follow: "w4a16-sym-g64", "w8a16-sym-channel"
+SchemeName = Literal[
+    "w4a16-sym",
+    "w4a16-asym",
+    "w8a16-sym",
+    "w8a16-asym",
+    "w2a16-sym",
+    "w2a16-asym",
+    "w3a16-sym",
+    "w3a16-asym",
+    "w6a16-sym",
+    "w6a16-asym",
+    "w4a8",
+    "w4a8-fp8",
+    "w8a8",
+    "w8a8-static",
+    "w8a8-fp8",
+    "w8a8-fp8-static",
+    "w8a8-fp8-block",
+    "w8a16-fp8",
+    "w4a16-mxfp4",
+    "w4a16-nvfp4",
+]
+FormatName = Literal["gptq", "awq", "compressed-tensors"]
+FORMATS: tuple[FormatName, ...] = get_args(FormatName)
+GGUF = "gguf"  # written as one file, not as a folder (formats/gguf/writing)
+# type of GGUF's blocks -> the scheme of the same numbers
+GGUF_SCHEMES = {"q4_0": "w4a16-sym-g32", "q4_1": "w4a16-asym-g32", "q8_0": "w8a16-sym-g32"}
+AUTO_GROUPS = "auto"  # as a group size: the largest that fits every linear
+# number format of an 8-bit KV cache -> the type that compressed-tensors calls it
 KV_CACHES = {"int8": "int", "fp8": "float"}
-RECIPES = (
+RecipeName = Literal[
     "rtn",
     "imatrix",
     "gptq",
@@ -20,4 +51,5 @@ RECIPES = (
     "rotate+gptq",
     "rotate+awq+gptq",
     "autoround",
-)
+]
+RECIPES: tuple[RecipeName, ...] = get_args(RecipeName)

@@ -1,10 +1,11 @@
-"""Names of modules against patterns that a stranger wrote. Cannot be made to run for long.
+"""Matching of module names against untrusted patterns in bounded time.
 
 Python's `re` backtracks: `(a+)+$` takes minutes on thirty letters. Here a pattern is a function
 from a set of start positions to the set of end positions, so the time is bounded by the sizes of
-pattern and name. Sets are integers: bit i is position i. Knows no config and no scheme.
+pattern and name. Sets are integers: bit i is position i.
 """
 
+import re
 from collections.abc import Callable
 from functools import lru_cache
 from re import _constants as op
@@ -17,7 +18,9 @@ from formats.errors import CheckpointError
 MAX_PATTERN_CHARACTERS = 2000
 MAX_NAME_CHARACTERS = 500
 MAX_REPEAT = 1000
-MAX_STEPS = 2_000  # of one match; `.*mlp.*down_proj` on a usual name takes 60
+MAX_STEPS = 2_000  # steps of one match; `.*mlp.*down_proj` on a usual name takes 60
+# Steps of all matches of one file. Ten expressions on the 880 linears of 126 layers take 500,000.
+MAX_STEPS_OF_FILE = 1_000_000
 
 Positions = int
 CLASSES = {
@@ -30,37 +33,59 @@ CLASSES = {
 }
 
 
+class StepBudget:
+    """Budget of steps for all matches of one file."""
+
+    def __init__(self, subject: str, steps: int = MAX_STEPS_OF_FILE) -> None:
+        self._subject, self._left = subject, steps
+
+    def spend(self, steps: int) -> None:
+        """Use steps. Raises CheckpointError if the budget is exceeded."""
+        self._left -= steps
+        if self._left < 0:
+            raise CheckpointError(
+                self._subject,
+                "its patterns take too long to match against the model's linears",
+                "use fewer or simpler patterns, or plain names",
+            )
+
+
 class Regex:
-    """A regular expression without back references, matched from a name's start as `re.match`."""
+    """Regular expression without back references, matched from a name's start as `re.match`."""
 
     def __init__(self, text: str, subject: str = "pattern") -> None:
-        """Raises CheckpointError, with `subject`, on what is no such expression."""
+        """Raises CheckpointError, with `subject`, on an invalid or unsupported expression."""
         self.text, self.subject = text, f"{subject} {text[:80]!r}"
         if len(text) > MAX_PATTERN_CHARACTERS:
             raise self._refusal(f"is longer than {MAX_PATTERN_CHARACTERS} characters")
         try:
             tree = parser.parse(text)
         except (RegexError, OverflowError, RecursionError) as error:
-            raise self._refusal(f"is no regular expression: {error}") from None
+            raise self._refusal(f"is not a regular expression: {error}") from None
         if tree.state.flags & ~32:  # SRE_FLAG_UNICODE is always set
             raise self._refusal("flags are not supported")
         self._items = list(tree)
         self._check(self._items, depth=0)
 
-    def matches(self, name: str) -> bool:
-        """Does the pattern fit a beginning of `name`?"""
+    def matches(self, name: str, budget: StepBudget | None = None) -> bool:
+        """Return True if the pattern matches at the start of `name`. Raises CheckpointError over
+        budget."""
         if len(name) > MAX_NAME_CHARACTERS:
             return False
-        return bool(_Run(self, name).sequence(self._items, 1))
+        run = _Run(self, name)
+        found = bool(run.sequence(self._items, 1))
+        if budget is not None:
+            budget.spend(run.steps)
+        return found
 
     def cost(self, name: str) -> int:
-        """Steps of one match. Raises CheckpointError where they are too many."""
+        """Return the steps of one match. Raises CheckpointError if there are too many."""
         run = _Run(self, name)
         run.sequence(self._items, 1)
         return run.steps
 
     def _refusal(self, problem: str) -> CheckpointError:
-        return CheckpointError(self.subject, problem, "mend the configuration")
+        return CheckpointError(self.subject, problem, "fix the configuration")
 
     def _check(self, items: list, depth: int) -> None:
         if depth > 40:
@@ -87,7 +112,7 @@ class Regex:
 
 
 class _Run:
-    """One match: the name, and the steps taken so far."""
+    """State of one match: the name, and the steps taken so far."""
 
     def __init__(self, regex: Regex, name: str) -> None:
         self.regex, self.name = regex, name
@@ -200,7 +225,12 @@ class _Run:
     }
 
 
+def wildcard(text: str) -> str:
+    """Return an expression that matches whole names, where `*` matches any text."""
+    return ".*".join(re.escape(part) for part in text.split("*")) + "$"
+
+
 @lru_cache(maxsize=4096)
 def regex(text: str, subject: str = "pattern") -> Regex:
-    """A Regex, made once."""
+    """Return a cached Regex."""
     return Regex(text, subject)

@@ -1,10 +1,12 @@
-"""Which linear gets which scheme, decided before a weight is read. Knows shapes, not weights."""
+"""Choice of each linear's scheme, made from shapes before any weight is read."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
+from formats.architecture.padding import Padding
 from formats.errors import InputError, SchemeError
 from formats.layouts import (
     Layout,
@@ -15,19 +17,27 @@ from formats.layouts import (
     find_layout,
     why_not,
 )
-from formats.padding import Padding
+from formats.names import AUTO_GROUPS
 from formats.patterns import regex
 from formats.quant_config import QuantConfig
 from formats.rules import FUSED
-from formats.scheme import CHANNEL, Scheme
+from formats.scheme import (
+    CHANNEL,
+    FIXED_SCHEMES,
+    NO_WHOLE_GROUPS,
+    SERVED_GROUPS,
+    Scheme,
+    fitting_group_size,
+    groups_that_fit,
+)
 
-ACT_ORDER_FORMAT = "gptq"  # the only one that is written with an index of groups
-EXCEPTIONS_FORMAT = "compressed-tensors"  # what every reader takes where linears differ
+ACT_ORDER_FORMAT = "gptq"  # the only format that is written with act-order
+EXCEPTIONS_FORMAT = "compressed-tensors"  # the format that every reader takes if linears differ
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The scheme of every linear; None: it stays in float. `reasons` says why, by name."""
+    """Scheme of every linear; None: it stays in float, and `reasons` says why, by name."""
 
     layout: Layout
     schemes: dict[str, Scheme | None]
@@ -35,7 +45,8 @@ class Plan:
     padding: Padding | None = None
     kv_cache: str | None = None  # "int8" or "fp8": scales for such a KV cache are written too
     kv_per_head: bool = False  # each KV head gets scales of its own
-    act_order: bool = False  # groups have the inputs that a solver gives them
+    act_order: bool = False  # act-order: the solver decides which inputs form a group
+    misfits: tuple[str, ...] = ()  # remarks on linears without whole groups
 
     @property
     def quantized(self) -> dict[str, Scheme]:
@@ -43,27 +54,27 @@ class Plan:
 
     @property
     def has_exceptions(self) -> bool:
-        """Do linears differ, so that the config block names some of them?"""
+        """Return True if linears differ, so that the config block must name some of them."""
         return len(set(self.schemes.values())) > 1
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Who will not load what is to be written."""
+        """Return warnings about programs that will not load the result."""
         found = []
         if self.act_order and any(s.weight.group_size != CHANNEL for s in self.quantized.values()):
             found.append(
-                "act-order is written: transformers, GPTQModel and SGLang load it and order the"
+                "act-order is written: transformers, GPTQModel and SGLang load it and reorder the"
                 " inputs on every call, which is slow; vLLM 0.33 refuses it"
             )
         if self.layout.name == "gptq" and self.has_exceptions:
             found.append(
                 "transformers ignores the dynamic entries of a GPTQ block, which say what differs"
-                " here, and will not load the folder: --format compressed-tensors loads there too"
+                " here, and will not load the folder: compressed-tensors loads there too"
             )
         return tuple(found)
 
     def config(self, quantizer: str) -> QuantConfig:
-        """The config block's object."""
+        """Return the config block's object."""
         return QuantConfig.of_modules(
             self.layout.name,
             self.schemes,
@@ -90,15 +101,14 @@ def make_plan(
 ) -> Plan:
     """Decide for every linear of `shapes` ([N, K] by name).
 
-    `kept`: others, which stay in float whatever is asked for, and why. `unasked`: linears of
-    `shapes` that stay so unless an override fits them, and why. `ignore` and `overrides` have
-    patterns (see `fits`); the first override that fits wins, and what is ignored stays in float. A
-    linear whose shape does not fit stays in float, and with it
-    those that servers load as one matrix with it. Raises InputError where a pattern fits nothing,
-    a scheme cannot be written, or nothing is left to quantize.
+    `kept`: other linears that always stay in float, and why. `unasked`: linears of `shapes` that
+    stay in float unless an override matches them, and why. `ignore` and `overrides` hold patterns
+    (see `fits`); ignored linears stay in float, and the first matching override wins. A linear
+    whose shape does not fit stays in float, with all members of its fused matrix. Raises InputError
+    if a pattern matches nothing, a scheme cannot be written, or nothing is left to quantize.
 
-    Without an `output_format` it is the scheme's default, but compressed-tensors where that can
-    hold what differs and the default cannot, or where transformers could not read it.
+    Without an `output_format`, the scheme's default is used. It becomes compressed-tensors if
+    linears differ and the default cannot store that or transformers cannot read it.
     """
     overrides = list(overrides)
     arguments = (
@@ -137,7 +147,7 @@ def _plan(
     kept: Mapping[str, str],
     unasked: Mapping[str, str],
 ) -> Plan:
-    """The plan in one layout."""
+    """Make the plan in one layout."""
     check_holds_groups(layout, act_order)
     check_holds_kv_scales(layout, kv_cache)
     for each in (scheme, *(other for _, other in overrides)):
@@ -163,6 +173,7 @@ def _plan(
             reasons[name] = reason
     schemes |= dict.fromkeys(kept)
     reasons |= kept
+    misfits = _misfits(shapes, reasons, scheme, padding)
     _agree_in_fused(schemes, reasons)
     plan = Plan(
         layout=layout,
@@ -172,19 +183,72 @@ def _plan(
         kv_cache=kv_cache,
         kv_per_head=kv_per_head,
         act_order=act_order,
+        misfits=misfits,
     )
     if not plan.quantized:
         name, reason = next(iter(reasons.items()))
-        raise SchemeError(name, reason, "no linear can be quantized like this")
-    plan.config("")  # raises what the format cannot say of single modules
+        raise SchemeError(
+            name, reason, "; ".join(("no linear can be quantized like this", *misfits))
+        )
+    plan.config("")  # raises if the format cannot store differences between modules
     return plan
 
 
+def _misfits(
+    shapes: Mapping[str, tuple[int, int]],
+    reasons: Mapping[str, str],
+    scheme: Scheme,
+    padding: Padding | None,
+) -> tuple[str, ...]:
+    """Return warnings about linears that groups do not divide, and the groups that fit."""
+    size = scheme.weight.group_size
+    counts: Counter[int] = Counter()
+    for name in reasons:
+        if NO_WHOLE_GROUPS in reasons[name] and name in shapes:
+            shape = padding.shape(name, shapes[name]) if padding else shapes[name]
+            counts[shape[1]] += 1
+    fitting = fitting_group_size(K for _, K in shapes.values())
+    return tuple(
+        f"{count} linears of {in_features} inputs have no whole groups of {size} and stay in float;"
+        + (
+            f" a group size of {fitting}, or {AUTO_GROUPS}, fits every linear"
+            if fitting != CHANNEL
+            else f" {groups_that_fit(in_features)}"
+        )
+        + f" (vLLM and SGLang take {', '.join(map(str, SERVED_GROUPS))} or {CHANNEL} of gptq, awq)"
+        for in_features, count in counts.items()
+    )
+
+
+def fitted_scheme(
+    scheme: Scheme,
+    shapes: Mapping[str, tuple[int, int]],
+    *,
+    ignore: Sequence[str] = (),
+    overrides: Iterable[tuple[str, Scheme]] = (),
+) -> Scheme:
+    """Return the scheme with the largest groups that fit every linear and servers' fast kernels.
+
+    Ignored and overridden linears do not count. If no groups fit, each output has one scale. Raises
+    SchemeError if the scheme's groups are fixed.
+    """
+    if str(scheme) in FIXED_SCHEMES:
+        raise SchemeError(f"scheme {scheme}", "its scales are fixed", "leave `group_size` out")
+    overrides = list(overrides)
+    sizes = [
+        K
+        for name, (_, K) in shapes.items()
+        if not fits_any(overrides, name) and not any(fits(each, name) for each in ignore)
+    ]
+    weight = replace(scheme.weight, group_size=fitting_group_size(sizes))
+    return replace(scheme, weight=weight)
+
+
 def fits(pattern: str, name: str) -> bool:
-    """Does a user's pattern fit a linear's name?
+    """Return True if a user's pattern matches a linear's name.
 
     "re:..." is a regular expression from the start of the name; a text with * or ? is matched
-    against the whole name; any other is a part of it.
+    against the whole name; any other text must occur in it.
     """
     if pattern.startswith("re:"):
         return regex(pattern.removeprefix("re:")).matches(name)
@@ -194,12 +258,12 @@ def fits(pattern: str, name: str) -> bool:
 
 
 def fits_any(overrides: Iterable[tuple[str, Scheme]], name: str) -> bool:
-    """Does any of the patterns fit a linear's name?"""
+    """Return True if any of the patterns matches a linear's name."""
     return any(fits(pattern, name) for pattern, _ in overrides)
 
 
 def parse_override(text: str) -> tuple[str, Scheme]:
-    """ "PATTERN=SCHEME", as a flag says it. Raises InputError."""
+    """Parse "PATTERN=SCHEME", the value of a flag. Raises InputError."""
     pattern, equals, scheme = text.rpartition("=")
     if not equals or not pattern:
         raise InputError(f"override {text!r}", "expected PATTERN=SCHEME")
@@ -207,7 +271,7 @@ def parse_override(text: str) -> tuple[str, Scheme]:
 
 
 def _agree_in_fused(schemes: dict[str, Scheme | None], reasons: dict[str, str]) -> None:
-    """Servers load a fused matrix in one scheme only: float if one member has to be."""
+    """Give members of a fused matrix one scheme: float if one member must be."""
     for name in list(schemes):
         parent, dot, local = name.rpartition(".")
         for members in FUSED:

@@ -1,6 +1,6 @@
-"""Which scheme a module has, by its name: the lines of a config. Knows no format.
+"""Rules of a config: the scheme of a module, by its name.
 
-A server may load q, k and v as one matrix, and some configs name that one: a module is also known
+Servers load q, k and v as one matrix, and some configs name that matrix, so a module also matches
 by the name of its fused matrix.
 """
 
@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from formats.architecture.expert_names import other_names
+from formats.architecture.family import Family, Projection
 from formats.errors import CheckpointError
 from formats.families import FAMILIES
-from formats.family import Family, Projection
 from formats.patterns import regex
 from formats.scheme import Scheme
 
@@ -27,29 +28,49 @@ FUSED: dict[tuple[str, ...], str] = {
     tuple(name.rpartition(".")[2] for name, _ in each.members): each.name.rpartition(".")[2]
     for family in FAMILIES.values()
     for each in (family.qkv, family.gate_up, *_of_state(family))
+    if len(each.members) > 1 and not each.stored_fused
 }
 _FUSED_NAME = {member: name for members, name in FUSED.items() for member in members}
-# Steps that all patterns of a config may take for one name: about 10 ms.
+# Steps that all patterns of a config may take for one name (about 10 ms).
 MAX_STEPS = 10_000
+MAX_NAMES = 20_000
 _PROBES = ("model.layers.10.self_attn.q_proj", "model.layers.10.mlp.down_proj")
-LAYER_NUMBER = re.compile(r"\.layers\.(\d{1,9})\.")
+LAYER_NUMBER = re.compile(r"\.(?:layers|h)\.(\d{1,9})\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """Modules that `text` fits have `scheme`; None: they stay in float."""
+    """Modules that `text` matches have `scheme`; None: they stay in float."""
 
     kind: Literal["regex", "name", "contains", "all"]
     text: str = ""
     scheme: Scheme | None
 
     def matches(self, module: str) -> bool:
-        """Raises CheckpointError where a stranger's pattern takes too long."""
+        """Return True on a match. Raises CheckpointError if an untrusted pattern takes too long."""
         if self.kind == "regex":
             return regex(self.text).matches(module)
         if self.kind == "name":
             return self.text == module
         return self.kind == "all" or self.text in module
+
+
+def float_modules(names: object, key: str) -> tuple[Rule, ...]:
+    """Return rules for modules in float, by whole name, by suffix, or by parent module.
+
+    Raises CheckpointError, with the key, unless they are a list of names.
+    """
+    names = names or []
+    if (
+        not isinstance(names, list)
+        or len(names) > MAX_NAMES
+        or not all(isinstance(name, str) and name for name in names)
+    ):
+        raise CheckpointError(key, "expected a list of names")
+    return tuple(
+        Rule(kind="regex", text=rf"(?:.*\.)?{re.escape(name)}(?:\..*)?$", scheme=None)
+        for name in names
+    )
 
 
 def natural_key(name: str) -> list[tuple[int, str]]:
@@ -58,7 +79,7 @@ def natural_key(name: str) -> list[tuple[int, str]]:
 
 
 def check_cost(rules: tuple[Rule, ...], subject: str) -> None:
-    """Raise CheckpointError where a stranger's patterns are wrong, or together take too long."""
+    """Raise CheckpointError if untrusted patterns are invalid, or together take too long."""
     for probe in _PROBES:
         steps = 0
         for rule in rules:
@@ -70,16 +91,20 @@ def check_cost(rules: tuple[Rule, ...], subject: str) -> None:
 
 
 def fused_name(module: str) -> str:
-    """The name of the matrix that servers load `module` into; its own where there is none."""
+    """Return the name of the fused matrix of `module`, or its own name if it has none."""
     parent, dot, local = module.rpartition(".")
     return parent + dot + _FUSED_NAME.get(local, local)
 
 
 def first_match(rules: tuple[Rule, ...], module: str) -> Rule | None:
-    """The first rule that fits a module, under its own name before the fused one."""
-    for name in dict.fromkeys((module, fused_name(module))):
+    """Return the first rule that matches a module, by its own name before the fused one.
+
+    An expert's linear also matches by the names that other tools give it (expert_names.py).
+    """
+    names = (module, *other_names(module))
+    for group in dict.fromkeys((names, tuple(fused_name(name) for name in names))):
         for rule in rules:
-            if rule.matches(name):
+            if any(rule.matches(name) for name in group):
                 return rule
     return None
 
@@ -87,7 +112,7 @@ def first_match(rules: tuple[Rule, ...], module: str) -> Rule | None:
 def split_schemes(
     schemes: Mapping[str, Scheme | None],
 ) -> tuple[Scheme | None, dict[str, Scheme | None]]:
-    """(the scheme of most modules, the modules that have another one). None: all in float."""
+    """Return (the scheme of most modules, the modules with another one); None: all in float."""
     schemes = dict(sorted(schemes.items(), key=lambda item: natural_key(item[0])))
     counts = Counter(scheme for scheme in schemes.values() if scheme is not None)
     main = counts.most_common(1)[0][0] if counts else None
@@ -97,12 +122,12 @@ def split_schemes(
 def exact_patterns(
     schemes: Mapping[str, Scheme | None], chosen: Mapping[str, Scheme | None]
 ) -> list[tuple[str, Scheme | None]]:
-    """Regular expressions for the chosen modules of `schemes`, one per local name: the first that
-    fits a module counts, and none fits one that is not chosen.
+    """Return regular expressions for the chosen modules of `schemes`, one per local name. No
+    expression matches a module that is not chosen; the first match of a module counts.
 
-    Where all members of a fused matrix are chosen alike, its name is in the pattern too: vLLM
-    looks for that one. Layers that stay in float as a whole have one pattern, the first: those of
-    hundreds of experts would cost a reader too much.
+    If all members of a fused matrix are chosen alike, the pattern includes its name too, because
+    vLLM looks for it. Layers that stay in float as a whole share one pattern, the first: patterns
+    for hundreds of experts would cost a reader too much.
     """
     whole = _float_layers(schemes)
     if whole:
@@ -110,9 +135,9 @@ def exact_patterns(
         schemes = {name: scheme for name, scheme in schemes.items() if not of_whole(name)}
         chosen = {name: scheme for name, scheme in chosen.items() if not of_whole(name)}
     numbers: dict[tuple[str, Scheme | None], list[str]] = defaultdict(list)
-    totals = Counter(LAYER_NUMBER.sub(".layers.#.", name) for name in schemes)
+    totals = Counter(_numberless(name) for name in schemes)
     for name, scheme in chosen.items():
-        numbers[LAYER_NUMBER.sub(".layers.#.", name), scheme].append(name)
+        numbers[_numberless(name), scheme].append(name)
     texts: dict[tuple[str, Scheme | None], str] = {}
     for (local, scheme), names in numbers.items():
         number = r"\d+"
@@ -135,20 +160,23 @@ def exact_patterns(
     return patterns
 
 
+def _numberless(name: str) -> str:
+    """Return a name with # for the layer's number."""
+    return LAYER_NUMBER.sub(lambda found: found[0].replace(found[1], "#"), name)
+
+
 def _float_layers(schemes: Mapping[str, Scheme | None]) -> str:
-    """A regular expression for the layers none of whose modules is quantized; empty: none such."""
-    found: dict[tuple[str, str], bool] = {}  # (what stands before the number, it) -> all in float
+    """Return a regular expression for layers without quantized modules; empty: there are none."""
+    # (prefix before the layer number, the number) -> all modules are float
+    found: dict[tuple[str, str], bool] = {}
     for name, scheme in schemes.items():
         number = LAYER_NUMBER.search(name)
         if number is not None:
-            layer = name[: number.start()], number[1]
+            layer = name[: number.start(1)], number[1]
             found[layer] = found.get(layer, True) and scheme is None
     starts: dict[str, list[str]] = defaultdict(list)
     for (start, number), is_float in found.items():
         if is_float:
             starts[start].append(number)
-    texts = [
-        rf"{re.escape(start)}\.layers\.(?:{'|'.join(numbers)})\."
-        for start, numbers in starts.items()
-    ]
+    texts = [rf"{re.escape(start)}(?:{'|'.join(numbers)})\." for start, numbers in starts.items()]
     return f"^(?:{'|'.join(texts)})" if len(texts) > 1 else f"^{texts[0]}" if texts else ""

@@ -1,7 +1,7 @@
-"""One's own codes to a whole model folder: config block, tensors, proof. Knows no solver.
+"""Writer of a complete model folder from a user's own codes, with a check of the result.
 
-`qserve.save_quantized` is this function. The folder is staged, read back, and appears under its
-name only when it is complete. Legend: N outputs, K inputs, G groups.
+`qserve.save_quantized` is exported from here. The folder is staged and read back, and gets its name
+only when it is complete. Legend: N outputs, K inputs, G groups.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,47 +11,54 @@ from typing import Any
 
 import torch
 
+from formats.architecture.tied_head import says_tied
 from formats.checkpoint import (
     DEFAULT_MAX_SHARD_BYTES,
     CheckpointReader,
-    CheckpointWriter,
 )
+from formats.compatibility.loads_in import Facts, Verdict
+from formats.compatibility.rules import OTHERS, loads_in
 from formats.errors import CheckpointError, InputError, SchemeError, one_line
-from formats.findings import Findings
-from formats.inspect import check_fused
-from formats.inspect_config import check_config
+from formats.files.side_files import find_side_files
+from formats.files.whole_writer import open_writer
+from formats.in_memory.packed import PackedWeight
+from formats.in_memory.weights import Weight, same_weight
+from formats.inspection.config import check_config
+from formats.inspection.findings import Findings
+from formats.inspection.inspect import check_fused
+from formats.inspection.linear_summary import LinearSummary
 from formats.layouts import (
     LAYOUTS,
     Layout,
     check_writable,
     decode_linear,
+    default_format,
     encode_linear,
     find_layout,
     why_not,
 )
-from formats.linear_summary import LinearSummary
-from formats.loads_in import Facts, Verdict
-from formats.loads_in_rules import OTHERS, loads_in
-from formats.packed import PackedWeight
+from formats.plan import ACT_ORDER_FORMAT, EXCEPTIONS_FORMAT
 from formats.quant_config import BLOCK, HEAD, QuantConfig
+from formats.rules import LAYER_NUMBER, split_schemes
 from formats.scheme import CHANNEL, QuantSpec, Scheme
-from formats.side_files import find_side_files
-from formats.table import size_text
-from formats.weights import Weight, same_weight
+from formats.table import names_text, size_text
 
-BITS = (2, 3, 4, 8)  # of codes that come without a scheme: the least that hold the largest
+BITS = (2, 3, 4, 8)  # bits of codes without a scheme: the fewest that hold the largest code
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Saved:
-    """What was written."""
+    """Result of save_quantized; prints as a summary of a few lines."""
 
     folder: str
     format: str
-    schemes: dict[str, str]  # of the quantized linears, by name
+    schemes: dict[str, str]  # schemes of the quantized linears, by name
     left_in_float: tuple[str, ...]
     num_bytes: int
     loads_in: tuple[Verdict, ...]
+
+    def __repr__(self) -> str:
+        return self.to_text()
 
     def to_text(self) -> str:
         counts = ", ".join(sorted(set(self.schemes.values())))
@@ -60,7 +67,7 @@ class Saved:
             f" {size_text(self.num_bytes)} in {self.folder}"
         ]
         if self.left_in_float:
-            lines.append(f"left in float: {', '.join(self.left_in_float)}")
+            lines.append(f"left in float: {names_text(self.left_in_float)}")
         for verdict in self.loads_in:
             lines.append(": ".join(part for part in verdict if part))
         return "\n".join(lines)
@@ -71,7 +78,7 @@ def save_quantized(
     source_model: str | Path,
     linears: Mapping[str, Any],
     *,
-    format: str = "gptq",
+    format: str | None = None,
     scheme: str | Scheme | None = None,
     tensors: Mapping[str, torch.Tensor] | None = None,
     readers: Sequence[str] = ("vLLM",),
@@ -81,24 +88,27 @@ def save_quantized(
     """Write `source_model` with these linears quantized to the new `folder`.
 
     `linears` maps full names, such as model.layers.0.mlp.up_proj, to a QuantLinear, a PackedWeight,
-    or (codes [N, K], scales [N, G], zeros [N, G] or None), torch or numpy; codes count from 0,
-    zeros None means symmetric. Bits and groups follow from the codes unless a `scheme` states them.
-    Every other tensor is the source's, bit for bit, but for those of `tensors`, by full name.
+    or (codes [N, K], scales [N, G], zeros [N, G] or None) in torch or numpy. Codes count from 0,
+    and zeros None means symmetric. A `scheme` such as "w8a8" states bits, symmetry and activations;
+    without it they follow from the codes. The group size follows from the scales unless the scheme
+    states it, as "w4a16-sym-g64" does. Without a `format`, the one that `qserve quantize` would
+    choose is used. All other tensors are copied from the source bit for bit, except those in
+    `tensors`, by full name.
 
-    Raises InputError before anything is written where names, shapes or numbers do not fit the
-    model, where the format cannot hold them, or where one of `readers` (vLLM, SGLang, transformers,
-    this project) would not load the folder: the message names the format that it would.
+    Raises InputError before anything is written if names, shapes or numbers do not fit the model,
+    or if the format cannot store them. It is also raised if one of `readers` (vLLM, SGLang,
+    transformers, this project) would not load the folder; the message names a format that it loads.
     """
     reader = CheckpointReader(source_model)
-    find_side_files(reader.folder)  # raises now, not after the work
+    find_side_files(reader.folder)  # fail now, not after the work
     if reader.config.get(BLOCK) is not None:
         raise CheckpointError(
             str(source_model), f"its config.json has a {BLOCK}", "start from the float model"
         )
-    layout = find_layout(format)
     weights = _weights(linears, scheme, reader)
     others = _other_tensors(linears, tensors or {}, reader)
     schemes = _schemes(weights, reader)
+    layout = _usual_layout(weights, schemes) if format is None else find_layout(format)
     for name, weight in weights.items():
         check_writable(layout, weight.scheme, name)
         reason = why_not(layout, weight.scheme, weight.out_features, weight.in_features)
@@ -108,8 +118,8 @@ def save_quantized(
     verdicts = _verdicts(config, schemes, reader)
     _check_readers(readers, verdicts, layout, schemes, reader)
     block = config.to_dict()
-    with CheckpointWriter(folder, max_shard_bytes=max_shard_bytes) as writer:
-        tied = reader.config.get("tie_word_embeddings", False)
+    with open_writer(folder, reader, max_shard_bytes=max_shard_bytes) as writer:
+        tied = says_tied(reader.config)
         for name in reader.entries:
             module, _, field = name.rpartition(".")
             if module in weights and field == "weight":
@@ -138,11 +148,12 @@ def save_quantized(
 def _weights(
     linears: Mapping[str, Any], scheme: str | Scheme | None, reader: CheckpointReader
 ) -> dict[str, Weight]:
-    """Every linear in memory form, checked against the model's shape."""
+    """Return every linear in its in-memory form, checked against the model's shape."""
     if not isinstance(linears, Mapping) or not linears:
         found = "none" if isinstance(linears, Mapping) else type(linears).__name__
         raise InputError("linears", f"expected one or more by name, in a mapping, found {found}")
-    stated = None if scheme is None else Scheme.parse(scheme)
+    if scheme is not None:
+        Scheme.parse(scheme)  # raises on an unknown format before the linears are read
     linears = {
         name: tuple(None if part is None else _tensor(part, name) for part in value)
         if isinstance(value, tuple)
@@ -158,7 +169,9 @@ def _weights(
     for name, value in linears.items():
         entry = reader.entries.get(f"{name}.weight")
         if entry is None:
-            like = [n for n, e in reader.entries.items() if ".layers." in n and len(e.shape) == 2]
+            like = [
+                n for n, e in reader.entries.items() if LAYER_NUMBER.search(n) and len(e.shape) == 2
+            ]
             raise InputError(
                 name,
                 f"{reader.folder} has no {name}.weight",
@@ -166,7 +179,7 @@ def _weights(
             )
         _check_place(name, reader)
         if isinstance(value, tuple):
-            weight = _from_codes(name, value, stated, bits)
+            weight = _from_codes(name, value, scheme, bits)
         elif isinstance(value, Weight):
             weight = value
         elif callable(getattr(value, "packed", None)):  # a QuantLinear
@@ -191,7 +204,7 @@ def _weights(
     return weights
 
 
-def _from_codes(name: str, value: tuple, stated: Scheme | None, bits: int) -> PackedWeight:
+def _from_codes(name: str, value: tuple, scheme: str | Scheme | None, bits: int) -> PackedWeight:
     if len(value) not in (2, 3):
         raise InputError(name, f"expected (codes, scales, zeros), found {len(value)} parts")
     codes_NK, scales_NG, *zeros = value
@@ -201,27 +214,50 @@ def _from_codes(name: str, value: tuple, stated: Scheme | None, bits: int) -> Pa
     groups, in_features = scales_NG.shape[1], codes_NK.shape[1]
     if groups < 1 or in_features % groups:
         raise InputError(name, f"its {in_features} inputs do not make {groups} equal groups")
-    if stated is None:
+    if scheme is None:
         middle = 2 ** (bits - 1)
         symmetric = zeros_NG is None or bool((zeros_NG == middle).all())
         size = CHANNEL if groups == 1 else in_features // groups
         stated = Scheme(weight=QuantSpec(bits=bits, symmetric=symmetric, group_size=size))
+    else:
+        stated = Scheme.of_scales(scheme, groups, in_features, name)
     weight = PackedWeight.from_codes(codes_NK, scales_NG, zeros_NG, stated.weight, name)
     return replace(weight, activation=stated.activation)
 
 
+def _usual_layout(weights: Mapping[str, Weight], schemes: Mapping[str, Scheme | None]) -> Layout:
+    """Return the layout that `qserve quantize` chooses without --format (formats/plan.py).
+
+    It is the scheme's default, or compressed-tensors if linears differ and it can store them.
+    """
+    if any(weight.input_order is not None for weight in weights.values()):
+        return find_layout(ACT_ORDER_FORMAT)
+    main, exceptions = split_schemes(schemes)
+    usual, other = find_layout(default_format(main)), find_layout(EXCEPTIONS_FORMAT)
+    held = {layout.name: _holds(layout, weights) for layout in (usual, other)}
+    return other if held[other.name] and (exceptions or not held[usual.name]) else usual
+
+
+def _holds(layout: Layout, weights: Mapping[str, Weight]) -> bool:
+    return all(
+        layout.refuses(w.scheme) is None
+        and why_not(layout, w.scheme, w.out_features, w.in_features) is None
+        for w in weights.values()
+    )
+
+
 def _check_place(name: str, reader: CheckpointReader) -> None:
-    """Raise InputError where readers have no quantized matrix of that name."""
-    if name == HEAD and reader.config.get("tie_word_embeddings", False):
+    """Raise InputError if readers do not support a quantized matrix of that name."""
+    if name == HEAD and says_tied(reader.config):
         raise InputError(name, "is the embedding (tie_word_embeddings), which stays in float")
-    if name != HEAD and ".layers." not in name:
+    if name != HEAD and not LAYER_NUMBER.search(name):
         raise InputError(
-            name, "is no linear of a layer: no reader loads it quantized", "leave it in float"
+            name, "is not a linear of a layer: no reader loads it quantized", "leave it in float"
         )
 
 
 def _tensor(value: Any, name: str) -> torch.Tensor:
-    """Of torch or numpy, with numbers in it."""
+    """Convert a torch or numpy value to a tensor with data."""
     try:
         found = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -230,14 +266,14 @@ def _tensor(value: Any, name: str) -> torch.Tensor:
         ) from None
     if found.is_meta:
         raise InputError(name, "its tensors are on the meta device, without numbers", "load them")
-    # torch has hardly an operation for unsigned numbers of more than 8 bits
+    # torch has few operations for unsigned types wider than 8 bits
     return found.long() if found.dtype in (torch.uint16, torch.uint32, torch.uint64) else found
 
 
 def _other_tensors(
     linears: Mapping[str, Any], given: Mapping[str, torch.Tensor], reader: CheckpointReader
 ) -> dict[str, torch.Tensor]:
-    """What replaces tensors of the source: those given, and biases of QuantLinears."""
+    """Return replacements of the source's tensors: those given, and biases of QuantLinears."""
     found = dict(given)
     for name, value in linears.items():
         bias = getattr(value, "bias", None)
@@ -246,9 +282,7 @@ def _other_tensors(
         if f"{name}.bias" in reader:
             found.setdefault(f"{name}.bias", bias)
         elif bool((bias != 0).any()):
-            raise InputError(
-                name, "has a bias, the model has none there", "no reader has a place for it"
-            )
+            raise InputError(name, "has a bias, the model has none there", "no reader can load it")
     for name, tensor in found.items():
         if name.removesuffix(".weight") in linears:
             raise InputError(name, "is given twice: as codes, and in tensors", "leave one out")
@@ -265,13 +299,13 @@ def _other_tensors(
 
 
 def _schemes(weights: Mapping[str, Weight], reader: CheckpointReader) -> dict[str, Scheme | None]:
-    """Of every matrix of a layer, in the file's order; None: it stays in float."""
+    """Return the scheme of every matrix of a layer, in the file's order; None: float."""
     schemes: dict[str, Scheme | None] = {}
     for name, entry in reader.entries.items():
         module, _, field = name.rpartition(".")
         if module in weights:
             schemes[module] = weights[module].scheme
-        elif field == "weight" and ".layers." in module and len(entry.shape) == 2:
+        elif field == "weight" and LAYER_NUMBER.search(module) and len(entry.shape) == 2:
             schemes[module] = None
     return schemes
 
@@ -279,7 +313,7 @@ def _schemes(weights: Mapping[str, Weight], reader: CheckpointReader) -> dict[st
 def _verdicts(
     config: QuantConfig, schemes: Mapping[str, Scheme | None], reader: CheckpointReader
 ) -> list[Verdict]:
-    """Who will load the folder, before it is there."""
+    """Return which programs will load the folder, before it is written."""
     linears = [
         LinearSummary(
             name=name,
@@ -319,7 +353,7 @@ def _check_readers(
     schemes: Mapping[str, Scheme | None],
     reader: CheckpointReader,
 ) -> None:
-    """Raise InputError where a named reader would not load the folder."""
+    """Raise InputError if a named reader would not load the folder."""
     known = {verdict.program: verdict for verdict in verdicts}
     for program in readers:
         if program not in known:
@@ -365,7 +399,7 @@ def _verify(
             found = decode_linear(module, by_module.pop(module), config)
             stored = replace(
                 found, spec=weights[module].spec
-            )  # AWQ calls symmetric codes asymmetric
+            )  # AWQ states symmetric codes as asymmetric
             different = same_weight(stored, weights[module])
         else:
             expected = others.get(name)

@@ -1,6 +1,7 @@
-"""Schemes: which numerics a linear layer has. Knows the names, not the bytes.
+"""Schemes: the numerics of a linear layer.
 
-A *spec* is the numerics of one tensor; a *scheme* is what a layer is given and what a user types:
+A *spec* is the numerics of one tensor. A *scheme* is the numerics of a layer, under the name that a
+user types:
 
     w4a16-sym            4-bit weights, 16-bit activations, symmetric, groups of 128
     w4a16-sym-g64        the same in groups of 64
@@ -9,31 +10,42 @@ A *spec* is the numerics of one tensor; a *scheme* is what a layer is given and 
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from formats.errors import SchemeError
+from formats.names import AUTO_GROUPS
 
 DEFAULT_GROUP_SIZE = 128
-CHANNEL = -1  # the group size that means "one group: the whole input"
-ALL = -1  # the number of rows that means "every output"
+CHANNEL = -1  # group size that means one group for the whole input
+ALL = -1  # number of rows that means every output
 FP8_MAX = 448.0  # the largest number of float8_e4m3fn
-FP4_TYPES = {"mxfp4": 32, "nvfp4": 16}  # formats/fp4.py: inputs that share a scale
+FP4_TYPES = {
+    "mxfp4": 32,
+    "nvfp4": 16,
+}  # type -> inputs that share a scale (formats/in_memory/fp4.py)
+# Types read as float weights (formats/in_memory/dense.py): bitsandbytes' tables, float zeros
+DENSE_TYPES = ("nf4", "fp4", "floatzero")
+# Group sizes of Marlin, the fast kernel of vLLM and SGLang, best first; it also takes CHANNEL.
+SERVED_GROUPS = (128, 64, 32)
+NO_WHOLE_GROUPS = "are not divisible by the group size"  # why a linear does not fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantSpec:
     """Numerics of a weight [N, K]: codes in 0..2^bits-1, a scale and a zero per group of inputs.
 
-    `type` "float" means float8_e4m3fn numbers in place of codes, and no zeros; "mxfp4" and "nvfp4"
-    mean 4-bit ones.
+    `type` "float" means float8_e4m3fn numbers instead of codes, and no zeros; "mxfp4" and "nvfp4"
+    mean 4-bit floating point. DENSE_TYPES are read but not written: codes of "nf4" and "fp4" select
+    values of a table, "floatzero" has integer codes with non-integer zero points.
     """
 
     bits: int
     symmetric: bool
     group_size: int = DEFAULT_GROUP_SIZE  # inputs that share a scale; CHANNEL (-1): all of them
     rows: int = 1  # outputs that share a scale; ALL (-1): all of them. More than 1: float only
-    type: Literal["int", "float", "mxfp4", "nvfp4"] = "int"
+    type: Literal["int", "float", "mxfp4", "nvfp4", "nf4", "fp4", "floatzero"] = "int"
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 8:
@@ -60,7 +72,7 @@ class QuantSpec:
 
     @property
     def symmetric_zero(self) -> int:
-        """The zero point of every symmetric group: the middle of the codes."""
+        """Return the zero point of every symmetric group: the middle code."""
         return 2 ** (self.bits - 1)
 
     def group_length(self, in_features: int) -> int:
@@ -70,20 +82,43 @@ class QuantSpec:
         return in_features // self.group_length(in_features)
 
     def check_shape(self, name: str, out_features: int, in_features: int) -> None:
-        """Raise SchemeError, naming the layer, where a weight of this shape has no whole groups."""
+        """Raise SchemeError, naming the layer, if groups do not divide a weight of this shape."""
         if out_features < 1 or in_features < 1:
             raise SchemeError(name, f"is empty: [{out_features}, {in_features}]")
         length = self.group_length(in_features)
-        if in_features % length and self.type != "float":
+        if in_features % length and self.type != "float" and self.type not in DENSE_TYPES:
             raise SchemeError(
                 name,
-                f"its {in_features} inputs are not divisible by the group size {length}",
-                f"use a --group-size that divides {in_features}",
+                f"its {in_features} inputs {NO_WHOLE_GROUPS} {length}",
+                groups_that_fit(in_features),
             )
 
 
+# float8 with a power-of-two scale per 32 inputs (formats/codecs/microscaling.py)
+MXFP8 = QuantSpec(bits=8, symmetric=True, group_size=32, type="float")
+
+
+def fitting_group_size(in_features: Iterable[int]) -> int:
+    """Return the largest of SERVED_GROUPS that divides every number of inputs, else CHANNEL."""
+    in_features = set(in_features)
+    fitting = (size for size in SERVED_GROUPS if all(K % size == 0 for K in in_features))
+    return next(fitting, CHANNEL)
+
+
+def groups_that_fit(in_features: int) -> str:
+    """Return a remedy: the `group_size` values that divide a number of inputs."""
+    served = [str(size) for size in SERVED_GROUPS if in_features % size == 0]
+    if served:
+        return f"give `group_size` {' or '.join(served)}, or {AUTO_GROUPS!r}"
+    others = [str(size) for size in (96, 80, 48, 40, 24, 16, 8) if in_features % size == 0]
+    text = f"give `group_size` {CHANNEL} (one group)"
+    if others:
+        text += f" or {others[0]}, which vLLM takes only as compressed-tensors"
+    return text
+
+
 def checked_group_size(value: object, name: str = "group size") -> int:
-    """A group size that a user or a config states. Raises SchemeError."""
+    """Check a group size from a user or a config. Raises SchemeError."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise SchemeError(name, f"expected a number, found {value!r}")
     if value != CHANNEL and (value < 8 or value % 8 or value > 2**20):
@@ -93,17 +128,21 @@ def checked_group_size(value: object, name: str = "group size") -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationSpec:
-    """Numerics of a linear's input: 8 bits, symmetric. Static scales stand in the checkpoint."""
+    """Numerics of a linear's input: symmetric. The checkpoint holds static scales.
 
+    A file may state fewer than 8 bits, but no kernel supports them.
+    """
+
+    bits: int = 8
     type: Literal["int", "float"] = "int"
     dynamic: bool = True
-    per: Literal["token", "tensor", "group"] = "token"  # what shares a scale
-    group_size: int = DEFAULT_GROUP_SIZE  # channels that share one, where `per` is "group"
+    per: Literal["token", "tensor", "group"] = "token"  # extent that shares a scale
+    group_size: int = DEFAULT_GROUP_SIZE  # channels that share a scale if `per` is "group"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """How one linear layer is quantized. `activation` None: the input stays in 16 bits."""
+    """Quantization of one linear layer. `activation` None: the input stays in 16 bits."""
 
     weight: QuantSpec
     activation: ActivationSpec | None = None
@@ -115,6 +154,11 @@ class Scheme:
             return text
         name, suffix = re.fullmatch(r"(.*?)(-g\d{1,9}|-channel)?", text, re.DOTALL).groups()
         if name not in SCHEMES:
+            if suffix is not None and suffix != "-channel":
+                checked_group_size(int(suffix[2:]))
+            if f"{name}-sym" in SCHEMES:
+                forms = f"{name}-sym{suffix or ''} or {name}-asym{suffix or ''}"
+                raise SchemeError(f"scheme {text!r}", "is neither sym nor asym", f"give {forms}")
             raise SchemeError(f"scheme {text!r}", "unknown", f"known schemes: {', '.join(SCHEMES)}")
         scheme = SCHEMES[name]
         if suffix is not None:
@@ -133,6 +177,31 @@ class Scheme:
         weight = replace(scheme.weight, group_size=checked_group_size(group_size))
         return replace(scheme, weight=weight)
 
+    @classmethod
+    def of_scales(
+        cls, text: "str | Scheme", num_groups: int, in_features: int, name: str = "weight"
+    ) -> "Scheme":
+        """Read a scheme; its group size follows from scales [N, num_groups] unless it names one.
+
+        Raises SchemeError, with `name`, if that many groups do not divide the inputs.
+        """
+        scheme = cls.parse(text)
+        spec = scheme.weight
+        states_groups = isinstance(text, Scheme) or text in FIXED_SCHEMES or text not in SCHEMES
+        if states_groups or (
+            in_features % spec.group_length(in_features) == 0
+            and spec.num_groups(in_features) == num_groups
+        ):
+            return scheme
+        if num_groups < 1 or in_features % num_groups:
+            raise SchemeError(
+                name,
+                f"its {in_features} inputs do not make {num_groups} equal groups",
+                "scales are [outputs, groups]",
+            )
+        size = CHANNEL if num_groups == 1 else in_features // num_groups
+        return replace(scheme, weight=replace(spec, group_size=checked_group_size(size, name)))
+
     def __str__(self) -> str:
         for name, scheme in FIXED_SCHEMES.items():
             if self == scheme:
@@ -149,17 +218,19 @@ class Scheme:
         return name + ("-channel" if spec.group_size == CHANNEL else f"-g{spec.group_size}")
 
     def _description(self) -> str:
-        """Of what other tools write and no row of SCHEMES names; not read back."""
+        """Describe a scheme of another tool that SCHEMES does not name; `parse` does not read
+        it."""
         spec, activation = self.weight, self.activation
         kind = "fp8" if spec.type == "float" else "sym" if spec.symmetric else "asym"
-        kind = spec.type if spec.type in FP4_TYPES else kind
+        kind = "mxfp8" if spec == MXFP8 else kind
+        kind = spec.type if spec.type not in ("int", "float") else kind
         share = "channel" if spec.group_size == CHANNEL else f"g{spec.group_size}"
         share = share if spec.rows == 1 else "tensor" if spec.rows == ALL else f"block{spec.rows}"
-        text = f"w{spec.bits}a{8 if activation else 16}-{kind}-{share}"
+        text = f"w{spec.bits}a{activation.bits if activation else 16}-{kind}-{share}"
         if activation is None:
             return text
         when = "dynamic" if activation.dynamic else "static"
-        return f"{text}-{activation.type}8-{when}-{activation.per}"
+        return f"{text}-{activation.type}{activation.bits}-{when}-{activation.per}"
 
 
 _INT8 = QuantSpec(bits=8, symmetric=True, group_size=CHANNEL)
@@ -167,7 +238,7 @@ _FP8 = QuantSpec(bits=8, symmetric=True, group_size=CHANNEL, type="float")
 _STATIC_INT8 = ActivationSpec(dynamic=False, per="tensor")
 _STATIC_FP8 = ActivationSpec(type="float", dynamic=False, per="tensor")
 
-# Schemes whose scales are shared in one way only
+# Schemes with fixed groups
 FIXED_SCHEMES: dict[str, Scheme] = {
     "w8a8": Scheme(weight=_INT8, activation=ActivationSpec()),
     "w8a8-static": Scheme(weight=_INT8, activation=_STATIC_INT8),
@@ -186,12 +257,12 @@ FIXED_SCHEMES: dict[str, Scheme] = {
     },
 }
 _INT4 = QuantSpec(bits=4, symmetric=True)
-# 4-bit weights in groups beside 8-bit activations
+# 4-bit weights in groups with 8-bit activations
 W4A8: dict[str, Scheme] = {
     "w4a8": Scheme(weight=_INT4, activation=ActivationSpec()),
     "w4a8-fp8": Scheme(weight=_INT4, activation=ActivationSpec(type="float")),
 }
-# name -> scheme, with the default group size where there is a choice
+# name -> scheme, with the default group size if there is a choice
 SCHEMES: dict[str, Scheme] = {
     **{
         f"w{bits}a16-{kind}": Scheme(weight=QuantSpec(bits=bits, symmetric=kind == "sym"))
@@ -204,7 +275,7 @@ SCHEMES: dict[str, Scheme] = {
 
 
 def w4a8_name(scheme: Scheme) -> str | None:
-    """The row of W4A8 that a scheme is, whatever its groups."""
+    """Return the name of the W4A8 scheme, ignoring its group size."""
     if scheme.weight.type != "int":
         return None
     usual = replace(scheme, weight=replace(scheme.weight, group_size=DEFAULT_GROUP_SIZE))

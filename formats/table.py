@@ -1,15 +1,17 @@
-"""Plain text tables and sizes, for reports and flags. Knows nothing of checkpoints."""
+"""Plain text tables and sizes, for reports and flags."""
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 
 from formats.errors import InputError
 
+MAX_NAMES = 8  # names that a summary lists one by one
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns padded to their widest cell: the first to the left, the others to the right."""
+    """Format a table: the first column left-aligned, the others right-aligned."""
     lines = [header, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     return "\n".join(
@@ -21,8 +23,21 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
+def names_text(names: Collection[str]) -> str:
+    """Format names of tensors or modules in one line; many names are grouped by kind.
+
+    ["a.0.b", "a.1.b", ...] -> "a.*.b (12)"; kinds beyond MAX_NAMES are counted.
+    """
+    if len(names) <= MAX_NAMES:
+        return ", ".join(names)
+    kinds = Counter(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names).most_common()
+    shown = ", ".join(f"{kind} ({count})" for kind, count in kinds[:MAX_NAMES])
+    rest = sum(count for _, count in kinds[MAX_NAMES:])
+    return shown + f" and {rest} more" * (rest > 0)
+
+
 def size_text(num_bytes: int) -> str:
-    """Bytes in decimal units: 10494472 -> "10.5 MB"."""
+    """Format bytes in decimal units: 10494472 -> "10.5 MB"."""
     size = float(num_bytes)
     for unit in ("B", "kB", "MB"):
         if size < 1000:
@@ -32,7 +47,7 @@ def size_text(num_bytes: int) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "500MB", "2GB", "1GiB" or "1000". Raises InputError."""
+    """Parse bytes from "500MB", "2GB", "1GiB" or "1000". Raises InputError."""
     found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,3})?)\s*([A-Za-z]*)", text.strip())
     if found is None or found[2].upper() not in UNITS or not float(found[1]):
         raise InputError(f"size {text!r}", "expected a number of bytes such as 500MB or 2GB")

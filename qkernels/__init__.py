@@ -1,11 +1,29 @@
-"""Kernels and their references: the arithmetic of quantized models. Imports no triton by itself."""
+"""Kernels and their references: the arithmetic of quantized models. Names load when first used."""
 
 import importlib
+from typing import TYPE_CHECKING, Any
 
-_LAZY = {"QuantLinear": "qkernels.quant_linear", "explain": "qkernels.dispatch"}
+if TYPE_CHECKING:
+    from formats.names import SchemeName
+    from qkernels.operations import explain
+    from qkernels.quant_linear import QuantLinear
+    from qkernels.replace import replace_linears
+
+_MODULES = {
+    "QuantLinear": "qkernels.quant_linear",
+    "SchemeName": "formats.names",
+    "explain": "qkernels.operations",
+    "replace_linears": "qkernels.replace",
+}
+__all__ = ["QuantLinear", "SchemeName", "explain", "replace_linears"]
+
+if not TYPE_CHECKING:  # a type checker reads the imports above, and reports other names
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return getattr(importlib.import_module(_MODULES[name]), name)
+        raise AttributeError(f"module 'qkernels' has no attribute {name!r}")
 
 
-def __getattr__(name: str) -> object:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'qkernels' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

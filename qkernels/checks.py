@@ -1,4 +1,4 @@
-"""What operations expect of their tensors: shapes, dtypes and devices. Knows no kernel.
+"""Checks of operations' arguments: shapes, dtypes and devices.
 
 Each function takes the name that its KernelError gives the argument.
 """
@@ -23,9 +23,7 @@ def expect_ndim(name: str, tensor: LinearOutput, ndim: int) -> torch.Size:
 def check_float(name: str, tensor: LinearOutput, parts: bool = False) -> None:
     """Raise KernelError unless it is a float tensor, or (`parts`) split-K partials of one."""
     if isinstance(tensor, SplitKPartials) and not parts:
-        raise KernelError(
-            name, "expected a tensor, found parts of one to be added", "take its total()"
-        )
+        raise KernelError(name, "expected a tensor, found split-K partial sums", "pass its total()")
     if tensor.dtype not in FLOAT_DTYPES:
         raise KernelError(name, f"expected float16, bfloat16 or float32, found {tensor.dtype}")
 
@@ -46,7 +44,7 @@ def check_tensor(
         wanted = " or ".join(str(dtype) for dtype in dtypes)
         raise KernelError(name, f"expected {wanted}, found {tensor.dtype}")
     if tensor.device != beside.device:
-        raise KernelError(name, f"expected it on {beside.device}, found it on {tensor.device}")
+        raise KernelError(name, f"expected device {beside.device}, found {tensor.device}")
 
 
 def _fits(found: torch.Size, wanted: tuple[int | None, ...]) -> bool:

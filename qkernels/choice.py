@@ -1,4 +1,4 @@
-"""Which kernels a caller asks for or forbids: "triton", or "-sm90_small_m,-sm90_gemv_imma"."""
+"""Kernels that a caller requests or forbids: "triton", or "-sm90_small_m,-sm90_gemv_imma"."""
 
 import functools
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelChoice:
-    """`only`: the one that was asked for. `never`: those that were forbidden."""
+    """`only`: the requested kernel. `never`: forbidden kernels."""
 
     only: str | None = None
     never: frozenset[str] = frozenset()
@@ -16,7 +16,7 @@ class KernelChoice:
         return self.never if self.only is None else self.never | {self.only}
 
     def refuses(self, name: str, variants: tuple[str, ...] = ()) -> str | None:
-        """Why a kernel, which may have variants, is passed over; None: it is not."""
+        """Reason to skip a kernel, which may have variants; None: it may be chosen."""
         if self.only is not None and self.only not in (name, *variants):
             return f"{self.only} was asked for"
         if name in self.never or (variants and self.never.issuperset(variants)):
@@ -24,7 +24,7 @@ class KernelChoice:
         return None
 
     def explained(self, name: str, refusal: str | None, takes: str) -> str:
-        """What is said of a variant: why it refuses or may not be taken, or else what it takes."""
+        """Explain a variant: why it refuses or is forbidden, or else which problems it takes."""
         if refusal is not None:
             return refusal
         if name in self.never:
@@ -34,7 +34,7 @@ class KernelChoice:
 
 @functools.cache
 def parse_choice(text: str | None) -> KernelChoice:
-    """A name, or names with a leading minus that are forbidden, separated by commas."""
+    """Parse a requested name, or forbidden names with a leading minus, separated by commas."""
     names = [name.strip() for name in (text or "").split(",") if name.strip()]
     never = frozenset(name[1:] for name in names if name.startswith("-"))
     only = [name for name in names if not name.startswith("-")]

@@ -1,7 +1,7 @@
-"""The error of this package. Knows nothing of what raised it."""
+"""The error class of this package."""
 
 from formats.errors import InputError
 
 
 class KernelError(InputError):
-    """An operation was given tensors that it cannot take, or a kernel that cannot run here."""
+    """Tensors that an operation does not accept, or a kernel that cannot run on this device."""

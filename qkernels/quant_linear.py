@@ -1,25 +1,30 @@
-"""QuantLinear: a linear layer with quantized weights, as a torch module. Knows no model.
+"""QuantLinear: a linear layer with quantized weights, as a torch module.
 
 Its state_dict is exactly what a GPTQ checkpoint stores for one linear. The kernel's own copy of the
 weight is made at the first forward and never saved. Legend: N outputs, K inputs, G groups.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
-from formats import affine, gptq
+from formats.codecs import gptq
 from formats.errors import SchemeError
+from formats.in_memory.packed import PackedWeight
+from formats.in_memory.weights import Weight
 from formats.layouts import check_writable, find_layout
-from formats.packed import PackedWeight
+from formats.names import SchemeName
+from formats.numerics import affine
 from formats.scheme import Scheme
-from formats.weights import Weight
 from qkernels import ops
 from qkernels.errors import KernelError
-from qkernels.linear.plan import GemmPlan, LinearInput
+from qkernels.linear.plan import GemmPlan
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.lora.term import LoraTerm
+from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import Consumer, LinearOutput
 
 
@@ -27,7 +32,11 @@ class QuantLinear(nn.Module):
     """y = x W^T + bias with W quantized. For inference: the weight has no gradient, x has one."""
 
     def __init__(
-        self, in_features: int, out_features: int, scheme: str | Scheme, bias: bool = False
+        self,
+        in_features: int,
+        out_features: int,
+        scheme: SchemeName | str | Scheme,
+        bias: bool = False,
     ) -> None:
         """An empty layer, to be filled by load_state_dict."""
         self._start(in_features, out_features, Scheme.parse(scheme))
@@ -43,7 +52,7 @@ class QuantLinear(nn.Module):
             self.bias = torch.zeros(out_features, dtype=torch.float16)
 
     def _start(self, in_features: int, out_features: int, scheme: Scheme) -> None:
-        """A layer with no tensors."""
+        """Initialize a layer without tensors."""
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
@@ -59,15 +68,16 @@ class QuantLinear(nn.Module):
     def from_float(
         cls,
         linear_or_weight: nn.Linear | torch.Tensor,
-        scheme: str | Scheme,
+        scheme: SchemeName | str | Scheme,
         bias: torch.Tensor | None = None,
         name: str = "weight",
     ) -> "QuantLinear":
         """Round to nearest, bit for bit as `qserve quantize --recipe rtn` does.
 
+        `scheme` may state the group size: "w4a16-sym-g64"; without, it is 128, which must divide K.
         A torch Linear gives its own bias unless one is given; `name` is what errors call the layer.
-        Weights that were corrected onto a grid keep it only where the same scales are chosen again:
-        `off_grid` tells, and `from_codes` keeps any grid.
+        Weights that were corrected onto a grid keep it only if the same scales are chosen again:
+        `off_grid` measures that, and `from_codes` keeps any grid.
         """
         weight_NK = linear_or_weight
         if isinstance(linear_or_weight, nn.Linear):
@@ -75,7 +85,7 @@ class QuantLinear(nn.Module):
             bias = linear_or_weight.bias if bias is None else bias
         if not isinstance(weight_NK, torch.Tensor):
             found = type(linear_or_weight).__name__
-            raise KernelError(name, f"expected a torch Linear or a weight [N, K], found {found}")
+            raise KernelError(name, f"expected a torch.nn.Linear or a weight [N, K], found {found}")
         scheme = Scheme.parse(scheme)
         check_writable(find_layout("gptq"), scheme, name)
         packed = PackedWeight.from_float(weight_NK.detach(), scheme.weight, name)
@@ -88,14 +98,18 @@ class QuantLinear(nn.Module):
         scales_NG: torch.Tensor,
         zeros_NG: torch.Tensor | None = None,
         *,
-        scheme: str | Scheme,
+        scheme: SchemeName | str | Scheme,
         bias: torch.Tensor | None = None,
     ) -> "QuantLinear":
-        """Take a solver's unsigned codes, scales and zero points untouched.
+        """Take a solver's unsigned codes [N, K], scales and zero points [N, G] untouched.
 
-        Raises RangeError on scales that float16, in which files hold them, has no number for.
+        The group size is K / G; a `scheme` such as "w4a16-sym-g64" states it, "w4a16-sym" need not.
+        `zeros` None: symmetric. Raises InputError where shapes or numbers do not fit the scheme,
+        RangeError on scales that float16, in which files hold them, has no number for.
         """
-        scheme = Scheme.parse(scheme)
+        if all(isinstance(t, torch.Tensor) and t.ndim == 2 for t in (codes_NK, scales_NG)):
+            scheme = Scheme.of_scales(scheme, scales_NG.shape[1], codes_NK.shape[1])
+        scheme = Scheme.parse(scheme)  # which `from_codes` below checks the tensors against
         packed = PackedWeight.from_codes(codes_NK, scales_NG, zeros_NG, scheme.weight)
         packed.check_range()
         return cls.from_packed(replace(packed, activation=scheme.activation), bias)
@@ -139,9 +153,9 @@ class QuantLinear(nn.Module):
 
     @property
     def prepared_weight(self) -> PreparedWeight:
-        """The kernel's copy. Raises KernelError on a layer that is not prepared."""
+        """The weight in the kernel's layout. Raises KernelError if the layer is not prepared."""
         if self._prepared is None:
-            raise KernelError("QuantLinear", "has no kernel's copy yet", "call prepare() first")
+            raise KernelError("QuantLinear", "the layer is not prepared", "call prepare() first")
         return self._prepared
 
     def plan(
@@ -150,9 +164,9 @@ class QuantLinear(nn.Module):
         consumer: Consumer | None = None,
         adapted: tuple[int, ...] | None = None,
     ) -> GemmPlan:
-        """How `forward` runs so many rows: what the operation before it makes, what it returns.
+        """Plan of `forward` for `rows` rows: kernel, form of its input, form of its output.
 
-        With a consumer, the one operation that takes the result, that may be split-K partials.
+        With a consumer, the one operation that reads the result, it may be split-K partials.
         `adapted` as ops.plan_linear takes it. Raises KernelError on a layer that is not prepared.
         """
         if adapted is None:
@@ -165,7 +179,7 @@ class QuantLinear(nn.Module):
         """x [..., K] to [..., N], in x's dtype; or Codes or Limbs to [M, N], in the weight's.
 
         With a plan, x has the form of `plan.input` and the result that of `plan.output`; with a
-        term, which adapters add, the plan adds adapters.
+        LoRA term, the plan must add adapters.
         """
         prepared = self._prepared
         if isinstance(x, torch.Tensor) and (
@@ -185,17 +199,19 @@ class QuantLinear(nn.Module):
     ) -> "QuantLinear":
         """Make the kernel's copy for activations of `dtype` on `device`; returns self.
 
-        `kernel` asks for a kernel by name, or forbids some (ops.prepare_weight).
+        `kernel` requests a kernel by name, or forbids some (ops.prepare_weight).
 
-        A forward does it when needed, but must not while a CUDA graph is captured. `release` then
-        frees the GPTQ tensors; after that the layer can only run: no state_dict, packed or
-        dequantize.
+        A forward prepares when needed, which must not happen in a CUDA graph capture. On CUDA it
+        waits for the copy, so that a forward on any stream may follow. `release` then frees the
+        GPTQ tensors; after that the layer can only run: no state_dict, packed or dequantize.
         """
         # tensors made in inference mode could not serve a later forward that needs x's gradient
         with torch.inference_mode(False), torch.no_grad():
             self._prepared = ops.prepare_weight(self.packed(), dtype, device, kernel)
             if self.bias is not None:
                 self._prepared_bias = self.bias.to(self._prepared.device, dtype)
+        if self._prepared.device.type == "cuda":
+            torch.cuda.current_stream(self._prepared.device).synchronize()
         if release:
             self._released = True
             for name in gptq.TENSOR_NAMES:
@@ -214,7 +230,7 @@ class QuantLinear(nn.Module):
         return self.packed().dequantize(dtype)
 
     def off_grid(self, weight_NK: torch.Tensor) -> float:
-        """How far a float weight [N, K] is from this layer's grid, in steps (formats.affine).
+        """Largest distance of a float weight [N, K] from this layer's grid, in steps of the grid.
 
         0: the layer computes with exactly this weight, whoever chose its codes.
         """
@@ -232,7 +248,7 @@ class QuantLinear(nn.Module):
         )
 
     def _empty_tensors(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """GPTQ tensors of the right shapes, and nothing in them."""
+        """Zeroed GPTQ tensors of the right shapes."""
         spec, N, K = self.scheme.weight, self.out_features, self.in_features
         G = spec.num_groups(K)
         return {
@@ -247,14 +263,16 @@ class QuantLinear(nn.Module):
             raise KernelError(
                 "QuantLinear",
                 "its GPTQ tensors were released, so the layer can only run as it was prepared",
-                "prepare it without release=True",
+                "prepare the layer without release=True",
             )
 
-    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         self._check_not_released()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         if self._released:
             check_writable(find_layout("gptq"), self.scheme, "QuantLinear")
             self._released = False
@@ -268,7 +286,9 @@ class QuantLinear(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._prepared = self._prepared_bias = None
 
-    def _apply(self, fn, recurse=True) -> "QuantLinear":
+    def _apply(
+        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> "QuantLinear":
         """Follow .to() and .cuda() to a device, but keep every dtype: it is the checkpoint's."""
         before = {"scales": self.scales, "bias": self.bias}
         prepared = self._prepared
@@ -288,7 +308,7 @@ class QuantLinear(nn.Module):
             self._prepared = self._prepared_bias = None
         return self
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles leave out what can be made again."""
         state = super().__getstate__()
         return state if self._released else {**state, "_prepared": None, "_prepared_bias": None}

@@ -1,7 +1,7 @@
-"""Which numbers of rows and requests launch kernels of their own: what a warm-up has to run once.
+"""Numbers of rows and requests that a warm-up must run once to launch every compiled kernel.
 
-All of it follows from the plans and configs that the operations choose by; nothing is launched.
-Legend: M rows of x, R requests, T tokens of a step.
+They follow from the plans and configs of the operations; nothing is launched here. Legend: M rows
+of x, R requests, T tokens of a step.
 """
 
 import itertools
@@ -23,8 +23,8 @@ from qkernels.operands.split_k import Consumer
 from qkernels.rowwise.quantize import WIDE_ROWS_LAUNCH_FIRST
 
 Weights = PreparedWeight | PreparedExperts
-# Every number of rows up to the first is planned. Beyond it plans follow from whole tiles: one in
-# so many is planned there, and those between two that differ.
+# Every number of rows up to EVERY_ROW is planned. Beyond it plans depend on whole tiles, so one in
+# ROWS_APART is planned, and all between two that differ.
 EVERY_ROW = 1024
 ROWS_APART = 32
 
@@ -36,10 +36,10 @@ def row_boundaries(
     *,
     adapted: Mapping[tuple[int, int], tuple[int, ...]] | None = None,
 ) -> list[int]:
-    """Numbers of rows up to `max_rows` that together launch every kernel of a decoder's layers.
+    """Return numbers of rows up to `max_rows` that together launch every kernel of the layers.
 
-    `adapted`: in a step with adapters, of those that have some by their (inputs, outputs) what
-    plan_linear takes. The others' inputs are tensors, too.
+    `adapted`: for a step with adapters, the `adapted` argument of plan_linear by (inputs, outputs)
+    of the linears that have some. Inputs of the other linears are tensors too.
     """
     found = {1, max_rows}
     found |= {PDL_MAX_ROWS + 1, WIDE_ROWS_LAUNCH_FIRST + 1, 2 * sm_count + 1}
@@ -54,7 +54,7 @@ def row_boundaries(
 
 
 def sum_boundaries(of: Limits, channels: int, item_bytes: int) -> list[int]:
-    """Numbers of rows from which on a sum over ranks runs another kernel, or without PDL."""
+    """Return numbers of rows from which a sum over ranks runs another kernel or without PDL."""
     row = channels * item_bytes
     marks = PDL_MAX_ROWS * TILE_BYTES, of.one_shot, of.two_shot
     return sorted({1, FEW_ROWS + 1, of.rows + 1, *(mark // row + 1 for mark in marks)})
@@ -63,9 +63,9 @@ def sum_boundaries(of: Limits, channels: int, item_bytes: int) -> list[int]:
 def plan_boundaries(
     weight: Weights, max_rows: int, consumer: Consumer | None = None, **options: object
 ) -> list[int]:
-    """The least M of every distinct compiled kernel of a product, up to `max_rows`.
+    """Return the smallest M of every distinct compiled kernel of a product, up to `max_rows`.
 
-    `options`: those of plan_linear.
+    `options` are the arguments of plan_linear.
     """
     if isinstance(weight, PreparedExperts):
         return _first_of_each_range(max_rows, lambda M: experts_compiled(weight, M))
@@ -77,7 +77,7 @@ def plan_boundaries(
 
 
 def compiled(plan: GemmPlan, M: int) -> object:
-    """What decides which machine code M rows run. Equal results share a kernel."""
+    """Return a key of the machine code that M rows run. Equal keys share a kernel."""
     config = getattr(plan.config, "compiled", plan.config)
     tiles = limb_tiles(M) if isinstance(plan.operand, LimbForm) else 0
     tail = None if plan.tail is None else compiled(plan.tail, M - plan.rows)
@@ -85,12 +85,12 @@ def compiled(plan: GemmPlan, M: int) -> object:
 
 
 def experts_compiled(experts: PreparedExperts, M: int) -> object:
-    """As `compiled`: what decides which machine code M tokens run."""
+    """Return a key of the machine code that M tokens run in experts, as in `compiled`."""
     plan = plan_experts(experts, M)
     pairs = M * experts.problem.top_k
     if plan.variant == "sorted":
         return plan, sort_chunk(pairs)
-    # a block that looks through all pairs has room for them; one token's experts need no list
+    # a block that scans all pairs has room for them; one token's experts need no list
     return plan, power_of_two(pairs), M == 1
 
 
@@ -103,9 +103,9 @@ def decode_boundaries(
     heads_per_kv_head: int,
     **fixed: object,
 ) -> list[tuple[int, int, int]]:
-    """(requests, tokens of each, keys) that together launch every decode kernel.
+    """Return (requests, tokens of each, keys) that together launch every decode kernel.
 
-    The kernels for decode steps also take chunks of a few tokens. `fixed`: the other arguments of
+    Decode kernels also take chunks of a few tokens. `fixed` holds the other arguments of
     default_attention_config.
     """
     lengths = sorted({*_powers(page_size, max_context_len), max_context_len})
@@ -139,7 +139,7 @@ def prefill_boundaries(
     window: int | None,
     sm_count: int,
 ) -> list[tuple[int, int]]:
-    """(tokens of one request, keys) that together launch every kernel for chunks of prompts."""
+    """Return (tokens of one request, keys) that together launch every prefill kernel."""
     least = DECODE_MAX_ROWS // heads_per_kv_head + 1
     tokens = [T for T in sorted({least, *_powers(least, max_tokens), max_tokens}) if least <= T]
     lengths = sorted({*_powers(least, max_context_len), max_context_len})
@@ -154,17 +154,17 @@ def prefill_boundaries(
 
 
 def _powers(least: int, most: int) -> Iterator[int]:
-    """least, and its doubles up to most."""
+    """Return `least` and its doubles up to `most`."""
     while least <= most:
         yield least
         least *= 2
 
 
 def _first_of_each_range(most: int, key: Callable[[int], object]) -> list[int]:
-    """The first of 1..most of every key.
+    """Return the first number in 1..most of every key.
 
-    Beyond EVERY_ROW, where a plan that costs 0.1 ms is made for thousands of rows, rows between
-    two that have the same key count as having it, too.
+    A plan costs 0.1 ms. Beyond EVERY_ROW, rows between two that have the same key are therefore
+    assumed to have it too.
     """
     found = {M: key(M) for M in range(1, min(most, EVERY_ROW) + 1)}
 
@@ -184,7 +184,7 @@ def _first_of_each_range(most: int, key: Callable[[int], object]) -> list[int]:
 
 
 def _first_of_each(cases: Iterable, key: Callable[[object], object]) -> list:
-    """The first case of every key."""
+    """Return the first case of every key."""
     first: dict[object, object] = {}
     for case in cases:
         first.setdefault(key(case), case)

@@ -1,29 +1,92 @@
 """qserve: quantize a language model, prove the file right, serve it fast.
 
-Importing it loads no torch: `LLM` and the others are fetched when first used.
+Importing it loads no torch: `LLM` and the other names load when first used.
 """
 
 import importlib
 import importlib.util
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from formats.errors import InputError
+    from formats.save import save_quantized
+    from qserve.async_llm import AsyncLLM
+    from qserve.config import EngineConfig
+    from qserve.library.beam_outputs import BeamSearchOutput, BeamSearchSequence
+    from qserve.library.llm_engine import LLMEngine
+    from qserve.library.llm_pooling import (
+        ClassificationRequestOutput,
+        EmbeddingRequestOutput,
+        PoolingRequestOutput,
+        ScoringRequestOutput,
+    )
+    from qserve.library.logprobs import Logprob
+    from qserve.library.outputs import CompletionOutput, EngineDeadError, RequestOutput
+    from qserve.library.prompts import PromptType, TextPrompt, TokensPrompt
+    from qserve.llm import LLM
+    from qserve.lora.request import LoRARequest
+    from qserve.params.beam_search_params import BeamSearchParams
+    from qserve.params.sampling_params import SamplingParams
+    from qserve.pooling.params import PoolingParams
+    from qserve.structured.params import StructuredOutputsParams
+
+__version__ = "0.2.0"
 
 _SIBLINGS = ("formats", "qkernels", "calibrate")
-_LAZY = {
-    "LLM": "qserve.llm",
-    "LLMEngine": "qserve.llm_engine",
+_MODULES = {
     "AsyncLLM": "qserve.async_llm",
+    "BeamSearchOutput": "qserve.library.beam_outputs",
+    "BeamSearchParams": "qserve.params.beam_search_params",
+    "BeamSearchSequence": "qserve.library.beam_outputs",
+    "ClassificationRequestOutput": "qserve.library.llm_pooling",
+    "CompletionOutput": "qserve.library.outputs",
+    "EmbeddingRequestOutput": "qserve.library.llm_pooling",
     "EngineConfig": "qserve.config",
-    "BeamSearchParams": "qserve.beam_search_params",
-    "SamplingParams": "qserve.sampling_params",
+    "EngineDeadError": "qserve.library.outputs",
+    "InputError": "formats.errors",
+    "LLM": "qserve.llm",
+    "LLMEngine": "qserve.library.llm_engine",
     "LoRARequest": "qserve.lora.request",
-    "PoolingParams": "qserve.pooling_params",
-    "RequestOutput": "qserve.outputs",
-    "CompletionOutput": "qserve.outputs",
-    "EngineDeadError": "qserve.outputs",
+    "Logprob": "qserve.library.logprobs",
+    "PoolingParams": "qserve.pooling.params",
+    "PoolingRequestOutput": "qserve.library.llm_pooling",
+    "PromptType": "qserve.library.prompts",
+    "RequestOutput": "qserve.library.outputs",
+    "SamplingParams": "qserve.params.sampling_params",
+    "ScoringRequestOutput": "qserve.library.llm_pooling",
+    "StructuredOutputsParams": "qserve.structured.params",
+    "TextPrompt": "qserve.library.prompts",
+    "TokensPrompt": "qserve.library.prompts",
     "save_quantized": "formats.save",
 }
+__all__ = [
+    "__version__",
+    "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
+    "ClassificationRequestOutput",
+    "CompletionOutput",
+    "EmbeddingRequestOutput",
+    "EngineConfig",
+    "EngineDeadError",
+    "InputError",
+    "LLM",
+    "LLMEngine",
+    "LoRARequest",
+    "Logprob",
+    "PoolingParams",
+    "PoolingRequestOutput",
+    "PromptType",
+    "RequestOutput",
+    "SamplingParams",
+    "ScoringRequestOutput",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "save_quantized",
+]
 
 
 def _check_siblings() -> None:
@@ -43,7 +106,13 @@ def _check_siblings() -> None:
 _check_siblings()
 
 
-def __getattr__(name: str) -> object:
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'qserve' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker reads the imports above, and reports other names
+
+    def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return getattr(importlib.import_module(_MODULES[name]), name)
+        raise AttributeError(f"module 'qserve' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

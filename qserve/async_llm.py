@@ -1,6 +1,6 @@
-"""AsyncLLM: the engine in a process of its own, for asyncio programs. Names follow vLLM's.
+"""AsyncLLM: the engine in a separate process, for asyncio programs. Names follow vLLM's.
 
-The server's way to the engine without HTTP: steps go on while the program does other work.
+The engine computes steps while the program does other work. The server uses the same client.
 """
 
 import asyncio
@@ -10,62 +10,49 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import ClassVar, Self
 
 from formats.errors import InputError
-from qserve.bad_words import with_bad_words
-from qserve.beam_outputs import BeamSearchOutput, beam_search_output, sampling_params
-from qserve.beam_search_params import BeamSearchParams
-from qserve.config import EngineConfig, engine_config
-from qserve.engine.process import ENGINE
-from qserve.engine.request import RequestEvent
-from qserve.engine.supervisor import EngineSupervisor
-from qserve.generation_defaults import load_defaults
-from qserve.handling import Handling
+from qserve.config import EngineConfig
+from qserve.engine.ipc.process import ENGINE
+from qserve.engine.ipc.supervisor import EngineSupervisor
+from qserve.engine.token_event import TokenEvent
+from qserve.hub.local import local_adapter, local_config
+from qserve.library.async_control import AsyncControl
+from qserve.library.beam_outputs import BeamSearchOutput, beam_search_output, sampling_params
+from qserve.library.engine_owner import EngineOwner
+from qserve.library.outputs import EngineDeadError, OutputBuilder, RequestOutput
+from qserve.library.prompts import PromptType, handling_of, read_prompt
 from qserve.lora.request import LoRARequest
-from qserve.outputs import (
-    EngineDeadError,
-    OutputBuilder,
-    Prompt,
-    RequestOutput,
-    handling_of,
-    read_prompt,
-)
-from qserve.sampling_params import SamplingParams
-from qserve.text import Tokenizer
+from qserve.params.beam_search_params import BeamSearchParams
+from qserve.params.generation_defaults import load_defaults
+from qserve.params.handling import Handling
+from qserve.params.sampling_params import SamplingParams
+from qserve.text.bad_words import with_bad_words
+from qserve.text.tokenizer import Tokenizer
 
 ABORTED = object()  # in an inbox: the request was dropped
 
 
-class AsyncLLM:
-    """A model for asyncio. The engine starts with the first use, `close` ends it.
+class AsyncLLM(AsyncControl, EngineOwner):
+    """A model for asyncio. The engine's process starts with the first use; `close` ends it.
 
     async with AsyncLLM("./model") as llm:
         async for output in llm.generate("Hello", SamplingParams(), request_id="1"):
             print(output.outputs[0].text)
     """
 
-    def __init__(self, model: str, *, engine: str = ENGINE, **settings: Any) -> None:
-        """`settings` are EngineConfig's fields. Raises InputError.
+    engine_class: ClassVar[str] = ENGINE  # the class that the engine's process runs: MODULE:NAME
 
-        `engine`: the class that the process runs, as MODULE:NAME.
-        """
-        self.config = engine_config("AsyncLLM", model, settings)
-        self._engine = engine
+    def _start_on(self, config: EngineConfig) -> None:
+        self.config = config
         self._starting: asyncio.Task[tuple[Tokenizer, EngineSupervisor]] | None = None
-        self._inboxes: dict[str, asyncio.Queue] = {}  # of the requests that run
-        # The engine's name of a choice ends with one of these. The caller's name may come again
-        # while events of the aborted request that had it are still on their way.
+        self._inboxes: dict[str, asyncio.Queue] = {}  # queue of each running request
+        # Numbers make the engine's ids unique: a caller may reuse the id of an aborted request
+        # while events of that request are still on their way.
         self._numbers = itertools.count()
 
-    @classmethod
-    def from_engine_args(cls, engine_args: EngineConfig) -> "AsyncLLM":
-        """An engine of these settings."""
-        llm = cls(engine_args.model)
-        llm.config = engine_args
-        return llm
-
-    async def __aenter__(self) -> "AsyncLLM":
+    async def __aenter__(self) -> Self:
         await self.start()
         return self
 
@@ -78,26 +65,28 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompt: Prompt,
+        prompt: PromptType,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run one request; yields all of its output whenever there is more of it.
+        """Run one request. Yields its whole output so far each time that it has grown.
 
-        What is taken slowly comes less often and longer. Leaving the loop early aborts the request.
-        Raises InputError where it can never run, EngineDeadError when the engine dies.
+        A slow reader gets fewer, longer steps. Leaving the loop early aborts the request. With the
+        scheduling policy "priority", a lower `priority` goes first. Raises InputError if the
+        request can never run, EngineDeadError if the engine dies.
         """
         tokenizer, client = await self._ready()
-        # Tokenizing a long text takes long enough to hold up the loop.
+        # Tokenizing a long text would block the event loop.
         text, ids = await asyncio.to_thread(read_prompt, prompt, lambda: tokenizer)
         params = sampling_params or SamplingParams(**load_defaults(tokenizer.folder))
         params = await asyncio.to_thread(with_bad_words, params, lambda: tokenizer)
         name = request_id if request_id is not None else uuid.uuid4().hex
-        handling = handling_of(prompt, priority, lora_request)
-        builder = OutputBuilder(name, text, ids, params, tokenizer)
+        lora = await asyncio.to_thread(local_adapter, lora_request, self.config)
+        handling = handling_of(prompt, priority, lora)
+        builder = OutputBuilder(name, text, ids, params, tokenizer if params.detokenize else None)
         inbox = self._inbox(name)
         tasks = [
             asyncio.create_task(
@@ -129,22 +118,23 @@ class AsyncLLM:
 
     async def beam_search(
         self,
-        prompt: Prompt,
+        prompt: PromptType,
         params: BeamSearchParams,
         request_id: str | None = None,
         *,
         priority: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> BeamSearchOutput:
-        """The best continuations of a prompt, as `LLM.beam_search` finds them, all at once.
+        """Return the best continuations of a prompt, the same as `LLM.beam_search` finds.
 
-        Cancelling aborts the search. Raises InputError where it can never run, EngineDeadError when
-        the engine dies.
+        Cancelling aborts the search. Raises InputError if it can never run, EngineDeadError if the
+        engine dies.
         """
         tokenizer, client = await self._ready()
         _, ids = await asyncio.to_thread(read_prompt, prompt, lambda: tokenizer)
         name = request_id if request_id is not None else uuid.uuid4().hex
-        handling = replace(handling_of(prompt, priority, lora_request), beam_search=params)
+        lora = await asyncio.to_thread(local_adapter, lora_request, self.config)
+        handling = replace(handling_of(prompt, priority, lora), beam_search=params)
         sampling = sampling_params(params)
         inbox, engine_id = self._inbox(name), self._engine_id(name)
         task = asyncio.create_task(_feed(inbox, client, engine_id, ids, sampling, name, handling))
@@ -166,33 +156,39 @@ class AsyncLLM:
         return await asyncio.to_thread(beam_search_output, event.beams, ids, params, tokenizer)
 
     async def abort(self, request_id: str) -> None:
-        """Drop a request: its `generate` ends without another output, its `beam_search` with no
-        sequences. Unknown ids are ignored."""
+        """Abort a request. Unknown ids are ignored.
+
+        Its `generate` ends without another output; its `beam_search` returns no sequences.
+        """
         inbox = self._inboxes.get(request_id)
         if inbox is not None:
             inbox.put_nowait(ABORTED)
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError where the engine has died."""
+        """Raise EngineDeadError if the engine has died."""
         await self._ready()
 
     async def reset_prefix_cache(self) -> None:
-        """Forget what KV pages hold: requests that come find none. Running ones go on."""
+        """Empty the prefix cache. Running requests continue."""
         (await self._started())[1].reset_prefix_cache()
 
     async def get_tokenizer(self) -> Tokenizer:
+        """Return the model's tokenizer; starts the engine if it is not running."""
         return (await self._started())[0]
 
     async def close(self) -> None:
-        """End the engine's process; running requests end with EngineDeadError."""
+        """Stop the engine's process. Running requests end with EngineDeadError."""
         if self._starting is None:
             return
-        with contextlib.suppress(InputError):  # it never came up, which `start` has told
+        with contextlib.suppress(InputError):  # the start failed, and `start` has reported it
             _, client = await self._starting
             await client.close()
 
+    async def _supervisor(self) -> EngineSupervisor:
+        return (await self._ready())[1]
+
     def _inbox(self, name: str) -> asyncio.Queue:
-        """A new place for what happens to a request. Raises InputError."""
+        """Make the queue for the events of a request. Raises InputError."""
         if name in self._inboxes:
             raise InputError(f"request {name}", "is running already", "give each its own id")
         inbox = self._inboxes[name] = asyncio.Queue()
@@ -202,7 +198,7 @@ class AsyncLLM:
         return f"{name}-{next(self._numbers)}"
 
     async def _ready(self) -> tuple[Tokenizer, EngineSupervisor]:
-        """Raises EngineDeadError where the engine has died."""
+        """Start the engine if needed. Raises EngineDeadError if it has died."""
         tokenizer, client = await self._started()
         if not client.is_alive:
             raise EngineDeadError("the engine has died")
@@ -214,9 +210,12 @@ class AsyncLLM:
         return await asyncio.shield(self._starting)
 
     async def _start(self) -> tuple[Tokenizer, EngineSupervisor]:
-        starting = asyncio.create_task(EngineSupervisor.start(self.config, engine=self._engine))
+        self.config = await asyncio.to_thread(local_config, self.config)
+        starting = asyncio.create_task(
+            EngineSupervisor.start(self.config, engine=self.engine_class)
+        )
         try:
-            tokenizer = await asyncio.to_thread(Tokenizer, self.config.model)
+            tokenizer = await asyncio.to_thread(Tokenizer, self.config.model, self.config.tokenizer)
         except BaseException:
             starting.cancel()
             with contextlib.suppress(asyncio.CancelledError, InputError):
@@ -235,7 +234,7 @@ async def _feed(
     handling: Handling,
     index: int = 0,
 ) -> None:
-    """Put the events of one choice into the inbox, or the error that ended them."""
+    """Put the events of one choice into the inbox, or the exception that ended them."""
     events = client.generate(engine_id, ids, params, group=group, handling=handling)
     try:
         async with aclosing(events):
@@ -245,7 +244,7 @@ async def _feed(
         inbox.put_nowait(error)
 
 
-def _failure(client: EngineSupervisor, name: str, event: RequestEvent) -> Exception:
+def _failure(client: EngineSupervisor, name: str, event: TokenEvent) -> Exception:
     if not client.is_alive:
         return EngineDeadError(event.error)
     remedy = "" if event.is_asked_for else "look at the model with `qserve inspect`"

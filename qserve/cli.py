@@ -1,86 +1,127 @@
-"""The command line: one table of commands, flags made from the settings. Loads torch only to work.
+"""The command line: one table of commands, with flags made from settings classes.
 
-A command's flags are the fields of its settings classes (qserve/config.py).
+A command's flags are the fields of its settings classes (qserve/config.py). torch is loaded only by
+the commands that compute.
 """
 
 import argparse
 import dataclasses
 import json
 import logging
+import re
 import sys
 import typing
-from pathlib import Path
 
 import qserve
 from formats.errors import InputError, one_line
-from qserve import config_file, interrupts, logs
-from qserve.arguments import Parser, add_commands, check_argument, with_dashes
+from formats.names import AUTO_GROUPS, GGUF, GGUF_SCHEMES
+from qserve.agent_check.command import AGENT_CHECK
 from qserve.bench.commands import BENCH_COMMANDS, PROFILE
-from qserve.command import Command
-from qserve.config import EngineConfig, ServerConfig
-from qserve.deploy.settings import DeploySettings
-from qserve.lora.command import MERGE
-from qserve.tool_config import (
+from qserve.command_line import config_file, interrupts
+from qserve.command_line.arguments import Parser, add_commands, check_argument, with_dashes
+from qserve.command_line.command import Command
+from qserve.command_line.recipe_file import recipe_settings, with_recipe_file
+from qserve.command_line.tool_config import (
     BatchConfig,
     ConvertConfig,
     EvalConfig,
+    FamiliesConfig,
     GenerateConfig,
     InspectConfig,
     QuantizeConfig,
     TalkConfig,
 )
+from qserve.config import EngineConfig, ServerConfig
+from qserve.deploy.settings import DeploySettings
+from qserve.lora.command import MERGE
+from qserve.processes import logs
 
 
 def quantize(model: str, config: QuantizeConfig) -> int:
     from calibrate.devices import Devices
+    from calibrate.gguf_file import quantize_to_gguf
     from calibrate.heads.quantize import quantize_head
     from calibrate.pipeline import quantize_checkpoint
     from calibrate.recipe import default_recipe
+    from formats.checkpoint import check_is_free
+    from formats.gguf.writing.container_writer import check_file_is_free
     from formats.heads.folder import is_head_folder
+    from formats.hub.fetch import local_path
+    from formats.hub.selection import ADAPTER, DRAFTER, MODEL
     from formats.plan import parse_override
-    from formats.scheme import Scheme
+    from formats.scheme import SCHEMES, Scheme
     from formats.table import parse_size
 
-    config = _with_recipe_file(config)
-    scheme = Scheme.parse(config.scheme, config.group_size)
+    config = with_recipe_file(config)
+    fits_groups = config.group_size == AUTO_GROUPS
+    stated = GGUF_SCHEMES.get(config.scheme, config.scheme)
+    is_gguf = config.format == GGUF or (stated != config.scheme and config.format is None)
+    if stated != config.scheme and not is_gguf:
+        raise InputError(f"--scheme {config.scheme}", "is of GGUF files", "add --format gguf")
+    scheme = Scheme.parse(stated, None if fits_groups else config.group_size)
+    if fits_groups and stated not in SCHEMES:
+        raise InputError(
+            "--group-size", f"the scheme {config.scheme} already sets it", "set one of them"
+        )
     settings = {
         "scheme": scheme,
         "recipe": config.recipe,
-        "output_format": config.format,
+        "output_format": None if is_gguf else config.format,
         "ignore": config.ignore,
         "overrides": [parse_override(text) for text in config.override],
         "calibration": config.calibration,
         "samples": config.samples,
         "sequence_length": config.sequence_length,
         "seed": config.seed,
+        "bos": config.bos,
         "device": _device(config.device),
         "quantizer": f"qserve-kit:{qserve.__version__}",
     }
+    max_shard_bytes = parse_size(config.max_shard_size)
+    (check_file_is_free if is_gguf else check_is_free)(config.output)
+    model = local_path(
+        model,
+        MODEL if config.target is None else DRAFTER,
+        revision=config.revision,
+        subfolder=config.subfolder,
+        download_dir=config.download_dir,
+    )
     if is_head_folder(model):
         if len(Devices.parse(settings["device"]).names) > 1:
-            raise InputError("--device", f"{model} is a draft head, for one device", "name one")
+            raise InputError(
+                "--device", f"{model} is a draft head, which is quantized on one device", "name one"
+            )
+        if fits_groups:
+            raise InputError("--group-size", f"{model} is a draft head", "give a number")
+        if is_gguf:
+            raise InputError("--format gguf", f"{model} is a draft head", "write another format")
         for name in NOT_OF_A_HEAD:
             if getattr(config, name):
                 flag = "--" + name.replace("_", "-")
-                raise InputError(flag, f"{model} is a draft head", "leave it out")
-        report = quantize_head(model, config.output, target=config.target, **settings)
+                raise InputError(flag, f"{model} is a draft head", "remove it")
+        target = config.target and local_path(config.target, download_dir=config.download_dir)
+        report = quantize_head(model, config.output, target=target, **settings)
     elif config.target is not None:
-        raise InputError("--target", f"{model} is no draft head", "leave it out")
+        raise InputError("--target", f"{model} is not a draft head", "remove it")
     else:
         settings["recipe"] = config.recipe or default_recipe(scheme)
-        report = quantize_checkpoint(
+        report = (quantize_to_gguf if is_gguf else quantize_checkpoint)(
             model,
             config.output,
             bits=config.bits,
             pad=config.pad,
             act_order=config.act_order,
-            max_shard_bytes=parse_size(config.max_shard_size),
+            max_shard_bytes=max_shard_bytes,
             kv_cache=config.kv_cache_scheme,
-            adapter=config.adapter,
+            adapter=config.adapter
+            and local_path(config.adapter, ADAPTER, download_dir=config.download_dir),
             kv_per_head=config.kv_per_head,
+            moe_calibrate_all_experts=config.moe_calibrate_all_experts,
             eval_text=config.eval_text,
+            quality_windows=config.quality_windows,
             spill=config.spill,
-            settings=_recipe_settings(config),
+            settings=recipe_settings(config),
+            fit_groups=fits_groups,
             **settings,
         )
     print(report.to_text())
@@ -88,55 +129,11 @@ def quantize(model: str, config: QuantizeConfig) -> int:
     return 0
 
 
-# settings of `quantize` for models alone
-NOT_OF_A_HEAD = ("act_order", "bits", "pad", "kv_cache_scheme", "kv_per_head", "eval_text", "spill")
-NOT_IN_A_RECIPE = ("output", "config", "device")  # of the machine, not of the result
-
-
-def _recipe_settings(config: QuantizeConfig) -> dict[str, object]:
-    """The settings that a recipe file holds."""
-    values = dataclasses.asdict(config)
-    return {name: value for name, value in values.items() if name not in NOT_IN_A_RECIPE}
-
-
-def _with_recipe_file(config: QuantizeConfig) -> QuantizeConfig:
-    """The settings of --config where no flag gives them. Raises InputError."""
-    if config.config is None:
-        return config
-    import yaml
-
-    try:
-        with open(config.config, encoding="utf-8") as file:
-            stated = yaml.safe_load(file)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(config.config, f"is no YAML file: {one_line(error)}") from None
-    fields = {each.name: each for each in dataclasses.fields(QuantizeConfig)}
-    known = fields.keys() - set(NOT_IN_A_RECIPE)
-    if not isinstance(stated, dict) or not stated.keys() <= known:
-        found = sorted(map(str, stated.keys() - known)) if isinstance(stated, dict) else stated
-        raise InputError(
-            config.config, f"expected settings such as scheme and recipe, found {found!r:.200}"
-        )
-    hints = typing.get_type_hints(QuantizeConfig)
-    taken = {}
-    for name, value in stated.items():
-        default = [] if typing.get_origin(hints[name]) is list else fields[name].default
-        if getattr(config, name) != default:
-            continue
-        if not _is_of(value, hints[name]):
-            raise InputError(f"{config.config}: {name}", f"expected {hints[name]}, found {value!r}")
-        taken[name] = value
-    return dataclasses.replace(config, **taken)
-
-
-def _is_of(value: object, hint: object) -> bool:
-    """Is a value of a YAML file what a setting holds?"""
-    if typing.get_origin(hint) is list:
-        return isinstance(value, list) and all(isinstance(each, str) for each in value)
-    kinds = typing.get_args(hint) or (hint,)
-    if isinstance(value, bool):
-        return bool in kinds
-    return isinstance(value, kinds) or (isinstance(value, int) and float in kinds)
+# Settings of `quantize` that apply to models only, not to draft heads.
+NOT_OF_A_HEAD = (
+    *("act_order", "bits", "pad", "kv_cache_scheme", "kv_per_head", "eval_text", "spill"),
+    "moe_calibrate_all_experts",
+)
 
 
 def serve(model: str, engine: EngineConfig, server: ServerConfig, replicas: DeploySettings) -> int:
@@ -145,7 +142,7 @@ def serve(model: str, engine: EngineConfig, server: ServerConfig, replicas: Depl
             import ray  # noqa: F401
         except ImportError:
             raise InputError(
-                "--backend ray", "needs Ray Serve", "pip install 'qserve-kit[ray]'"
+                "--backend ray", "requires Ray Serve", "pip install 'qserve-kit[ray]'"
             ) from None
         from qserve.deploy.ray_app import serve_on_ray
 
@@ -156,28 +153,28 @@ def serve(model: str, engine: EngineConfig, server: ServerConfig, replicas: Depl
 
 
 def chat(config: TalkConfig) -> int:
-    from qserve import talk
+    from qserve.commands import talk
 
     return talk.chat(config)
 
 
 def complete(config: TalkConfig) -> int:
-    from qserve import talk
+    from qserve.commands import talk
 
     return talk.complete(config)
 
 
 def run_batch(model: str, engine: EngineConfig, config: BatchConfig) -> int:
-    from qserve.run_batch import run_batch as run
+    from qserve.commands.run_batch import run_batch as run
 
     return run(engine, config)
 
 
 def generate(model: str, engine: EngineConfig, config: GenerateConfig) -> int:
     from qserve.llm import LLM
-    from qserve.sampling_params import SamplingParams
+    from qserve.params.sampling_params import SamplingParams
 
-    # Before the model: a number out of range should not show only after a long load.
+    # Checked before the model loads, so that a value out of range fails early.
     params = SamplingParams(
         temperature=config.temperature,
         top_p=config.top_p,
@@ -195,11 +192,21 @@ def generate(model: str, engine: EngineConfig, config: GenerateConfig) -> int:
 
 
 def convert(model: str, config: ConvertConfig) -> int:
+    from formats.checkpoint import check_is_free
     from formats.convert import convert_checkpoint
     from formats.table import parse_size
+    from qserve.hub.local import local_model
 
+    if config.format == GGUF:
+        from formats.gguf.writing.container_writer import check_file_is_free
+        from formats.gguf.writing.export import export_gguf
+
+        check_file_is_free(config.output)
+        print(export_gguf(local_model(model, config), config.output).to_text())
+        return 0
+    check_is_free(config.output)
     conversion = convert_checkpoint(
-        model,
+        local_model(model, config),
         config.output,
         config.format,
         max_shard_bytes=parse_size(config.max_shard_size),
@@ -212,21 +219,27 @@ def convert(model: str, config: ConvertConfig) -> int:
 def inspect(model: str, config: InspectConfig) -> int:
     from formats.heads.folder import is_head_folder
     from formats.heads.inspect import inspect_head
-    from formats.inspect import inspect_checkpoint
+    from formats.hub.fetch import local_path
+    from formats.inspection.inspect import inspect_checkpoint
+    from qserve.hub.local import local_model
 
+    float_model = config.deep and local_path(config.deep, download_dir=config.download_dir)
+    model = local_model(model, config)
     is_head = is_head_folder(model)
-    if config.deep is not None and not Path(config.deep).is_dir():
-        raise InputError(config.deep, "is not a folder", "give the float model's folder")
-    if is_head and config.deep is not None:
-        raise InputError("--deep", f"{model} is a draft head, which says nothing alone", "leave it")
+    if is_head and float_model is not None:
+        raise InputError(
+            "--deep",
+            f"{model} is a draft head, which cannot run without its target",
+            "remove the flag",
+        )
     inspection = inspect_head(model) if is_head else inspect_checkpoint(model)
     comparison = None
-    if config.deep is not None and inspection.ok:
-        from qserve.compare import compare_models
+    if float_model is not None and inspection.ok:
+        from qserve.commands.compare import compare_models
 
-        comparison = compare_models(model, config.deep)
-    elif config.deep is not None:
-        print(f"Not compared with {config.deep}: mend the errors first", file=sys.stderr)
+        comparison = compare_models(model, float_model)
+    elif float_model is not None:
+        print(f"Not compared with {config.deep}: fix the errors first", file=sys.stderr)
     if config.json:
         found = inspection.to_dict()
         if comparison is not None:
@@ -239,37 +252,89 @@ def inspect(model: str, config: InspectConfig) -> int:
     return 0 if inspection.ok and (comparison is None or comparison.ok) else 1
 
 
-def evaluate(model: str, engine: EngineConfig, config: EvalConfig) -> int:
-    from calibrate.evaluate import make_windows, perplexity, read_texts
-    from qserve.llm import LLM
-    from qserve.text import Tokenizer
+def families(config: FamiliesConfig) -> int:
+    from formats.architecture import family_table
 
-    # Before the model, as far as it goes: loading that may take minutes.
-    texts, tokenizer = read_texts(config.text), Tokenizer(model)
-    windows = make_windows(
-        texts,
-        lambda text: tokenizer.encode(text, add_special_tokens=False),
-        tokenizer.bos_token_id,
-        config.sequence_length,
-        config.windows,
-        source=config.text,
+    print(json.dumps(family_table.rows()) if config.json else family_table.to_text())
+    return 0
+
+
+def evaluate(model: str, engine: EngineConfig, config: EvalConfig) -> int:
+    from calibrate.quality.agreement import compare_logits
+    from calibrate.quality.table import agreement_table
+    from calibrate.texts.documents import read_texts
+    from calibrate.texts.evaluate import make_windows, perplexity, text_opening
+    from formats.hub.fetch import local_path
+    from qserve.hub.local import local_config
+    from qserve.llm import LLM
+    from qserve.text.tokenizer import Tokenizer
+
+    # Checked before the model loads where possible: loading may take minutes.
+    texts, engine = read_texts(config.text), local_config(engine)
+    engines, tokenizers = [engine], [Tokenizer(engine.model, engine.tokenizer)]
+    if config.against is not None:
+        other = local_path(config.against, download_dir=engine.download_dir)
+        engine = _for_windows(engine, config.sequence_length)
+        engines = [dataclasses.replace(engine, model=other, tokenizer=None), engine]
+        tokenizers.insert(0, Tokenizer(other))
+    openings = [text_opening(each) if config.bos else () for each in tokenizers]
+    windows, *others = (
+        make_windows(
+            texts,
+            lambda text, own=tokenizer: own.encode(text, add_special_tokens=False),
+            tokenizer.bos_token_id,
+            config.sequence_length,
+            config.windows,
+            opening=opening,
+            source=config.text,
+        )
+        for tokenizer, opening in zip(tokenizers, openings, strict=True)
     )
-    llm = LLM(**dataclasses.asdict(engine))
-    if config.sequence_length > llm.engine.max_model_len:
+    if any(not windows.equal(other) for other in others):
+        raise InputError(
+            config.against,
+            f"its tokenizer gives other token ids than that of {model}",
+            "compare models of one tokenizer",
+        )
+    llms = [LLM(**dataclasses.asdict(each)) for each in engines]
+    longest = min(llm.engine.max_model_len for llm in llms)
+    if config.sequence_length > longest:
         raise InputError(
             "--sequence-length",
-            f"expected at most {llm.engine.max_model_len}, the model's length,"
+            f"expected at most {longest}, the model's maximum length,"
             f" found {config.sequence_length}",
         )
-    result = perplexity(windows, lambda window: llm.logits(window.tolist()))
-    if config.json:
-        print(json.dumps({"model": model, "text": config.text, **dataclasses.asdict(result)}))
-    else:
-        print(
+    runs = [lambda window, llm=llm: llm.logits(window.tolist()) for llm in llms]
+    shown = {"model": model, "text": config.text}
+    if config.against is None:
+        result = perplexity(windows, *runs, given=openings[0])
+        text = (
             f"perplexity {result.value:.4f} on {result.windows} windows"
             f" of {config.sequence_length} tokens"
         )
+    else:
+        sizes = [llm.engine.model_config.vocab_size for llm in llms]
+        if sizes[0] != sizes[1]:
+            raise InputError(
+                config.against, f"has {sizes[0]} tokens, {model} has {sizes[1]}", "compare others"
+            )
+        result = compare_logits(windows, *runs, given=openings[0])
+        shown["against"] = config.against
+        text = agreement_table(result, config.against, model, config.text)
+    print(json.dumps({**shown, **dataclasses.asdict(result)}) if config.json else text)
     return 0
+
+
+def _for_windows(engine: EngineConfig, length: int) -> EngineConfig:
+    """Settings of an engine for one window at a time, with little memory next to its weights."""
+    longest = length if engine.max_model_len is None else min(length, engine.max_model_len)
+    return dataclasses.replace(
+        engine,
+        max_model_len=longest,
+        max_num_seqs=1,
+        num_gpu_blocks_override=-(-longest // engine.block_size) + 1,
+        enforce_eager=True,
+    )
 
 
 COMMANDS: dict[str, Command] = {
@@ -284,54 +349,65 @@ COMMANDS: dict[str, Command] = {
         run=serve,
     ),
     "chat": Command(
-        help="talk to the model of a running server",
+        help="chat with the model of a running server",
         settings=(TalkConfig,),
         run=chat,
         argument=None,
     ),
     "complete": Command(
-        help="let the model of a running server continue texts",
+        help="complete texts with the model of a running server",
         settings=(TalkConfig,),
         run=complete,
         argument=None,
     ),
     "run-batch": Command(
-        help="answer the requests of a file, without a server",
+        help="run the requests of a batch file, without a server",
         settings=(EngineConfig, BatchConfig),
         run=run_batch,
     ),
     "generate": Command(
-        help="continue one prompt and print the text",
+        help="complete one prompt and print the text",
         settings=(EngineConfig, GenerateConfig),
         run=generate,
     ),
     "convert": Command(
-        help="write a quantized checkpoint in another format, code for code",
+        help="convert a quantized checkpoint to another format, code for code",
         settings=(ConvertConfig,),
         run=convert,
     ),
     "merge": MERGE,
     "inspect": Command(
-        help="show what a checkpoint holds and what is wrong with it: reads all but integer codes",
+        help="show what a checkpoint contains and report its faults (reads everything but "
+        "integer codes)",
         settings=(InspectConfig,),
         run=inspect,
     ),
+    "families": Command(
+        help="print the supported model families",
+        settings=(FamiliesConfig,),
+        run=families,
+        argument=None,
+    ),
     "eval": Command(
-        help="measure perplexity on a text",
+        help="measure perplexity on a text, and the distance from another model",
         settings=(EngineConfig, EvalConfig),
         run=evaluate,
     ),
     "bench": Command(
-        help="measure latency, throughput, a server, steps and kernels; simulate a server",
+        help="measure latency, throughput, a server, steps or kernels; simulate a server",
         commands=BENCH_COMMANDS,
     ),
     "profile": PROFILE,
+    "agent-check": AGENT_CHECK,
 }
 
 
+HTTP_CLIENTS = ("httpx", "httpx2")  # loggers that name every request to the hub
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Run one command. A user's mistake is one line on stderr and exit code 1."""
-    # Names of folders and tensors may hold what the terminal's encoding does not.
+    """Run one command. A user error prints one line on stderr and returns exit code 1."""
+    # Names of folders and tensors may contain characters that the terminal cannot encode.
     sys.stdout.reconfigure(errors="backslashreplace")
     argv = [with_dashes(argument) for argument in (sys.argv[1:] if argv is None else argv)]
     try:
@@ -346,6 +422,8 @@ def main(argv: list[str] | None = None) -> int:
         name, command = f"{name} {inner}", command.commands[inner]
     handler = logs.LineHandler(sys.stderr)
     logging.basicConfig(level=logging.INFO, handlers=[handler], format="%(message)s")
+    for client in HTTP_CLIENTS:
+        logging.getLogger(client).setLevel(logging.WARNING)
     settings = []
     try:
         check_argument(command, arguments)
@@ -364,16 +442,30 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _message(error: Exception) -> str:
-    """What an error says, in one line that names the file."""
+    """One-line message of an error, with the file's name for an OSError."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {one_line(error)}"
-    return str(error)
+    return re.sub(r"`(\w+)`", lambda found: _flag(found[1]), str(error))
+
+
+# Python argument -> flag, where the names differ.
+FLAGS = {"kv_cache": "kv_cache_scheme", "output_format": "format"}
+
+
+def _flag(argument: str) -> str:
+    """Flag for a Python argument in back quotes; any other text is returned unchanged."""
+    name = FLAGS.get(argument, argument)
+    known = any(name == field.name for cls in TOOLS for field in dataclasses.fields(cls))
+    return f"--{name.replace('_', '-')}" if known else f"`{argument}`"
+
+
+TOOLS = (QuantizeConfig, ConvertConfig)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+    """Build the parser of the whole command line."""
     parser = Parser(
-        prog="qserve", description="Quantize a language model, prove the file right, serve it."
+        prog="qserve", description="Quantize a language model, verify the file, serve it."
     )
     parser.add_argument("--version", action="version", version=qserve.__version__)
     add_commands(parser, COMMANDS)
@@ -381,7 +473,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _with_config_file(argv: list[str]) -> list[str]:
-    """The arguments with those of the file that --config names. Raises InputError."""
+    """Command-line arguments with those of the --config file inserted. Raises InputError."""
     command, depth = COMMANDS.get(argv[0]) if argv else None, 1
     while command is not None and command.commands:
         command = command.commands.get(argv[depth]) if depth < len(argv) else None
@@ -400,7 +492,7 @@ def _with_config_file(argv: list[str]) -> list[str]:
         for field in dataclasses.fields(cls)
         if field.name != command.argument and not field.metadata["positional"]
     }
-    # The file's come first: what is given twice counts as given last.
+    # The file's settings come first: for a repeated flag the last value counts.
     arguments = config_file.as_arguments(path, settings, known)
     has_argument = bool(others) and not others[0].startswith("-")
     if argument is not None and not has_argument:

@@ -1,24 +1,33 @@
-"""Settings, each one a field, a flag and its documentation. Loads no torch.
+"""Settings of the engine and the server: each is a field, a flag and its documentation.
 
-A field `max_num_seqs` is the flag `--max-num-seqs`; its help text stands in the field's metadata.
-Names follow vLLM where the meaning is the same.
+The field `max_num_seqs` is the flag `--max-num-seqs`; the field's metadata hold its help text.
+Names follow vLLM where the meaning is the same. The module loads no torch.
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from formats.errors import InputError
+from formats.gguf.folder import find_gguf, gguf_name, model_folder
+from formats.hub.name import served_name
 from formats.names import KV_CACHES
+from qserve.command_line.setting import check_key, check_settings, setting
+from qserve.hub.settings import HubSettings
 from qserve.kv_transfer.config import KvTransferConfig
-from qserve.logs import FORMATS as LOG_FORMATS
-from qserve.logs import LEVELS
 from qserve.lora.request import MAX_RANK, parse_modules
-from qserve.output_parsing.output_parser import TOOL_PARSERS
-from qserve.output_parsing.reasoning import REASONING_PARSERS
+from qserve.model.online_quantization import OnlineQuantization
+from qserve.multimodal.settings import MediaSettings
+from qserve.output_parsing.detection import AUTO, NONE
+from qserve.output_parsing.reasoning_formats import REASONING_PARSERS
+from qserve.output_parsing.tool_formats import TOOL_PARSERS
+from qserve.processes.logs import FORMATS as LOG_FORMATS
+from qserve.processes.logs import LEVELS
 from qserve.profile.profiler_config import ProfilerConfig
-from qserve.setting import check_key, check_settings, setting
+from qserve.server.admin.settings import AdminSettings
+from qserve.server.store.settings import StoreSettings
 from qserve.speculation.config import SpeculativeConfig
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -33,171 +42,221 @@ PREFIXES = ("qserve", "vllm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """Everything that the engine is told. Raises InputError, also where Python code makes one."""
+class EngineConfig(HubSettings):
+    """The engine's settings.
 
-    model: str  # the model folder; a positional argument on the command line
+    Raises InputError for bad values, also when Python code creates one.
+    """
+
+    # The model's folder, GGUF file or hub name; a positional argument on the command line.
+    model: str
+    tokenizer: str | None = setting(
+        None, "folder or hub name of the tokenizer and chat template; default: MODEL"
+    )
     dtype: str = setting(
         "auto", "activation dtype; auto: the checkpoint's on a GPU, float32 on a CPU", DTYPES
     )
     device: str = setting("auto", "where to run; auto: the GPU if there is one", DEVICES)
     max_model_len: int | None = setting(
-        None, "longest prompt plus output, in tokens; default: the model's own limit"
+        None, "maximum length of prompt plus output, in tokens; default: the model's own limit"
     )
     tensor_parallel_size: int = setting(
-        1, "GPUs that each layer is split over; on a CPU, processes", low=1, high=64
+        1, "GPUs that each layer is split over; on a CPU: processes", low=1, high=64
     )
     pipeline_parallel_size: int = setting(
-        1, "stages that the layers are split into, each on its own GPUs", low=1, high=64
+        1, "pipeline stages that the layers are split into, each on its own GPUs", low=1, high=64
     )
     distributed_executor_backend: str = setting(
         "mp",
-        "who starts the ranks of such a model; mp: processes on this machine, ray: actors in a"
-        " cluster",
+        "what starts the ranks of a model on several devices; mp: processes on this "
+        "machine; ray: actors in a cluster",
         EXECUTORS,
     )
     all_reduce: str = setting(
         "auto",
-        "how GPUs add up their parts; auto: through each other's memory where they reach it",
+        "how GPUs sum their results; auto: directly through peer memory where the GPUs can "
+        "reach each other's, else NCCL",
         ALL_REDUCES,
     )
-    max_num_seqs: int = setting(256, "most requests in one step", low=1)
+    max_num_seqs: int = setting(256, "maximum number of requests in one step", low=1)
     max_num_batched_tokens: int = setting(
         8192,
-        "token budget of one step; smaller: steadier inter-token times, larger: throughput",
+        "token budget of one step; smaller values steady the inter-token latency, larger "
+        "ones raise throughput",
         low=1,
     )
     gpu_memory_utilization: float = setting(
-        0.9, "share of the GPU's memory for weights, activations and KV pages", low=0, high=1
+        0.9, "fraction of the GPU's memory for weights, activations and KV pages", low=0, high=1
     )
-    block_size: int = setting(16, "tokens of one KV page", low=1)
+    block_size: int = setting(16, "number of tokens in one KV page", low=1)
     kv_cache_dtype: str = setting(
         "auto",
-        "what KV pages hold; auto: 8 bits if the checkpoint was calibrated for them, else --dtype;"
-        " int8, fp8: half the memory, scales found on write where the checkpoint has none",
+        "data type of KV pages; auto: 8 bits if the checkpoint was calibrated for them, "
+        "else --dtype; int8, fp8: half the memory, with scales computed at write time if "
+        "the checkpoint has none",
         KV_CACHE_DTYPES,
     )
     kv_cache_memory: float | None = setting(
         None,
-        "GiB for KV pages, in place of what --gpu-memory-utilization leaves",
+        "GiB for KV pages; overrides --gpu-memory-utilization",
         low=0,
         high=2**20,
     )
     num_gpu_blocks_override: int | None = setting(
-        None, "number of KV pages, in place of what the memory allows", low=1
+        None, "number of KV pages; overrides the number that fits into memory", low=1
     )
     cpu_kv_cache_memory: float = setting(
         1.0, "GiB for KV pages when running on a CPU", low=0, high=2**20
     )
     cpu_threads: int | None = setting(
         None,
-        "threads that compute on a CPU; default: OMP_NUM_THREADS where it is set, else one for each"
-        " core, of which `serve` leaves one to HTTP",
+        "number of CPU threads that compute; default: OMP_NUM_THREADS if set, else one per "
+        "core (`serve` leaves one core to HTTP)",
         low=1,
     )
     num_state_snapshots: int = setting(
         32,
-        "for models whose layers have states: copies of states on the device, from which requests"
-        " with the same beginning start; 0: none are reused",
+        "for models with recurrent layers: state snapshots on the device, from which "
+        "requests with the same prefix start; 0: no reuse",
         low=0,
         high=2**20,
     )
     enable_prefix_caching: bool = setting(
-        True, "keep KV pages of finished requests for others that begin with the same tokens"
+        True, "keep KV pages of finished requests for requests with the same prefix"
     )
     kv_offload_gb: float = setting(
         0.0,
-        "GiB of the host's memory for KV pages for which the device has no more room",
+        "GiB of host memory for KV pages that are evicted from the device",
         low=0,
         high=2**20,
     )
     kv_transfer_config: str | None = setting(
         None,
-        'exchange KV pages with other engines: {"kv_connector": "folder",'
-        ' "kv_connector_extra_config": {"path": DIR, "max_gb": 16}}, with "kv_role" kv_both,'
-        " kv_producer or kv_consumer; or module:Class with your own connector",
+        'exchange KV pages with other engines: {"kv_connector": "folder", '
+        '"kv_connector_extra_config": {"path": DIR, "max_gb": 16}}, with "kv_role" kv_both, '
+        "kv_producer or kv_consumer; or module:Class for a connector of your own",
     )
     scheduling_policy: str = setting(
         "fcfs",
-        "which request is computed next: fcfs, priority (a request's field, lower first),"
-        " prefill-first,"
-        " longest-prefix, controlled (one phase at a time), or module:Class with your own",
+        "which request is computed next: fcfs, priority (by the request's priority, lower "
+        "first), prefill-first, longest-prefix, controlled (one phase at a time), or "
+        "module:Class for a policy of your own",
+    )
+    admission: str = setting(
+        "forecast",
+        "when a waiting request starts: forecast: when the KV pages are expected to last until the "
+        "running requests end, by the lengths of earlier outputs; fits: as soon as its prompt fits",
+        ("forecast", "fits"),
     )
     prefill_batch_size: int = setting(
-        1, "prompts that --scheduling-policy controlled computes together", low=1
+        1, "number of prompts that --scheduling-policy controlled computes together", low=1
     )
     target_itl_ms: float | None = setting(
         None,
-        "milliseconds from one token to the next; prompts are cut into chunks so that they do not"
-        " exceed it",
+        "target inter-token latency in milliseconds; prompts are split into chunks small "
+        "enough to meet it",
         low=0.1,
     )
     enforce_eager: bool = setting(False, "never use CUDA graphs")
+    language_model_only: bool = setting(
+        False, "do not load the vision tower of a vision-language model: text only"
+    )
     max_seq_len_to_capture: int | None = setting(
         None,
-        "longest context that runs in CUDA graphs; beyond it steps are launched kernel by kernel;"
-        " default: --max-model-len",
+        "longest context that runs in CUDA graphs; longer ones launch kernel by kernel; "
+        "default: --max-model-len",
         low=1,
     )
     async_scheduling: bool = setting(
-        True, "plan a step while the one before it runs on the GPU; off: one after the other"
+        True, "plan the next step while the current one runs on the GPU; off: one after the other"
     )
     compile_processes: int | None = setting(
         None,
-        "processes that compile kernels at the start; 0: none; default: one for each core, 16 at"
-        " most",
+        "number of processes that compile kernels at startup; 0: none; default: one per "
+        "core, at most 16",
         low=0,
         high=256,
     )
+    plain_kernel_launch: bool = setting(
+        False,
+        "launch every kernel through Triton, without qserve's own launcher: slower, for finding out"
+        " which of the two causes a fault",
+    )
     kernel: list[str] = setting(
         [],
-        "OP=NAME requests a kernel, OP=-NAME forbids it; OP is w4a16, w8a16, w8a8, experts or"
-        " attention; NAME as qkernels/README.md lists them; may be repeated",
+        "OP=NAME selects a kernel, OP=-NAME excludes it; OP is w4a16, w8a16, w8a8, experts "
+        "or attention; qkernels/README.md lists the names; may be repeated",
     )
-    enable_lora: bool = setting(False, "serve LoRA adapters beside the model")
+    enable_lora: bool = setting(False, "serve LoRA adapters along with the model")
     lora_modules: list[str] = setting(
         [],
-        'adapters that PEFT saved, NAME=FOLDER or {"name": NAME, "path": FOLDER}; requests choose'
-        " one by giving its name as the model's",
+        'adapters saved by PEFT, as NAME=FOLDER or {"name": NAME, "path": FOLDER}, where FOLDER '
+        "may be a hub name; a request selects one by its name in the field model",
         many=True,
     )
-    max_loras: int = setting(4, "most adapters on the device, and so in one step", low=1)
-    max_lora_rank: int = setting(16, "largest rank of an adapter", low=1, high=MAX_RANK)
+    max_loras: int = setting(
+        4, "maximum number of adapters on the device, and so in one step", low=1
+    )
+    max_lora_rank: int = setting(16, "maximum rank of an adapter", low=1, high=MAX_RANK)
     max_cpu_loras: int | None = setting(
         None,
-        "most adapters in the host's memory; others are read again; default: 4 times --max-loras",
+        "maximum number of adapters in host memory; others are read from disk again; "
+        "default: 4 times --max-loras",
         low=1,
     )
     speculative_config: str | None = setting(
         None,
-        'draft tokens and verify several in a step: {"method": "ngram",'
-        ' "num_speculative_tokens": 4}, or suffix, mtp, or with "model": FOLDER draft_model, eagle,'
-        " eagle3, medusa; keys as vLLM's",
+        'draft tokens and verify several in a step: {"method": "ngram", '
+        '"num_speculative_tokens": 4}; other methods are suffix, mtp, and with "model": '
+        "FOLDER or hub name draft_model, eagle, eagle3, medusa; the keys are vLLM's",
     )
     spec_acceptance: str = setting(
         "exact",
-        "which drafts become output; exact: those that leave the text as it would be without them;"
-        " rejection: more of them where tokens are sampled, from the same distribution; typical:"
-        " Medusa's rule, from another distribution",
+        "which drafts are accepted; exact: those that leave the text as it would be without "
+        "drafts; rejection: more where tokens are sampled, from the same distribution; "
+        "typical: Medusa's rule, from a different distribution",
         ("exact", "rejection", "typical"),
     )
+    activation_bits: int | None = setting(
+        None,
+        "run a checkpoint that states 4-bit activations (W4A4) with activations of 8 or 16 bits,"
+        " which changes its outputs a little; without it such a checkpoint is refused",
+        (8, 16),
+    )
+    quantization: str | None = setting(
+        None,
+        "round the linear layers of a float checkpoint to this scheme while it loads: w4a16, w8a16,"
+        " w8a8, fp8 or another of `quantize --scheme` that needs no calibration; w4a16-auto: with "
+        "the largest groups that fit",
+    )
+    quantization_config: str | None = setting(
+        None,
+        'exceptions from --quantization: {"ignore": [PATTERN, ...], "targets": {PATTERN: SCHEME}}; '
+        'with --quantization online also {"linear": SCHEME, "moe": SCHEME}',
+    )
     load_format: str = setting(
-        "auto", "dummy: random weights in the shapes that config.json states", LOAD_FORMATS
+        "auto", "dummy: random weights in the shapes that config.json gives", LOAD_FORMATS
     )
     seed: int = setting(
-        0, "seed of requests that give none, and of dummy weights", low=-(2**63), high=2**63 - 1
+        0, "seed for requests without one, and for dummy weights", low=-(2**63), high=2**63 - 1
     )
 
     def __post_init__(self) -> None:
         check_settings(self)
-        _ = self.speculation  # raises where it cannot be read
-        _ = self.kernels  # raises where a choice cannot be read
+        # Every reader takes the folder that is made for a GGUF file.
+        if self.model and Path(self.model).exists() and find_gguf(self.model) is not None:
+            object.__setattr__(self, "model", str(model_folder(self.model)))
+        _ = self.speculation  # raises if it is invalid
+        _ = self.kernels  # raises if an entry is invalid
+        _ = self.online_quantization  # raises if it is invalid
         if self.kv_transfer is not None and not self.enable_prefix_caching:
             raise InputError(
-                "--kv-transfer-config", "expected with the prefix cache, whose pages it exchanges"
+                "--kv-transfer-config",
+                "requires the prefix cache, whose pages it exchanges; remove "
+                "--no-enable-prefix-caching",
             )
         if parse_modules(self.lora_modules) and not self.enable_lora:
-            raise InputError("--lora-modules", "expected with --enable-lora", "give it, too")
+            raise InputError("--lora-modules", "requires --enable-lora", "add the flag")
         if self.num_cpu_loras < self.max_loras:
             raise InputError(
                 "--max-cpu-loras",
@@ -205,29 +264,43 @@ class EngineConfig:
             )
 
     @property
+    def tokenizer_folder(self) -> str:
+        """Folder with the tokenizer's files."""
+        return self.tokenizer or self.model
+
+    @property
     def num_cpu_loras(self) -> int:
         return 4 * self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
 
     @property
     def kv_transfer(self) -> KvTransferConfig | None:
-        """Raises InputError."""
+        """Parsed --kv-transfer-config. Raises InputError."""
         return self.kv_transfer_config and KvTransferConfig.parse(self.kv_transfer_config)
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """What --speculative-config says. Raises InputError."""
+        """Parsed --speculative-config. Raises InputError."""
         if self.speculative_config is None:
             return None
         return SpeculativeConfig.parse(self.speculative_config, self.spec_acceptance)
 
     @property
+    def online_quantization(self) -> OnlineQuantization | None:
+        """Parsed --quantization and --quantization-config. Raises InputError."""
+        if self.quantization is not None:
+            return OnlineQuantization.parse(self.quantization, self.quantization_config)
+        if self.quantization_config is not None:
+            raise InputError("--quantization-config", "requires --quantization", "add it")
+        return None
+
+    @property
     def num_ranks(self) -> int:
-        """Processes, each with a GPU, that compute one model."""
+        """Number of processes, each with a GPU, that compute one model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def kernels(self) -> dict[str, str]:
-        """Operation -> the kernels asked for and forbidden, as ops take them."""
+        """Operation -> the selected and excluded kernels, as qkernels' operations take them."""
         found: dict[str, str] = {}
         for each in self.kernel:
             operation, equals, name = each.partition("=")
@@ -240,160 +313,181 @@ class EngineConfig:
         return found
 
 
-def engine_config(subject: str, model: str, settings: Mapping[str, Any]) -> EngineConfig:
-    """The settings of an engine as Python code gives them, some as dicts. Raises InputError."""
-    unknown = settings.keys() - EngineConfig.__dataclass_fields__.keys()
-    if unknown:
-        raise InputError(f"{subject}({', '.join(sorted(unknown))})", "no such setting")
-    texts = {
-        name: json.dumps(settings[name])
-        for name in ("speculative_config", "kv_transfer_config")
-        if isinstance(settings.get(name), dict)
-    }
-    return EngineConfig(**{**settings, **texts, "model": str(model)})
+def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
+    """Make an EngineConfig of Python values: dicts and sequences, too. Raises InputError."""
+    given = {name: list(each) if type(each) is tuple else each for name, each in settings.items()}
+    for name in ("speculative_config", "kv_transfer_config", "quantization_config"):
+        if isinstance(given.get(name), dict):
+            given[name] = json.dumps(given[name])
+    for name in ("model", "tokenizer", "download_dir"):
+        if isinstance(given.get(name), Path):
+            given[name] = str(given[name])
+    return EngineConfig(**given)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    """Everything that the HTTP server is told."""
+class ServerConfig(AdminSettings, MediaSettings, StoreSettings):
+    """All settings of the HTTP server."""
 
-    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 for all")
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0: all")
     port: int = setting(8000, "port to listen on; 0: any free one", low=0, high=2**16 - 1)
-    uds: str | None = setting(None, "Unix socket to listen on, in place of --host and --port")
-    root_path: str = setting("", "path under which a proxy offers this server, such as /llm")
-    ssl_certfile: str | None = setting(None, "PEM file of the certificate: serve HTTPS")
+    uds: str | None = setting(None, "Unix socket to listen on instead of --host and --port")
+    check: bool = setting(
+        True,
+        "before serving, compare scales and a few logits with those that quantize stored in the "
+        "folder, if any, and refuse a model that differs; --no-check: serve without",
+    )
+    root_path: str = setting(
+        "", "path under which a reverse proxy exposes this server, such as /llm"
+    )
+    ssl_certfile: str | None = setting(None, "PEM file of the TLS certificate; enables HTTPS")
     ssl_keyfile: str | None = setting(
-        None, "PEM file of its key; default: the certificate's file has it"
+        None, "PEM file of the TLS key; default: read it from --ssl-certfile"
     )
     ssl_ca_certs: str | None = setting(
-        None, "PEM file of authorities: only clients with a certificate of theirs are answered"
+        None,
+        "PEM file of CA certificates; clients must present a certificate that one of them signed",
     )
     allowed_origins: list[str] = setting(
-        [], "origins whose pages may call this server (CORS), or *; default: none", many=True
+        [], "origins whose web pages may call this server (CORS), or *; default: none", many=True
     )
-    allow_credentials: bool = setting(False, "let these pages send cookies and certificates")
+    allowed_hosts: list[str] = setting(
+        [],
+        "further host names that are accepted when no API key is set, such as"
+        " llm.example.com, *.example.com, or * for all; always accepted: IP addresses, localhost,"
+        " names without a dot, names in .local and .internal, the machine's own name, and --host",
+        many=True,
+    )
+    allow_credentials: bool = setting(
+        False, "let pages of --allowed-origins send cookies and client certificates"
+    )
     served_model_name: list[str] = setting(
         [],
-        "names that clients may give; replies state the first; default: the model folder as typed",
+        "model names that requests may use; responses contain the first; default: MODEL as typed,"
+        " without a revision",
         many=True,
     )
     api_key: list[str] = setting(
         [],
-        "require one of these keys as a Bearer token on every route but /health, /ready, /ping",
+        "require one of these keys as a Bearer token on every route except /health, /ready, /ping",
         many=True,
     )
-    api_key_file: str | None = setting(None, "file with one key per line; # begins a comment")
+    api_key_file: str | None = setting(None, "file with one API key per line; # starts a comment")
     api_key_env: str = setting(
-        "QSERVE_API_KEY", "environment variable with keys, separated by commas, if it is set"
+        "QSERVE_API_KEY", "environment variable with comma-separated API keys"
     )
     max_requests_per_minute: int | None = setting(
-        None, "requests that a key (without keys, an address) may send a minute; more: 429", low=1
+        None,
+        "rate limit per API key, or per client address if there are no keys; beyond it: 429",
+        low=1,
     )
     request_timeout: float | None = setting(
         None,
-        "seconds that an answer may take; longer: 408. Clients can ask for less with the header"
+        "seconds until a request fails with 408; clients can set a shorter time in the header"
         " X-Request-Timeout",
         low=0.001,
     )
     shutdown_timeout: float = setting(
-        10.0, "seconds that running requests get to finish after SIGTERM", low=0
+        10.0, "seconds that running requests may take to finish after SIGTERM", low=0
     )
-    log_level: str = setting("info", "lowest level that is logged", LEVELS)
+    log_level: str = setting("info", "lowest level of log messages to print", LEVELS)
     log_format: str = setting("text", "format of log lines", LOG_FORMATS)
     otlp_traces_endpoint: str | None = setting(
-        None, "where spans of requests go, by OTLP over HTTP, such as http://host:4318/v1/traces"
+        None, "OTLP/HTTP endpoint for a trace span per request, such as http://host:4318/v1/traces"
     )
     metrics_prefix: str = setting(
-        "qserve", "prefix of the metrics' names; vllm: dashboards made for vLLM work", PREFIXES
+        "qserve", "prefix of metric names; with vllm, dashboards made for vLLM work", PREFIXES
     )
     max_num_queued_reqs: int = setting(
         2048,
-        "outputs that may wait beyond --max-num-seqs; further ones get 503 until some are done",
+        "outputs that may wait in addition to --max-num-seqs running ones; beyond that: 503",
         low=0,
     )
     max_num_queued_tokens: int = setting(
         2**22,
-        "tokens of all prompts, once for each output, that may be under way; beyond: 503",
+        "prompt tokens, counted once per output, that may be running or queued; beyond that: 503",
         low=0,
     )
-    max_body_bytes: int = setting(8 * 2**20, "largest request body; larger: 413", low=1)
+    max_body_bytes: int = setting(
+        8 * 2**20, "largest request body in bytes; larger ones: 413", low=1
+    )
     max_connections: int | None = setting(
         None,
-        "most open connections; beyond that, the one idle longest is closed, or else 503; default:"
-        " what"
-        " the limit of file descriptors allows",
+        "maximum number of open connections; beyond it the longest idle one is closed, or a new"
+        " one gets 503; default: derived from the limit of file descriptors",
         low=1,
     )
     engine_timeout: float = setting(
-        60.0, "seconds without a sign of life after which the engine counts as dead", low=1
+        60.0, "seconds without a message from the engine after which it is considered dead", low=1
     )
     engine_step_timeout: float = setting(
-        600.0, "seconds that one step may take before the engine counts as dead", low=1
+        600.0, "seconds that one engine step may take before the engine is considered dead", low=1
     )
     restart_engine: int = setting(
-        0, "how often a dead engine is started again; meanwhile: 503 with Retry-After", low=0
+        0,
+        "how many times to restart a dead engine; requests get 503 with Retry-After meanwhile",
+        low=0,
     )
     cache_salt_by_key: bool = setting(
-        False, "share KV pages of equal prompts only between requests with the same API key"
+        False, "share cached prefixes only between requests with the same API key"
     )
     enable_cache_reset: bool = setting(
-        False, "let clients empty the prefix cache: POST /reset_prefix_cache"
+        False, "enable POST /reset_prefix_cache, which empties the prefix cache"
     )
     lora_folder: str | None = setting(
         None,
-        "let clients load adapters from the folders in this one: POST /v1/load_lora_adapter,"
-        " /v1/unload_lora_adapter; needs an API key",
+        "enable POST /v1/load_lora_adapter and /v1/unload_lora_adapter for the adapters in this"
+        " folder; requires an API key",
     )
     profiler_config: str | None = setting(
         None,
-        'let clients record steps (POST /start_profile, /stop_profile): {"profiler": "torch",'
+        'enable POST /start_profile and /stop_profile, which record steps: {"profiler": "torch",'
         ' "torch_profiler_dir": DIR}, or "cuda" for nsys',
     )
     chat_special_tokens: bool = setting(
         False,
-        "let the text of chat messages make control tokens such as <|im_end|>; for trusted"
+        "encode control tokens such as <|im_end|> in the text of chat messages; for trusted"
         " clients only",
     )
     enable_auto_tool_choice: bool = setting(
-        False, "let the model choose whether to call tools (tool_choice: auto)"
+        True,
+        "let the model choose whether to call tools (tool_choice: auto), if --tool-call-parser is"
+        " not none",
     )
     tool_call_parser: str | None = setting(
-        None,
-        "how the model writes calls of tools, with --enable-auto-tool-choice",
-        tuple(TOOL_PARSERS),
+        AUTO,
+        "format of the model's tool calls; auto: from its chat template and config; none: unknown",
+        (AUTO, NONE, *TOOL_PARSERS),
+    )
+    structured_output_strict: bool = setting(
+        False,
+        "refuse JSON schemas with keywords that cannot be enforced; by default such a keyword is"
+        " ignored and named in the header x-warnings",
     )
     reasoning_parser: str | None = setting(
-        None,
-        "how the model marks its reasoning, which chats then answer as reasoning_content",
-        tuple(REASONING_PARSERS),
+        AUTO,
+        "format of the model's reasoning, which chat responses return as reasoning_content; auto:"
+        " from its chat template and config; none: reasoning is content",
+        (AUTO, NONE, *REASONING_PARSERS),
     )
 
     def __post_init__(self) -> None:
         check_settings(self)
-        _ = self.profiler  # raises where it cannot be read
+        _ = self.profiler  # raises if it is invalid
+        _ = self.media_limits  # raises if one is invalid
         for key in self.api_key:
             check_key("--api-key", key)
-        if self.enable_auto_tool_choice and self.tool_call_parser is None:
-            raise InputError(
-                "--enable-auto-tool-choice",
-                "expected with --tool-call-parser",
-                f"name how the model writes calls: {', '.join(TOOL_PARSERS)}",
-            )
         if self.root_path and (not self.root_path.startswith("/") or self.root_path[-1] == "/"):
             raise InputError(
-                "--root-path", f"expected / at the start alone, found {self.root_path!r}"
+                "--root-path",
+                f"expected a path with / at its start and not at its end, found {self.root_path!r}",
             )
 
     @property
     def profiler(self) -> ProfilerConfig | None:
-        """Raises InputError."""
+        """Parsed --profiler-config. Raises InputError."""
         return self.profiler_config and ProfilerConfig.parse(self.profiler_config)
 
-    @property
-    def auto_tool_parser(self) -> str | None:
-        """The parser of calls that a model chooses to make; None: it may not."""
-        return self.tool_call_parser if self.enable_auto_tool_choice else None
-
     def model_names(self, folder: str) -> tuple[str, ...]:
-        """What clients call the model of a folder."""
-        return tuple(self.served_model_name) or (folder,)
+        """Names under which clients address the model of a folder or hub name."""
+        return tuple(self.served_model_name) or (gguf_name(folder) or served_name(folder),)

@@ -1,80 +1,112 @@
-"""LLM: the engine in this process, for offline use. Names follow vLLM's. Knows no HTTP."""
+"""LLM: the engine in this process, for offline use. Names follow vLLM's."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 from tqdm import tqdm
 
 from formats.errors import InputError
-from qserve import llm_beams, llm_pooling, scoring
-from qserve.beam_outputs import BeamSearchOutput
-from qserve.beam_search_params import BeamSearchParams
-from qserve.config import engine_config
+from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
-from qserve.generation_defaults import load_defaults
-from qserve.llm_engine import LLMEngine
-from qserve.llm_pooling import (
+from qserve.library import llm_beams, llm_pooling
+from qserve.library.beam_outputs import BeamSearchOutput
+from qserve.library.engine_owner import EngineOwner
+from qserve.library.llm_control import LLMControl
+from qserve.library.llm_engine import LLMEngine
+from qserve.library.llm_pooling import (
     ClassificationOutput,
+    ClassificationRequestOutput,
     EmbeddingOutput,
+    EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
+    PoolingTask,
     ScoringOutput,
+    ScoringRequestOutput,
     Vectors,
 )
+from qserve.library.media_prompts import split_images
+from qserve.library.outputs import RequestOutput
+from qserve.library.prompts import PromptType, as_batch
 from qserve.lora.request import LoRARequest
-from qserve.outputs import Prompt, RequestOutput, as_batch
-from qserve.pooling_config import PoolingConfig
-from qserve.pooling_params import LABELS, PoolingParams
-from qserve.pooling_text import input_tokens
+from qserve.params.beam_search_params import BeamSearchParams
+from qserve.params.generation_defaults import load_defaults
+from qserve.params.sampling_params import SamplingParams
+from qserve.pooling import scoring
+from qserve.pooling.config import PoolingConfig
+from qserve.pooling.params import LABELS, PoolingParams
+from qserve.pooling.text import input_tokens
 from qserve.profile.profiler_config import ProfilerConfig
-from qserve.sampling_params import SamplingParams
-from qserve.text import Tokenizer
+from qserve.text.tokenizer import Tokenizer
 
-Messages = list[dict[str, Any]]
+# Messages as OpenAI has them: {"role": "user", "content": "Hi"}
+Conversation = Sequence[Mapping[str, Any]]
 
 
-class LLM:
+class LLM(LLMControl, EngineOwner):
     """A model for offline use: `LLM("./model").generate("Hello")`."""
 
-    def __init__(self, model: str, **settings: Any) -> None:
-        """`settings` are EngineConfig's fields. Raises InputError."""
-        self.llm_engine = LLMEngine(engine_config("LLM", model, settings))
+    def _start_on(self, config: EngineConfig) -> None:
+        self.llm_engine = LLMEngine(config)
         self._num_requests = 0
 
     @property
     def engine(self) -> Engine:
-        """What is below the texts."""
+        """The engine under `llm_engine`: token ids in, events out."""
         return self.llm_engine.engine
 
     def close(self) -> None:
-        """End the other ranks of a model that is shared out. Nothing can be asked after it."""
+        """Stop the processes that this object has started: other ranks, grammar checks."""
         self.engine.close()
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, loaded when first needed: prompts of token ids need none."""
+        """Return the model's tokenizer. It is loaded here: prompts of token ids need none."""
         return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` uses where it is given nothing; generation_config.json counts."""
+        """Return the parameters that `generate` uses by default, with generation_config.json's."""
         return SamplingParams(**load_defaults(self.engine.config.model))
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: PromptType,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]: ...
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: PromptType | Sequence[PromptType],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        detokenize: bool = True,
-        priority: Sequence[int] | None = None,
+        *,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Continue each prompt, a text, a list of token ids, or a dict with one of them.
+        """Continue each prompt: a text, token ids, or a TextPrompt or TokensPrompt.
 
-        Outputs come in the prompts' order. `detokenize` False leaves texts empty and needs no
-        tokenizer. `priority`: one for each prompt; with the policy "priority" the lower go first.
-        `lora_request`: the adapter to run with, or one for each prompt. Raises InputError.
+        Outputs come in the prompts' order. `sampling_params` and `lora_request`: one for all
+        prompts, or one for each. `priority`: one for each prompt; with the scheduling policy
+        "priority", lower ones go first. Raises InputError.
         """
+        self._check_awake()
         batch = as_batch(prompts)
         if isinstance(sampling_params, Sequence):
             params = list(sampling_params)
@@ -95,14 +127,7 @@ class LLM:
         each_of = zip(names, batch, params, priorities, loras, strict=True)
         try:
             for name, prompt, each, order, lora in each_of:
-                self.llm_engine.add_request(
-                    name,
-                    prompt,
-                    each,
-                    lora_request=lora,
-                    priority=order,
-                    detokenize=detokenize,
-                )
+                self.llm_engine.add_request(name, prompt, each, lora_request=lora, priority=order)
             found = self._run(len(batch), use_tqdm)
         except BaseException:
             self.llm_engine.abort_request(names)
@@ -111,18 +136,21 @@ class LLM:
 
     def chat(
         self,
-        messages: Messages | Sequence[Messages],
+        messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
+        *,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, rendered by the model's chat template.
 
-        `chat_template_kwargs`: what the template reads beside them, such as enable_thinking.
-        `continue_final_message`: the answer goes on with the last message's text.
+        `continue_final_message`: the answer continues the last message's text.
+        `chat_template_kwargs`: further variables of the template, such as enable_thinking. Content
+        may be a list of parts, of which {"type": "image", "image": a PIL image} is an image, and so
+        is OpenAI's part of type image_url with a data: URL. Raises InputError.
         """
         settings = {
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
@@ -131,7 +159,15 @@ class LLM:
         }
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         tokenizer = self.get_tokenizer()
-        prompts = [tokenizer.encode_chat(each, **settings) for each in conversations]
+        split = [split_images(each) for each in conversations]
+        conversations = [messages for messages, _ in split]
+        prompts: list[PromptType] = [
+            {
+                "prompt_token_ids": tokenizer.encode_chat(each, **settings),
+                "multi_modal_data": {"image": images},
+            }
+            for each, images in split
+        ]
         outputs = self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
         return [
             replace(output, prompt=tokenizer.render_chat(each, **settings))
@@ -140,42 +176,46 @@ class LLM:
 
     def beam_search(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: PromptType | Sequence[PromptType],
         params: BeamSearchParams,
         use_tqdm: bool = False,
+        *,
         detokenize: bool = True,
     ) -> list[BeamSearchOutput]:
-        """The best continuations of each prompt, found by a beam search. Raises InputError.
+        """Return the best continuations of each prompt, found by a beam search.
 
-        `detokenize` False leaves texts out and needs no tokenizer for prompts of token ids.
+        With `detokenize` False, sequences have no text, and prompts of token ids need no tokenizer.
+        Raises InputError.
         """
+        self._check_awake()
         batch = as_batch(prompts)
         names = [str(self._num_requests + i) for i in range(len(batch))]
         self._num_requests += len(batch)
         return llm_beams.run(self.llm_engine, batch, params, names, use_tqdm, detokenize)
 
     def reset_prefix_cache(self) -> None:
-        """Forget the KV pages of earlier prompts: those that come find none."""
+        """Empty the prefix cache."""
         self.engine.reset_prefix_cache()
 
     def start_profile(self, folder: str = "profile", with_stack: bool = False) -> None:
-        """Record steps until `stop_profile`, which writes a trace and its table into a folder."""
+        """Profile steps until `stop_profile`, which writes a trace and a table to `folder`."""
         self.engine.profiler.start(ProfilerConfig(folder=folder, with_stack=with_stack))
 
     def stop_profile(self) -> None:
+        """Write the profile that `start_profile` began."""
         self.engine.profiler.stop()
 
     def embed(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: PromptType | Sequence[PromptType],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool = True,
         prompt_name: str | None = None,
-    ) -> list[PoolingRequestOutput]:
-        """A vector of each prompt, made as the model's folder says where the parameters do not.
+    ) -> list[EmbeddingRequestOutput]:
+        """Embed each prompt, by default as the model's folder says.
 
-        `prompt_name`: of the folder's texts, such as "query", the one that goes before each text
-        of `prompts`; unless given, the folder's default. Raises InputError.
+        `prompt_name`: the folder's text, such as "query", to put before each text of `prompts`;
+        default: the folder's default. Raises InputError.
         """
         batch = self._input_tokens(as_batch(prompts), prompt_name)
         found = self._pool(batch, pooling_params, use_tqdm)
@@ -186,24 +226,24 @@ class LLM:
 
     def encode(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: PromptType | Sequence[PromptType],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool = True,
-        pooling_task: str = "token_embed",
-    ) -> list[PoolingRequestOutput]:
-        """Hidden states after the last norm, as tensors: of each token, or of one vector.
+        pooling_task: PoolingTask = "token_embed",
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return hidden states after the last norm, as tensors: one per token or one per prompt.
 
-        `pooling_task`: "token_embed", "embed" or "classify", where the parameters say no kind.
-        For token ids use `get_tokenizer().encode`. Raises InputError.
+        `pooling_task` counts unless `pooling_params` has a kind. For the token ids of a text use
+        `get_tokenizer().encode`. Raises InputError.
         """
         kind = llm_pooling.kind_of(pooling_task)
         found = self._pool(prompts, pooling_params, use_tqdm, kind)
         return [each.output(PoolingOutput(data=torch.tensor(each.values))) for each in found]
 
     def classify(
-        self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True
-    ) -> list[PoolingRequestOutput]:
-        """The probabilities of a classifier's labels. Raises InputError where it has none."""
+        self, prompts: PromptType | Sequence[PromptType], use_tqdm: bool = True
+    ) -> list[ClassificationRequestOutput]:
+        """Return the probabilities of a classifier's labels. Raises InputError if it has none."""
         found = self._pool(prompts, PoolingParams(kind=LABELS), use_tqdm)
         return [
             each.output(ClassificationOutput(probs=scoring.probabilities(each.values)))
@@ -216,11 +256,11 @@ class LLM:
         text_2: str | Sequence[str],
         use_tqdm: bool = True,
         instruction: str = scoring.INSTRUCTION,
-    ) -> list[PoolingRequestOutput]:
-        """How well texts belong together: one with each of several, or pair by pair.
+    ) -> list[ScoringRequestOutput]:
+        """Score how well texts match: one text with each of several, or pair by pair.
 
-        A reranker's probability of yes, for which it reads `instruction`; else the cosine of the
-        two embeddings. Raises InputError.
+        A reranker gives its probability of yes, under `instruction`; other models give the cosine
+        of the two embeddings. Raises InputError.
         """
         pairs = scoring.pairs(text_1, text_2)
         config, tokenizer = self._pooling_config(), self.get_tokenizer()
@@ -242,18 +282,20 @@ class LLM:
         ]
 
     def logits(self, token_ids: list[int]) -> torch.Tensor:
-        """The model's logits [S, V] after each of S tokens, float32. Needs an idle engine."""
+        """Return float32 logits [S, V] after each of S tokens. Needs an idle engine."""
         return self.engine.logits(token_ids)
 
     def check_health(self) -> None:
-        """Raises EngineDeadError where a step has failed."""
+        """Raise EngineDeadError if a step has failed."""
         self.llm_engine.check_health()
 
     def _pooling_config(self) -> PoolingConfig:
         return PoolingConfig.from_folder(self.engine.config.model)
 
-    def _input_tokens(self, batch: list[Prompt], prompt_name: str | None = None) -> list[Prompt]:
-        """The same, with the tokens of texts."""
+    def _input_tokens(
+        self, batch: list[PromptType], prompt_name: str | None = None
+    ) -> list[PromptType]:
+        """Return the prompts with texts replaced by their tokens."""
         config = self._pooling_config()
         return [
             input_tokens(config, self.get_tokenizer(), each, prompt_name)
@@ -264,11 +306,12 @@ class LLM:
 
     def _pool(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: PromptType | Sequence[PromptType],
         params: PoolingParams | Sequence[PoolingParams] | None,
         use_tqdm: bool,
         kind: str | None = None,
     ) -> list[Vectors]:
+        self._check_awake()
         batch, config = as_batch(prompts), self._pooling_config()
         if not isinstance(params, Sequence):
             params = [params or PoolingParams()] * len(batch)
@@ -281,7 +324,7 @@ class LLM:
         return llm_pooling.run(self.llm_engine, batch, complete, names, use_tqdm)
 
     def _run(self, num_requests: int, use_tqdm: bool) -> dict[str, RequestOutput]:
-        """Step until every request is done. Raises InputError where one fails."""
+        """Step until every request is done. Raises InputError if one fails."""
         done: dict[str, RequestOutput] = {}
         num_input = num_output = 0
         with tqdm(

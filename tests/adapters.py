@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from formats.checkpoint import CheckpointReader
 from formats.families import FAMILIES
-from formats.lora import adapted_shapes
+from formats.peft.lora import adapted_shapes
 
 NEUTRAL = {"bias": "none", "use_dora": False, "modules_to_save": None, "inference_mode": True}
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from calibrate.pipeline import quantize_checkpoint
-from formats import gptq
 from formats.checkpoint import CheckpointReader
+from formats.codecs import gptq
 from formats.quant_config import BLOCK, QuantConfig
 from formats.scheme import Scheme
 
@@ -68,6 +68,13 @@ GEMMA = {
     "query_pre_attn_scalar": 24,
     "tie_word_embeddings": True,
 }
+# their own names of the sizes; a width of the feed-forward that is not 4 times the hidden size
+GPT = {
+    **{"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "n_inner": 96},
+    "num_key_value_heads": 4,
+}
+FALCON = {"ffn_hidden_size": 96, "tie_word_embeddings": True}
+NEOX = {"hidden_act": "gelu", "num_key_value_heads": 4}
 # family -> config class and what it adds; windows shorter than the prompts, so that they matter
 TINY_FAMILIES = {
     "llama": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
@@ -221,13 +228,85 @@ TINY_FAMILIES |= {
         },
     ),
     "qwen3_5": ("Qwen3_5TextConfig", DELTA),
+    "opt": (
+        "OPTConfig",
+        {"ffn_dim": 96, "word_embed_proj_dim": 64, "num_key_value_heads": 4, "init_std": 0.2},
+    ),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": 9}),
+    "gemma": ("GemmaConfig", {"head_dim": 16, "tie_word_embeddings": True}),
+    "stablelm": ("StableLmConfig", {"use_qkv_bias": True}),
+    "phi": ("PhiConfig", {"intermediate_size": 128}),
+    "gpt_neox": ("GPTNeoXConfig", {**NEOX, "rotary_pct": 0.5, "initializer_range": 0.3}),
+    "nemotron": ("NemotronConfig", {}),
+    "gpt2": ("GPT2Config", {**GPT, "tie_word_embeddings": True}),
+    "gpt_bigcode": ("GPTBigCodeConfig", {**GPT, "tie_word_embeddings": True}),
+    "gptj": ("GPTJConfig", {**GPT, "rotary_dim": 8}),
+    "falcon": ("FalconConfig", FALCON),
+    "arcee": ("ArceeConfig", {}),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 32, "use_bias": True}),
+    "glm": ("GlmConfig", {"head_dim": 32, "pad_token_id": 0}),
+    "olmoe": (
+        "OlmoeConfig",
+        {"num_experts": 6, "num_experts_per_tok": 2, "pad_token_id": 0},
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        {
+            **{"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32},
+            **{"moe_layer_start_index": 1, "tie_word_embeddings": True},
+        },
+    ),
+    "hunyuan": (
+        "HunYuanDenseV1Config",
+        {
+            "head_dim": 32,
+            "rope_parameters": {
+                **{"rope_type": "dynamic", "rope_theta": 10000.0},
+                **{"alpha": 50.0, "factor": 1.0},
+            },
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {"head_dim": 32, "rotary_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2},
+    ),
+    "dots1": (
+        "Dots1Config",
+        {
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.8,
+        },
+    ),
+    "cohere": ("CohereConfig", {"logit_scale": 0.5, "tie_word_embeddings": True}),
+    "cohere2": (
+        "Cohere2Config",
+        {
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
 }
+# rows of what other families have, too: a few tests run them
+ROWS = ("gpt_bigcode", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "hunyuan", "olmoe", "dots1")
 STATES = ("qwen3_next", "qwen3_5")  # families whose layers have states: ranks are refused
 
 
 def pytest_addoption(parser):
     parser.addoption(
         "--exhaustive", action="store_true", help="also what is marked exhaustive: all parameters"
+    )
+    parser.addoption(
+        "--all-cards",
+        action="store_true",
+        help="compile every case for every card (tests/qkernels/compile); takes 20 minutes",
     )
     group = parser.getgroup("fuzz", "tests/qkernels/fuzz/test_kernels.py")
     group.addoption("--fuzz-seconds", type=float, default=4, help="how long it draws problems")
@@ -287,8 +366,9 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name or "sinks" in name:
             # Some families' norms multiply by 1 + weight.
-            adds_one = config_class.startswith(("Gemma", "Qwen3Next", "Qwen3_5"))
-            is_one = "norm" in name and (not adds_one or "linear_attn" in name)
+            adds_one = config_class.startswith(("Gemma", "Qwen3Next", "Qwen3_5", "Nemotron"))
+            is_norm = "norm" in name and "bias" not in name
+            is_one = is_norm and (not adds_one or "linear_attn" in name)
             torch.nn.init.normal_(parameter, float(is_one), 0.2)
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):
@@ -299,6 +379,40 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
             model.get_input_embeddings().weight.div_(16)
     model.save_pretrained(folder)
     return folder
+
+
+# names in files that transformers changes as it loads them
+STORED_NAMES = {"embed_out.": "lm_head.", ".mlp.moe_statics.": ".mlp.gate.moe_statics."}
+
+
+def module_name(name: str) -> str:
+    """Name in transformers' modules of a tensor of a file."""
+    for stored, own in STORED_NAMES.items():
+        name = name.replace(stored, own)
+    return name
+
+
+EXPERT = re.compile(r"(.*)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+
+
+def with_stacked_experts(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts as transformers' modules have them: a tensor for all of a layer, by one name."""
+    found: dict[str, dict[tuple[int, str], torch.Tensor]] = {}
+    rest = {}
+    for name, tensor in state.items():
+        match = EXPERT.fullmatch(name)
+        if match is None:
+            rest[name.replace(".block_sparse_moe.", ".mlp.")] = tensor
+        else:
+            found.setdefault(match[1], {})[int(match[2]), match[3]] = tensor
+    for layer, each in found.items():
+        is_short = (0, "w1") in each
+        gate, up, down = ("w1", "w3", "w2") if is_short else ("gate_proj", "up_proj", "down_proj")
+        numbers = range(len(each) // 3)
+        both = [torch.cat([each[number, gate], each[number, up]]) for number in numbers]
+        rest[f"{layer}.mlp.experts.gate_up_proj"] = torch.stack(both)
+        rest[f"{layer}.mlp.experts.down_proj"] = torch.stack([each[n, down] for n in numbers])
+    return rest
 
 
 @pytest.fixture(scope="session")
@@ -321,8 +435,12 @@ def transformers_model():
                 spec = QuantConfig.from_dict(block).scheme.weight
                 state[f"{module}.weight"] = gptq.decode(tensors, spec).dequantize()
             elif leaf not in gptq.TENSOR_NAMES:
-                state[name] = reader.get(name)
-        missing, unexpected = model.load_state_dict(state, strict=False)
+                state[module_name(name)] = reader.get(name)
+        if reader.config["model_type"] == "gpt2":  # Conv1D's weights are [inputs, outputs]
+            for name in state:
+                if re.fullmatch(r".*\.h\.\d+\.(attn|mlp)\.c_\w+\.weight", name):
+                    state[name] = state[name].T
+        missing, unexpected = model.load_state_dict(with_stacked_experts(state), strict=False)
         assert not unexpected and set(missing) <= {"lm_head.weight"}
         model.tie_weights()
         return model.eval()

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,21 @@ MAY_IMPORT_INSIDE = {
     "qserve.model": {"qserve.model"},
     "qserve.engine": {"qserve.model", "qserve.engine"},
 }
+# folder or module of qserve.server -> those of qserve.server that it may import besides itself
+SERVER_FLOORS = {
+    "http": set(),
+    "adapters": {"http"},
+    "requests": {"http"},
+    "prepare": {"http", "requests"},
+    "observability": {"http", "requests"},
+    "store": {"http"},
+    "service": {"adapters", "http", "observability", "prepare", "requests", "store"},
+    "openai": {"http", "observability", "requests", "service", "store"},
+    "anthropic": {"http", "openai", "requests", "service"},
+    "admin": {"adapters", "http", "requests", "service"},
+    "page": {"admin", "anthropic", "http", "openai", "requests", "service"},
+}
+MOST_FILES = 20  # in a folder
 # floor of qkernels -> the modules and folders of qkernels that it may import besides itself
 QKERNELS_FLOORS = {
     "gpu": {"errors"},
@@ -34,16 +50,15 @@ QKERNELS_FLOORS = {
 OPERATIONS = {
     "wna16": {"linear.plan", "linear.prepared", "lora.sm90_term", "lora.term"},
     "w8a8": {"linear.plan", "linear.prepared", "linear.reference"},
-    "attention": {"rowwise.ops", "rowwise.reference"},
-    "rowwise": {"linear.plan"},
+    "attention": {"rowwise.ops", "rowwise.reference", "rowwise.spec"},
+    "rowwise": set(),
     "moe": {
-        *("linear.ops", "linear.prepared", "rowwise.ops"),
+        *("linear.ops", "linear.prepared", "linear.rows", "rowwise.ops"),
         *("wna16.layout", "wna16.prepack", "wna16.sm90_k_step", "wna16.triton_gemm"),
     },
-    "linear": {"lora.term", "rowwise.ops", "rowwise.reference"},
+    "linear": {"lora.term", "rowwise.ops", "rowwise.reference", "w8a8.rows", "wna16.rows"},
     "collective": {
-        *("linear.plan", "rowwise.branch", "rowwise.branch_triton"),
-        *("rowwise.into_form", "rowwise.reference"),
+        *("rowwise.arithmetic_triton", "rowwise.ops", "rowwise.reference", "rowwise.spec"),
     },
     "sampling": set(),
     "lora": set(),
@@ -53,19 +68,20 @@ OPERATIONS = {
 # what may not be in sys.modules after an import, and in no line of the package
 MUST_NOT_LOAD = {
     "formats": {"triton", "transformers", "starlette"},
+    "formats.hub.fetch": {"torch", "transformers", "huggingface_hub", "httpx", "httpx2"},
     "formats.families": {"torch", "triton", "transformers"},
-    "formats.rope_types": {"torch", "triton", "transformers"},
+    "formats.architecture.rope_types": {"torch", "triton", "transformers"},
     "formats.checkpoint": {"triton", "transformers", "starlette"},
     "qkernels": {"triton", "transformers", "starlette"},
     "qkernels.quant_linear": {"triton", "transformers", "starlette", "qserve"},
-    "calibrate.pipeline": {"qkernels", "qserve", "starlette"},
+    "calibrate.pipeline": {"qkernels", "qserve", "starlette", "huggingface_hub"},
     "qserve": {"torch", "transformers", "starlette"},
-    "qserve.cli": {"torch", "transformers", "starlette"},
+    "qserve.cli": {"torch", "transformers", "starlette", "huggingface_hub"},
     "qserve.llm": {"starlette", "uvicorn", "pydantic.main", "prometheus_client", "calibrate"},
     "qserve.engine.engine": {"starlette", "transformers"},  # which takes seconds (filled_config.py)
     # neither side of the pipe to the engine needs torch before the engine does
-    "qserve.engine.client": {"torch", "starlette"},
-    "qserve.engine.process": {"torch", "starlette", "uvicorn", "prometheus_client"},
+    "qserve.engine.ipc.client": {"torch", "starlette"},
+    "qserve.engine.ipc.process": {"torch", "starlette", "uvicorn", "prometheus_client"},
 }
 
 
@@ -93,7 +109,10 @@ def test_packages_import_one_way(package):
 
 @pytest.mark.parametrize("package", sorted(OURS))
 def test_modules_import_each_other_in_no_circle(package):
-    """Imports for types alone count, too; those inside functions, which wait, do not."""
+    """Imports for types alone count, too; those inside functions, which wait, do not.
+
+    Except for a package's own table of names, which type checkers read (tests/test_typing.py).
+    """
     graph = {}
     for path in (ROOT / package).rglob("*.py"):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -102,6 +121,7 @@ def test_modules_import_each_other_in_no_circle(package):
             found
             for node in tree.body
             for part in ([node] if not isinstance(node, ast.If) else node.body)
+            if name != package or node is part
             if isinstance(part, ast.ImportFrom) and f"{part.module}.".startswith(f"{package}.")
             for found in (part.module, *(f"{part.module}.{alias.name}" for alias in part.names))
         }
@@ -117,6 +137,88 @@ def test_engine_and_model_do_not_look_up(package):
             parent = ".".join(name.split(".")[:2])
             if parent in ("qserve.server", "qserve.engine", "qserve.model", "qserve.llm"):
                 assert parent in MAY_IMPORT_INSIDE[package], f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("floor", SERVER_FLOORS)
+def test_server_imports_go_down(floor):
+    allowed = SERVER_FLOORS[floor] | {floor}
+    place = ROOT / "qserve" / "server" / floor
+    for path in place.rglob("*.py") if place.is_dir() else [place.with_suffix(".py")]:
+        for name in imports_of(path):
+            if f"{name}.".startswith("qserve.server."):
+                assert name.split(".")[2:3] and name.split(".")[2] in allowed, (
+                    f"{path} imports {name}"
+                )
+
+
+def test_server_folders_have_a_rule():
+    server = ROOT / "qserve" / "server"
+    folders = {path.parent.name for path in server.glob("*/__init__.py")}
+    assert folders | {path.stem for path in server.glob("*.py")} == {
+        *SERVER_FLOORS,
+        *("__init__", "app"),
+    }
+
+
+@pytest.mark.parametrize("package", sorted(OURS))
+def test_folders_have_few_files(package):
+    """All files count, documents and `__init__.py` too: a folder is a topic that has a name."""
+    count = Counter(
+        path.parent.relative_to(ROOT)
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    )
+    assert {folder: n for folder, n in count.items() if n > MOST_FILES} == {}
+
+
+@pytest.mark.parametrize("part", ["speculation", "lora", "kv_transfer", "profile"])
+def test_engine_and_its_extensions_import_one_way(part):
+    """Also inside functions. One side has protocols for what it needs of the other."""
+
+    def imports(user, used):
+        return [
+            f"{path} imports {name}"
+            for path in (ROOT / "qserve" / user).rglob("*.py")
+            for name in imports_of(path)
+            if f"{name}.".startswith(f"qserve.{used}.")
+        ]
+
+    up, down = imports("engine", part), imports(part, "engine")
+    assert not (up and down), f"{up} and {down}"
+    assert up or down, f"{part} is no extension of the engine"
+
+
+MIXERS = ROOT / "qserve" / "model" / "blocks"
+
+
+def classes_with(method, *folders):
+    """Names of the classes of these folders that define a method."""
+    for folder in folders:
+        for path in folder.rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    defined = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+                    if method in defined:
+                        yield node.name
+
+
+def test_caches_are_known_by_their_specs_alone():
+    """Outside of the mixers nothing asks for the kind of one, or computes the size of a cache."""
+    mixers = set(classes_with("cache_spec", MIXERS)) - {"Mixer"}
+    caches = set(classes_with("page_tensors", ROOT / "qkernels"))
+    assert mixers == {"Attention", "DeltaNet"} and caches == {"PagedKv", "StateSlots"}
+    for path in (ROOT / "qserve").rglob("*.py"):
+        if path.is_relative_to(MIXERS):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            place = f"{path}:{getattr(node, 'lineno', 0)}"
+            named = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                asks = node.func.id in ("isinstance", "issubclass")
+                assert not (asks and named & (mixers | caches)), place
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+                named |= {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
+                assert not {"num_kv_heads", "head_dim"} <= named, place
 
 
 def qkernels_imports(path):
@@ -144,6 +246,12 @@ def test_floors_of_qkernels_know_no_operation(floor):
     for path in (ROOT / "qkernels" / floor).rglob("*.py"):
         for name in qkernels_imports(path):
             assert name.partition(".")[0] in allowed, f"{path} imports qkernels.{name}"
+
+
+@pytest.mark.parametrize("module", ["dispatch", "problem", "choice"])
+def test_the_choice_of_kernels_knows_no_operation(module):
+    imported = set(qkernels_imports(ROOT / "qkernels" / f"{module}.py"))
+    assert imported <= {"choice", "errors", "problem"}
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -1,4 +1,4 @@
-"""What the Markdown pages point at is there: files, headings, names in CONTRIBUTING.md."""
+"""What the Markdown pages point at is there: files, headings, names in the developer's manual."""
 
 import functools
 import re
@@ -11,6 +11,7 @@ FOLDERS = ("formats", "qkernels", "calibrate", "qserve", "examples", "tests")
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
 )
+DEVELOPER = ROOT / "qserve" / "docs" / "developer.md"
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -44,9 +45,9 @@ def test_links_lead_somewhere(page):
 
 def test_files_that_recipes_name():
     """A path from the root or from a package, or the end of one."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
+    text = DEVELOPER.read_text()
     named = {each for each in CODE.findall(text) if re.fullmatch(r"[\w./]+\.(py|md|sh|txt)", each)}
-    assert len(named) > 100
+    assert named
     paths = [str(file.relative_to(ROOT)) for file in [*PAGES, ROOT / "tests/constraints.txt"]]
     paths += [*sources(), "tests/run.sh"]
     missing = {each for each in named if not any(f"/{path}".endswith(f"/{each}") for path in paths)}
@@ -55,9 +56,9 @@ def test_files_that_recipes_name():
 
 def test_tables_that_recipes_name():
     """Upper-case names and classes stand in the code as they are written."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
+    text = DEVELOPER.read_text()
     named = set(CODE.findall(text))
     named = {each for each in named if re.fullmatch(r"[A-Z][A-Z_]{2,}|([A-Z][a-z]+){2,}", each)}
-    assert len(named) > 30
+    assert named
     code = "\n".join(sources().values())
     assert not {each for each in named if not re.search(rf"\b{each}\b", code)}

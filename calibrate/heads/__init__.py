@@ -1,1 +1,1 @@
-"""Draft heads in plain torch: trained, and calibrated to be quantized. Knows no engine."""
+"""Draft heads in plain torch, for training and for calibration before quantization."""

@@ -1,10 +1,9 @@
-"""The EAGLE-3 head as a torch module, for training and calibration (arXiv 2503.01840).
+"""EAGLE-3 head as a torch module, for training and calibration (arXiv 2503.01840).
 
 Row i of a window takes token i + 1 and the target's states of position i, and predicts token i + 2.
-Training follows the paper's training-time test: step j takes the state that step j - 1 made in the
-same row, and the next token.
-Legend: B windows, S tokens of a window, C hidden size, F what `fc` reads, H heads, D head dim,
-J steps before, V target vocabulary, U draft vocabulary.
+Training follows the paper's training-time test: step j takes the state that step j - 1 produced in
+the same row, and the next token. Legend: B windows, S tokens of a window, C hidden size, F inputs
+of `fc`, H heads, D head dim, J earlier steps, V target vocabulary, U draft vocabulary.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,7 +31,7 @@ class RmsNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention over the first step's rows, and in a row over its own later steps."""
+    """Causal attention over the rows of the first step, and within a row over its later steps."""
 
     def __init__(self, config: EagleConfig, ins: int, biases: frozenset[str]) -> None:
         super().__init__()
@@ -44,8 +43,8 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(ins, kv, bias="v_proj" in biases)
         self.o_proj = nn.Linear(q, config.hidden_size, bias="o_proj" in biases)
         if "q_norm" in biases:
-            self.q_norm = RmsNorm(self.head_dim, config.rms_norm_eps)
-            self.k_norm = RmsNorm(self.head_dim, config.rms_norm_eps)
+            self.q_norm = RmsNorm(self.head_dim, config.norm_eps)
+            self.k_norm = RmsNorm(self.head_dim, config.norm_eps)
 
     def forward(
         self,
@@ -53,7 +52,10 @@ class Attention(nn.Module):
         cos_sin: tuple[torch.Tensor, torch.Tensor],
         past: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> torch.Tensor:
-        """x [B, S, inputs]. `past`: keys and values [B, H, S, D] of steps; gets this one's."""
+        """x [B, S, inputs].
+
+        `past`: keys and values [B, H, S, D] of earlier steps; this step's are appended.
+        """
         B, S, _ = x.shape
         q, k, v = (
             proj(x).view(B, S, -1, self.head_dim).transpose(1, 2)
@@ -75,7 +77,7 @@ class Attention(nn.Module):
 def _with_own_steps(
     q_BHSD: torch.Tensor, past: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> torch.Tensor:
-    """Row i sees rows up to i of the first step, and row i of each later one."""
+    """Attention where row i sees rows up to i of the first step, and row i of each later one."""
     (first_k, first_v), *later = past
     S, scale = q_BHSD.shape[2], q_BHSD.shape[3] ** -0.5
     scores_BHSS = q_BHSD @ first_k.transpose(2, 3) * scale
@@ -90,7 +92,7 @@ def _with_own_steps(
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [B, H, S, D] turned; channel i is the pair of i + D / 2. cos, sin [1, S, D]."""
+    """Rotate x [B, H, S, D]; channel i pairs with i + D / 2. cos, sin [1, S, D]."""
     low, high = x.chunk(2, -1)
     turned = torch.cat([-high, low], -1)
     return (x * cos[:, None] + turned * sin[:, None]).to(x.dtype)
@@ -111,11 +113,11 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """The first layer reads the embedding beside the state; others are Llama's."""
+    """Decoder layer. The first one reads the embedding and the state; others are Llama's."""
 
     def __init__(self, config: EagleConfig, number: int, biases: frozenset[str]) -> None:
         super().__init__()
-        C, eps = config.hidden_size, config.rms_norm_eps
+        C, eps = config.hidden_size, config.norm_eps
         self.is_first, self.norm_before_residual = number == 0, config.norm_before_residual
         self.self_attn = Attention(config, 2 * C if self.is_first else C, biases)
         self.mlp = Mlp(config, biases)
@@ -147,11 +149,14 @@ class Eagle3Module(nn.Module):
     def __init__(
         self, config: EagleConfig, embedding_VC: torch.Tensor, present: frozenset[str] = frozenset()
     ) -> None:
-        """`embedding_VC`: of the target, or the head's own. `present`: biases and norms over heads
-        that the first layer has, by the last part of their module's name."""
+        """`embedding_VC`: of the target, or the head's own.
+
+        `present`: biases and per-head norms of the first layer, by the last part of their module's
+        name.
+        """
         super().__init__()
         self.config = config
-        C, eps = config.hidden_size, config.rms_norm_eps
+        C, eps = config.hidden_size, config.norm_eps
         self.fc = nn.Linear(names.fc_inputs(config), C, bias="fc" in present)
         if config.norm_before_fc:
             self.input_norm = RmsNorm(names.fc_inputs(config), eps)
@@ -164,12 +169,14 @@ class Eagle3Module(nn.Module):
         )
         self.norm = RmsNorm(C, eps)
         self.lm_head = nn.Linear(C, config.draft_vocab_size, bias=False)
-        # plain attributes: neither trained nor saved
+        # Plain attributes: neither trained nor saved.
         self.embedding = [embedding_VC]
         self._rotary = [_rotary(config)]
 
     def fused(self, taps_BSF: torch.Tensor) -> torch.Tensor:
-        """The target's states [B, S, F], side by side, as the head's first state [B, S, C]."""
+        """Project the target's concatenated states [B, S, F] to the head's first
+        state [B, S, C].
+        """
         if self.config.norm_before_fc:
             taps_BSF = self.input_norm(taps_BSF)
         if self.config.fc_norm:
@@ -218,7 +225,7 @@ def _rotary(config: EagleConfig) -> nn.Module:
 def start_from_target(
     head: Eagle3Module, tensors: Mapping[str, torch.Tensor], draft_ids_U: torch.Tensor | None
 ) -> None:
-    """Begin with the target's output matrix and last norm, and a layer that adds little.
+    """Initialize with the target's output matrix and last norm, and a layer with a small output.
 
     `tensors`: the target's lm_head [V, C] and norm [C]. `draft_ids_U` None: all tokens.
     """
@@ -241,10 +248,10 @@ def step_losses(
     num_steps: int,
     draft_ids_U: torch.Tensor | None = None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(loss, share of rows whose likeliest token is the target's) of each step.
+    """(loss, fraction of rows whose most likely token equals the target's) of each step.
 
-    The loss is the cross entropy with the target's distribution over the draft vocabulary; rows
-    whose likeliest token is outside of it do not count, but as wrong.
+    The loss is the cross entropy with the target's distribution over the draft vocabulary. Rows
+    whose most likely token is outside of it have no loss, but count as wrong.
     """
     best_BS = target_BSV.argmax(-1)
     inside_BS = torch.ones_like(best_BS, dtype=torch.bool)

@@ -1,7 +1,7 @@
-"""The training loop of draft heads: Muon and AdamW, a warm-up, a cosine, within a time.
+"""Training loop of draft heads: Muon and AdamW, warm-up and cosine schedule, a time limit.
 
-Knows no head. Matrices are trained by Muon (Jordan et al. 2024), which needs far fewer tokens for
-them than AdamW; norms, biases and output matrices, which begin as the target's, by AdamW.
+Matrices are trained by Muon (Jordan et al. 2024), which needs far fewer tokens for them than AdamW.
+AdamW trains norms, biases, and output matrices, which start from the target's.
 """
 
 import contextlib
@@ -18,17 +18,17 @@ from calibrate.heads.target import batches
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitSettings:
-    """How long and how fast."""
+    """Duration and learning rates."""
 
     epochs: int = 1
-    batch: int = 32  # windows of a step
-    rate: float = 3e-3  # the highest, of Muon; falls to a twentieth
-    output_rate: float = 3e-4  # the highest, of AdamW for output matrices
-    warm_up: float = 0.03  # the share of training in which the rate rises
-    decay: float = 0.8  # the loss of step j counts decay^j
+    batch: int = 32  # windows per step
+    rate: float = 3e-3  # peak rate of Muon; decays to a twentieth
+    output_rate: float = 3e-4  # peak rate of AdamW for output matrices
+    warm_up: float = 0.03  # fraction of training in which the rate rises
+    decay: float = 0.8  # weight of step j's loss is decay^j
     clip: float = 0.5
-    seconds: float = math.inf  # the rate falls so that training ends then
-    watch: int = 100  # batches between two looks at the windows held out
+    seconds: float = math.inf  # time limit, at which the rate has decayed
+    watch: int = 100  # batches between evaluations on the held-out windows
     seed: int = 0
 
 
@@ -46,10 +46,10 @@ def fit(
     held_WS: torch.Tensor | None = None,
     progress: bool = True,
 ) -> int:
-    """Train a module in place on windows. Returns how many batches it has seen.
+    """Train a module in place on windows. Returns the number of batches.
 
-    `outputs`: matrices that begin as the target's. Of `held_WS` the accuracy is printed as
-    training goes on: where it falls while that of the batches rises, there is too little data.
+    `outputs`: matrices that start from the target's. The accuracy on `held_WS` is printed during
+    training: if it falls while the accuracy of the batches rises, there is too little data.
     """
     optimizers = _optimizers(module, outputs, settings)
     parameters = [each for each in module.parameters() if each.requires_grad]
@@ -89,7 +89,7 @@ def _text(accuracy: list[float]) -> str:
 def _optimizers(
     module: torch.nn.Module, outputs: tuple[torch.nn.Parameter, ...], settings: FitSettings
 ) -> list[torch.optim.Optimizer]:
-    """Muon for matrices, AdamW for the rest, each with its highest rate in "highest"."""
+    """Muon for matrices, AdamW for the rest, each with its peak rate in "highest"."""
     is_output = {id(each) for each in outputs}
     trained = [each for each in module.parameters() if each.requires_grad]
     matrices = [each for each in trained if each.ndim == 2 and id(each) not in is_output]
@@ -114,7 +114,7 @@ def _optimizers(
 
 
 def _schedule(share: float, warm_up: float) -> float:
-    """The rate as a part of the highest, `share` of the way through."""
+    """Learning rate relative to the peak, at the fraction `share` of training."""
     if share < warm_up:
         return (share + 1e-3) / (warm_up + 1e-3)
     return 0.05 + 0.475 * (1 + math.cos(math.pi * (share - warm_up) / (1 - warm_up)))
@@ -122,7 +122,7 @@ def _schedule(share: float, warm_up: float) -> float:
 
 @torch.no_grad()
 def accuracies(ids_WS: torch.Tensor, losses: Losses, batch: int) -> list[float]:
-    """The mean accuracy of each step over windows."""
+    """Mean accuracy of each step over windows."""
     rows = []
     for ids_BS in ids_WS.split(batch):
         rows.append([float(right) * len(ids_BS) for _, right in losses(ids_BS)])

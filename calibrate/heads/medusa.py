@@ -1,7 +1,7 @@
 """Medusa's heads as a torch module, for training (arXiv 2401.10774).
 
-Head k reads the target's last state of position i, and predicts token i + 2 + k.
-Legend: B windows, S tokens of a window, C hidden size, V vocabulary.
+Head k reads the target's last state of position i and predicts token i + 2 + k. Legend: B windows,
+S tokens of a window, C hidden size, V vocabulary.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 
 class ResidualBlock(nn.Module):
-    """x + silu(W x + b); W begins at 0, so that the head begins as the target's."""
+    """x + silu(W x + b); W starts at 0, so that the head starts as the target's."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -27,14 +27,14 @@ class MedusaModule(nn.Module):
     """All heads; `tensors()` has the names of the published files."""
 
     def __init__(self, head_VC: torch.Tensor, num_heads: int, num_layers: int = 1) -> None:
-        """`head_VC`: the target's output matrix, with which each head begins."""
+        """`head_VC`: the target's output matrix, the initial value of each head."""
         super().__init__()
         V, C = head_VC.shape
         self.heads = nn.ModuleList()
         for _ in range(num_heads):
             last = nn.Linear(C, V, bias=False)
             last.weight.data.copy_(head_VC)
-            # a block of its own at each place: the authors' list multiplication shares one
+            # Separate blocks: the authors' list multiplication would share one.
             blocks = [ResidualBlock(C) for _ in range(num_layers)]
             self.heads.append(nn.Sequential(*blocks, last))
 
@@ -44,7 +44,7 @@ class MedusaModule(nn.Module):
             yield head(states_BSC)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By the names of `medusa_lm_head.safetensors`."""
+        """Tensors by the names of `medusa_lm_head.safetensors`."""
         return {
             name.removeprefix("heads."): tensor for name, tensor in self.heads.state_dict().items()
         }
@@ -53,9 +53,10 @@ class MedusaModule(nn.Module):
 def head_losses(
     heads: MedusaModule, states_BSC: torch.Tensor, target_BSV: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(loss, share of rows whose likeliest token is the target's) of each head.
+    """(loss, fraction of rows whose most likely token equals the target's) of each head.
 
-    The loss is the cross entropy with the target's distribution of the token that the head guesses.
+    The loss is the cross entropy with the target's distribution of the token that the head
+    predicts.
     """
     best_BS = target_BSV.argmax(-1)
     S = best_BS.shape[1]

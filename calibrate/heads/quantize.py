@@ -1,7 +1,7 @@
-"""From a float draft head to a quantized one: every matrix, the output matrix included.
+"""Quantize a float draft head: every matrix, the output matrix included.
 
-What a draft costs is what is read of it, so nothing large stays in float but an embedding. The
-head is run on its target's states, in a chain as when it drafts. Knows the order of the work.
+The time of a draft is the time to read the head, so nothing large stays in float except an
+embedding. For calibration the head runs on its target's states, in a chain as when it drafts.
 """
 
 import time
@@ -14,34 +14,36 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from calibrate import rtn
-from calibrate.activations import fake_quantize_tokens
-from calibrate.data import DEFAULT_SAMPLES, CalibrationData, read_calibration
+from calibrate.calibration.activations import fake_quantize_tokens
+from calibrate.calibration.statistics import InputStatistics
 from calibrate.heads.rebuild import HeadModule
 from calibrate.heads.target import Target
 from calibrate.layer_map import find_layer_map
 from calibrate.recipe import Recipe, find_recipe, integer_activations
-from calibrate.report import REPORT, LinearReport, public_name, tool_versions
-from calibrate.solving import SolverError, check_solved
-from calibrate.statistics import InputStatistics
+from calibrate.results.report import REPORT, LinearReport, public_name, tool_versions
+from calibrate.solvers import rtn
+from calibrate.solvers.solving import SolverError, check_solved
+from calibrate.texts.data import DEFAULT_SAMPLES, CalibrationData, read_calibration
 from formats.checkpoint import CheckpointWriter, read_json
 from formats.errors import CheckpointError, InputError
 from formats.heads.config import EAGLE3
 from formats.heads.folder import HeadFolder
+from formats.hub.fetch import local_path
+from formats.hub.selection import DRAFTER
+from formats.in_memory.weights import Weight, same_weight, with_activation
 from formats.layouts import decode_linear
 from formats.plan import Plan, make_plan
 from formats.quant_config import BLOCK
 from formats.scheme import Scheme
 from formats.table import size_text, text_table
-from formats.weights import Weight, same_weight, with_activation
 
 DEFAULT_LENGTH = 512
-JUDGED = 8  # of the windows one in so many is kept to judge by
+JUDGED = 8  # one window in this many is held out for evaluation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadReport:
-    """What was done to a head."""
+    """Result of quantizing a head."""
 
     source: str
     kind: str
@@ -51,7 +53,7 @@ class HeadReport:
     linears: tuple[LinearReport, ...]
     bytes_before: int
     bytes_after: int
-    # shares of positions where each step's likeliest token is the target's; None without data
+    # fraction of positions where a step's most likely token equals the target's; None without data
     accuracy_before: tuple[float, ...] | None
     accuracy_after: tuple[float, ...] | None
     left_in_float: dict[str, str]
@@ -80,7 +82,7 @@ class HeadReport:
         if self.accuracy_after is not None:
             steps = zip(self.accuracy_before, self.accuracy_after, strict=True)
             lines.append(
-                "likeliest token is the target's: "
+                "most likely token equals the target's:"
                 + ", ".join(f"{before:.3f} -> {after:.3f}" for before, after in steps)
             )
         lines.append(f"{size_text(self.bytes_before)} -> {size_text(self.bytes_after)}")
@@ -102,18 +104,21 @@ def quantize_head(
     samples: int = DEFAULT_SAMPLES,
     sequence_length: int = DEFAULT_LENGTH,
     seed: int = 0,
+    bos: bool = True,
     device: str = "cpu",
     progress: bool = True,
     quantizer: str = "qserve-kit",
 ) -> HeadReport:
-    """Quantize a head's folder `source` and write the new folder `output`.
+    """Quantize a head `source` and write the new folder `output`.
 
-    `target`: the model that it drafts for, which recipes with data need. `recipe` None: "gptq" at 4
-    bits and fewer where there is a target, else "rtn". Recipes that rewrite layers by transforms
-    are refused: a head has few norms, and factors would move into the target's states.
-    Raises InputError before anything is written.
+    `source` and `target`, the model it drafts for, are folders or hub names;
+    recipes with data need the target. `recipe` None: "gptq" at 4 bits and fewer if there is a
+    target, else "rtn". Recipes with transforms are rejected: a head has few norms, and factors
+    would move into the target's states. Raises InputError before anything is written.
     """
     started = time.perf_counter()
+    source = local_path(source, DRAFTER)
+    target = target and local_path(target)
     folder = HeadFolder(source)
     if folder.quant is not None:
         raise InputError(str(source), f"config.json has a {BLOCK}", "start from the float head")
@@ -128,7 +133,7 @@ def quantize_head(
     before = after = None
     if target is not None:
         head = _open(folder, target, device)
-        data_WS = _windows(head.target, calibration, samples, sequence_length, seed)
+        data_WS = _windows(head.target, calibration, samples, sequence_length, seed, bos)
         statistics = _statistics(head, data_WS[_kept(len(data_WS), False)], progress)
         before = _accuracies(head, data_WS)
     packed, reports = _solved(folder, plan, recipe, statistics, device, progress)
@@ -170,20 +175,22 @@ def quantize_head(
 
 
 def _recipe(recipe: str | Recipe | None, scheme: Scheme, target: str | Path | None) -> Recipe:
-    """The recipe, checked. Raises InputError."""
+    """Find and check the recipe. Raises InputError."""
     if recipe is None:
         is_small = scheme.weight.type == "int" and scheme.weight.bits <= 4
         recipe = "gptq" if is_small and target is not None else "rtn"
     found = find_recipe(recipe)
     if found.transforms or found.corrects or found.tuning:
         raise InputError(
-            f"recipe {found.name!r}", "rewrites layers, which a head is not", "use gptq or rtn"
+            f"recipe {found.name!r}",
+            "rewrites decoder layers, which a head does not have",
+            "use gptq or rtn",
         )
     if found.needs_data and target is None:
         raise InputError(
             f"recipe {found.name!r}",
-            "runs the head on the states of the model that it drafts for",
-            "give --target MODEL, or use --recipe rtn",
+            "runs the head on the states of its target model",
+            "add `target` MODEL, or use `recipe` rtn",
         )
     return found
 
@@ -191,7 +198,7 @@ def _recipe(recipe: str | Recipe | None, scheme: Scheme, target: str | Path | No
 def _check_dynamic(plan: Plan) -> None:
     for name, scheme in plan.quantized.items():
         if scheme.activation is not None and not scheme.activation.dynamic:
-            raise InputError(f"scheme {scheme}", f"{name} would need a static scale", "use w8a8")
+            raise InputError(f"scheme {scheme}", f"{name} requires a static scale", "use w8a8")
 
 
 def _open(folder: HeadFolder, target: str | Path, device: str) -> HeadModule:
@@ -208,6 +215,7 @@ def _windows(
     samples: int,
     sequence_length: int,
     seed: int,
+    bos: bool,
 ) -> torch.Tensor:
     if isinstance(calibration, CalibrationData):
         return calibration.ids_WS
@@ -217,11 +225,12 @@ def _windows(
         samples=samples,
         sequence_length=min(sequence_length, target.config.max_position_embeddings),
         seed=seed,
+        bos=bos,
     ).ids_WS
 
 
 def _kept(count: int, judged: bool) -> torch.Tensor:
-    """The windows that are judged by, or the others; of a single one, both are it."""
+    """Held-out windows, or the others; a single window is used for both."""
     numbers = torch.arange(count)
     chosen = numbers[(numbers % JUDGED == JUDGED - 1) == judged]
     return chosen if len(chosen) else numbers
@@ -230,7 +239,7 @@ def _kept(count: int, judged: bool) -> torch.Tensor:
 def _statistics(
     head: HeadModule, ids_WS: torch.Tensor, progress: bool
 ) -> dict[str, InputStatistics]:
-    """Of each linear's input, by canonical name."""
+    """Statistics of each linear's input, by canonical name."""
     found: dict[str, InputStatistics] = {}
     hooks = []
     for name in head.folder.linear_shapes():
@@ -268,7 +277,7 @@ def _solved(
     device: str,
     progress: bool,
 ) -> tuple[dict[str, Weight], list[LinearReport]]:
-    """(the weights by the file's names, what is told of each)."""
+    """(weights by the file's names, their reports)."""
     packed: dict[str, Weight] = {}
     reports = []
     canonical = {folder.stored(name): name for name in folder.linear_shapes()}
@@ -303,7 +312,7 @@ def _solved(
 def _put_back(
     head: HeadModule, folder: HeadFolder, stored: str, weight: Weight, scheme: Scheme
 ) -> None:
-    """Let the head compute with what a server will."""
+    """Replace a matrix by its dequantized weight, as a server computes with it."""
     canonical = next(name for name in folder.linear_shapes() if folder.stored(name) == stored)
     linear = head.linear(canonical)
     linear.weight.data.copy_(weight.dequantize())
@@ -316,7 +325,10 @@ def _rounded(rounding: Any, _: Any, args: tuple[torch.Tensor]) -> tuple[torch.Te
 
 
 def _verify(staged: Path, source: HeadFolder, packed: Mapping[str, Weight], plan: Plan) -> int:
-    """Read everything back. Returns its bytes. Raises CheckpointError, naming the tensor."""
+    """Read everything back.
+
+    Returns the size in bytes. Raises CheckpointError, naming the tensor.
+    """
     written = HeadFolder(staged)
     for name, weight in packed.items():
         prefix = f"{name}."
@@ -328,9 +340,11 @@ def _verify(staged: Path, source: HeadFolder, packed: Mapping[str, Weight], plan
         found = decode_linear(name, tensors, written.quant)
         different = same_weight(found, weight.to("cpu"))
         if different is not None:
-            raise CheckpointError(name, f"its {different} differ from what was solved", "try again")
+            raise CheckpointError(
+                name, f"its {different} differ from the solver's result", "try again"
+            )
     for name in source.entries:
         kept = name.removesuffix(".weight") not in packed
         if kept and not torch.equal(written.get(name), source.get(name)):
-            raise CheckpointError(name, "differs from the source, though it is not quantized")
+            raise CheckpointError(name, "differs from the source, although it is not quantized")
     return sum(entry.num_bytes for entry in written.entries.values())

@@ -1,4 +1,4 @@
-"""A head's folder as a module of plain torch, and what it is judged by. Knows no codes.
+"""A head's folder as a plain torch module, and its accuracy on windows.
 
 Legend: B windows, S tokens of a window.
 """
@@ -15,14 +15,14 @@ from formats.heads import tensors as names
 from formats.heads.config import EAGLE3, MEDUSA
 from formats.heads.folder import HeadFolder
 
-NUM_STEPS = 3  # of a chain, whose states calibrate the head beside the target's
+NUM_STEPS = 3  # of a chain; their states calibrate the head along with the target's
 
 
 class HeadModule:
     """A float head and its target, on a device."""
 
     def __init__(self, folder: HeadFolder, target: Target) -> None:
-        """Raises InputError for a kind that has no module here, or another model's head."""
+        """Raises InputError for a kind without a module here, or another model's head."""
         self.folder, self.target = folder, target
         tensors = {
             name: folder.get(folder.stored(name)).to(target.device)
@@ -37,19 +37,19 @@ class HeadModule:
         if make is None:
             raise InputError(
                 str(folder.folder),
-                f"heads of the kind {folder.config.kind} are not calibrated",
-                "use --recipe rtn, which needs no data",
+                f"heads of kind {folder.config.kind} cannot be calibrated",
+                "use `recipe` rtn, which needs no data",
             )
         try:
             self.module = make(tensors)
-        except RuntimeError as error:  # of load_state_dict: a shape that is another model's
+        except RuntimeError as error:  # of load_state_dict: a shape of another model
             raise InputError(str(folder.folder), str(error).splitlines()[-1].strip()) from None
         # A CPU computes in float32; a GPU in the target's 16 bits.
         self.dtype = target.embedding.dtype
         self.module.to(target.device, self.dtype).train(False).requires_grad_(False)
 
     def linear(self, name: str) -> torch.nn.Linear:
-        """The module of a canonical matrix."""
+        """Module of a canonical matrix."""
         inside = f"heads.{name}" if self.folder.config.kind == MEDUSA else name
         return self.module.get_submodule(inside)
 

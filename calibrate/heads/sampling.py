@@ -1,9 +1,8 @@
-"""A target's own continuations, thousands at a time: a plain decode loop over fixed memory.
+"""Sample a target's continuations in large batches: a plain decode loop over preallocated memory.
 
-transformers' generation grows its cache by copying all of it for each token; here keys and values
-have their places from the start. Layers like Llama's alone, without windows.
-Legend: B texts, P tokens of a prompt, L tokens of a text, H heads, J KV heads, D head dim,
-V vocabulary.
+transformers' generation copies its whole cache for each token; here keys and values are allocated
+once. Supports only layers like Llama's, without windows. Legend: B texts, P tokens of a prompt, L
+tokens of a text, H heads, J KV heads, D head dim, V vocabulary.
 """
 
 from typing import Any
@@ -15,11 +14,11 @@ from calibrate.heads.eagle3 import rotated
 
 PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-PREFILL_TOKENS = 2**18  # of a pass over prompts
+PREFILL_TOKENS = 2**18  # per pass over prompts
 
 
 def can_sample(config: Any) -> bool:
-    """Whether the loop computes what the model does."""
+    """True if the loop computes the same as the model."""
     windows = getattr(config, "layer_types", None) or ["full_attention"]
     return config.model_type in MODEL_TYPES and set(windows) == {"full_attention"}
 
@@ -28,7 +27,10 @@ def can_sample(config: Any) -> bool:
 def continued(
     decoder: Any, head: torch.nn.Module, prompts_BP: torch.Tensor, length: int, temperature: float
 ) -> torch.Tensor:
-    """Prompts of one length with what the model draws next, [B, L]. `decoder`: transformers'."""
+    """Prompts of equal length with the model's sampled continuations, [B, L].
+
+    `decoder`: transformers'.
+    """
     config, (B, P) = decoder.config, prompts_BP.shape
     weight = decoder.embed_tokens.weight
     ids_BL = prompts_BP.new_zeros(B, length)
@@ -41,7 +43,7 @@ def continued(
     cos_1LD, sin_1LD = decoder.rotary_emb(weight[:1, None], positions)
 
     def run(rows: slice, start: int, end: int) -> torch.Tensor:
-        """The last states of some texts [B, C], after a pass over tokens start .. end."""
+        """Last states of some texts [B, C], after a pass over tokens start .. end."""
         x = functional.embedding(ids_BL[rows, start:end], weight)
         turns = cos_1LD[:, start:end], sin_1LD[:, start:end]
         for layer, (keys, values) in zip(decoder.layers, cache, strict=True):
@@ -69,23 +71,24 @@ def continued(
 
 
 def _attended(q_BHTD: torch.Tensor, k_BJSD: torch.Tensor, v_BJSD: torch.Tensor) -> torch.Tensor:
-    """Of all tokens of a text, or of its last one alone, [B, H, T, D]."""
+    """Attention of all tokens of a text, or of its last one only, [B, H, T, D]."""
     B, H, T, _ = q_BHTD.shape
     if T > 1:
         shares = k_BJSD.shape[1] != H
         return functional.scaled_dot_product_attention(
             q_BHTD, k_BJSD, v_BJSD, is_causal=True, enable_gqa=shares
         )
-    # The heads that share keys as rows over them: torch would copy the keys for each head.
+    # Heads that share keys become rows: torch would copy the keys for each head.
     q_BJGD = q_BHTD.reshape(B, k_BJSD.shape[1], -1, q_BHTD.shape[3])
     out_BJGD = functional.scaled_dot_product_attention(q_BJGD, k_BJSD, v_BJSD)
     return out_BJGD.reshape(q_BHTD.shape)
 
 
 def drawn(logits_BV: torch.Tensor, temperature: float) -> torch.Tensor:
-    """A token of each row; temperature 0: the likeliest."""
+    """Sample a token per row; temperature 0: the most likely token."""
     if temperature == 0:
         return logits_BV.argmax(-1)
-    # the largest of logits plus Gumbel noise: a draw of their softmax, without a sum over it
+    # Gumbel-max: the argmax of logits plus Gumbel noise is a sample of their softmax, without its
+    # sum.
     noise_BV = torch.empty_like(logits_BV, dtype=torch.float32).exponential_().log_()
     return (logits_BV.float() / temperature - noise_BV).argmax(-1)

@@ -1,6 +1,6 @@
-"""The model that a head drafts for, run by transformers: its states, logits and own texts.
+"""Target model of a draft head, run by transformers: its states, logits and continuations.
 
-Legend: B windows, S tokens of a window, C hidden size, F states side by side, V vocabulary.
+Legend: B windows, S tokens of a window, C hidden size, F concatenated states, V vocabulary.
 """
 
 from collections.abc import Iterator
@@ -14,13 +14,16 @@ from calibrate.heads.sampling import can_sample, continued, drawn
 from formats.errors import InputError, one_line
 from formats.heads.config import usual_taps
 
+# transformers fetches nothing and runs no code from the folder.
+LOCAL = {"trust_remote_code": False, "local_files_only": True}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What a target makes of a batch of windows."""
+    """States and logits of a target for a batch of windows."""
 
-    taps_BSF: torch.Tensor  # residual states before the tapped layers
-    last_BSC: torch.Tensor  # after the last norm: what the output matrix reads
+    taps_BSF: torch.Tensor  # auxiliary hidden states, the residuals before the tapped layers
+    last_BSC: torch.Tensor  # after the last norm: the input of the output matrix
     logits_BSV: torch.Tensor
 
 
@@ -28,7 +31,7 @@ class Target:
     """A frozen causal language model."""
 
     def __init__(self, folder: str | Path, *, device: str, taps: tuple[int, ...] | None = None):
-        """`taps`: each a number of layers before the state; None: EAGLE-3's usual ones.
+        """`taps`: number of layers before each auxiliary state; None: EAGLE-3's usual ones.
 
         Raises InputError.
         """
@@ -38,8 +41,8 @@ class Target:
         # A CPU computes in float32, a GPU in the model's own 16 bits.
         dtype = "auto" if self.device.type == "cuda" else torch.float32
         try:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-            self.tokenizer = AutoTokenizer.from_pretrained(folder)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **LOCAL)
+            self.tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
         except (OSError, ValueError, KeyError) as error:
             raise InputError(
                 str(folder), f"transformers cannot load it: {one_line(error)}"
@@ -98,7 +101,7 @@ class Target:
     def continued(
         self, prompts_BP: torch.Tensor, length: int, *, temperature: float = 1.0
     ) -> torch.Tensor:
-        """Prompts of one length with what the model says next, [B, length], on the device."""
+        """Prompts of equal length with the model's continuations, [B, length], on the device."""
         from transformers import DynamicCache
 
         ids = prompts_BP.to(self.device)
@@ -116,9 +119,9 @@ class Target:
 
 
 def batches(ids_WS: torch.Tensor, size: int, seed: int) -> Iterator[torch.Tensor]:
-    """Windows in an order drawn by the seed, [B, S]; a last one that is not full is left out.
+    """Shuffled batches of windows [B, S]; an incomplete last batch is dropped.
 
-    Fewer windows than a batch are one batch.
+    Fewer windows than a batch form one batch.
     """
     order = torch.randperm(len(ids_WS), generator=torch.Generator().manual_seed(seed))
     for start in range(0, max(1, len(ids_WS) - size + 1), size):

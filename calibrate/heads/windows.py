@@ -1,7 +1,7 @@
-"""Windows of token ids to train a head on: texts of a file, and what the target makes of them.
+"""Windows of token ids to train a head on: texts of a file, and the target's continuations.
 
-A head learns what its target says, so the target's own continuations are the better half.
-Legend: W windows, S tokens of a window.
+A head learns to predict its target, so the target's own continuations are the better half. Legend:
+W windows, S tokens of a window.
 """
 
 import random
@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from calibrate.data import read_documents, render
-from calibrate.evaluate import make_windows
 from calibrate.heads.target import Target
+from calibrate.texts.data import render
+from calibrate.texts.documents import read_documents
+from calibrate.texts.evaluate import make_windows, text_opening
 
 IDS = "ids"
 
@@ -22,7 +23,7 @@ IDS = "ids"
 def text_windows(
     source: str, target: Target, length: int, *, most: int | None = None, seed: int = 0
 ) -> torch.Tensor:
-    """[W, S] of a file's texts. Raises InputError."""
+    """[W, S] from a file's texts. Raises InputError."""
     documents = read_documents(source)
     random.Random(seed).shuffle(documents)
     tokenizer = target.tokenizer
@@ -32,8 +33,9 @@ def text_windows(
         tokenizer.bos_token_id,
         length,
         most,
+        opening=text_opening(tokenizer),
         source=source,
-        remedy="give a longer text or a smaller --length",
+        remedy="use a longer text or a smaller --length",
     )
 
 
@@ -48,10 +50,10 @@ def continued_windows(
     seed: int = 0,
     progress: bool = True,
 ) -> torch.Tensor:
-    """Up to `count` windows [W, S] that begin as a text and go on as the target does.
+    """Up to `count` windows [W, S] that begin as a text and continue as the target does.
 
-    An eighth to a half of a window is given. Ends before the first batch that would not be done in
-    time, if one is done.
+    The given part is an eighth to a half of a window. Stops before the first batch that would
+    exceed the time limit, but runs at least one.
     """
     length, started, slowest = texts_WS.shape[1], time.monotonic(), 0.0
     draw, found = random.Random(seed), []
@@ -72,10 +74,10 @@ def continued_windows(
 
 
 def save_windows(path: str | Path, ids_WS: torch.Tensor) -> None:
-    """Keep windows for another head of the same target."""
+    """Save windows for another head of the same target."""
     save_file({IDS: ids_WS.to(torch.int32).contiguous()}, path)
 
 
 def load_windows(path: str | Path) -> torch.Tensor:
-    """What save_windows wrote, int64."""
+    """Windows written by save_windows, int64."""
     return load_file(path)[IDS].long()

@@ -1,6 +1,6 @@
 """Instructor: an object of a schema, asked for in three ways: `instructor_object.py URL`.
 
-Needs instructor, and a server of any model: what it writes is held to the form.
+Needs instructor, and a server of any model: it constrains the output.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """LangChain: a chat, a stream, an object of a schema, a call of a tool: `langchain_tools.py URL`.
 
-Needs langchain-openai, and a server of any model. The schema and the required call hold whatever
-the model is: the server constrains what it writes.
+Needs langchain-openai, and a server of any model. The schema and the required call work with
+every model, because the server constrains its output.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def multiply(a: Digit, b: Digit) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
     parser.add_argument("url", help="such as http://127.0.0.1:8000/v1")
-    parser.add_argument("--model", default="", help="the server's name of it; unless given, any")
+    parser.add_argument("--model", default="", help="the server's name of it; default: any")
     parser.add_argument("--api-key", default="none")
     settings = parser.parse_args()
     model = ChatOpenAI(

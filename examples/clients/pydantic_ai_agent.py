@@ -1,6 +1,6 @@
 """Pydantic AI: agents whose answer is an object, in two ways: `pydantic_ai_agent.py URL`.
 
-Needs pydantic-ai-slim[openai], and a server of any model: what it writes is held to the form.
+Needs pydantic-ai-slim[openai], and a server of any model: it constrains the output.
 """
 
 import argparse

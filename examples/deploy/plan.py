@@ -1,8 +1,8 @@
-"""A plan on paper for many GPUs: `python examples/deploy/plan.py --gpus 1000`.
+"""Plan a service on many GPUs by simulation: `python examples/deploy/plan.py --gpus 1000`.
 
-Simulates one cell, some replicas behind one router, with agents that come back, and multiplies. The
-engine's own scheduler, page pool and prefix cache decide; the time of a step is fitted to what was
-measured on one H200 (examples/MEASURED.md). What a network or a gateway adds is not in it.
+Simulates one cell (one router with several replicas) and agents that return, and multiplies. The
+engine's own scheduler, page pool and prefix cache run in it. Step times are fitted to measurements
+on one H200 (examples/MEASURED.md). The cost of networks and gateways is not included.
 """
 
 import argparse
@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from qserve.bench.dataset_settings import DatasetSettings
-from qserve.bench.simulate import simulate
-from qserve.bench.simulate_settings import SimulateSettings
-from qserve.bench.step_times import KEYS, PAIRS, StepTimes
+from qserve.bench.requests.dataset_settings import DatasetSettings
+from qserve.bench.simulation.simulate import simulate
+from qserve.bench.simulation.simulate_settings import SimulateSettings
+from qserve.bench.steps.step_times import KEYS, PAIRS, StepTimes
 
 # Llama-3-8B's shape in W4A16 on one H200 (MEASURED.md, "Decode"): rows, mean context, milliseconds
 DECODES = (
@@ -29,16 +29,16 @@ PROMPTS = ((512, 11.7), (768, 17.3), (1000, 20.8), (2048, 40.9), (8000, 179))
 # 141 GB * 0.9, less 6 GB of weights and 4 GB of activations and graphs, at 2 MiB a page
 NUM_PAGES = 55_000
 TURNS, PAUSE_SECONDS = 8, 5.0
-BLOCK = 512  # tokens that one hash of the trace stands for
+BLOCK = 512  # tokens per hash of the trace
 # Interruptions while Llama 3 405B was trained: 419 in 54 days of 16,384 GPUs (arXiv 2407.21783).
 GPU_HOURS_TO_A_FAILURE = 16_384 * 54 * 24 / 419
 
 
 def step_times() -> StepTimes:
-    """What keys and pairs cost follows from what differs in nothing else; the rest is products."""
+    """Fit step times. Keys and pairs come from steps that differ in nothing else."""
     (rows, short, fast), (_, long, slow) = DECODES[-2:]
     per_key = (slow - fast) / (rows * (long - short))
-    # The last three prompts: a constant, so much a token, so much a pair of token and key.
+    # The last three prompts give a constant, a cost per token, and a cost per (token, key) pair.
     equations = [(1, tokens, tokens * tokens / 2) for tokens, _ in PROMPTS[-3:]]
     _, _, per_pair = np.linalg.solve(equations, [ms for _, ms in PROMPTS[-3:]])
     products = {rows: ms - per_key * rows * context for rows, context, ms in DECODES[:-1]}
@@ -54,11 +54,11 @@ def step_times() -> StepTimes:
 def write_trace(path: Path, *, rate: float, count: int, seed: int = 0) -> None:
     """Agents of 40 applications: a system prompt of 1024 tokens, then 8 turns of 512 on average.
 
-    `rate`: requests a second. Between turns there are 5 s on average.
+    `rate`: requests per second. Turns are 5 s apart on average.
     """
     random = np.random.default_rng(seed)
     new = itertools.count(1000)
-    warm_up = 3 * TURNS * PAUSE_SECONDS  # until as many end as begin
+    warm_up = 3 * TURNS * PAUSE_SECONDS  # until as many requests end as begin
     rows, start = [], -warm_up
     while start < count / rate:
         start += random.exponential(TURNS / rate)
@@ -91,10 +91,10 @@ def hit_rate(settings: SimulateSettings, data: DatasetSettings, times: StepTimes
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--gpus", type=int, default=1000, help="each with a replica")
-    parser.add_argument("--cell", type=int, default=4, help="replicas behind one router")
+    parser.add_argument("--gpus", type=int, default=1000, help="number of GPUs, one replica each")
+    parser.add_argument("--cell", type=int, default=4, help="replicas of one router")
     parser.add_argument("--per-replica", type=float, nargs="+", default=[4.0, 8.0])
-    parser.add_argument("--requests", type=int, default=1500, help="of a simulated cell")
+    parser.add_argument("--requests", type=int, default=1500, help="requests per simulated cell")
     parser.add_argument(
         "--routers", nargs="+", default=["round-robin", "least-outstanding", "prefix-load"]
     )

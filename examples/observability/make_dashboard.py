@@ -1,4 +1,4 @@
-"""Writes the Grafana dashboard beside it: `python examples/observability/make_dashboard.py`.
+"""Write the Grafana dashboard into this folder: `python examples/observability/make_dashboard.py`.
 
 The panels are rows of a table. `--prefix vllm` is for servers started with --metrics-prefix vllm.
 """
@@ -117,7 +117,7 @@ PANELS: list[tuple[str, str, dict[str, str]]] = [
 
 
 def dashboard(prefix: str) -> dict:
-    """The dashboard, as Grafana imports it."""
+    """Dashboard in Grafana's import format."""
     source = {"type": "prometheus", "uid": "${source}"}
     panels = []
     for number, (title, unit, queries) in enumerate(PANELS):
@@ -175,7 +175,7 @@ def dashboard(prefix: str) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prefix", default="qserve", help="of the metrics' names")
+    parser.add_argument("--prefix", default="qserve", help="prefix of the metrics' names")
     parser.add_argument(
         "-o", "--output", type=Path, default=Path(__file__).with_name("grafana.json")
     )

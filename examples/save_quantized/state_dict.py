@@ -16,7 +16,8 @@ source, file, target = sys.argv[1:]
 state, linears = load_file(file), {}
 for name in [key.removesuffix(".qweight") for key in state if key.endswith(".qweight")]:
     own = {field: state[f"{name}.{field}"] for field in ("qweight", "qzeros", "scales", "g_idx")}
-    layer = QuantLinear(len(own["g_idx"]), own["scales"].shape[1], "w4a16-sym")
+    (groups, outputs), inputs = own["scales"].shape, len(own["g_idx"])
+    layer = QuantLinear(inputs, outputs, f"w4a16-sym-g{inputs // groups}")
     layer.load_state_dict(own)
     linears[name] = layer
 print(qserve.save_quantized(target, source, linears).to_text())

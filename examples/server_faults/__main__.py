@@ -1,8 +1,8 @@
-"""Load and faults against a server of ours, with figures: `python examples/server_faults MODEL`.
+"""Test a server with load and faults, and print figures: `python examples/server_faults MODEL`.
 
-Each case starts its own server on 127.0.0.1 (and talks to no other), does its worst beside a stream
-that keeps running, and prints what happened: the statuses, the stream's worst gap, how late the
-server's event loop was, and whether afterwards nothing is held and the next request is answered.
+Each case starts its own server on 127.0.0.1 (and contacts no other) and attacks it while a stream
+runs. It prints the statuses, the stream's longest gap, the event loop's lag, and whether afterwards
+the server holds nothing and answers the next request.
 `fuzz` sends valid, nearly valid and raw requests.
 """
 
@@ -11,22 +11,27 @@ import asyncio
 import collections
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import fuzz
+import untrusted
 from bodies import BODIES, COMPLETIONS
 from faulty_engine import EATS_MEMORY, HANG, KERNEL_ERROR, NAN, OUT_OF_MEMORY
-from http_client import Reply, ask, exchange, request_bytes
+from http_client import API_KEY, Reply, ask, exchange, request_bytes
 from probe import Probe
 from server import Server, percentile
+from strangers import strangers, templates
 
 ENDLESS = {"prompt": "Once", "max_tokens": 2000, "stream": True, "ignore_eos": True}
+MAX_LONGER_GAP = 0.1  # seconds, than the longest gap of a stream that runs alone
 SMALL = {"max_num_seqs": 64, "max_num_batched_tokens": 256}
 
 
 class Report:
-    """What the cases print, and whether all held what they promise."""
+    """Output of the cases, and whether all of them passed."""
 
     def __init__(self) -> None:
         self.num_failed = 0
@@ -37,9 +42,16 @@ class Report:
 
 
 async def beside_a_stream(
-    report: Report, server: Server, name: str, work: Awaitable[list[Reply]], goal: float | None
-) -> None:
-    """Do the work while a stream runs; print its worst gap and the event loop's lag."""
+    report: Report,
+    server: Server,
+    name: str,
+    work: Awaitable[list[Reply]],
+    quiet: float | None = None,
+) -> float:
+    """Do the work while a stream runs; print and return its worst gap in seconds.
+
+    `quiet` is the gap of a stream that runs alone, if the gap is judged.
+    """
     before, memory = await server.loop_lag(), server.memory()
     async with Probe.start(server.port) as probe:
         started = time.perf_counter()
@@ -56,7 +68,8 @@ async def beside_a_stream(
     )
     small = all(len(reply.body) < 4096 for reply in replies if reply.status not in (0, 200))
     holds = answers and not held and small and all(reply.status > -1 for reply in replies)
-    report.line(name, text, holds and (goal is None or max(gaps) < goal))
+    report.line(name, text, holds and (quiet is None or max(gaps) < quiet + MAX_LONGER_GAP))
+    return max(gaps)
 
 
 def statuses(replies: list[Reply]) -> str:
@@ -65,7 +78,7 @@ def statuses(replies: list[Reply]) -> str:
 
 
 async def streams(report: Report, model: str, options: argparse.Namespace) -> None:
-    """Many streams at once for a while."""
+    """Run many concurrent streams for a while."""
     async with await Server.start(model, {}, {}) as server:
         memory, end = server.memory(), time.monotonic() + options.seconds
         num_tokens, replies = 0, []
@@ -92,7 +105,7 @@ async def streams(report: Report, model: str, options: argparse.Namespace) -> No
 
 
 async def clients(report: Report, model: str, options: argparse.Namespace) -> None:
-    """Clients that vanish, that read slowly, that come in a flood, that send nothing."""
+    """Clients that disconnect, read slowly, flood the server, or send nothing."""
     limits = {"max_num_queued_reqs": 64}
     async with await Server.start(model, SMALL, limits) as server:
 
@@ -115,8 +128,8 @@ async def clients(report: Report, model: str, options: argparse.Namespace) -> No
         async def many(count: int, work: Callable[[], Awaitable[Reply]]) -> list[Reply]:
             return await asyncio.gather(*(work() for _ in range(count)))
 
-        await beside_a_stream(report, server, "200 clients that vanish", many(200, vanish), None)
-        await beside_a_stream(report, server, "20 slow readers", many(20, read_slowly), None)
+        await beside_a_stream(report, server, "200 clients that vanish", many(200, vanish))
+        await beside_a_stream(report, server, "20 slow readers", many(20, read_slowly))
         body = {**ENDLESS, "max_tokens": 5}
         replies = await many(1000, lambda: ask(server.port, COMPLETIONS, body))
         refused = [reply for reply in replies if reply.status == 503]
@@ -141,24 +154,24 @@ async def clients(report: Report, model: str, options: argparse.Namespace) -> No
 
 
 async def bodies(report: Report, model: str, options: argparse.Namespace) -> None:
-    """Each hostile body beside a stream."""
+    """Send each hostile body while a stream runs."""
     async with await Server.start(model, SMALL, {}) as server:
         await asyncio.sleep(8)  # the worker process loads
-        await beside_a_stream(report, server, "nothing", asyncio.sleep(3, []), None)
+        quiet = await beside_a_stream(report, server, "nothing", asyncio.sleep(3, []))
         for name, (path, make, count) in BODIES.items():
             data = request_bytes(path, make())
 
             async def work(data: bytes = data, count: int = count) -> list[Reply]:
                 return await asyncio.gather(*(exchange(server.port, data) for _ in range(count)))
 
-            await beside_a_stream(report, server, f"{count} x {name}", work(), 0.1)
+            await beside_a_stream(report, server, f"{count} x {name}", work(), quiet)
         chunks = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
         chunks += b"1\r\n{\r\n" * 300_000
 
         async def tiny() -> list[Reply]:
             return await asyncio.gather(*(exchange(server.port, chunks, 20) for _ in range(12)))
 
-        await beside_a_stream(report, server, "12 x 300,000 chunks of one byte", tiny(), 0.1)
+        await beside_a_stream(report, server, "12 x 300,000 chunks of one byte", tiny(), quiet)
         large = {"prompt": [[5] * 10] * 2, "n": 128, "max_tokens": 1500, "ignore_eos": True}
         starving = asyncio.create_task(ask(server.port, COMPLETIONS, large))
         await asyncio.sleep(1)
@@ -166,6 +179,24 @@ async def bodies(report: Report, model: str, options: argparse.Namespace) -> Non
         await ask(server.port, COMPLETIONS, {"prompt": "Once", "max_tokens": 5})
         report.line("5 tokens beside 256 x 1,500", f"{time.perf_counter() - started:.2f} s")
         starving.cancel()
+
+
+async def untrusted_input(report: Report, model: str, options: argparse.Namespace) -> None:
+    """Harmful grammars and adapters, each while a stream runs."""
+    with tempfile.TemporaryDirectory() as folder:
+        untrusted.write_adapters(Path(folder))
+        settings = ({**SMALL, "enable_lora": True}, {"lora_folder": folder, "api_key": [API_KEY]})
+        async with await Server.start(model, *settings) as server:
+            await untrusted.GRAMMAR_ATTACKS["8 grammars with slow masks"](server.port)  # warm
+            memory = server.memory()
+            quiet = await beside_a_stream(report, server, "nothing", asyncio.sleep(3, []))
+            for name, attack in untrusted.GRAMMAR_ATTACKS.items():
+                await beside_a_stream(report, server, name, attack(server.port), quiet)
+            await beside_a_stream(
+                report, server, "adapters", untrusted.load_all(server.port), quiet
+            )
+            text = f"{memory:.0f} MiB before, {server.memory():.0f} after"
+            report.line("memory of all of these", text, server.memory() < 1.1 * memory)
 
 
 async def faults(report: Report, model: str, options: argparse.Namespace) -> None:
@@ -242,8 +273,8 @@ FAULTS = {
 
 
 async def fuzzing(report: Report, model: str, options: argparse.Namespace) -> None:
-    """Requests of every kind of wrong."""
-    # Many of the requests ask for as many tokens as there can be.
+    """Invalid requests of every kind."""
+    # Many of the requests ask for the most tokens possible.
     async with await Server.start(model, {**SMALL, "max_model_len": 64}, {}) as server:
         memory, started = server.memory(), time.perf_counter()
         found = await fuzz.run(server.port, options.requests, options.seed)
@@ -259,12 +290,25 @@ async def fuzzing(report: Report, model: str, options: argparse.Namespace) -> No
         )
 
 
+async def of_strangers(report: Report, model: str, options: argparse.Namespace) -> None:
+    """Resets, half-closed clients, web pages, and clients that ask for much work and leave."""
+    await strangers(report.line, model, options)
+
+
+async def of_templates(report: Report, model: str, options: argparse.Namespace) -> None:
+    """A chat template that never ends."""
+    await templates(report.line, model, options)
+
+
 CASES: dict[str, Callable[[Report, str, argparse.Namespace], Awaitable[None]]] = {
     "streams": streams,
     "clients": clients,
     "bodies": bodies,
+    "untrusted": untrusted_input,
     "faults": faults,
     "fuzz": fuzzing,
+    "strangers": of_strangers,
+    "templates": of_templates,
 }
 
 
@@ -272,10 +316,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="server_faults", description=__doc__)
     parser.add_argument("model", help="model folder")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--streams", type=int, default=1000, help="streams at once")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of streams")
-    parser.add_argument("--requests", type=int, default=100_000, help="fuzzed requests")
-    parser.add_argument("--seed", type=int, default=0, help="of the fuzzed requests")
+    parser.add_argument("--streams", type=int, default=1000, help="concurrent streams")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of the streams")
+    parser.add_argument("--requests", type=int, default=100_000, help="number of fuzzed requests")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the fuzzed requests")
     options = parser.parse_args()
     report = Report()
     for name in options.cases:

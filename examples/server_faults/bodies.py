@@ -1,9 +1,10 @@
-"""Hostile bodies: of legal size, made to cost as much as they can. Each is a row of BODIES."""
+"""Hostile bodies of legal size that cost as much as possible. Each is a row of BODIES."""
 
 import json
 from collections.abc import Callable
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TOKENIZE, DETOKENIZE, POOLING = "/tokenize", "/detokenize", "/pooling"
 
 
 def _chat(content: object, count: int, **fields: object) -> bytes:
@@ -16,7 +17,7 @@ def _prompt(**fields: object) -> bytes:
     return json.dumps({"prompt": "a", "max_tokens": 1, **fields}).encode()
 
 
-# name: (route, body, how many at once)
+# name: (route, body, number of concurrent requests)
 BODIES: dict[str, tuple[str, Callable[[], bytes], int]] = {
     "1.6 M stop_token_ids, n 32": (
         COMPLETIONS, lambda: _prompt(n=32, stop_token_ids=[5] * 1_600_000), 4),
@@ -44,5 +45,16 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], int]] = {
     "4 stop strings of 1 MB": (COMPLETIONS, lambda: _prompt(stop=["x" * 10**6] * 4), 12),
     "300,000 of logit_bias": (
         COMPLETIONS, lambda: _prompt(logit_bias={str(i): 1 for i in range(300_000)}), 12),
+    "2 MB of text as tokens with names": (
+        TOKENIZE, lambda: _prompt(prompt="a b " * 500_000, return_token_strs=True), 4),
+    "8 MB of text as tokens with names": (
+        TOKENIZE, lambda: _prompt(prompt="a b " * 1_900_000, return_token_strs=True), 4),
+    "1 M tokens as text": (
+        DETOKENIZE, lambda: json.dumps({"tokens": [700] * 1_000_000}).encode(), 4),
+    "vectors of 4 x 2,000 tokens": (
+        POOLING,
+        lambda: json.dumps({"input": [[5] * 2000] * 4, "task": "token_embed"}).encode(),
+        4,
+    ),
     "control tokens in 4,000 messages": (CHAT, lambda: _chat("<|im_end|>", 4000), 12),
 }  # fmt: skip

@@ -1,6 +1,6 @@
-"""Whether bytes hold a whole HTTP/1.1 request, so that a server owes them an answer.
+"""Check if bytes hold a complete HTTP/1.1 request, which a server must answer.
 
-A reading of its own, not the server's parser. What is no HTTP at all is owed one too.
+The check does not use the server's parser. Bytes that are not HTTP must be answered, too.
 """
 
 import re
@@ -13,7 +13,7 @@ LAST_CHUNK = re.compile(rb"(^|\n)0+\r?\n(.+\r?\n)*\r?\n")
 
 
 def is_complete(data: bytes) -> bool:
-    """False where a server rightly waits for more bytes of the first request."""
+    """Return False if a server must wait for more bytes of the first request."""
     end = END_OF_HEAD.search(data)
     if end is None:
         return len(data) > MAX_HEAD
@@ -24,6 +24,6 @@ def is_complete(data: bytes) -> bool:
         return bool(lengths) or LAST_CHUNK.search(body) is not None
     if not lengths:
         return True
-    # Two lengths, or one that is no number: wrong, whatever follows.
+    # Two lengths, or a length that is no number: invalid, whatever follows.
     is_number = len(set(lengths)) == 1 and lengths[0].isdigit()
     return not is_number or len(body) >= int(lengths[0])

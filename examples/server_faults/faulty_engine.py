@@ -1,16 +1,16 @@
-"""The engine, with faults that a prompt's first token asks for."""
+"""Engine with faults that a prompt's first token triggers."""
 
 import time
 from pathlib import Path
 
 from qserve.engine.engine import Engine
-from qserve.engine.request import RequestEvent
+from qserve.engine.token_event import TokenEvent
 
 NAN, KERNEL_ERROR, OUT_OF_MEMORY, HANG, EATS_MEMORY = 8001, 8002, 8003, 8004, 8005
 
 
 class FaultyEngine(Engine):
-    """Fails in the step after a request that begins with one of the tokens above has come."""
+    """Engine that fails in the step after a request with one of the tokens above at its start."""
 
     def __init__(self, config) -> None:
         super().__init__(config)
@@ -21,7 +21,7 @@ class FaultyEngine(Engine):
         if NAN <= prompt_token_ids[0] <= EATS_MEMORY:
             self._faults[request_id] = prompt_token_ids[0]
 
-    def step(self) -> list[RequestEvent]:
+    def step(self) -> list[TokenEvent]:
         events = super().step()
         for request_id, fault in self._faults.items():
             if fault == KERNEL_ERROR:
@@ -35,7 +35,7 @@ class FaultyEngine(Engine):
             self.abort(request_id)
             events = [event for event in events if event.request_id != request_id]
             events.append(
-                RequestEvent(
+                TokenEvent(
                     request_id=request_id,
                     token_ids=(),
                     finish_reason="error",
@@ -47,7 +47,7 @@ class FaultyEngine(Engine):
 
 
 def eat_memory() -> None:
-    """Take what the system gives; for processes with a limit of their own."""
+    """Allocate memory until the system refuses; for processes with a memory limit."""
     eaten = []
     while True:
         eaten.append(bytearray(2**20))
@@ -57,6 +57,6 @@ def engine_pid(server_pid: int) -> int:
     """The engine's process, a child of the server's."""
     children = Path(f"/proc/{server_pid}/task/{server_pid}/children").read_text()
     for pid in map(int, children.split()):
-        if b"qserve.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if b"qserve.engine.ipc.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
             return pid
     raise ProcessLookupError(f"no engine below the process {server_pid}")

@@ -1,7 +1,7 @@
-"""Requests of every kind of wrong: valid and nearly valid bodies, broken JSON, raw bytes.
+"""Invalid requests of every kind: valid and nearly valid bodies, broken JSON, raw bytes.
 
 Each must get an answer: 200 or 4xx (503 where the server is busy) in the envelope and below 4 KB.
-Only bytes that hold no whole request may go without: the server waits for the rest.
+Only incomplete requests may get no answer: the server waits for the rest.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ GOOD = {
 
 @dataclass(slots=True)
 class Found:
-    """How often each status came, and what should not have."""
+    """Number of answers by status, and the unexpected answers."""
 
     statuses: collections.Counter = field(default_factory=collections.Counter)
     wrong: list[str] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Found:
 
 
 async def run(port: int, count: int, seed: int) -> Found:
-    """Send `count` requests, a few at once."""
+    """Send `count` requests, a few concurrently."""
     found, numbers = Found(), iter(range(count))
 
     async def worker() -> None:

@@ -5,17 +5,19 @@ import json
 import time
 from dataclasses import dataclass, field
 
+API_KEY = "faults"  # for servers that need a key; others do not read it
+KEY = f"Authorization: Bearer {API_KEY}\r\n"
 TIMEOUT = 300.0  # seconds, against hanging: whatever takes longer counts as a hang
 
 
 @dataclass(slots=True, kw_only=True)
 class Reply:
-    """What came back. Status 0: the connection ended without an answer; -1: nothing in time."""
+    """Reply to a request. Status 0: the connection ended without an answer; -1: timeout."""
 
     status: int
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
-    times: list[float] = field(default_factory=list)  # of each event of a stream
+    times: list[float] = field(default_factory=list)  # arrival time of each event of a stream
 
     @property
     def gaps(self) -> list[float]:
@@ -33,11 +35,11 @@ class Reply:
 def request_bytes(path: str, body: bytes | dict | None) -> bytes:
     """A whole HTTP request; without a body a GET."""
     if body is None:
-        return f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()
+        return f"GET {path} HTTP/1.1\r\nHost: x\r\n{KEY}Connection: close\r\n\r\n".encode()
     if isinstance(body, dict):
         body = json.dumps(body).encode()
     head = (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: x\r\n{KEY}Connection: close\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body
@@ -70,7 +72,7 @@ async def _exchange(port: int, data: bytes) -> Reply:
             name, _, value = line.partition(": ")
             reply.headers[name.lower()] = value
         parts = []
-        # A connection that stays open says by the length where the answer ends.
+        # If the connection stays open, the length says where the answer ends.
         length = int(reply.headers.get("content-length", 2**62))
         num_read = 0
         while num_read < length and (part := await reader.read(2**16)):
@@ -79,7 +81,7 @@ async def _exchange(port: int, data: bytes) -> Reply:
             if part.startswith(b"data: {"):
                 reply.times.append(time.perf_counter())
             parts.append(part)
-        # Broken bytes behind a whole request are answered too.
+        # Broken bytes after a complete request are answered, too.
         reply.body = _unchunked(b"".join(parts), reply.headers)[:length]
         return reply
     finally:
@@ -88,7 +90,7 @@ async def _exchange(port: int, data: bytes) -> Reply:
 
 
 async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:
-    # The server may answer, and hang up, before it has all.
+    # The server may answer and close before it has read all.
     try:
         for start in range(0, len(data), 2**16):
             writer.write(data[start : start + 2**16])

@@ -1,6 +1,6 @@
-"""Probe: a process of its own that reads one stream after another and times the events.
+"""Probe: a separate process that reads one stream after another and times the events.
 
-In the process that sends the load the times would be those of a busy client.
+In the process that sends the load, the client itself would add delays.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""A qserve server in its own process, whose faults a case can cause, and its figures."""
+"""A qserve server in its own process, with ways to cause faults and to read its figures."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ sys.exit(serve(EngineConfig(**engine), ServerConfig(**server), engine=sys.argv[3
 ENGINE = "faulty_engine:FaultyEngine"
 HERE = Path(__file__).resolve().parent
 START_SECONDS = 120.0
-IDLE_SECONDS = 60.0  # that an engine gets to drop what nobody waits for
+IDLE_SECONDS = 60.0  # that an engine gets to drop requests whose clients have gone
 
 
 class Server:
@@ -88,7 +88,7 @@ class Server:
         return [(float(bound), float(count)) for bound, count in found]
 
     async def held(self) -> str:
-        """What the server still holds when nobody waits for anything; '' is nothing."""
+        """Describe what the server still holds when no client waits; '' means nothing."""
         names = ("kv_cache_pages_used", "num_requests_running", "num_requests_waiting")
         names += ("num_requests_admitted", "num_prompt_tokens_admitted")
         deadline = time.monotonic() + IDLE_SECONDS
@@ -100,12 +100,12 @@ class Server:
             await asyncio.sleep(0.2)
 
     async def answers(self) -> bool:
-        """Whether the next request gets its tokens."""
+        """Return True if the next request gets its tokens."""
         reply = await ask(self.port, "/v1/completions", {"prompt": "Once", "max_tokens": 3})
         return reply.status == 200
 
     def memory(self) -> float:
-        """MiB of the server and of its engine."""
+        """Memory of the server and its engine, MiB."""
         pages = 0
         for pid in (self.process.pid, self.engine_pid()):
             pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])

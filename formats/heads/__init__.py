@@ -1,1 +1,1 @@
-"""Draft heads on disk: EAGLE-3, EAGLE and Medusa, their config.json and their tensors' names."""
+"""Draft heads on disk (EAGLE-3, EAGLE, Medusa): their config.json and tensor names."""

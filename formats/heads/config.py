@@ -1,7 +1,7 @@
-"""config.json of a draft head, in the layouts that EAGLE-3, EAGLE and Medusa are published in.
+"""config.json of a draft head, in the published layouts of EAGLE-3, EAGLE and Medusa.
 
 "original" is flat: a Llama config with `draft_vocab_size` (SafeAILab, SpecForge). "speculators" is
-nested: the layers' config below `transformer_layer_config`. Knows keys, no tensors.
+nested: the layers' config is below `transformer_layer_config`.
 """
 
 from collections.abc import Mapping
@@ -15,24 +15,24 @@ ORIGINAL, SPECULATORS = "original", "speculators"
 NUM_TAPS = 3
 NESTED, KIND_KEY = "transformer_layer_config", "speculators_model_type"
 TAPS_KEY = "eagle_aux_hidden_state_layer_ids"
-LAYER_TYPES = ("llama", "qwen2", "qwen3", "mistral")  # whose layers are Llama's, perhaps normed
+LAYER_TYPES = ("llama", "qwen2", "qwen3", "mistral")  # Llama's layers, some with QK norms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleConfig:
-    """An EAGLE or EAGLE-3 head: its layers' sizes, and how they read the target."""
+    """An EAGLE or EAGLE-3 head: the sizes of its layers, and the target's states that they read."""
 
     kind: Literal["eagle3", "eagle"]
     layout: Literal["original", "speculators"]
-    values: Mapping[str, Any]  # of the layers, as a Llama model's config.json has them
+    values: Mapping[str, Any]  # config of the layers, in the keys of a Llama model
     target_hidden_size: int
     draft_vocab_size: int
-    num_taps: int  # states of the target that a token's state is made of; 1 of EAGLE
-    stated_taps: tuple[int, ...]  # as config.json counts them; empty: it states none
+    num_taps: int  # auxiliary hidden states of the target per token; EAGLE: 1
+    stated_taps: tuple[int, ...]  # layer ids as config.json counts them; empty: not stated
     norm_before_residual: bool
-    norm_output: bool  # the state that recurs is the normed one
-    norm_before_fc: bool  # one norm over all taps
-    fc_norm: bool  # a norm of each tap
+    norm_output: bool  # the state fed to the next step is the normed one
+    norm_before_fc: bool  # one norm over all auxiliary hidden states
+    fc_norm: bool  # a norm for each auxiliary hidden state
 
     @property
     def hidden_size(self) -> int:
@@ -63,15 +63,15 @@ class EagleConfig:
         return self.values.get("head_dim") or self.hidden_size // self.num_heads
 
     @property
-    def rms_norm_eps(self) -> float:
+    def norm_eps(self) -> float:
         return self.values.get("rms_norm_eps", 1e-6)
 
     def taps(self, num_target_layers: int) -> tuple[int, ...]:
-        """The residual states that the head reads, each by the number of layers before it.
+        """Return the auxiliary hidden states that the head reads, as numbers of layers before them.
 
-        A flat config's ids are SGLang's, who counts from the layer whose output it is: they are
-        one less. Where they are what nobody would state otherwise, the usual taps, they are taken
-        as they are. Raises CheckpointError for states that the target does not have.
+        A flat config uses SGLang's ids, which name the layer whose output the state is: one less.
+        If the ids equal the usual ones, they are already counted as here and are taken unchanged.
+        Raises CheckpointError for states that the target does not have.
         """
         if self.kind == EAGLE:
             return ()
@@ -94,7 +94,7 @@ class MedusaConfig:
     """Medusa's heads: each a few residual blocks and an output matrix on the last state."""
 
     num_heads: int
-    num_layers: int  # residual blocks of a head
+    num_layers: int  # residual blocks per head
     kind: Literal["medusa"] = "medusa"
 
 
@@ -102,12 +102,12 @@ HeadConfig = EagleConfig | MedusaConfig
 
 
 def usual_taps(num_layers: int) -> tuple[int, ...]:
-    """What EAGLE-3 reads where nothing is stated: states before these layers."""
+    """Return EAGLE-3's default auxiliary hidden states, as numbers of layers before them."""
     return (2, num_layers // 2, num_layers - 3)
 
 
 def head_kind(config: Mapping[str, Any]) -> str | None:
-    """Which draft head a config.json describes; None: none that it says."""
+    """Return the kind of draft head that a config.json states, or None."""
     if KIND_KEY in config:
         return str(config[KIND_KEY])
     names = config.get("architectures")
@@ -120,7 +120,7 @@ def head_kind(config: Mapping[str, Any]) -> str | None:
 
 
 def read_head_config(config: Mapping[str, Any], kind: str) -> HeadConfig:
-    """A config.json as a head's. Raises CheckpointError, naming the key."""
+    """Read the config.json of a head. Raises CheckpointError, naming the key."""
     if kind == MEDUSA:
         return MedusaConfig(
             num_heads=_whole(config, "medusa_num_heads", 5),
@@ -155,7 +155,7 @@ def read_head_config(config: Mapping[str, Any], kind: str) -> HeadConfig:
     stated = {**(inner if isinstance(inner, dict) else {}), **config}
     if kind == EAGLE and layout == SPECULATORS:
         raise CheckpointError(
-            f"config.json {KIND_KEY}", "EAGLE is read in its original layout alone, found eagle"
+            f"config.json {KIND_KEY}", "EAGLE is read only in its original layout, found eagle"
         )
     taps = _taps(stated)
     num_taps = len(taps) or NUM_TAPS
@@ -169,7 +169,7 @@ def read_head_config(config: Mapping[str, Any], kind: str) -> HeadConfig:
         draft_vocab_size=_whole(stated, "draft_vocab_size", values["vocab_size"]),
         num_taps=1 if kind == EAGLE else num_taps,
         stated_taps=taps,
-        # speculators wrote no key before it had a choice: its heads of that time norm
+        # speculators did not write the key before it was a choice; its heads of that time norm
         norm_before_residual=_flag(stated, "norm_before_residual", layout == SPECULATORS),
         norm_output=_flag(stated, "norm_output", False),
         norm_before_fc=_flag(stated, "norm_before_fc", False),

@@ -1,4 +1,4 @@
-"""A draft head's folder: config.json, tensors, and the check that each has its place.
+"""Reader of a draft head's folder, with a check of every tensor.
 
 Weights are safetensors, or a torch file of plain tensors (`pytorch_model.bin`,
 `medusa_lm_head.pt`), which is read without running code from it.
@@ -32,15 +32,17 @@ STATE_NORM = "layers.0.hidden_norm.weight"
 
 
 class HeadFolder:
-    """A head, opened: `config`, `entries` by the names in the file, `get(name)`.
+    """Open head folder: `config`, `entries` by the names in the file, `get(name)`.
 
-    `stored(name)` is what the file calls a canonical module or tensor.
+    `stored(name)` is the file's name of a canonical module or tensor.
     """
 
-    num_other_parts = 0  # of what a reader leaves out: nothing
+    num_other_parts = 0  # number of tensors that were left out: none
+    unties_head = False
+    gguf_summary = ""  # a head is no GGUF file
 
     def __init__(self, folder: str | Path) -> None:
-        """Raises CheckpointError where it is no head, or a tensor has no place in it."""
+        """Raises CheckpointError if it is not a head, or has an unexpected tensor."""
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise CheckpointError(str(folder), "is not a folder", "give a local head folder")
@@ -58,13 +60,14 @@ class HeadFolder:
         return name in self.entries
 
     def get(self, name: str, device: str = "cpu") -> torch.Tensor:
-        """A tensor by the file's name."""
+        """Read a tensor by the file's name."""
         if self._tensors is not None:
             return self._tensors[name].to(device)
         return self._reader.get(self._read_as[name], device)
 
     def stored(self, name: str) -> str:
-        """The file's name of a canonical tensor or module; of one that it lacks, the same name."""
+        """Return the file's name of a canonical tensor or module, or the same name if it is
+        missing."""
         if name in self._names:
             return self._names[name]
         for own, stored in self._names.items():
@@ -73,16 +76,16 @@ class HeadFolder:
         return name
 
     def has(self, name: str) -> bool:
-        """Is a canonical tensor there?"""
+        """Return True if the file has a canonical tensor."""
         return name in self._names
 
     def has_linear(self, name: str) -> bool:
-        """Is a canonical matrix there, in float or quantized?"""
+        """Return True if the file has a canonical matrix, in float or quantized."""
         stored = self.stored(name)
         return f"{name}.weight" in self._names or is_quantized(stored, self.entries)
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """[N, K] of each float matrix of the head, by its canonical name, in the order they run."""
+        """Return [N, K] of each float matrix by its canonical name, in the order they run."""
         found = {}
         for name in names.linears(self.config):
             if self.has(f"{name}.weight"):
@@ -90,7 +93,7 @@ class HeadFolder:
         return found
 
     def _open(self) -> None:
-        """Find the weights."""
+        """Open the weights."""
         self._tensors: Mapping[str, torch.Tensor] | None = None
         safe = self.folder / MEDUSA_FILE
         torch_file = next((f for f in TORCH_FILES if (self.folder / f).is_file()), None)
@@ -105,7 +108,7 @@ class HeadFolder:
             }
         else:
             self._reader = CheckpointReader(self.folder)
-            # by the names in the file: the reader renames what looks like a model without a head
+            # by the names in the file, since the reader renames tensors of a model without a head
             self._read_as = {entry.name: own for own, entry in self._reader.entries.items()}
             self.entries = {entry.name: entry for entry in self._reader.entries.values()}
         self.entries = {n: e for n, e in self.entries.items() if not names.is_derived(n)}
@@ -114,17 +117,17 @@ class HeadFolder:
         kind = head_kind(self.raw) or _kind_of(self._names)
         if kind is None:
             raise CheckpointError(
-                str(self.folder), "is no draft head", f"known: {EAGLE3}, {EAGLE}, {MEDUSA}"
+                str(self.folder), "is not a draft head", f"known: {EAGLE3}, {EAGLE}, {MEDUSA}"
             )
         config = read_head_config(self.raw, kind)
         if not isinstance(config, MedusaConfig) and self.has("fc_norm.0.weight"):
-            config = replace(config, fc_norm=True)  # older configs have no key for it
+            config = replace(config, fc_norm=True)  # older configs lack this key
         if not isinstance(config, MedusaConfig) and self.has("input_norm.weight"):
             config = replace(config, norm_before_fc=True)
         return config
 
     def _check_names(self) -> None:
-        """Every tensor of the file has its place, and no place is empty."""
+        """Check that every tensor of the file is known and none is missing."""
         shapes = names.shapes(self.config)
         modules = names.linears(self.config)
         for name, stored in self._names.items():
@@ -135,7 +138,7 @@ class HeadFolder:
             if name not in shapes:
                 raise CheckpointError(
                     f"{self.folder}: {stored}",
-                    f"has no place in a head of the kind {self.config.kind}",
+                    f"does not belong in a head of the kind {self.config.kind}",
                     "config.json and the weights do not belong together, or the head is of a kind"
                     " that is not served",
                 )
@@ -153,7 +156,7 @@ class HeadFolder:
 
 
 def kind_of_folder(folder: str | Path) -> str | None:
-    """Which draft head a folder holds, by config.json, else by its tensors; None: none."""
+    """Return the kind of head in a folder, by config.json, else by its tensors; None: no head."""
     folder = Path(folder)
     try:
         found = head_kind(read_json(folder / CONFIG))
@@ -169,12 +172,13 @@ def kind_of_folder(folder: str | Path) -> str | None:
 
 
 def is_head_folder(folder: str | Path) -> bool:
-    """Does a folder hold a draft head?"""
+    """Return True if a folder holds a draft head."""
     return kind_of_folder(folder) is not None
 
 
 def _kind_of(found: Collection[str]) -> str | None:
-    """By canonical names of tensors: EAGLE's configs are often plain Llama configs."""
+    """Return the kind by canonical tensor names, because EAGLE's configs are often plain Llama
+    ones."""
     for name, kind in ((STATE_NORM, EAGLE3), ("fc.weight", EAGLE), ("0.0.linear.weight", MEDUSA)):
         if name in found or name.replace(".weight", ".qweight") in found:
             return kind
@@ -182,10 +186,10 @@ def _kind_of(found: Collection[str]) -> str | None:
 
 
 def read_torch_file(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a torch file. Raises CheckpointError where it holds anything else."""
+    """Read the tensors of a torch file. Raises CheckpointError if it holds anything else."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # what it raises on damaged files, and on code, is not documented
+    except Exception as error:  # its errors on damaged files, and on code, are not documented
         raise CheckpointError(
             str(path), f"cannot be read as plain tensors: {one_line(error)}", "write safetensors"
         ) from None
@@ -197,7 +201,7 @@ def read_torch_file(path: Path) -> dict[str, torch.Tensor]:
 
 
 class _LazyFile(Mapping[str, torch.Tensor]):
-    """The tensors of one safetensors file, read when they are asked for."""
+    """Tensors of one safetensors file, read on request."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.entries = path, read_header(path)

@@ -1,4 +1,4 @@
-"""What a draft head's folder holds: `qserve inspect` of a head. Loads no tensor but tables."""
+"""`qserve inspect` of a draft head's folder. Loads only its vocabulary tables."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -7,18 +7,18 @@ from typing import Any
 import torch
 
 from formats.errors import InputError
-from formats.findings import how_many
 from formats.heads import tensors as names
 from formats.heads.config import EagleConfig
 from formats.heads.folder import HeadFolder
+from formats.inspection.findings import how_many
+from formats.inspection.linear_summary import LinearSummary, float_linear
 from formats.layouts import decode_linear, layout_of, tensor_names
-from formats.linear_summary import LinearSummary, float_linear
 from formats.table import size_text, text_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadInspection:
-    """A head's kind, sizes and linears, and what is wrong."""
+    """Report on a head: kind, sizes, linears and problems."""
 
     folder: str
     kind: str
@@ -58,7 +58,7 @@ class HeadInspection:
 
 
 def inspect_head(folder: str | Path) -> HeadInspection:
-    """Look through a head's folder; every quantized linear is decoded, floats are read."""
+    """Inspect a head's folder: decode every quantized linear and read every float tensor."""
     try:
         head = HeadFolder(folder)
     except InputError as error:

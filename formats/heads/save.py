@@ -1,4 +1,4 @@
-"""A trained head to a folder, in the layout of its authors or of speculators. Knows no training."""
+"""Writer of a trained head's folder, in the layout of its authors or of speculators."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,14 +20,14 @@ from formats.heads.config import (
 from formats.heads.folder import HeadFolder
 
 DEFAULT_DRAFT_TOKENS = 3
-CONFIG_VERSION = "0.9.0"  # of speculators, whose keys these are
+CONFIG_VERSION = "0.9.0"  # version of speculators whose keys these are
 
 
 def eagle3_config(config: EagleConfig, layout: str, verifier: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json of a head. `verifier`: config.json of its target, and its `name_or_path`.
+    """Return config.json of a head. `verifier`: the target's config.json with its `name_or_path`.
 
-    `config.stated_taps` count layers before the state, as speculators does; flat configs count from
-    the layer whose output it is. The usual taps are stated in neither.
+    `config.stated_taps` counts the layers before a state, as speculators does. Flat configs name
+    the layer whose output it is. The default states are not written in either layout.
     """
     taps = list(config.stated_taps)
     flags: dict[str, Any] = {

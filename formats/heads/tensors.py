@@ -1,18 +1,18 @@
-"""The tensors of a draft head: canonical names, shapes, and what files call them.
+"""Tensors of a draft head: canonical names, shapes, and names in files.
 
-Canonical are the names of the speculators layout: `layers.0.` where others write `midlayer.`, no
-`model.` before them, `fc_norm.0` to `.2` for `aux_norm_low` to `_high`.
-Legend: C hidden size, I intermediate size, V vocabulary, F what `fc` reads.
+Canonical names are those of the speculators layout: `layers.0.` instead of `midlayer.`, no `model.`
+prefix, `fc_norm.0` to `.2` instead of `aux_norm_low` to `_high`. Legend: C hidden size, I
+intermediate size, V vocabulary, F what `fc` reads.
 """
 
 from collections.abc import Mapping
 
-from formats.family import DERIVED
+from formats.architecture.family import DERIVED
 from formats.heads.config import EAGLE3, EagleConfig, HeadConfig, MedusaConfig
 
 Shape = tuple[int, ...]
 FIRST_LAYER = "layers.0"
-# beginnings of names in files -> canonical ones, the first that fits
+# prefixes in files -> canonical prefixes; the first match counts
 RENAMED = (
     ("model.", ""),
     ("medusa_head.", ""),
@@ -26,7 +26,7 @@ TO_TARGET, IN_DRAFT = "d2t", "t2d"
 
 
 def canonical(name: str) -> str:
-    """What a tensor of a file is called here."""
+    """Return the canonical name of a file's tensor."""
     for start, instead in RENAMED:
         if name.startswith(start):
             name = instead + name.removeprefix(start)
@@ -34,14 +34,14 @@ def canonical(name: str) -> str:
 
 
 def is_derived(name: str) -> bool:
-    """Is it a tensor that readers compute themselves?"""
+    """Return True for a tensor that readers compute themselves."""
     return name.endswith(DERIVED)
 
 
 def linears(config: HeadConfig) -> dict[str, Shape]:
-    """The matrices by module, in the order they run: [outputs, inputs].
+    """Return the matrices [outputs, inputs] by module, in the order they run.
 
-    Of Medusa, whose config states no size, the shapes are empty.
+    For Medusa, whose config states no sizes, the shapes are empty.
     """
     if isinstance(config, MedusaConfig):
         return {
@@ -75,14 +75,14 @@ def linears(config: HeadConfig) -> dict[str, Shape]:
 
 
 def fc_inputs(config: EagleConfig) -> int:
-    """What `fc` reads: the taps side by side, or EAGLE's embedding and state."""
+    """Return the inputs of `fc`: all auxiliary hidden states, or EAGLE's embedding and state."""
     if config.kind == EAGLE3:
         return config.num_taps * config.target_hidden_size
     return config.hidden_size + config.target_hidden_size
 
 
 def required(config: HeadConfig) -> dict[str, Shape]:
-    """Float tensors that a head must have besides its matrices."""
+    """Return the float tensors that a head must have in addition to its matrices."""
     if isinstance(config, MedusaConfig):
         return {
             f"{head}.{layer}.linear.bias": ()
@@ -111,9 +111,9 @@ def required(config: HeadConfig) -> dict[str, Shape]:
 
 
 def optional(config: HeadConfig) -> dict[str, Shape]:
-    """Tensors that a head may have. Without an embedding or a head of its own it is the target's.
+    """Return tensors that a head may have. A missing embedding or output head is the target's.
 
-    A head whose draft vocabulary is the whole needs no tables.
+    A head that drafts over the whole vocabulary needs no tables.
     """
     if isinstance(config, MedusaConfig):
         return {}
@@ -134,7 +134,7 @@ def optional(config: HeadConfig) -> dict[str, Shape]:
 
 
 def may_be_missing(config: HeadConfig) -> frozenset[str]:
-    """Matrices for which the target's stand in."""
+    """Return matrices that may be missing, because the target's are used."""
     if isinstance(config, MedusaConfig):
         return frozenset()
     shares = config.kind != EAGLE3 or config.draft_vocab_size == config.vocab_size
@@ -142,6 +142,6 @@ def may_be_missing(config: HeadConfig) -> frozenset[str]:
 
 
 def shapes(config: HeadConfig) -> Mapping[str, Shape]:
-    """Every tensor that a float head may have, by its canonical name."""
+    """Return every tensor that a float head may have, by its canonical name."""
     weights = {f"{name}.weight": shape for name, shape in linears(config).items()}
     return {**weights, **required(config), **optional(config)}

@@ -1,5 +1,6 @@
-"""The pages of one layer's keys and values. Legend: P pages, B tokens of a page, J KV heads, D head
-dim.
+"""The pages of one layer's keys and values.
+
+Legend: P pages, B tokens of a page, J KV heads, D head dim.
 """
 
 from dataclasses import dataclass
@@ -20,6 +21,50 @@ class PagedKv:
     k_scales: torch.Tensor | None = None  # float32 [P, B, J], with 8-bit pages
     v_scales: torch.Tensor | None = None
     static_scales: bool = False  # writes round with the scales that are there, else find their own
+
+    @classmethod
+    def zeros(
+        cls,
+        shape: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        static_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> "PagedKv":
+        """Make pages of `shape` [P, B, J, D].
+
+        `static_scales`: of keys and of values, float32, one number or one for each KV head.
+        Without them 8-bit pages get scales that writes fill.
+        """
+        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        if dtype.itemsize > 1:
+            return cls(k_pages=keys, v_pages=values)
+        P, B, J, _ = shape
+        if static_scales is not None:
+            scales = [scale.expand(P, B, J) for scale in static_scales]
+        else:  # the scales of one head are adjacent: a kernel reads them at once
+            scales = [torch.zeros(P, J, B, device=device).transpose(1, 2) for _ in range(2)]
+        return cls(
+            k_pages=keys,
+            v_pages=values,
+            k_scales=scales[0],
+            v_scales=scales[1],
+            static_scales=static_scales is not None,
+        )
+
+    @property
+    def page_tensors(self) -> tuple[torch.Tensor, ...]:
+        """Tensors [P, ...] of what each page holds; static scales belong to no page."""
+        pages = (self.k_pages, self.v_pages)
+        # as bytes: float8 has no indexed copies everywhere
+        pages = tuple(each.view(torch.uint8) for each in pages)
+        if self.k_scales is None or self.static_scales:
+            return pages
+        return (*pages, self.k_scales, self.v_scales)
+
+    @property
+    def slot_tensors(self) -> tuple[torch.Tensor, ...]:
+        """Empty: keys and values have no state slots."""
+        return ()
 
     @property
     def is_8bit(self) -> bool:

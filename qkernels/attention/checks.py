@@ -12,7 +12,7 @@ from qkernels.operands.split_k import LinearOutput, SplitKPartials
 
 
 def check_dense_heads(name: str, pages: torch.Tensor) -> None:
-    """Raise KernelError unless the numbers of a head stand side by side."""
+    """Raise KernelError unless the channels of a head are adjacent in memory."""
     if pages.stride(-1) != 1:
         raise KernelError(name, f"expected a last stride of 1, found {pages.stride(-1)}")
 
@@ -93,7 +93,7 @@ def check_cache(
 
 
 def can_use_tma(*tensors: torch.Tensor) -> bool:
-    """Whether TMA can address the tensors: address and strides are multiples of 16 bytes."""
+    """Return True if TMA can address the tensors: address, strides are multiples of 16 bytes."""
     return all(
         tensor.data_ptr() % 16 == 0 and _rows_are_aligned(tensor.stride(), tensor.element_size())
         for tensor in tensors

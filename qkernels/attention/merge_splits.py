@@ -15,7 +15,7 @@ from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
 from qkernels.operands.limbs import K_STEP, LimbForm, Limbs, empty_limbs
 from qkernels.operands.limbs_triton import in_words, store_limbs
 
-# Splits that are merged at once: 32 cost 1 us more than 8, empty or not.
+# Splits that are merged together: 32 cost 1 us more than 8, empty or not.
 SPLITS_AT_ONCE = tl.constexpr(8)
 TRITON_DTYPE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 

@@ -17,6 +17,7 @@ from qkernels.attention.checks import (
     check_split_k_heads,
 )
 from qkernels.attention.config import DECODE_MAX_ROWS
+from qkernels.attention.rows import APPLY_ROPE, PAGED_ATTENTION, ROPE_WRITE_KV, WRITE_KV
 from qkernels.attention.step import AttentionStep
 from qkernels.checks import check_float, check_limb_rows, check_norm, check_tensor, expect_ndim
 from qkernels.errors import KernelError
@@ -40,7 +41,7 @@ def apply_rope(
     make a pair, or 2 c and 2 c + 1 where they are interleaved.
     """
     check_rope("apply_rope", q_THD, k_TJD, cos_sin, positions_T)
-    run = dispatch.implementation("apply_rope", device=q_THD.device.type, dtype=q_THD.dtype)
+    run = dispatch.implementation(APPLY_ROPE, device=q_THD.device.type, dtype=q_THD.dtype)
     return run(q_THD, k_TJD, cos_sin, positions_T, interleaved)
 
 
@@ -60,7 +61,7 @@ def write_kv_(
     """
     op = "write_kv_"
     check_kv_write(op, k_TJD, v_TJD, cache, slots_T)
-    _writer(op, k_TJD, cache)(k_TJD, v_TJD, cache, slots_T)
+    _writer(WRITE_KV, k_TJD, cache)(k_TJD, v_TJD, cache, slots_T)
 
 
 def rope_write_kv_(
@@ -98,7 +99,7 @@ def rope_write_kv_(
     if query_scales is not None:
         shape = (cos_sin.shape[0],)
         check_tensor(f"{op} query_scales", query_scales, shape, (torch.float32,), q_THD)
-    return _writer(op, q_THD, cache)(
+    return _writer(ROPE_WRITE_KV, q_THD, cache)(
         q_THD,
         k_TJD,
         v_TJD,
@@ -136,7 +137,7 @@ def paged_attention(
     limbs         return to_limbs of the result [T, H D] instead, for the linear that follows
     inputs_ready  query_starts and context_lengths were complete before the previous kernel began:
                   they may be read while it still runs
-    kernel        asks for a row of qkernels.dispatch, or forbids some with a leading minus
+    kernel        asks for a row of attention/rows.py, or forbids some with a leading minus
 
     Row i of `count` stands at position context_length - count + i; its key must be in the pages
     already. Rows beyond the last request are unspecified on a GPU; rows that see nothing are zero.
@@ -177,10 +178,10 @@ def paged_attention(
         )
     chunk = heads // kv_heads * step.max_query_len > DECODE_MAX_ROWS
     run = dispatch.implementation(
-        "paged_attention",
+        PAGED_ATTENTION,
         device=q_THD.device.type,
         dtype=q_THD.dtype,
-        requested=kernel,
+        requested=kernel if step.last_keys_T is None else "reference",
         head_dim=head_dim,
         page_size=page_size,
         pages_dtype=cache.k_pages.dtype,
@@ -205,9 +206,9 @@ def paged_attention(
     return rowwise.to_limbs(out.flatten(1), limbs)  # only a merge of splits makes limbs itself
 
 
-def _writer(op: str, x_THD: LinearOutput, cache: PagedKv):
+def _writer(operation: dispatch.Operation, x_THD: LinearOutput, cache: PagedKv):
     return dispatch.implementation(
-        op,
+        operation,
         device=x_THD.device.type,
         dtype=x_THD.dtype,
         head_dim=x_THD.shape[-1],

@@ -9,17 +9,18 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from formats.activation import quantize_input as round_input
-from formats.activation import to_codes
+from formats.numerics.activation import quantize_input as round_input
+from formats.numerics.activation import to_codes
 from formats.scheme import ActivationSpec
 from qkernels.attention.cache import PagedKv
 from qkernels.attention.step import AttentionStep
 from qkernels.operands.limbs import LimbForm, Limbs
 from qkernels.operands.limbs_reference import to_limbs
 from qkernels.operands.split_k import LinearOutput, reduced
-from qkernels.rowwise.reference import rms_norm
+from qkernels.rowwise.reference import normalized
+from qkernels.rowwise.spec import NormSpec
 
-# Keys, and as many values, gathered at once for a batch of decode rows: what stays in a CPU's
+# Keys, and as many values, gathered together for a batch of decode rows: what stays in a CPU's
 # cache. 64 rows of 512 keys, J 4, D 32, one thread: 8.5 ms at 2^20, 23 at 2^22, 15 at 2^16.
 GATHER_ELEMENTS = 2**20
 
@@ -118,7 +119,8 @@ def rope_write_kv_(
     """Norm q and k where norms are given, rotate them, write k and v; returns q, scaled."""
     q_THD, k_TJD, v_TJD = reduced(q_THD), reduced(k_TJD), reduced(v_TJD)
     if q_norm_D is not None:
-        q_THD, k_TJD = rms_norm(q_THD, q_norm_D, eps), rms_norm(k_TJD, k_norm_D, eps)
+        q_THD = normalized(q_THD, NormSpec(weight_C=q_norm_D, eps=eps))
+        k_TJD = normalized(k_TJD, NormSpec(weight_C=k_norm_D, eps=eps))
     q_THD, k_TJD = apply_rope(q_THD, k_TJD, cos_sin, positions_T, interleaved)
     write_kv_(k_TJD, v_TJD, cache, slots_T)
     if query_scales is not None:
@@ -141,7 +143,8 @@ def paged_attention(
     """Causal attention of each request's query rows over its paged keys, in float32. [T, H, D].
 
     Row i of a request with `count` rows stands at position context_length - count + i and sees
-    itself and the `window` - 1 keys before it (None: all). Rows that see nothing, or that belong to
+    itself and the `window` - 1 keys before it (None: all), and with `last_keys_T` keys after it.
+    Rows that see nothing, or that belong to
     no request, are zero.
     """
     keys = _Pages(cache.k_pages, cache.k_scales)
@@ -184,6 +187,7 @@ def paged_attention(
                 window,
                 soft_cap,
                 sinks_H,
+                None if step.last_keys_T is None else step.last_keys_T[rows],
             ).to(out_THD.dtype)
     return out_THD if limbs is None else to_limbs(out_THD.flatten(1), limbs)
 
@@ -261,6 +265,7 @@ def _chunk(
     window: int | None,
     soft_cap: float | None,
     sinks_H: torch.Tensor | None,
+    last_keys_S: torch.Tensor | None,
 ) -> torch.Tensor:
     """The S last rows of one request, over the keys that any of them sees."""
     count, (page_size, num_kv_heads) = q_SHD.shape[0], keys.pages_PBJD.shape[1:3]
@@ -268,7 +273,7 @@ def _chunk(
     keys_L = torch.arange(first, length, device=q_SHD.device)
     index = (block_table_X[keys_L // page_size].long(), keys_L % page_size)
     queries_S1 = torch.arange(length - count, length, device=q_SHD.device)[:, None]
-    visible_SL = keys_L <= queries_S1
+    visible_SL = keys_L <= (queries_S1 if last_keys_S is None else last_keys_S[:, None])
     if window is not None:
         visible_SL &= keys_L > queries_S1 - window
     k_JLD, v_JLD = (pages.gather(index).transpose(0, 1) for pages in (keys, values))

@@ -15,7 +15,7 @@ def apply_rope(
     positions_T: torch.Tensor,
     interleaved: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ops.apply_rope."""
+    """Implement ops.apply_rope."""
     T, H, D = q_THD.shape
     J = k_TJD.shape[1]
     q_THD = q_THD if q_THD.stride(2) == 1 else q_THD.contiguous()

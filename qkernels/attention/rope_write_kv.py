@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from formats.activation import MIN_INPUT_SCALE
+from formats.numerics.activation import MIN_INPUT_SCALE
 from qkernels.attention.cache import PagedKv
 from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.device import INTERPRETED
@@ -27,7 +27,7 @@ def write_kv_(
     cache: PagedKv,
     slots_T: torch.Tensor,
 ) -> None:
-    """As ops.write_kv_."""
+    """Implement ops.write_kv_."""
     rope_write_kv_(None, k_TJD, v_TJD, None, None, cache, slots_T)
 
 
@@ -47,7 +47,7 @@ def rope_write_kv_(
     query_scales: torch.Tensor | None = None,
     inputs_ready: bool = False,
 ) -> torch.Tensor | None:
-    """As ops.rope_write_kv_; without q, k and v are written as they are."""
+    """Implement ops.rope_write_kv_; without q, k and v are written as they are."""
     T, J, D = k_TJD.shape
     H = 0 if q_THD is None else q_THD.shape[1]
     q_out = None
@@ -282,7 +282,7 @@ def _rotated(
 
 @triton.jit
 def _scaled(x, shrink, weight, DTYPE: tl.constexpr):
-    """The end of an RMSNorm, rounded where rowwise.norm_act.rms_norm rounds."""
+    """The end of an RMSNorm, rounded where that of rowwise/norm.py is."""
     normed = x * shrink
     if weight.dtype != tl.float32:  # else the product alone is rounded
         normed = normed.to(DTYPE).to(tl.float32)

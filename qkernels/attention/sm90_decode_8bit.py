@@ -73,6 +73,40 @@ def attend(
 
 
 @gluon.jit
+def _channel_of_input(i):
+    """Channel d at index i of the sum over channels in the product of queries and keys.
+
+    mma gives lane t = lane % 4 the indices 2 t + e and 8 + 2 t + e of each 16. The lane holds 16
+    adjacent bytes of 64 channels: chunk c. Its word w takes the w-th 16 indices, half h by half:
+
+        i = 64 c + 16 w + 8 h + 2 t + e
+        d = 64 c + 16 t + 4 w + 2 h + e
+
+        lane t           0                1                2                3
+        channels d       0 1 2 3 4 5 ..   16 17 18 19 ..   32 33 34 35 ..   48 49 50 51 ..
+        their indices i  0 1 8 9 16 17 .. 2 3 10 11 ..     4 5 12 13 ..     6 7 14 15 ..
+    """
+    return i // 64 * 64 + i // 2 % 4 * 16 + i // 16 % 4 * 4 + i // 8 % 2 * 2 + i % 2
+
+
+@gluon.jit
+def _channel_of_output(n, CHUNK: gl.constexpr):
+    """Channel d in row n of the product of values and weights, CHUNK = C.
+
+    mma gives lane group g = lane / 4 row g of each 8. The group holds C adjacent bytes of 8 C
+    channels: chunk r. Its byte b takes the b-th 8 rows:
+
+        n = 8 C r + 8 b + g
+        d = 8 C r + C g + b
+
+        group g      0             1                    2
+        channels d   0 1 2 ..      C C+1 C+2 ..         2C 2C+1 2C+2 ..
+        their rows   0 8 16 ..     1 9 17 ..            2 10 18 ..
+    """
+    return n // (8 * CHUNK) * (8 * CHUNK) + n % 8 * CHUNK + n % (8 * CHUNK) // 8
+
+
+@gluon.jit
 def _half_keys(words, IS_INT: gl.constexpr):
     """Words of four 8-bit codes to float16, exactly: [..., 2, 2]."""
     to_half: gl.constexpr = INT_TO_HALF if IS_INT else FLOAT8_TO_HALF
@@ -150,6 +184,53 @@ def _pairs_of_values(even, odd, IS_INT: gl.constexpr):
         is_pure=True,
         pack=4,
     )
+
+
+@gluon.jit
+def _key_operand(codes, IS_INT: gl.constexpr, OPERAND_A: gl.constexpr):
+    """Words of codes [W, N / 16, 16, D / 4] to operand A [W, N, D], inputs as _channel_of_input."""
+    W: gl.constexpr = codes.shape[0]
+    N: gl.constexpr = codes.shape[1] * 16
+    D: gl.constexpr = codes.shape[3] * 4
+    # [W, N, c, t, w, h, e] to [W, N, c, w, h, t, e]
+    k = _half_keys(codes, IS_INT).reshape([W, N, D // 64, 4, 4, 2, 2])
+    k = k.permute([0, 1, 2, 4, 5, 3, 6]).reshape([W, N, D])
+    return gl.convert_layout(k, OPERAND_A)
+
+
+@gluon.jit
+def _value_operand(even, odd, IS_INT: gl.constexpr, CHUNK: gl.constexpr, OPERAND_A: gl.constexpr):
+    """Codes [W, N / 16, 8, D] of keys 2 p and 2 p + 1 to operand A [W, D, N], rows as
+    _channel_of_output.
+    """
+    W: gl.constexpr = even.shape[0]
+    N: gl.constexpr = even.shape[1] * 16
+    D: gl.constexpr = even.shape[3]
+    # [W, N / 16, p, r, g, b, parity] to [W, r, b, g, N / 16, p, parity]
+    v = unpack_x2(_pairs_of_values(even, odd, IS_INT), gl.bfloat16)
+    v = v.reshape([W, N // 16, 8, D // (8 * CHUNK), 8, CHUNK, 2])
+    v = v.permute([0, 3, 5, 4, 1, 2, 6]).reshape([W, D, N])
+    return gl.convert_layout(v, OPERAND_A)
+
+
+@gluon.jit
+def _weight_operand(weight, OPERAND_B: gl.constexpr):
+    """Weights [W, N, 8 rows] in the accumulator's layout to operand B."""
+    W: gl.constexpr = weight.shape[0]
+    N: gl.constexpr = weight.shape[1]
+    weight = _transposed(weight.to(gl.bfloat16))
+    weight = weight.reshape([W, N // 8, 8, 8]).permute([0, 1, 3, 2]).reshape([W, N, 8])
+    return gl.convert_layout(weight, OPERAND_B)
+
+
+@gluon.jit
+def _merge_warps(largest, weights, values):
+    """The warps' softmax states to the block's: largest score [M], weights [M], values [D, M]."""
+    all_largest = gl.max(largest, 0)
+    base = gl.where(all_largest == float("-inf"), 0.0, all_largest)
+    shrink = gl.exp2(largest - base[None, :])
+    all_weights = gl.sum(gl.sum(weights, 1) * shrink, 0)
+    return all_largest, all_weights, gl.sum(values * shrink[:, None, :], 0)
 
 
 @gluon.jit
@@ -236,7 +317,7 @@ def _decode_attention_8bit(
     M: gl.constexpr = 8
     CHUNK: gl.constexpr = D // 8 if D < 128 else 16
     BLOCK_Q: gl.constexpr = M // PADDED_GROUP
-    # the heads of a request run beside each other: their rows are neighbours in memory
+    # the heads of a request run at the same time: their rows are neighbours in memory
     kv_head, block, split = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     request = _request_of(starts_ptr, block, R, BLOCK_Q)
     start = gl.load(starts_ptr + request)
@@ -256,12 +337,12 @@ def _decode_attention_8bit(
         first_step += split * steps
         last_step = gl.minimum(last_step, first_step + steps)
 
-    # queries, in the order of the bytes of keys
+    # queries, in the order of the keys' bytes
     OPERAND_A: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
     OPERAND_B: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, 2)
     m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(0, OPERAND_B)))
     i = gl.arange(0, D, layout=gl.SliceLayout(1, gl.SliceLayout(0, OPERAND_B)))
-    i = i // 64 * 64 + i // 2 % 4 * 16 + i // 16 % 4 * 4 + i // 8 % 2 * 2 + i % 2
+    i = _channel_of_input(i)
     w = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, OPERAND_B)))
     q_row = first_row + m // PADDED_GROUP
     q_rows = (start + q_row).to(gl.int64) * stride_qt
@@ -339,11 +420,8 @@ def _decode_attention_8bit(
         pages = load_pages(head, next_key + STEP)
         stage = next_stage(stage, STAGES)
 
-        k = _half_keys(k_codes, IS_INT).reshape([W, N, D // 64, 4, 4, 2, 2])
-        k = k.permute([0, 1, 2, 4, 5, 3, 6]).reshape([W, N, D])
-        score = mma_v2(
-            gl.convert_layout(k, OPERAND_A), q, gl.full([W, N, M], 0.0, gl.float32, layout=PRODUCT)
-        )
+        k = _key_operand(k_codes, IS_INT, OPERAND_A)
+        score = mma_v2(k, q, gl.full([W, N, M], 0.0, gl.float32, layout=PRODUCT))
         score *= k_scale[:, :, None]
         if SOFT_CAP:
             score = cap_log2 - 2 * cap_log2 / (1 + gl.exp2(score * 2.8853900817779268))
@@ -359,28 +437,18 @@ def _decode_attention_8bit(
         weights = weights * shrink + weight
         largest = new_largest
 
-        v = unpack_x2(_pairs_of_values(even, odd, IS_INT), gl.bfloat16)
-        v = v.reshape([W, N // 16, 8, D // (8 * CHUNK), 8, CHUNK, 2])
-        v = v.permute([0, 3, 5, 4, 1, 2, 6]).reshape([W, D, N])
-        weight = _transposed((weight * v_scale[:, :, None]).to(gl.bfloat16))
-        weight = weight.reshape([W, N // 8, 8, 8]).permute([0, 1, 3, 2]).reshape([W, N, M])
-        values = mma_v2(
-            gl.convert_layout(v, OPERAND_A), gl.convert_layout(weight, OPERAND_B), values * shrink
-        )
+        v = _value_operand(even, odd, IS_INT, CHUNK, OPERAND_A)
+        weight = _weight_operand(weight * v_scale[:, :, None], OPERAND_B)
+        values = mma_v2(v, weight, values * shrink)
 
     async_copy.wait_group(0)
-    # merge the warps
-    all_largest = gl.max(largest, 0)
-    base = gl.where(all_largest == float("-inf"), 0.0, all_largest)
-    shrink = gl.exp2(largest - base[None, :])
-    all_weights = gl.sum(gl.sum(weights, 1) * shrink, 0)
-    out = gl.sum(values * shrink[:, None, :], 0)
+    all_largest, all_weights, out = _merge_warps(largest, weights, values)
     OUT: gl.constexpr = gl.SliceLayout(0, PRODUCT)
     all_weights = gl.convert_layout(all_weights, gl.SliceLayout(0, OUT))
     all_largest = gl.convert_layout(all_largest, gl.SliceLayout(0, OUT))
     m = gl.arange(0, M, layout=gl.SliceLayout(0, OUT))
     n = gl.arange(0, D, layout=gl.SliceLayout(1, OUT))
-    d = n // (8 * CHUNK) * (8 * CHUNK) + n % 8 * CHUNK + n % (8 * CHUNK) // 8
+    d = _channel_of_output(n, CHUNK)
     row = first_row + m // PADDED_GROUP
     real = (row < count) & (m % PADDED_GROUP < GROUP)
     out_row = (start + row).to(gl.int64) * H + kv_head * GROUP + m % PADDED_GROUP

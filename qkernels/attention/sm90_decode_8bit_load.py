@@ -1,8 +1,8 @@
 """The loads of sm90_decode_8bit.py: cp.async of 8-bit pages, and the layouts of its registers.
 
-Legend: W warps, N keys of a warp's step, D head dim; b a byte of what a lane loads at once, t =
-lane % 4, g = lane / 4. The index that mma sums over may be in any order that A and B share, so it
-follows the memory:
+Legend: W warps, N keys of a warp's step, D head dim; b a byte of one load of a lane, t =
+lane % 4, g = lane / 4. mma may sum in any order that A and B share, so the order follows the memory
+(_channel_of_input and _channel_of_output in sm90_decode_8bit.py):
 
     keys      lane (g, t) loads the bytes d = 64 c + 16 t + b of the keys 8 j + g
     values    lane (g, t) loads the bytes d = C g + b, C = D / 8, of two keys 2 p and 2 p + 1,

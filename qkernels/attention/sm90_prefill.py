@@ -63,9 +63,9 @@ def paged_attention(
     inputs_ready: bool = False,  # not used: the kernel is launched without PDL
     split: int | None = None,
 ) -> torch.Tensor | Limbs:
-    """As ops.paged_attention, where dispatch.py takes it; `split` overrides prefill_split.
+    """ops.paged_attention for chunks (attention/rows.py); `split` overrides prefill_split.
 
-    Uses a counter of the device's workspace, so calls on one device must follow each other.
+    The counter of tiles is in the stream's workspace (gpu/workspace.py).
     """
     T, H, D = q_THD.shape
     R = step.context_lengths_R.shape[0]

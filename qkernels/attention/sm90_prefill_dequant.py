@@ -29,7 +29,7 @@ from qkernels.attention.sm90_prefill_structs import (
 from qkernels.gpu.gluon_compat import aggregate, integer
 from qkernels.gpu.registers import FLOAT8_TO_HALF, INT_TO_HALF
 
-CODES_OF_LANE = gl.constexpr(16)  # 8-bit codes that a lane reads at once
+CODES_OF_LANE = gl.constexpr(16)  # 8-bit codes that a lane reads together
 
 # vectors of a step, [NUM_VECTORS, KEYS]: what scores are multiplied by, the logarithm of the
 # values' scales, one over them
@@ -37,7 +37,7 @@ NUM_VECTORS = gl.constexpr(3)
 KEY_SCALES = gl.constexpr(0)
 LOG_VALUE_SCALES = gl.constexpr(1)
 INVERSE_VALUE_SCALES = gl.constexpr(2)
-TINY = gl.constexpr(1e-30)  # stands for a scale of zero, which has no logarithm
+TINY = gl.constexpr(1e-30)  # replaces a scale of zero, which has no logarithm
 
 
 @aggregate
@@ -57,7 +57,7 @@ class _HeadScales:
 
     @gluon.jit
     def load(self, page, key, attention):
-        """Of keys and of values. What is not to be read, which may be NaN, becomes 0 and 1."""
+        """Scales of keys and values. Unread ones, which may be NaN, become 0 and 1."""
         B: gl.constexpr = attention.B
         exists = (key >= self.first_key) & (key < self.end)
         k_rows = page * attention.stride_ksp + key % B * attention.stride_ksb
@@ -159,7 +159,7 @@ def _dequantize(codes, first, pipeline, n, IS_INT: gl.constexpr):
 
 
 # A lane of the scores' layout has two columns of each eight; those of sixteen keys lie side by
-# side in memory, so that it reads them at once.
+# side in memory, so that one load reads them.
 _KEYS_OF_LANES = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[1], [2], [16], [32], [64]],

@@ -100,7 +100,7 @@ def _store_word(tiles, word, value):
 
 @gluon.jit
 def _announce(tiles, count, request, tile):
-    """Tell the other warps of tile number `count`."""
+    """Publish tile number `count` to the other warps."""
     state = tiles.producer_at(count)
     tiles.producer_acquire(state)
     words = state.stage * TILE_WORDS

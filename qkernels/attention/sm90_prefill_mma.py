@@ -40,7 +40,7 @@ SHRINK = gl.constexpr(2.0**-6)
 
 @aggregate
 class Softmax:
-    """Of a consumer's rows, after a step."""
+    """Softmax state of a consumer's rows after a step."""
 
     largest: gl.tensor  # score so far [CONSUMER_ROWS]
     total: gl.tensor  # sum of weights so far [CONSUMER_ROWS]
@@ -279,7 +279,7 @@ def attend(attention, shared, CONSUMER: gl.constexpr):
             values *= gl.load(attention.v_scales_ptr + kv_head * attention.stride_vsj)
         if NUM_SPLITS == 1:
             inverse = 1.0 / gl.where(total == 0, 1.0, total)
-            # through the queries' memory, so that whole rows are written at once
+            # through the queries' memory, so that whole rows are written
             out = shared.q.mem.index(shared.q.consumer_at(num_tiles).stage * 2 + CONSUMER)
             out.store((values * inverse[:, None]).to(out.dtype))
             out_rows = out.load(row_layout)

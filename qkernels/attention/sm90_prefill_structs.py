@@ -1,4 +1,4 @@
-"""What the warps of sm90_prefill.py share, as named structs: arguments, pipelines, tiles.
+"""Named structs that the warps of sm90_prefill.py share: arguments, pipelines, tiles.
 
 A row is one token of one query head; the rows of all heads that share a KV head are neighbours. A
 tile is ROWS rows of a request, with one KV head and one split of the context. A step is KEYS keys.
@@ -143,6 +143,6 @@ def tile_word(tiles, count, WORD: gl.constexpr):
 
 @gluon.jit
 def wait_tile(tiles, count):
-    """Whether there is a tile number `count`."""
+    """Wait for tile number `count`; True if it exists."""
     tiles.consumer_wait(tiles.consumer_at(count))
     return tile_word(tiles, count, REQUEST) >= 0

@@ -18,3 +18,6 @@ class AttentionStep:
     context_lengths_R: torch.Tensor  # int32: keys that a request's last row sees, itself included
     max_query_len: int
     max_context_len: int
+    # int64 [T]: position of the last key that each row sees, at most that of the request's last
+    # row; None: its own. Plain torch alone computes it.
+    last_keys_T: torch.Tensor | None = None

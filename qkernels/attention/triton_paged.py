@@ -46,7 +46,7 @@ def paged_attention(
     sinks_H: torch.Tensor | None = None,
     config: AttentionConfig | None = None,
 ) -> torch.Tensor | Limbs:
-    """As ops.paged_attention; `config` replaces the tuned or default one."""
+    """Implement ops.paged_attention; `config` replaces the tuned or default one."""
     T, H, D = q_THD.shape
     R, J = step.context_lengths_R.shape[0], cache.num_kv_heads
     if q_THD.stride(2) != 1:
@@ -166,7 +166,7 @@ def gluon_refuses(q_THD: torch.Tensor, cache: PagedKv) -> str | None:
 
 
 def alignment(*strides: int) -> int:
-    """Elements in a row that can be loaded at once: 16 if all strides allow it, else 8 or 1."""
+    """Elements of a row that one load may take: 16 if all strides allow it, else 8 or 1."""
     return next(n for n in (16, 8, 1) if all(stride % n == 0 for stride in strides))
 
 

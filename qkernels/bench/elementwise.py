@@ -11,6 +11,7 @@ from qkernels.bench.measure import Baselines, BenchedOp, Call, Case, copies_need
 NORM_SHAPES = {"4096": 4096}
 SILU_SHAPES = {"14336": 14336}
 ELEMENTWISE_M = (1, 32, 256, 4096)
+SILU = ops.ActSpec(kind="silu")
 
 
 def _add_rms_norm(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
@@ -25,18 +26,16 @@ def _norm(op: str, shape: str, ms: tuple[int, ...], baselines: Baselines) -> Ite
     C = NORM_SHAPES[shape]
     reduced = op == "add_rms_norm"
     weight = torch.rand(C, device="cuda", dtype=torch.bfloat16) + 0.5
+    spec = ops.NormSpec(weight_C=weight, eps=1e-5)
     for m in ms:
         num_bytes = 2 * m * C * (4 if reduced else 2)
         x, y = torch.randn(2, copies_needed(num_bytes), m, C, device="cuda", dtype=torch.bfloat16)
         total = (x[0] + y[0] if reduced else x[0]).double()
         want = total * (total.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
-        if reduced:
-            calls = [
-                lambda a=a, b=b: ops.add_rms_norm(a, b, weight, 1e-5)[0]
-                for a, b in zip(x, y, strict=True)
-            ]
-        else:
-            calls = [lambda a=a: ops.rms_norm(a, weight, 1e-5) for a in x]
+        calls = [
+            lambda a=a, b=b: ops.norm(a, b if reduced else None, spec)[0]
+            for a, b in zip(x, y, strict=True)
+        ]
         others: dict[str, list[Call]] = {}
         if "torch" in baselines:
             others["torch"] = [
@@ -73,7 +72,7 @@ def _silu_and_mul(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iter
             m=m,
             num_bytes=num_bytes,
             operations=5 * m * width,
-            calls=[lambda a=a: ops.silu_and_mul(a) for a in x],
+            calls=[lambda a=a: ops.activate(a, SILU) for a in x],
             want=functional.silu(gate) * up,
             allowed_error=5e-3,
             baselines=others,

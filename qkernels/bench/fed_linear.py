@@ -10,8 +10,8 @@ import torch
 from qkernels import ops
 from qkernels.bench.linear import GROUP, LINEAR_SHAPES, w4a16_weights
 from qkernels.bench.measure import Baselines, BenchedOp, Call, Case
-from qkernels.linear.plan import InputForm, LinearInput
 from qkernels.linear.prepared import PreparedWeight
+from qkernels.operands.forms import InputForm, LinearInput
 
 FED_M = (1, 2, 4, 8, 16, 32)
 FED_SHAPES = {name: LINEAR_SHAPES[name] for name in ("qkv", "gate_up", "down")}
@@ -21,18 +21,21 @@ Feed = Callable[[torch.Tensor, InputForm], LinearInput]
 
 def _norm_w4a16(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
     K = FED_SHAPES[shape][1]
-    norm = torch.rand(K, device="cuda", dtype=torch.bfloat16) + 0.5
+    weight_K = torch.rand(K, device="cuda", dtype=torch.bfloat16) + 0.5
+    spec = ops.NormSpec(weight_C=weight_K, eps=1e-5)
     residual = torch.randn(max(ms), K, device="cuda", dtype=torch.bfloat16)
 
     def feed(x_MK: torch.Tensor, form: InputForm) -> LinearInput:
-        rows = residual[: x_MK.shape[0]]
-        return ops.add_rms_norm_into(x_MK, rows, norm, 1e-5, form)[0]
+        return ops.norm(x_MK, residual[: x_MK.shape[0]], spec, form)[0]
 
     yield from _fed("norm_w4a16", shape, ms, baselines, feed, 1)
 
 
 def _silu_w4a16(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
-    yield from _fed("silu_w4a16", shape, ms, baselines, ops.silu_and_mul_into, 2)
+    def feed(x_M2K: torch.Tensor, form: InputForm) -> LinearInput:
+        return ops.activate(x_M2K, ops.ActSpec(kind="silu"), form)
+
+    yield from _fed("silu_w4a16", shape, ms, baselines, feed, 2)
 
 
 def _fed(

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from formats.fp8 import FP8_DTYPE, Fp8Weight, scales_shape
+from formats.in_memory.fp8 import FP8_DTYPE, Fp8Weight, scales_shape
 from formats.scheme import Scheme
 from qkernels import ops
 from qkernels.bench.linear import LINEAR_M, LINEAR_SHAPES

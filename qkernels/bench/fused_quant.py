@@ -6,10 +6,11 @@ import torch
 
 from formats.scheme import ActivationSpec
 from qkernels import ops
-from qkernels.bench.elementwise import ELEMENTWISE_M, NORM_SHAPES, SILU_SHAPES
+from qkernels.bench.elementwise import ELEMENTWISE_M, NORM_SHAPES, SILU, SILU_SHAPES
 from qkernels.bench.measure import Baselines, BenchedOp, Call, Case, copies_needed
+from qkernels.operands.codes import Codes, InputRounding
 
-INT8 = ActivationSpec()  # a scale for each token
+INT8 = InputRounding(ActivationSpec(), None)  # a scale for each token
 
 
 def _silu_and_mul_quantize(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
@@ -22,8 +23,8 @@ def _silu_and_mul_quantize(shape: str, ms: tuple[int, ...], baselines: Baselines
             shape,
             m,
             num_bytes,
-            [lambda a=a: ops.silu_and_mul_quantize(a, INT8) for a in x],
-            [lambda a=a: ops.quantize_input(ops.silu_and_mul(a), INT8) for a in x],
+            [lambda a=a: ops.activate(a, SILU, INT8) for a in x],
+            [lambda a=a: ops.in_form(ops.activate(a, SILU), INT8) for a in x],
             baselines,
         )
 
@@ -31,6 +32,7 @@ def _silu_and_mul_quantize(shape: str, ms: tuple[int, ...], baselines: Baselines
 def _add_rms_norm_quantize(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
     C = NORM_SHAPES[shape]
     weight = torch.rand(C, device="cuda", dtype=torch.bfloat16) + 0.5
+    spec = ops.NormSpec(weight_C=weight, eps=1e-5)
     for m in ms:
         num_bytes = 7 * m * C
         x, y = torch.randn(2, copies_needed(num_bytes), m, C, device="cuda", dtype=torch.bfloat16)
@@ -40,14 +42,8 @@ def _add_rms_norm_quantize(shape: str, ms: tuple[int, ...], baselines: Baselines
             shape,
             m,
             num_bytes,
-            [
-                lambda a=a, b=b: ops.add_rms_norm_quantize(a, b, weight, 1e-5, INT8)
-                for a, b in pairs
-            ],
-            [
-                lambda a=a, b=b: ops.quantize_input(ops.add_rms_norm(a, b, weight, 1e-5)[0], INT8)
-                for a, b in pairs
-            ],
+            [lambda a=a, b=b: ops.norm(a, b, spec, INT8)[0] for a, b in pairs],
+            [lambda a=a, b=b: ops.in_form(ops.norm(a, b, spec)[0], INT8) for a, b in pairs],
             baselines,
         )
 
@@ -63,8 +59,8 @@ def _quantized_case(
 ) -> Case:
     """Checked, and timed, against the two operations in turn."""
 
-    def decoded(result: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return result[0].float() * result[1]
+    def decoded(codes: Codes) -> torch.Tensor:
+        return codes.codes_MK.float() * codes.scales_M1
 
     return Case(
         op=op,

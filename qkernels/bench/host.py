@@ -1,4 +1,4 @@
-"""What a call costs the host: Python, checks, the choice of a tile, and the launch itself.
+"""Host time of a call: Python, checks, the choice of a tile, and the launch itself.
 
 Where no CUDA graph runs, as in a prompt, the host launches some hundred kernels a step; a GPU that
 is done sooner waits. Here it always is: the problems are small.
@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.nn import functional
 
+from formats.in_memory.weights import with_activation
 from formats.scheme import CHANNEL, Scheme
-from formats.weights import with_activation
 from qkernels import ops
 from qkernels.bench.linear import random_weight
 from qkernels.bench.measure import Baselines, BenchedOp, Call, Case
@@ -53,8 +53,9 @@ def _linear(packed, x: torch.Tensor) -> tuple[Call, Call, torch.Tensor]:
 def _rms_norm(x: torch.Tensor) -> tuple[Call, Call, torch.Tensor]:
     weight = torch.ones(K, device="cuda", dtype=x.dtype)
     want = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    spec = ops.NormSpec(weight_C=weight, eps=1e-5)
     return (
-        lambda: ops.rms_norm(x, weight, 1e-5),
+        lambda: ops.norm(x, None, spec)[0],
         lambda: functional.rms_norm(x, (K,), weight, 1e-5),
         want,
     )

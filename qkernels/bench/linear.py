@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.nn import functional
 
-from formats.packed import PackedWeight
+from formats.in_memory.packed import PackedWeight
+from formats.in_memory.weights import with_activation
 from formats.scheme import CHANNEL, QuantSpec, Scheme
-from formats.weights import with_activation
 from qkernels import ops
 from qkernels.bench.measure import (
     Baselines,

@@ -1,4 +1,4 @@
-"""How a kernel is measured: a correctness gate, cold inputs, one CUDA graph. Knows no operation.
+"""How a kernel is measured: a correctness gate, cold inputs, one CUDA graph.
 
 A time is the median over replays of one CUDA graph that makes a call on every copy of its inputs,
 enough copies that none is still in the L2 when its turn comes again: a decode step reads each
@@ -28,7 +28,7 @@ def itself(result: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceiling:
-    """What one GPU was measured to do, with torch: the floors follow from it."""
+    """Measured peak rates of one GPU, with torch; the floors follow from them."""
 
     bytes_per_second: float
     operations_per_second: float  # bf16
@@ -74,7 +74,7 @@ class Case:
     timer: Callable[[list[Call]], float] = time_calls  # microseconds of one call
     operation_rate: float = 1  # times the bf16 peak: 2 for products of 8-bit codes
     baselines: dict[str, list[Call]] = field(default_factory=dict)  # the same work, done otherwise
-    # operation of qkernels/tuning_table.py and this problem's fields; None: it has no tiles
+    # operation of qkernels/tuning/table.py and this problem's fields; None: it has no tiles
     tuned: tuple[TunedOp, dict[str, object]] | None = None
 
 
@@ -89,7 +89,7 @@ class BenchedOp:
     shapes: dict[str, object]
     default_m: dict[str, tuple[int, ...]]  # shape -> m
     baselines: tuple[str, ...]
-    dims: int = 0  # numbers, joined by x, that may stand in place of a shape's name
+    dims: int = 0  # numbers, joined by x, that may replace a shape's name
 
     def has_shape(self, shape: str) -> bool:
         numbers = shape.split("x")
@@ -97,7 +97,7 @@ class BenchedOp:
         return shape in self.shapes or unnamed
 
     def m_of(self, shape: str) -> tuple[int, ...]:
-        """What is measured unless other m are asked for."""
+        """Default numbers of rows to measure."""
         return self.default_m.get(shape) or next(iter(self.default_m.values()))
 
 
@@ -166,7 +166,7 @@ def measure(case: Case, ceiling: Ceiling | None) -> Result:
 
 
 def floor_microseconds(case: Case, ceiling: Ceiling | None) -> float | None:
-    """None: nobody measured this GPU, or the case moves nothing that is counted."""
+    """None: this GPU has no measured rates, or the case moves nothing that is counted."""
     if ceiling is None or not case.num_bytes + case.operations:
         return None
     return 1e6 * max(

@@ -11,9 +11,9 @@ from dataclasses import replace
 import torch
 from torch.nn import functional
 
-from formats.fp8 import FP8_DTYPE, Fp8Weight, scales_shape
+from formats.in_memory.fp8 import FP8_DTYPE, Fp8Weight, scales_shape
+from formats.in_memory.weights import with_activation
 from formats.scheme import CHANNEL, Scheme
-from formats.weights import with_activation
 from qkernels import ops
 from qkernels.bench.linear import GROUP, random_weight
 from qkernels.bench.measure import COLD_BYTES, Baselines, BenchedOp, Call, Case
@@ -84,7 +84,7 @@ def _cases(op: str, make: Make, bits: int) -> Callable[..., Iterator[Case]]:
 
 
 class _Layer:
-    """What stands around the experts."""
+    """Sizes around the experts."""
 
     def __init__(self, prepared: PreparedExperts, C: int, E: int, k: int) -> None:
         self.prepared = prepared
@@ -93,7 +93,7 @@ class _Layer:
         self.norm_C = torch.ones(C, device="cuda", dtype=torch.bfloat16)
 
     def without(self, variants: frozenset[str]) -> "_Layer":
-        """The same layer, by other kernels."""
+        """Copy of the layer that runs other kernels."""
         never = ",".join(f"-{name}" for name in sorted(variants))
         other = copy.copy(self)
         problem = replace(self.prepared.problem, requested=never)
@@ -105,7 +105,7 @@ class _Layer:
 
     def run(self, x_MC: torch.Tensor, residual_MC: torch.Tensor) -> tuple[torch.Tensor, ...]:
         out = ops.experts(x_MC, self.route(x_MC), self.prepared)
-        return ops.add_rms_norm(out, residual_MC, self.norm_C, 1e-6)
+        return ops.norm(out, residual_MC, ops.NormSpec(weight_C=self.norm_C, eps=1e-6))
 
 
 def _case(

@@ -48,7 +48,8 @@ def _norm(M: int, N: int) -> tuple[Read, Read]:
         total = y + residual.double()
         return total * (total.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.double()
 
-    return lambda y: ops.add_rms_norm(y, residual, norm, 1e-5), exact
+    spec = ops.NormSpec(weight_C=norm, eps=1e-5)
+    return lambda y: ops.norm(y, residual, spec), exact
 
 
 def _rope(M: int, N: int) -> tuple[Read, Read]:

@@ -53,7 +53,7 @@ def available_baselines(names: tuple[str, ...]) -> Baselines:
 def select(
     op: str | None, shape: str | None, m: str | None, baseline: str | None
 ) -> list[tuple[BenchedOp, str, tuple[int, ...], Baselines]]:
-    """What to measure. Each argument is a comma-separated list; None: all.
+    """Parse what to measure. Each argument is a comma-separated list; None: all.
 
     Raises KernelError for a name that nothing has.
     """

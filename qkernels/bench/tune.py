@@ -37,7 +37,7 @@ class NotTaken(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """What a search of one case found. `best` is `default` where nothing was faster."""
+    """Result of the search of one case. `best` is `default` where nothing was faster."""
 
     case: Case
     default: Config | None

@@ -1,4 +1,4 @@
-"""What a rank needs to exchange data with its peers in kernels: parts of peer memory, and counters.
+"""State of one rank for exchanges inside kernels: regions of peer memory, and counters.
 
 Legend: n ranks.
 """
@@ -22,8 +22,8 @@ from qkernels.errors import KernelError
 from qkernels.gpu.config import ceil_div
 from qkernels.operands.split_k import LinearOutput, SplitKPartials
 
-# Looks of a waiting block before it gives up, 0.5 us or more each: a minute at least. A rank may
-# compile a kernel while the others wait for it.
+# Polls of a waiting block before it gives up, 0.5 us or more each: at least a minute, because a
+# rank may compile a kernel while the others wait for it.
 SPIN_LIMIT = 2**27
 ABORTED = -1
 ALIGNMENT = 256
@@ -31,23 +31,23 @@ FLAT_PHASES, ROWS_PHASES = 2, 3
 
 
 class PeerLostError(KernelError):
-    """A rank did not send its part of a sum. The ranks are out of step from then on."""
+    """A rank did not send its data for a sum. The ranks are out of step from then on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channel:
-    """A part of every rank's buffer that kernels of one kind use, and this rank's counters."""
+    """Region of every rank's buffer for one kind of kernel, and this rank's counters."""
 
-    words: torch.Tensor  # int32: this rank's
-    slot_bytes: int  # that one sender writes in one phase
-    bases: torch.Tensor  # int64 [n]: the same part on every rank
+    words: torch.Tensor  # int32 words of this rank's region
+    slot_bytes: int  # bytes that one sender writes in one phase
+    bases: torch.Tensor  # int64 [n]: address of the region on every rank
     phases: torch.Tensor  # int32 [blocks]: the phase of the next call
-    broken: torch.Tensor  # int32 []: a rank that was waited for in vain, + 1
-    report: torch.Tensor  # the same in memory of the host; below 0: the host says not to wait
+    broken: torch.Tensor  # int32 []: rank whose data did not arrive, + 1
+    report: torch.Tensor  # the same in host memory; a negative number stops the wait
 
     @property
     def arguments(self) -> tuple[torch.Tensor, ...]:
-        """Of a kernel, behind the buffer."""
+        """Return the kernel arguments after the buffer."""
         return self.bases, self.phases, self.broken, self.report
 
     @property
@@ -57,7 +57,7 @@ class Channel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerLayout:
-    """How peer memory is divided."""
+    """Layout of peer memory."""
 
     ranks: int
     limits: Limits
@@ -65,7 +65,7 @@ class PeerLayout:
 
     @classmethod
     def of_model(cls, ranks: int, channels: int, within: Limits | None = None) -> "PeerLayout":
-        """For sums over so many ranks, norms of so many channels; `within`: other limits."""
+        """Return the layout for a number of ranks and of norm channels; `within`: other limits."""
         if not 2 <= ranks <= MAX_RANKS:
             raise KernelError("ranks", f"expected 2 to {MAX_RANKS}, found {ranks}", "use NCCL")
         found = within or limits(ranks)
@@ -77,12 +77,12 @@ class PeerLayout:
 
     @property
     def shard_bytes(self) -> int:
-        """Of a channel of two_shot.py."""
+        """Return the bytes of a shard in two_shot.py."""
         shard = shard_elements(self.limits.two_shot // 2, self.ranks, 2) * 2
         return ceil_div(shard, ALIGNMENT) * ALIGNMENT
 
     def sizes(self) -> list[int]:
-        """Bytes of each channel: flat, scatter, gather, then those of rows."""
+        """Return the bytes of each channel: flat, scatter, gather, then the row channels."""
         flat = FLAT_PHASES * (self.ranks - 1)
         of_rows = [ROWS_PHASES * (self.ranks - 1) * each.slot_bytes() for each in self.rows]
         sizes = [flat * self.flat_bytes, flat * self.shard_bytes, flat * self.shard_bytes, *of_rows]
@@ -94,7 +94,8 @@ class PeerLayout:
 
 
 class Peers:
-    """One rank's view of all. Kernels that use it run on one stream, in one order on all ranks."""
+    """One rank's view of all ranks. Its kernels run on one stream, in the same order on all
+    ranks."""
 
     def __init__(
         self, memory: PeerMemory, layout: PeerLayout, spin_limit: int = SPIN_LIMIT
@@ -110,7 +111,7 @@ class Peers:
         device = memory.own.device
         on_gpu = device.type == "cuda"
         self._broken = torch.zeros((), dtype=torch.int32, device=device)
-        # kernels and the host write and read it, without waiting for each other
+        # kernels and the host read and write it without synchronization
         self._report = torch.zeros((), dtype=torch.int32, pin_memory=on_gpu)
         offset = 0
         blocks = [BLOCKS, BLOCKS, BLOCKS, *(each.rows * each.parts for each in layout.rows)]
@@ -136,9 +137,9 @@ class Peers:
         self._rows = list(zip(layout.rows, of_rows, strict=True))
 
     def rows(self, x_MC: LinearOutput) -> tuple[RowsLayout, Channel] | None:
-        """The channel for x's rows; None: there is none.
+        """Return the channel for x's rows; None: there is none.
 
-        Partial sums go through one for float32 where there is one, else rounded.
+        Partial sums use the float32 channel if there is one; otherwise they are rounded.
         """
         rows, channels = x_MC.shape
         rounded = x_MC.dtype.itemsize
@@ -151,22 +152,23 @@ class Peers:
         return None
 
     def check(self) -> None:
-        """Raise PeerLostError if a kernel waited in vain. Does not wait for running ones."""
+        """Raise PeerLostError if a kernel timed out. Does not wait for running kernels."""
         lost = int(self._report) - 1
         if lost >= 0:
             raise PeerLostError(
                 f"all-reduce on rank {self.rank}",
-                f"rank {lost} did not send its part in {self.spin_limit} looks",
-                "see that rank's log: it ended, hangs, or runs other steps; then start again",
+                f"rank {lost} did not send its data within {self.spin_limit} polls",
+                "see that rank's log (it exited, hangs, or runs other steps), then restart",
             )
 
     def abort(self) -> None:
-        """Let kernels that wait for a rank that is gone go on. Callable from any thread.
+        """Stop kernels from waiting for a lost rank. Can be called from any thread.
 
-        A copy to the device might be queued behind the kernel that waits.
+        It writes to host memory, because a copy to the device could be queued after the waiting
+        kernel.
         """
         self._report.fill_(ABORTED)
 
     def close(self) -> None:
-        """Give the memory back, when no kernel uses it."""
+        """Free the memory. No kernel may use it any more."""
         self.memory.close()

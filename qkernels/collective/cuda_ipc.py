@@ -1,7 +1,7 @@
-"""Peer memory of processes on one host, by CUDA IPC handles: CUDA's driver, called through ctypes.
+"""Peer memory of processes on one host by CUDA IPC handles, through ctypes and CUDA's driver.
 
-The buffers are memory of the driver, not of torch's allocator: its expandable segments cannot be
-exported. No multicast. Ranks may share a GPU.
+Buffers are allocated by the driver, because expandable segments of torch's allocator cannot be
+exported. Multicast is not used. Ranks may share a GPU.
 """
 
 import ctypes
@@ -24,12 +24,12 @@ class _Handle(ctypes.Structure):
 def open_peer_memory(
     rank: int, num_bytes: int, device: torch.device, exchange: Exchange
 ) -> PeerMemory:
-    """A buffer on each rank's device that all ranks reach. Raises PeerAccessError on all or none.
+    """Allocate a buffer on each rank that all ranks reach. Raises PeerAccessError on all or none.
 
-    All ranks call it together. Its last exchange is a barrier: every buffer is filled by then.
+    All ranks call it together. Its last exchange is a barrier: all buffers are initialized then.
     """
     torch.cuda.set_device(device)
-    torch.cuda.synchronize(device)  # makes torch's context current to this thread
+    torch.cuda.synchronize(device)  # makes torch's context current in this thread
     hosts = agreed(exchange, lambda: _own_place(device))
     places = [struct.unpack("<q", each[:8]) + (each[8:],) for each in hosts]
     agreed(exchange, lambda: _check_places(rank, places))
@@ -50,7 +50,7 @@ def _own_place(device: torch.device) -> bytes:
 
 
 def _check_places(rank: int, places: list[tuple[int, bytes]]) -> bytes:
-    """Ranks are on one host, with the same list of devices, and their devices reach each other."""
+    """Check that ranks are on one host with the same devices, which have peer access."""
     own, host = places[rank]
     for other, (index, other_host) in enumerate(places):
         if other_host != host:
@@ -63,7 +63,7 @@ def _check_places(rank: int, places: list[tuple[int, bytes]]) -> bytes:
 
 
 class _Buffer:
-    """One rank's own memory, and the others' as this process maps them."""
+    """One rank's own memory, and the other ranks' memory mapped into this process."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.num_bytes, self.device = num_bytes, device
@@ -72,7 +72,7 @@ class _Buffer:
         self.opened: list[int] = []
 
     def allocate(self) -> bytes:
-        """Memory with all bits set; its handle."""
+        """Allocate memory with all bits set. Returns its IPC handle."""
         _call("cuMemAlloc_v2", ctypes.byref(self.pointer), ctypes.c_size_t(self.num_bytes))
         _call("cuMemsetD8_v2", self.pointer, ctypes.c_ubyte(255), ctypes.c_size_t(self.num_bytes))
         torch.cuda.synchronize(self.device)
@@ -94,7 +94,7 @@ class _Buffer:
         return b""
 
     def tensor(self) -> torch.Tensor:
-        """This rank's memory; it lives until `close`."""
+        """Return this rank's memory as a tensor, valid until `close`."""
 
         class Described:
             __cuda_array_interface__ = {
@@ -107,7 +107,7 @@ class _Buffer:
         return torch.as_tensor(Described(), device=self.device)
 
     def close(self) -> None:
-        """Unmap the others' memory and free this rank's, when no kernel uses either."""
+        """Unmap the other ranks' memory and free this rank's. No kernel may use either."""
         torch.cuda.synchronize(self.device)
         for pointer in self.opened:
             _driver().cuIpcCloseMemHandle(ctypes.c_uint64(pointer))
@@ -126,7 +126,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def _call(name: str, *arguments: object) -> None:
-    """A function of CUDA's driver. Raises PeerAccessError with the driver's word for the error."""
+    """Call a function of CUDA's driver. Raises PeerAccessError with the driver's error name."""
     result = getattr(_driver(), name)(*arguments)
     if result:
         text = ctypes.c_char_p()

@@ -1,12 +1,12 @@
-"""Data that is its own flag, between ranks in one kernel: sending, waiting, adding in rank order.
+"""Exchange between ranks inside a kernel, in which the data words are their own ready flags.
 
-Numbers travel as words of 32 bits, one float32 or two of 16 bits. A receiver's slots hold the
-marker, a word of ones, until a sender's word is there. The marker is one or two NaNs, and a sender
-sends other NaNs in its place, so no value is lost. Words are written whole, so nothing needs a
-fence or a flag beside it. Loads are volatile: they go to the L2, where the peers' stores arrive.
+Numbers are sent as 32-bit words, one float32 or two 16-bit numbers each. A receiver's slots hold
+the marker, a word of ones, until a sender's word is there. The marker is one or two NaNs, and a
+sender replaces it by another NaN, so no value is lost. Words are written atomically, so no fence or
+separate flag is needed. Loads are volatile: they go to the L2, where the peers' stores arrive.
 
-A rank has a slot for each other rank, in their order. Which rank it is does not change the code, so
-all ranks run one kernel.
+A rank has a slot for each other rank, in their order. The rank is a run-time argument, so all ranks
+run the same kernel.
 
     slots = slots_of_peers(bases_ptr, stride_slot, rank, RANKS)
     exchange = Exchange(slots, stride_slot, rank, Wait(spin_limit, broken_ptr, report_ptr))
@@ -21,20 +21,20 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-# The host's memory is across a bus.
+# Polls of a peer per poll of the host's memory, which is slow because it is across a bus.
 LOOKS_A_LOOK_AT_THE_HOST = tl.constexpr(1024)
 
 
 class Wait(NamedTuple):
-    """How long a block waits for a peer, and where it tells of one that sent nothing."""
+    """Limit of a block's wait for a peer, and where it reports a peer that sent nothing."""
 
-    spin_limit: tl.tensor  # looks
+    spin_limit: tl.tensor  # polls
     broken_ptr: tl.tensor
     report_ptr: tl.tensor
 
 
 class Exchange(NamedTuple):
-    """A channel (channels.py) as a kernel holds it. Legend: n ranks."""
+    """Channel (channels.py) as arguments of a kernel. Legend: n ranks."""
 
     slots: tl.tuple  # n - 1 pointers: this rank's slot at each peer
     stride_slot: tl.tensor
@@ -44,13 +44,13 @@ class Exchange(NamedTuple):
 
 @triton.jit
 def peer(slot, rank):
-    """The rank whose words a slot of ours holds."""
+    """Return the rank whose words are in a slot of this rank."""
     return slot + (slot >= rank)
 
 
 @triton.jit
 def slots_of_peers(bases_ptr, stride_slot, rank, RANKS: tl.constexpr):
-    """This rank's slot at each peer, as pointers to words; where they are never changes."""
+    """Return pointers to this rank's slot at each peer, which never change."""
     slots = ()
     for i in tl.static_range(RANKS - 1):
         receiver = peer(i, rank)
@@ -61,7 +61,7 @@ def slots_of_peers(bases_ptr, stride_slot, rank, RANKS: tl.constexpr):
 
 @triton.jit
 def outgoing(x):
-    """Numbers [BLOCK] as words, [BLOCK] or [BLOCK / 2]; none is the marker."""
+    """Convert numbers [BLOCK] to words, [BLOCK] or [BLOCK / 2], none of which is the marker."""
     if x.dtype.primitive_bitwidth == 16:
         bits = x.to(tl.int16, bitcast=True).reshape(x.shape[0] // 2, 2)
         low, high = bits.split()
@@ -74,7 +74,7 @@ def outgoing(x):
 
 @triton.jit
 def numbers(words, DTYPE: tl.constexpr):
-    """The numbers that words hold."""
+    """Convert words to numbers."""
     if DTYPE.primitive_bitwidth == 16:
         low, high = words.to(tl.int16), (words >> 16).to(tl.int16)
         bits = tl.join(low, high).reshape(2 * words.shape[0])
@@ -92,11 +92,11 @@ def send(words, exchange, offsets, mask, RANKS: tl.constexpr):
 
 @triton.jit
 def arrived(words, ptrs, mask, sender, wait):
-    """What a sender wrote at `ptrs`; `words` were loaded from there already.
+    """Wait until `ptrs` holds a sender's words; `words` were loaded from there already.
 
-    Given up after `wait.spin_limit` looks: then `broken_ptr` and `report_ptr` hold the sender's
-    number + 1. Nobody waits when `broken_ptr` does not hold 0. A number below 0 that the host
-    writes to `report_ptr` gets there, whatever the device's queues are waiting for.
+    After `wait.spin_limit` polls it gives up and stores the sender's rank + 1 in `broken_ptr` and
+    `report_ptr`. No block waits if `broken_ptr` is not 0. The host can stop the wait by writing a
+    negative number to `report_ptr`, whatever the device's queues are waiting for.
     """
     spins = 0
     going = 1
@@ -117,18 +117,18 @@ def arrived(words, ptrs, mask, sender, wait):
 
 @triton.jit
 def sum_of_ranks(
-    own,  # words of this rank
-    ptrs,  # of the same words in the first slot
+    own,  # this rank's own words
+    ptrs,  # pointers to the same words in the first slot
     exchange,
     mask,
     DTYPE: tl.constexpr,
     RANKS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """The sum in float32, in rank order. Loads of GROUP slots are under way at once."""
+    """Return the float32 sum in rank order. Loads of GROUP slots are in flight together."""
     rank, stride_slot = exchange.rank, exchange.stride_slot
     total = None
-    before = own  # what the slot before held: the words of rank i, where this rank is before it
+    before = own  # words of the previous slot: rank i's, if this rank comes before it
     for first in tl.static_range(0, RANKS - 1, GROUP):
         loads = ()
         for i in tl.static_range(first, min(first + GROUP, RANKS - 1)):

@@ -1,9 +1,9 @@
-"""All-reduce in one shot: every rank sends all of its data to every other, and each adds them up.
+"""One-shot all-reduce: every rank sends all of its data to every other rank, and each adds them.
 
-Tiles of a message belong to blocks, the same ones in every call, and each block counts its own
-calls: they alternate between two phases of the buffer. A block puts the marker back as it reads. A
-peer writes a phase again two calls later, and it can only be there if it received what this rank
-sent in the call between, which began after this one had ended.
+Each tile belongs to the same block in every call. Each block counts its calls, which alternate
+between two phases of the buffer. A block restores the marker as it reads. A peer writes the same
+phase again two calls later. It can reach that call only after it received this rank's data of the
+call between, which began after this call had ended.
 
 Legend: N elements of the message.
 """
@@ -29,7 +29,7 @@ from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
 
 
 def all_reduce(x: torch.Tensor, peers: Peers) -> torch.Tensor:
-    """As ops.all_reduce, of at most peers.flat.slot_bytes."""
+    """Implement ops.all_reduce for at most peers.flat.slot_bytes."""
     x = x.contiguous()
     out = torch.empty_like(x)
     channel = peers.flat
@@ -47,9 +47,9 @@ def all_reduce(x: torch.Tensor, peers: Peers) -> torch.Tensor:
 def launch_over_tiles(
     kernel: object, elements: int, x: torch.Tensor, *arguments: object, peers: Peers
 ) -> None:
-    """Launch a kernel of a flat message, unless it is empty: its blocks share tiles of `elements`.
+    """Launch a kernel on a flat message unless it is empty; its blocks divide tiles of `elements`.
 
-    Behind x and the arguments the kernel takes rank, spin_limit, RANKS, TILE, BLOCKS and PDL.
+    After x and the arguments, the kernel takes rank, spin_limit, RANKS, TILE, BLOCKS and PDL.
     """
     tile = TILE_BYTES // x.element_size()
     tiles = ceil_div(elements, tile)
@@ -91,7 +91,7 @@ def _all_reduce_one_shot(
     PDL: tl.constexpr,
 ):
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    WORDS: tl.constexpr = TILE * DTYPE.primitive_bitwidth // 32  # of a tile
+    WORDS: tl.constexpr = TILE * DTYPE.primitive_bitwidth // 32  # words of a tile
     slots = slots_of_peers(bases_ptr, stride_slot, rank, RANKS)
     exchange = Exchange(slots, stride_slot, rank, Wait(spin_limit, broken_ptr, report_ptr))
     block = tl.program_id(0)

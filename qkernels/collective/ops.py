@@ -1,25 +1,25 @@
-"""Sums over the ranks of a group: each checks its arguments, then runs a kernel.
+"""Sums over the ranks of a group. Each operation checks its arguments, then runs a kernel.
 
 All ranks call the same operations with equal shapes in the same order, on one stream each; results
-are bitwise equal on all of them. Nothing waits for the device, so all may be captured in a CUDA
-graph. Legend: M rows, C channels.
+are bitwise equal on all ranks. Nothing waits for the device, so all operations can be captured in a
+CUDA graph. Legend: M rows, C channels.
 """
 
 import torch
 
-from qkernels.checks import check_float, check_norm, check_tensor, expect_ndim
+from qkernels.checks import check_float, check_tensor, expect_ndim
 from qkernels.collective.channels import Peers
 from qkernels.collective.config import Way, way
 from qkernels.errors import KernelError
-from qkernels.linear.plan import InputForm, LinearInput
 from qkernels.operands.codes import InputRounding
+from qkernels.operands.forms import InputForm, LinearInput
 from qkernels.operands.split_k import LinearOutput, SplitKPartials
-from qkernels.rowwise.branch import PLAIN, Branch
-from qkernels.rowwise.into_form import add_rms_norm_into
+from qkernels.rowwise.ops import check_norm_spec, norm
+from qkernels.rowwise.spec import PLAIN, Branch, NormSpec
 
 
 def way_to_reduce(x: LinearOutput, peers: Peers) -> Way | None:
-    """How all_reduce would sum x over the ranks; None: it is too large for the peers' buffers."""
+    """Return the algorithm of all_reduce for x; None: x is too large for the peers' buffers."""
     return way(_message_bytes(x), peers.layout.limits)
 
 
@@ -29,9 +29,9 @@ def _message_bytes(x: LinearOutput) -> int:
 
 
 def all_reduce(x: LinearOutput, peers: Peers, how: Way | None = None) -> torch.Tensor:
-    """The sum of x over all ranks, float32 inside and in the order of ranks, in x's dtype: new.
+    """Return a new tensor: the sum of x over all ranks, added in float32 in rank order.
 
-    `how`: not as its size says.
+    `how` overrides the choice by size.
     """
     check_float("all_reduce x", x, parts=True)
     limits = peers.layout.limits
@@ -52,38 +52,35 @@ def _all_reduce(x: torch.Tensor, peers: Peers, how: Way) -> torch.Tensor:
     return (one_shot if how == "one_shot" else two_shot).all_reduce(x, peers)
 
 
-def all_reduce_add_rms_norm_into(
+def all_reduce_norm(
     x_MC: LinearOutput,
     residual_MC: torch.Tensor,
-    weight_C: torch.Tensor | None,
-    eps: float,
-    form: InputForm,
+    spec: NormSpec | None,
     peers: Peers,
+    out: InputForm = None,
     branch: Branch = PLAIN,
 ) -> tuple[LinearInput, torch.Tensor]:
-    """add_rms_norm_into of the sum of x over all ranks. The residual is the same on each of them.
+    """Compute ops.norm of the sum of x over all ranks. The residual must be equal on all ranks.
 
-    One kernel for rows that fit (`fuses`), else all_reduce and a norm.
+    It is one kernel if rows fit (`fuses`), else all_reduce and a norm.
     """
-    op = "all_reduce_add_rms_norm_into"
+    op = "all_reduce_norm"
     check_float(f"{op} x", x_MC, parts=True)
     expect_ndim(f"{op} x", x_MC, 2)
     check_tensor(f"{op} residual", residual_MC, x_MC.shape, (x_MC.dtype,), x_MC)
-    check_norm(f"{op} weight", weight_C, x_MC)
-    check_norm(f"{op} branch", branch.norm_C, x_MC)
-    if not fuses(x_MC, form, peers):
-        return add_rms_norm_into(
-            all_reduce(x_MC, peers), residual_MC, weight_C, eps, form, branch=branch
-        )
+    if spec is not None:
+        check_norm_spec(op, spec, x_MC)
+    if branch.norm is not None:
+        check_norm_spec(f"{op} branch", branch.norm, x_MC)
+    if not fuses(x_MC, out, peers):
+        return norm(all_reduce(x_MC, peers), residual_MC, spec, out, branch)
     from qkernels.collective import one_shot_norm  # imports triton
 
-    return one_shot_norm.all_reduce_add_rms_norm_into(
-        x_MC, residual_MC, weight_C, eps, form, peers, branch
-    )
+    return one_shot_norm.all_reduce_norm(x_MC, residual_MC, spec, peers, out, branch)
 
 
-def fuses(x_MC: LinearOutput, form: InputForm, peers: Peers) -> bool:
-    """Whether one kernel sums x over the ranks and norms it."""
-    if isinstance(form, InputRounding) and form.activation.per not in ("token", "tensor"):
+def fuses(x_MC: LinearOutput, out: InputForm, peers: Peers) -> bool:
+    """Return True if one kernel sums x over the ranks and normalizes it."""
+    if isinstance(out, InputRounding) and out.activation.per not in ("token", "tensor"):
         return False
     return peers.rows(x_MC) is not None

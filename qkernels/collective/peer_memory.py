@@ -1,6 +1,6 @@
-"""One buffer on each rank that all ranks write into: an interface, and ranks on a CPU.
+"""Peer memory, one buffer per rank that all ranks write: its interface, and a version for CPUs.
 
-Ranks on GPUs get theirs from cuda_ipc.py or symmetric_memory.py.
+GPU ranks use cuda_ipc.py or symmetric_memory.py.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import torch
 
 from qkernels.errors import KernelError
 
-# A rank's message to all ranks, and what they all sent, in order. Called in step by all.
+# Sends a rank's message to all ranks and returns all messages by rank. All ranks call it together.
 Exchange = Callable[[bytes], list[bytes]]
 
 
@@ -25,12 +25,12 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerMemory:
-    """What one rank holds. All bits of every buffer are set before any rank gets this."""
+    """Peer memory of one rank. All bits of every buffer are set before any rank receives it."""
 
     rank: int
     own: torch.Tensor  # uint8
-    addresses: tuple[int, ...]  # of every rank's buffer, as this rank reaches it
-    keeps: object = None  # what must live as long
+    addresses: tuple[int, ...]  # address of every rank's buffer in this process
+    keeps: object = None  # owners of the memory, kept alive
     close: Callable[[], None] = field(default=_nothing)
 
     @property
@@ -39,7 +39,7 @@ class PeerMemory:
 
 
 def shared_files(rank: int, num_bytes: int, folder: Path, exchange: Exchange) -> PeerMemory:
-    """Ranks that are processes on a CPU, over files that all of them map."""
+    """Open peer memory of CPU processes, over files that all of them map."""
     paths = [Path(each.decode()) for each in exchange(str(folder / f"rank{rank}").encode())]
     paths[rank].write_bytes(b"\xff" * num_bytes)
     exchange(b"")
@@ -55,7 +55,7 @@ def shared_files(rank: int, num_bytes: int, folder: Path, exchange: Exchange) ->
 
 
 def exchange_by(group: "torch.distributed.ProcessGroup") -> Exchange:
-    """Over a process group of torch, of any backend."""
+    """Make an exchange over a torch process group of any backend."""
     import torch.distributed as dist
 
     on_cpu = "gloo" in dist.get_backend(group)
@@ -81,7 +81,8 @@ def exchange_by(group: "torch.distributed.ProcessGroup") -> Exchange:
 
 
 def agreed(exchange: Exchange, work: Callable[[], bytes]) -> list[bytes]:
-    """What each rank's work gave. Raises PeerAccessError on all ranks if any of them failed."""
+    """Run `work` and return every rank's result. Raises PeerAccessError on all ranks if one
+    failed."""
     try:
         message = b"+" + work()
     except (OSError, AttributeError, RuntimeError, KernelError) as error:

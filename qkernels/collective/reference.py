@@ -1,22 +1,20 @@
-"""Sums over ranks in plain torch: the definition that kernels follow.
+"""Sums over ranks in plain torch, which define the kernels' results.
 
-Here one process has what all ranks have: `shares`, one for each rank, in order.
+One process holds the data of all ranks: `shares`, one tensor per rank, in order.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from qkernels.linear.plan import InputForm, LinearInput
-from qkernels.operands.codes import Codes, InputRounding
-from qkernels.operands.limbs import LimbForm
+from qkernels.operands.forms import InputForm, LinearInput
 from qkernels.operands.split_k import LinearOutput, SplitKPartials
-from qkernels.rowwise import reference as rowwise
-from qkernels.rowwise.branch import PLAIN, Branch
+from qkernels.rowwise.reference import norm
+from qkernels.rowwise.spec import PLAIN, Branch, NormSpec
 
 
 def all_reduce(shares: Sequence[LinearOutput]) -> torch.Tensor:
-    """The sum in float32, in the order of ranks, rounded once. Partial sums are added before."""
+    """Return the float32 sum in rank order, rounded once. A rank's partial sums are added first."""
     first, *others = (_share(each) for each in shares)
     return sum(others, first).to(shares[0].dtype)
 
@@ -28,19 +26,12 @@ def _share(x: LinearOutput) -> torch.Tensor:
     return x.float()
 
 
-def all_reduce_add_rms_norm_into(
+def all_reduce_norm(
     shares: Sequence[LinearOutput],
     residual_MC: torch.Tensor,
-    weight_C: torch.Tensor | None,
-    eps: float,
-    form: InputForm,
+    spec: NormSpec | None,
+    out: InputForm = None,
     branch: Branch = PLAIN,
 ) -> tuple[LinearInput, torch.Tensor]:
-    """add_rms_norm of all_reduce, in a form."""
-    inputs = all_reduce(shares), residual_MC, weight_C, eps
-    if isinstance(form, InputRounding):
-        *codes, total_MC = rowwise.add_rms_norm_quantize(*inputs, *form, branch=branch)
-        return Codes(*codes), total_MC
-    if isinstance(form, LimbForm):
-        return rowwise.add_rms_norm_limbs(*inputs, form, branch=branch)
-    return rowwise.add_rms_norm(*inputs, branch=branch)
+    """Return the norm of all_reduce."""
+    return norm(all_reduce(shares), residual_MC, spec, out, branch)

@@ -1,6 +1,6 @@
-"""Peer memory of processes on one host, by torch's symmetric memory: where IPC handles are refused.
+"""Peer memory of processes on one host by torch's symmetric memory, if IPC handles are refused.
 
-It needs a GPU for each rank. Multicast stays off: it is not needed, and not every host has it.
+It needs a GPU per rank. Multicast stays off, since it is not needed and not every host has it.
 """
 
 import os
@@ -19,7 +19,7 @@ def open_peer_memory(
     exchange: Exchange,
     group: "torch.distributed.ProcessGroup",
 ) -> PeerMemory:
-    """As cuda_ipc.open_peer_memory, of the ranks of a group that has a store."""
+    """Open peer memory like cuda_ipc.open_peer_memory, for a group that has a store."""
     addresses: list[int] = []
     kept: list[object] = []
 

@@ -1,7 +1,7 @@
-"""All-reduce in two shots: each rank adds up its shard of the message, then sends the sum to all.
+"""Two-shot all-reduce: each rank sums its shard of the message, then sends the sum to all.
 
-What a link carries is 2 (n - 1) / n of the message, not n - 1 times as much as in one shot. Both
-exchanges follow one_shot.py, over a channel each: a tile of every shard belongs to one block.
+A link carries 2 (n - 1) / n times the message, instead of n - 1 times in one shot. Both exchanges
+work as in one_shot.py, each over its own channel. The same block processes a tile of every shard.
 
 Legend: N elements of the message, L of a shard; shard i is rank i's.
 """
@@ -29,7 +29,7 @@ from qkernels.gpu.pdl import pdl_launch_and_wait
 
 
 def all_reduce(x: torch.Tensor, peers: Peers) -> torch.Tensor:
-    """As ops.all_reduce, of shards of at most peers.scatter.slot_bytes."""
+    """Implement ops.all_reduce for shards of at most peers.scatter.slot_bytes."""
     x = x.contiguous()
     out = torch.empty_like(x)
     item_bytes = x.element_size()
@@ -70,7 +70,7 @@ def _all_reduce_two_shot(
     PDL: tl.constexpr,
 ):
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    WORDS: tl.constexpr = TILE * DTYPE.primitive_bitwidth // 32  # of a tile
+    WORDS: tl.constexpr = TILE * DTYPE.primitive_bitwidth // 32  # words of a tile
     scatter_slots = slots_of_peers(scatter_bases_ptr, stride_slot, rank, RANKS)
     gather_slots = slots_of_peers(gather_bases_ptr, stride_slot, rank, RANKS)
     wait = Wait(spin_limit, broken_ptr, report_ptr)
@@ -96,7 +96,7 @@ def _all_reduce_two_shot(
         words = outgoing(tl.load(x_ptr + rank * L + c, mask=inside, other=0.0))
         ptrs = scatter_ptr + start + w
         total = sum_of_ranks(words, ptrs, scatter, mask, DTYPE, RANKS, GROUP=RANKS)
-        # also of a NaN, what is kept here has the bits that are sent
+        # keep the bits that are sent, also for NaN
         words = outgoing(total.to(DTYPE))
         send(words, gather, start + w, mask, RANKS)
         tl.store(out_ptr + rank * L + c, numbers(words, DTYPE), mask=inside)

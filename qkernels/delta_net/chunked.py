@@ -1,7 +1,7 @@
 """The gated delta net in plain torch, fast enough for a CPU: by chunks, and decode rows together.
 
 Within a chunk the recurrence is a triangular system (the UT transform of Yang et al., 2024), so a
-prompt takes products of matrices in place of a loop over its tokens. Legend as in reference.py; N
+prompt takes products of matrices instead of a loop over its tokens. Legend as in reference.py; N
 chunks of L tokens, B requests of one token.
 """
 
@@ -77,11 +77,11 @@ def _chunks(
     beta_HT: torch.Tensor,
     S_HKV: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One request's outputs [H, T, V] and its state behind its last token."""
+    """One request's outputs [H, T, V] and its state after its last token."""
     T = q_HTK.shape[1]
     L = min(CHUNK, T)
     more = -T % L
-    # Tokens of zeros behind the end write nothing and forget nothing.
+    # Padding tokens of zeros write nothing and forget nothing.
     q, k, v = (F.pad(x, (0, 0, 0, more)).unflatten(1, (-1, L)) for x in (q_HTK, k_HTK, v_HTV))
     g, beta = (F.pad(x, (0, more)).unflatten(1, (-1, L)) for x in (g_HT, beta_HT))
     total_HNL = g.cumsum(-1)  # log of what is left of the state before the chunk

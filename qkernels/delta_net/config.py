@@ -82,6 +82,6 @@ def chunk_config(K: int, V: int, dtype: torch.dtype, arch: str) -> ChunkConfig:
         return replace(config, columns=16, system_warps=8)
     if arch == "sm_90":
         # Its products read operands from shared memory. Elsewhere 64 rows overflow the registers.
-        # With two stages the next chunk's loads would begin behind a chunk's products.
+        # With two stages the next chunk's loads would begin after a chunk's products.
         return replace(config, rows=64, stages=3, scan_warps=4)
     return config

@@ -10,6 +10,7 @@ import torch
 
 from qkernels import dispatch
 from qkernels.checks import check_float, check_tensor, expect_ndim
+from qkernels.delta_net import rows
 from qkernels.delta_net.state import StateStep
 from qkernels.errors import KernelError
 from qkernels.problem import FLOAT_DTYPES
@@ -25,7 +26,7 @@ def causal_conv_(
     """silu of a convolution of each channel of x [T, C] over its request's last W inputs.
 
     `conv` holds the W - 1 before the step, and afterwards those at its end. `kernel` names a row
-    of qkernels.dispatch instead of the best one.
+    of delta_net/rows.py instead of the best one.
     """
     op = "causal_conv_"
     check_float(f"{op} x", x_TC)
@@ -37,7 +38,7 @@ def causal_conv_(
     check_tensor(f"{op} conv", conv_PCW, (None, C, taps - 1), (x_TC.dtype,), x_TC)
     _check_dense(f"{op} conv", conv_PCW)
     _check_step(op, step, x_TC)
-    return _run(op, x_TC, kernel)(x_TC, weight_CW, conv_PCW, step)
+    return _run(rows.CAUSAL_CONV, x_TC, kernel)(x_TC, weight_CW, conv_PCW, step)
 
 
 def delta_rule_(
@@ -50,7 +51,7 @@ def delta_rule_(
     step: StateStep,
     kernel: str | None = None,
 ) -> torch.Tensor:
-    """What each token reads out of its request's state [T, H, V], after it has written to it.
+    """Outputs [T, H, V]: what each token reads from its request's state after its own update.
 
     `mixed` [T, 2 J K + H V] is queries, keys and values; queries and keys are scaled to length 1
     here. A token writes as much as sigmoid(b) says, and keeps exp(-exp(a_log) softplus(a +
@@ -74,7 +75,7 @@ def delta_rule_(
     for name, x in (("a_log", a_log_H), ("dt_bias", dt_bias_H)):
         check_tensor(f"{op} {name}", x, (H,), (torch.float32,), mixed_TC)
     _check_step(op, step, mixed_TC)
-    run = _run(op, mixed_TC, kernel, in_features=K, head_dim=V)
+    run = _run(rows.DELTA_RULE, mixed_TC, kernel, in_features=K, head_dim=V)
     return run(mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, memory_PHKV, step)
 
 
@@ -91,18 +92,18 @@ def gated_rms_norm(
     shape = expect_ndim(f"{op} x", x_THV, 3)
     check_tensor(f"{op} z", z_THV, shape, (x_THV.dtype,), x_THV)
     check_tensor(f"{op} weight", weight_V, (shape[2],), (x_THV.dtype,), x_THV)
-    return _run(op, x_THV, kernel, head_dim=shape[2])(x_THV, z_THV, weight_V, eps)
+    return _run(rows.GATED_RMS_NORM, x_THV, kernel, head_dim=shape[2])(x_THV, z_THV, weight_V, eps)
 
 
-def _run(op: str, x: torch.Tensor, kernel: str | None, **sizes: int) -> Any:
+def _run(operation: dispatch.Operation, x: torch.Tensor, kernel: str | None, **sizes: int) -> Any:
     return dispatch.implementation(
-        op, device=x.device.type, dtype=x.dtype, requested=kernel, **sizes
+        operation, device=x.device.type, dtype=x.dtype, requested=kernel, **sizes
     )
 
 
 def _check_dense(name: str, states: torch.Tensor) -> None:
     if not states.is_contiguous():
-        raise KernelError(name, f"expected it contiguous, found strides {list(states.stride())}")
+        raise KernelError(name, f"expected contiguous states, found strides {states.stride()}")
 
 
 def _check_step(op: str, step: StateStep, beside: torch.Tensor) -> None:

@@ -39,7 +39,7 @@ def delta_rule_(
     memory_PHKV: torch.Tensor,
     step: StateStep,
 ) -> torch.Tensor:
-    """What each token reads out of its request's state [T, H, V], after it has written to it.
+    """Outputs [T, H, V]: what each token reads from its request's state after its own update.
 
     S = exp(g) S;  S = S + k (beta (v - S^T k))^T;  o = S^T q. The arithmetic is in the state's
     dtype.
@@ -81,8 +81,8 @@ def split_mixed(
 ) -> tuple[torch.Tensor, ...]:
     """q, k [T, H, K], v [T, H, V], g and beta [T, H] in the state's dtype.
 
-    Queries and keys have length 1, but for the scale K^-0.5 of queries. Each key head serves as
-    many value heads, which stand together.
+    Queries and keys have length 1, apart from the scale K^-0.5 of queries. Each key head is
+    repeated for its value heads, which are adjacent.
     """
     _, H, K, V = memory_PHKV.shape
     wide = memory_PHKV.dtype
@@ -102,7 +102,7 @@ def split_mixed(
 
 
 def requests_of(step: StateStep) -> Iterator[tuple[slice, int, bool]]:
-    """Of each request that has rows: which, its slot, whether it begins with zeros."""
+    """Yield each request with rows: its rows, its slot, whether its state begins as zeros."""
     starts, lengths = step.query_starts_R1.tolist(), step.context_lengths_R.tolist()
     for r, slot in enumerate(step.slots_R.tolist()):
         count = starts[r + 1] - starts[r]

@@ -1,4 +1,4 @@
-"""What a gated delta net keeps of each running request, and which rows of a step are whose.
+"""State slots of a gated delta net, and the slot of each request of a step.
 
 Legend: P slots, R requests of a step, C channels of the convolution, W taps, H value heads, K key
 dim, V value dim.
@@ -13,7 +13,7 @@ NO_SLOT = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSlots:
-    """The states of one layer. What a slot holds before its owner's first token is never read."""
+    """States of one layer. A slot's contents before its owner's first token are never read."""
 
     conv_PCW: torch.Tensor  # [P, C, W - 1]: the last inputs of the convolution, the newest last
     memory_PHKV: torch.Tensor  # float32 [P, H, K, V]
@@ -34,6 +34,16 @@ class StateSlots:
             conv_PCW=torch.zeros(num_slots, channels, taps - 1, dtype=dtype, device=device),
             memory_PHKV=torch.zeros(num_slots, *memory, dtype=torch.float32, device=device),
         )
+
+    @property
+    def page_tensors(self) -> tuple[torch.Tensor, ...]:
+        """Empty: a state is kept by slot, not by page."""
+        return ()
+
+    @property
+    def slot_tensors(self) -> tuple[torch.Tensor, ...]:
+        """Tensors [P, ...] of what each slot holds."""
+        return self.conv_PCW, self.memory_PHKV
 
     @property
     def num_slots(self) -> int:

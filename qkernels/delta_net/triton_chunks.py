@@ -1,4 +1,4 @@
-"""The gated delta rule for prompts in Triton: all chunks' systems at once, then a scan over chunks.
+"""The gated delta rule for prompts in Triton: all chunks' systems, then a scan over chunks.
 
 Within a chunk the recurrence is a triangular system (the UT transform of Yang et al., 2024). The
 first kernel inverts it for every chunk of every request and head in parallel; the scan has some
@@ -38,7 +38,7 @@ def run_chunks_(
     step: StateStep,
     config: ChunkConfig,
 ) -> None:
-    """As ops.delta_rule_ for the requests with more than one row: their part of `o`, `memory`."""
+    """Implement ops.delta_rule_ for requests with more than one row: writes `o`, `memory`."""
     T, C = mixed_TC.shape
     _, H, K, V = memory_PHKV.shape
     R = step.slots_R.shape[0]
@@ -183,7 +183,7 @@ def _chunk_systems(
         key = key.to(OPERAND)
         a = tl.load(a_ptr + row * stride_a + h + i * stride_a, mask=in_t, other=0.0).to(tl.float32)
         b = tl.load(b_ptr + row * stride_b + h + i * stride_b, mask=in_t, other=0.0).to(tl.float32)
-        # Rows behind the end write nothing and forget nothing.
+        # Rows after the end write nothing and forget nothing.
         beta = tl.where(in_t, write_share(b), 0.0)
         decay = decay_log(a, tl.load(a_log_ptr + h), tl.load(dt_bias_ptr + h))
         decay = tl.where(in_t, decay, 0.0)

@@ -1,6 +1,6 @@
 """The convolution of a gated delta net in Triton: one program for some channels of a request.
 
-A program takes all rows of its request, so nobody else reads what it keeps for the next step.
+A program takes all rows of its request, so no other program reads what it keeps for the next step.
 Legend as in ops.py; BC channels and BT rows of a tile.
 """
 
@@ -17,7 +17,7 @@ from qkernels.gpu.launch import launch, on_device
 def causal_conv_(
     x_TC: torch.Tensor, weight_CW: torch.Tensor, conv_PCW: torch.Tensor, step: StateStep
 ) -> torch.Tensor:
-    """As ops.causal_conv_."""
+    """Implement ops.causal_conv_."""
     x_TC = x_TC if x_TC.stride(1) == 1 else x_TC.contiguous()
     T, C = x_TC.shape
     y_TC = torch.empty((T, C), dtype=x_TC.dtype, device=x_TC.device)

@@ -27,7 +27,7 @@ def delta_rule_(
     memory_PHKV: torch.Tensor,
     step: StateStep,
 ) -> torch.Tensor:
-    """As ops.delta_rule_."""
+    """Implement ops.delta_rule_."""
     mixed_TC, b_TH, a_TH = (
         x if x.stride(1) == 1 else x.contiguous() for x in (mixed_TC, b_TH, a_TH)
     )
@@ -40,7 +40,7 @@ def delta_rule_(
         if step.max_query_len > 1:
             config = chunk_config(K, V, mixed_TC.dtype, arch(mixed_TC.device))
             run_chunks_(*rule, step, config)
-        # Also behind chunks: the longest request may be shorter than the host knows.
+        # Also after chunks: the longest request may be shorter than the host knows.
         config = step_config(K, V)
         launch(
             _delta_step,

@@ -1,4 +1,4 @@
-"""What a token's gates say, in Triton: how much of a head's state it keeps, and how much it writes.
+"""Gates of a token, in Triton: how much of a head's state it keeps, and how much it writes.
 
 Legend as in ops.py.
 """
@@ -6,7 +6,7 @@ Legend as in ops.py.
 import triton
 import triton.language as tl
 
-# exp(-50) of a number is nothing beside it in float32. Sums of such logarithms stay so small that
+# exp(-50) of a number is below its rounding in float32. Sums of such logarithms stay so small that
 # differences of them are exact to 2e-4.
 LEAST_DECAY_LOG = tl.constexpr(-50.0)
 

@@ -1,4 +1,4 @@
-"""The norm behind a gated delta net in Triton: a program for some heads of a token.
+"""The norm after a gated delta net in Triton: a program for some heads of a token.
 
 Rounds where its twin in reference.py rounds. Legend as in ops.py.
 """
@@ -16,7 +16,7 @@ TILE = 4096  # numbers
 def gated_rms_norm(
     x_THV: torch.Tensor, z_THV: torch.Tensor, weight_V: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """As ops.gated_rms_norm."""
+    """Implement ops.gated_rms_norm."""
     x_THV = x_THV.contiguous()
     T, H, V = x_THV.shape
     if z_THV.stride()[1:] != (V, 1):

@@ -1,4 +1,4 @@
-"""What the drafts' operations are told of a step, and what they make of it. Knows no kernel.
+"""Arguments and results of the drafts' operations for one step.
 
 Legend: T rows of the step, R chunks of it, S rows that sample, D chunks that sample, N rows of the
 tables, K drafts, X pages of a block table, P words of sampling.
@@ -17,7 +17,7 @@ from qkernels.sampling.words import (
     NUM_LOGPROBS,
 )
 
-# A draft counts no tokens, adds no bias and knows no grammar: that is the model's to do.
+# Drafts are drawn without token counts, biases and grammars; the model's verify applies them.
 NEUTRAL = {
     HISTORY_ROW: -1,
     NUM_LOGPROBS: -1,
@@ -29,9 +29,9 @@ NEUTRAL = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftChunks:
-    """A step. The rows of a chunk stand together; those that sample are its last.
+    """A step. The rows of a chunk are adjacent; the last ones sample.
 
-    What stands behind R chunks, or behind their rows, is padding.
+    Everything after R chunks, or after their rows, is padding.
     """
 
     token_ids_T: torch.Tensor  # int64
@@ -42,9 +42,9 @@ class DraftChunks:
     block_tables_RX: torch.Tensor  # int32
     rows_R: torch.Tensor  # int64: each chunk's row of the tables
     # int64: so many of its first tokens are in token_ids already. 0: its positions are too high
-    # by the drafts of its last verify that came to nothing
+    # by the rejected drafts of its last verify
     known_R: torch.Tensor
-    next_R: torch.Tensor  # int64: the token behind a chunk that does not sample
+    next_R: torch.Tensor  # int64: the token after a chunk that does not sample
     capacity_R: torch.Tensor  # int64: positions that its pages hold
     place_R: torch.Tensor  # int64: which of D it is; -1: it does not sample
     chunk_D: torch.Tensor  # int64, of R
@@ -55,14 +55,14 @@ class DraftChunks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftTables:
-    """What lasts from step to step."""
+    """State that lasts from step to step."""
 
     tokens_NK1: torch.Tensor  # int64: each request's newest token, and its drafts
     refused_N: torch.Tensor  # int64: drafts of its last verify that came to nothing
 
 
 class DraftPlaces(NamedTuple):
-    """Of the rows that follow a step, one for each chunk that samples and each of K drafts."""
+    """Positions and pages of the rows after a step: one per sampling chunk and each of K drafts."""
 
     positions_KD: torch.Tensor  # int64
     slots_KD: torch.Tensor  # int64, -1: its pages have no place for it
@@ -70,15 +70,15 @@ class DraftPlaces(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """What became of a step's drafts, and what the next ones are drafted with."""
+    """Verification result of a step's drafts, and the inputs of the next drafts."""
 
     told: torch.Tensor  # int64 [S + D]: for the host: all tokens, and how many of each are output
-    next_tokens_T: torch.Tensor  # int64: the token behind each row, as far as it is settled
+    next_tokens_T: torch.Tensor  # int64: the token after each row, as far as it is settled
     last_rows_D: torch.Tensor  # int64, of T: the row that each one's newest token follows
     rows_D: torch.Tensor  # int64: each one's row of the tables
     # int64 [K, D, P]: how each draft is drawn: as the newest token, one position on for each
     words_KDP: torch.Tensor
-    places: DraftPlaces  # behind last_rows
+    places: DraftPlaces  # after last_rows
 
     @property
     def emitted_D(self) -> torch.Tensor:

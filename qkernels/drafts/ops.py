@@ -7,6 +7,7 @@ import torch
 
 from qkernels import dispatch
 from qkernels.checks import check_float, check_tensor, expect_ndim
+from qkernels.drafts import rows
 from qkernels.drafts.chunks import DraftChunks, DraftTables, Settled
 from qkernels.errors import KernelError
 from qkernels.sampling.words import NUM_WORDS
@@ -34,7 +35,7 @@ def fill_drafts_(
     if words_TP is not None:
         shape = len(chunks.token_ids_T), NUM_WORDS
         check_tensor(f"{what} words", words_TP, shape, INT64, chunks.rows_R)
-    run = _run(what, chunks, kernel)
+    run = _run(rows.FILL_DRAFTS, chunks, kernel)
     return run(chunks, tables, page_size=page_size, words_TP=words_TP, fills_tokens=fills_tokens)
 
 
@@ -53,12 +54,12 @@ def settle_drafts_(
 ) -> Settled:
     """Judge a step's drafts by the tokens that were drawn, and prepare the next `num_drafts`.
 
-    A draft comes true if it is the token that the row before it drew, and all drafts before it
-    came true. The newest token of each chunk and the number of its drafts that did not come true
-    go to `tables`. `words_SP`: how the tokens were drawn. `tokens_S` None: no row samples.
+    A draft is accepted if it is the token that the row before it drew, and all drafts before it
+    are accepted. The newest token of each chunk and the number of its rejected drafts go to
+    `tables`. `words_SP`: how the tokens were drawn. `tokens_S` None: no row samples.
 
-    `passes_DK` [D, most_sampled - 1]: drafts pass where it says so, whatever was drawn, and those
-    that do are written to `tokens_S`. `accepted_D`: how many come true, where that is known.
+    `passes_DK` [D, most_sampled - 1]: True accepts a draft, whatever was drawn, and such drafts are
+    written to `tokens_S`. `accepted_D`: the number of accepted drafts, where it is known.
     """
     what = "settle_drafts_"
     _check(what, chunks, tables)
@@ -73,7 +74,7 @@ def settle_drafts_(
         check_tensor(f"{what} passes", passes_DK, shape, (torch.bool,), beside)
     if accepted_D is not None:
         check_tensor(f"{what} accepted", accepted_D, (D,), INT64, beside)
-    run = _run(what, chunks, kernel)
+    run = _run(rows.SETTLE_DRAFTS, chunks, kernel)
     return run(
         *(tokens_S, words_SP, chunks, tables),
         num_drafts=num_drafts,
@@ -95,7 +96,7 @@ def spread_logits(
     expect_ndim("spread_logits logits", logits_DU, 2)
     check_tensor("spread_logits columns", columns_V, (None,), (torch.int32,), logits_DU)
     run = dispatch.implementation(
-        "spread_logits", device=logits_DU.device.type, dtype=logits_DU.dtype, requested=kernel
+        rows.SPREAD_LOGITS, device=logits_DU.device.type, dtype=logits_DU.dtype, requested=kernel
     )
     return run(logits_DU, columns_V)
 
@@ -124,6 +125,6 @@ def _check(what: str, chunks: DraftChunks, tables: DraftTables) -> None:
         raise KernelError(what, f"expected {tables.tokens_NK1.shape[1]} or fewer, {found}")
 
 
-def _run(what: str, chunks: DraftChunks, kernel: str | None):
+def _run(operation: dispatch.Operation, chunks: DraftChunks, kernel: str | None):
     device = chunks.rows_R.device.type
-    return dispatch.implementation(what, device=device, dtype=torch.int64, requested=kernel)
+    return dispatch.implementation(operation, device=device, dtype=torch.int64, requested=kernel)

@@ -14,7 +14,7 @@ def fill_drafts_(
     words_TP: torch.Tensor | None = None,
     fills_tokens: bool = True,
 ) -> torch.Tensor:
-    """As ops.fill_drafts_."""
+    """Reference of ops.fill_drafts_."""
     rows_R, known_R = chunks.rows_R, chunks.known_R
     chunk_T, column_T = _rows_of(chunks)
     count = len(chunk_T)
@@ -49,7 +49,7 @@ def settle_drafts_(
     passes_DK: torch.Tensor | None = None,
     accepted_D: torch.Tensor | None = None,
 ) -> Settled:
-    """As ops.settle_drafts_."""
+    """Reference of ops.settle_drafts_."""
     first_D, count_D = chunks.first_D, chunks.count_D
     rows_D = chunks.rows_R[chunks.chunk_D]
     ends_R = chunks.query_starts_R1[1 : len(chunks.rows_R) + 1].long()
@@ -98,13 +98,13 @@ def settle_drafts_(
 
 
 def spread_logits(logits_DU: torch.Tensor, columns_V: torch.Tensor) -> torch.Tensor:
-    """As ops.spread_logits."""
+    """Reference of ops.spread_logits."""
     spread_DV = logits_DU[:, columns_V.clamp(min=0).long()]
     return spread_DV.masked_fill_(columns_V < 0, -torch.inf)
 
 
 def draft_words(words_DP: torch.Tensor, num_drafts: int) -> torch.Tensor:
-    """Of `num_drafts` drafts behind the tokens that these words draw, [K, D, P]."""
+    """Words [K, D, P] of `num_drafts` drafts after the tokens that these words draw."""
     words_KDP = words_DP.expand(num_drafts, *words_DP.shape).clone()
     ahead_K1 = torch.arange(1, num_drafts + 1, device=words_DP.device)[:, None]
     words_KDP[:, :, POSITION] += ahead_K1
@@ -122,7 +122,7 @@ def draft_places(
     page_size: int,
     max_model_len: int,
 ) -> DraftPlaces:
-    """Of the rows 1, 2 .. `num_drafts` positions behind rows at `positions_D`."""
+    """Slots of the rows 1, 2 .. `num_drafts` positions after rows at `positions_D`."""
     wanted_KD = positions_D + torch.arange(1, num_drafts + 1, device=positions_D.device)[:, None]
     positions_KD = wanted_KD.clamp(max=max_model_len - 1)
     pages_KD = (positions_KD // page_size).clamp(max=tables_DX.shape[1] - 1)
@@ -136,7 +136,7 @@ def draft_places(
 
 
 def _rows_of(chunks: DraftChunks) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row of a chunk: which chunk, and its place there."""
+    """Chunk of each row, and the row's index in it."""
     starts_R1 = chunks.query_starts_R1[: len(chunks.rows_R) + 1].long()
     chunk_T = torch.repeat_interleave(starts_R1.diff())
     return chunk_T, torch.arange(len(chunk_T), device=chunk_T.device) - starts_R1[chunk_T]

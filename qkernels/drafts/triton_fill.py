@@ -22,7 +22,7 @@ def fill_drafts_(
     words_TP: torch.Tensor | None = None,
     fills_tokens: bool = True,
 ) -> torch.Tensor:
-    """As ops.fill_drafts_."""
+    """Implement ops.fill_drafts_."""
     R = len(chunks.rows_R)
     back_R = torch.empty_like(chunks.rows_R)
     with on_device(back_R):

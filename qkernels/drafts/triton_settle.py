@@ -27,7 +27,7 @@ def settle_drafts_(
     passes_DK: torch.Tensor | None = None,
     accepted_D: torch.Tensor | None = None,
 ) -> Settled:
-    """As ops.settle_drafts_."""
+    """Implement ops.settle_drafts_."""
     token_ids_T, device = chunks.token_ids_T, chunks.rows_R.device
     D, K = len(chunks.chunk_D), num_drafts
     # each draft's places begin where 16 divides the address: other kernels take them

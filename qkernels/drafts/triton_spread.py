@@ -14,7 +14,7 @@ BLOCK = 1024
 
 
 def spread_logits(logits_DU: torch.Tensor, columns_V: torch.Tensor) -> torch.Tensor:
-    """As ops.spread_logits."""
+    """Implement ops.spread_logits."""
     logits_DU = logits_DU.contiguous()
     D, V = len(logits_DU), len(columns_V)
     spread_DV = logits_DU.new_empty(D, V)

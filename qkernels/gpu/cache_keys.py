@@ -11,7 +11,7 @@ from typing import Any
 
 @functools.cache
 def settle_cache_keys() -> None:
-    """To be called before the first key is made. Does nothing where Triton needs no help."""
+    """Patch Triton before the first key is made; does nothing where Triton needs no patch."""
     from triton.runtime import jit
 
     finder = getattr(jit, "DependenciesFinder", None)

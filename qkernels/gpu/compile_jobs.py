@@ -1,7 +1,7 @@
 """A kernel's launch as a line of JSON, from which another process can compile the same kernel.
 
 A job names the kernel and holds what Triton specializes on: the types of the arguments, the values
-of integers, and all constants. Knows no operation.
+of integers, and all constants.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.jit import MockTensor
 
 from qkernels.gpu.cache_keys import settle_cache_keys
 
@@ -23,7 +24,7 @@ PLAIN = (bool, int, float, str)
 
 
 class NotDescribable(ValueError):
-    """A launch holds a value that has no place in a job."""
+    """A launch has an argument that a compile job cannot hold."""
 
 
 def describe_launch(kernel: Any, arguments: tuple, constants: dict[str, Any]) -> str:
@@ -40,19 +41,19 @@ def describe_launch(kernel: Any, arguments: tuple, constants: dict[str, Any]) ->
 def compile_job(line: str) -> None:
     """Compile the kernel of a job for Triton's active driver, without launching it.
 
-    The result stands in Triton's cache on disk, where the process that described it finds it.
+    The result is written to Triton's cache on disk, where the process that described it finds it.
     """
     settle_cache_keys()
     job = json.loads(line)
     kernel = getattr(_trusted_module(job["module"]), job["kernel"])
-    # Triton takes a torch.dtype in place of an argument for an aligned tensor of that type.
+    # Triton takes a torch.dtype as an argument for an aligned tensor of that type.
     arguments = [_decode(each) for each in job["arguments"]]
     constants = {name: _decode(value) for name, value in job["constants"].items()}
     compile_launcher(kernel.warmup(*arguments, grid=(1,), **constants))
 
 
 def compile_launcher(compiled: Any) -> None:
-    """Have the host's code of a kernel's launches in Triton's cache, too.
+    """Write the host code of a kernel's launches to Triton's cache, too.
 
     Triton 3.6 writes C for each kind of launch and calls gcc, 0.1 to 0.3 s each: as long as the
     kernels themselves take on 16 cores. Later versions, and other GPUs, need none.
@@ -70,7 +71,7 @@ def digest(line: str) -> str:
 
 
 class _Base:
-    """Stands for the tensor of a TMA descriptor: its dtype, at an address that passes checks."""
+    """Placeholder for a TMA descriptor's tensor: its dtype, at an address that passes checks."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -83,6 +84,9 @@ def _encode(value: Any) -> Any:
     kind = type(value)
     if value is None or kind in PLAIN:
         return value
+    if hasattr(kind, "_fields") and _is_trusted(kind.__module__):
+        name = f"{kind.__module__}:{kind.__qualname__}"
+        return {"struct": name, "items": [_encode(each) for each in value]}
     if kind in (list, tuple, torch.Size):
         name = "list" if kind is list else "tuple"
         return {name: [_encode(each) for each in value]}
@@ -106,7 +110,7 @@ def _encode(value: Any) -> Any:
             elif field.init:
                 fields[field.name] = _encode(found)
         return {"class": name, "fields": fields}
-    raise NotDescribable(f"{name} has no place in a compile job")
+    raise NotDescribable(f"a compile job cannot hold {name}")
 
 
 def _decode(value: Any) -> Any:
@@ -115,6 +119,9 @@ def _decode(value: Any) -> Any:
     if "class" in value:
         fields = {name: _decode(each) for name, each in value["fields"].items()}
         return _trusted_class(value["class"])(**fields)
+    if "struct" in value:
+        items = [MockTensor.wrap_dtype(_decode(each)) for each in value["items"]]
+        return _trusted_class(value["struct"])(*items)
     if "enum" in value:
         return _trusted_class(value["enum"])[value["value"]]
     ((kind, held),) = value.items()
@@ -136,7 +143,7 @@ def _is_trusted(module: str) -> bool:
 
 def _trusted_module(name: str) -> Any:
     if not _is_trusted(name):
-        raise NotDescribable(f"module {name} has no place in a compile job")
+        raise NotDescribable(f"a compile job may not name module {name}")
     return importlib.import_module(name)
 
 
@@ -149,5 +156,5 @@ def _trusted_class(name: str) -> Any:
 
 
 def toolchain() -> str:
-    """What machine code depends on beside a job."""
+    """Everything that machine code depends on apart from the job."""
     return f"triton {triton.__version__}"

@@ -1,7 +1,7 @@
-"""CompilePool: processes that compile kernels before they are launched, all cores at once.
+"""CompilePool: processes that compile kernels before they are launched, on all cores.
 
-What they compile stands in Triton's cache on disk. Beside it an index names the jobs that are done,
-so that a start with a full cache starts no process.
+Results are in Triton's cache on disk. An index in the same folder names the finished jobs, so that
+a start with a full cache starts no process.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import triton
 
-from formats.whole_file import write_whole
+from formats.files.whole_file import write_whole
 from qkernels.gpu.compile_jobs import digest, toolchain
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class CompilePool:
     def __init__(self, num_workers: int | None = None, *, folder: Path | None = None) -> None:
         """`num_workers`: None is one for each core, 0 none. `folder` is that of Triton's cache.
 
-        Where nothing was ever compiled the workers start at once: they are up when jobs come.
+        If nothing was ever compiled the workers start immediately: they are ready when jobs come.
         """
         self._num_workers = min(num_cores(), MAX_WORKERS) if num_workers is None else num_workers
         target = triton.runtime.driver.active.get_current_target()
@@ -105,7 +105,7 @@ class CompilePool:
         environment["PYTHONPATH"] = f"{HOME}{os.pathsep}{path}" if path else str(HOME)
         self._processes = [
             subprocess.Popen(
-                # Without -P a folder named formats/ where the user stands would hide our own.
+                # Without -P a folder named formats/ in the working directory would hide our own.
                 [sys.executable, "-P", "-m", WORKER, *self._target],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -155,7 +155,7 @@ class CompilePool:
             return set()
 
     def _write_index(self) -> None:
-        """Replaces the file at once: another engine may read it. Without it all still works."""
+        """Replaces the file atomically: another engine may read it. Without it all still works."""
         try:
             write_whole(self._index, json.dumps(sorted(self._done)))
         except OSError as error:

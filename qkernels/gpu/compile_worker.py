@@ -17,7 +17,7 @@ from qkernels.gpu.compile_jobs import compile_job
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOnly:
-    """What Triton asks of a driver in order to compile: the GPU's name, and no GPU."""
+    """A Triton driver that only names the GPU to compile for; no GPU is needed."""
 
     target: GPUTarget
 

@@ -1,4 +1,4 @@
-"""What the configs of all kernels share: integer helpers, limits, and checks. Plain Python."""
+"""Base of all kernels' configs: integer helpers, limits, and checks. Plain Python."""
 
 from qkernels.gpu.workspace import WORKSPACE_COUNTERS, WORKSPACE_FLOATS
 
@@ -8,7 +8,7 @@ HOPPER_SHARED_BYTES = 227 * 1024  # the most that a block may have on sm_90
 class CompileTimeConfig:
     """A config that is passed to a kernel as a constexpr, together with its properties.
 
-    Triton's disk cache tells constants apart by `cache_key`, else by their repr, which for a
+    Triton's disk cache distinguishes constants by `cache_key`, or by their repr, which for a
     dataclass is its fields. A kernel also depends on the properties, and another version of this
     package may compute them differently, so the key contains them.
     """

@@ -1,4 +1,4 @@
-"""What a launch needs to know of its device: architecture, SMs, shared memory."""
+"""Properties of a device that a launch depends on: architecture, SMs, shared memory."""
 
 import functools
 import importlib.metadata
@@ -6,7 +6,7 @@ import os
 
 import torch
 
-# Triton's own switch, read by it at import: its interpreter knows no inline assembly.
+# Triton's own switch, read by it at import: its interpreter runs no inline assembly.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # The first triton whose Gluon has what the kernels for sm_90 use.
@@ -19,7 +19,7 @@ INTERPRETER_SHARED_BYTES = 227 * 1024
 
 @functools.cache
 def sm_count(device: torch.device) -> int:
-    """SMs of a GPU; a small number where kernels are interpreted."""
+    """Number of SMs of a GPU; a small number where kernels are interpreted."""
     if device.type != "cuda":
         return INTERPRETER_SM_COUNT
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -27,7 +27,7 @@ def sm_count(device: torch.device) -> int:
 
 @functools.cache
 def shared_bytes(device: torch.device) -> int:
-    """Shared memory that one block may have."""
+    """Shared memory of one block at most, in bytes."""
     if device.type != "cuda":
         return INTERPRETER_SHARED_BYTES
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
@@ -51,22 +51,22 @@ def arch(device: torch.device) -> str:
 
 @functools.cache
 def has_pdl(device: torch.device) -> bool:
-    """Whether a kernel may start while the one before it ends: sm_90 and later."""
+    """Return True if a kernel may start while the one before it ends: sm_90 and later."""
     name = arch(device)
     return name.startswith("sm_") and int(name[3:]) >= 90
 
 
 @functools.cache
 def uses_ptx(device: torch.device) -> bool:
-    """Whether kernels may contain inline PTX: on NVIDIA GPUs, not in Triton's interpreter."""
+    """Return True if kernels may contain inline PTX: NVIDIA GPUs, not Triton's interpreter."""
     return arch(device).startswith("sm_") and not INTERPRETED
 
 
 @functools.cache
 def has_tma(device: torch.device) -> bool:
-    """Whether tensor descriptors are the hardware's (sm_90 and later) and not pointers in disguise.
+    """Return True if the hardware has tensor descriptors (sm_90 and later).
 
-    In Triton's interpreter they are as good as the hardware's.
+    Triton emulates them elsewhere by pointers. Its interpreter counts as hardware.
     """
     name = arch(device)
     return name == "cpu" or (name.startswith("sm_") and int(name[3:]) >= 90)
@@ -74,9 +74,9 @@ def has_tma(device: torch.device) -> bool:
 
 @functools.cache
 def lacks_arch(device: torch.device, wanted: str) -> str | None:
-    """Why Gluon kernels for one architecture cannot run on `device`; None: they can."""
+    """Reason why Gluon kernels for one architecture cannot run on `device`; None: they can."""
     if INTERPRETED:
-        return "triton's interpreter knows no Gluon"
+        return "triton's interpreter does not run Gluon"
     if device.type != "cuda":
         return f"runs on cuda, not on {device.type}"
     if arch(device) != wanted:

@@ -60,7 +60,7 @@ def aggregate(cls: type) -> type:
 
 @gluon.jit
 def reshaped(memory, shape: gl.constexpr, layout: gl.constexpr):
-    """The same shared memory with another shape and layout."""
+    """View shared memory with another shape and layout."""
     if _RENAMED:
         return memory.reinterpret(memory.dtype, shape, layout)
     else:
@@ -69,7 +69,7 @@ def reshaped(memory, shape: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def retyped(memory, dtype: gl.constexpr, layout: gl.constexpr):
-    """The same shared memory with elements of another type of the same width."""
+    """View shared memory as elements of another type of the same width."""
     if _RENAMED:
         return memory.reinterpret(dtype, memory.shape, layout)
     else:

@@ -11,25 +11,39 @@ from qkernels.gpu.device import INTERPRETED
 
 # launch key -> the kernel, its compiled form, and the values of its last parameters
 _COMPILED: dict[tuple, tuple[Any, Any, tuple]] = {}
-# launch key -> its compile job, while launches are recorded; None: they are not
+# launch key -> its compile job, while launches are recorded; None: launches run
 _RECORDED: dict[tuple, str] | None = None
+_PLAIN = False  # set_plain_launches
+
+
+def set_plain_launches(plain: bool) -> None:
+    """Launch every kernel of this process through Triton itself: `kernel[grid](...)`, no more.
+
+    For telling a fault of `launch` from a kernel's: one that stays with plain launches is not the
+    launcher's. Each launch takes several times as much host time.
+    """
+    global _PLAIN
+    _PLAIN = plain
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """kernel[grid](*arguments, **constants), in a fraction of the host time from the second call.
+    """Run kernel[grid](*arguments, **constants); from the second call on with little host time.
 
-    For each launch Triton describes all arguments and options as text, to find the compiled kernel.
-    Here a tuple finds it: the device, and everything that Triton specializes on. A launch that the
-    tuple cannot describe (an address not divisible by 16, an integer beyond 32 bits, an unknown
-    type) goes through Triton, as does the first of each kind. `arguments` are the kernel's first
-    parameters, `constants` the others and Triton's options. Descriptors come from gpu/tma.py.
+    Triton describes all arguments and options of each launch as text, to find the compiled kernel.
+    Here a tuple finds it: the device, and everything that Triton specializes on. Launches that the
+    tuple cannot describe go through Triton (an address not divisible by 16, an integer beyond 32
+    bits, an unknown type), as does the first launch of each kind, and all after
+    set_plain_launches(True). `arguments` are the kernel's first parameters, `constants` the others
+    and Triton's options. Descriptors come from gpu/tma.py.
     """
-    key = None if INTERPRETED else _launch_key(kernel, arguments, constants)
+    key = None if INTERPRETED or _PLAIN else _launch_key(kernel, arguments, constants)
     if _RECORDED is not None:
         _record(key, kernel, arguments, constants)
     elif (found := _COMPILED.get(key)) is not None:
         _, compiled, rest = found
         compiled[(*grid, 1, 1)](*arguments, *rest)
+    elif _PLAIN:
+        kernel[grid](*arguments, **constants)
     else:
         settle_cache_keys()
         compiled = kernel[grid](*arguments, **constants)
@@ -41,9 +55,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
 
 @contextlib.contextmanager
 def recorded_launches() -> Iterator[dict[tuple, str]]:
-    """Within it nothing is launched: what would be is collected, as compile jobs by launch key.
+    """Record launches instead of running them, as compile jobs by launch key.
 
-    Results of kernels hold anything meanwhile. One thread at a time.
+    Results of kernels are undefined meanwhile. One thread at a time.
     """
     global _RECORDED
     _RECORDED = {}
@@ -54,7 +68,7 @@ def recorded_launches() -> Iterator[dict[tuple, str]]:
 
 
 def launches_nothing() -> bool:
-    """Whether launches are recorded: what reads their results gets anything."""
+    """Return True while launches are recorded: results of kernels are undefined then."""
     return _RECORDED is not None
 
 
@@ -63,7 +77,7 @@ def _record(key: tuple | None, kernel: Any, arguments: tuple, constants: dict[st
         return
     from qkernels.gpu.compile_jobs import NotDescribable, describe_launch  # imports triton
 
-    # Else it is compiled when it is launched.
+    # A launch that cannot be described is compiled when it is launched.
     with contextlib.suppress(NotDescribable):
         _RECORDED[key] = describe_launch(kernel, arguments, constants)
 
@@ -72,7 +86,7 @@ def _launch_key(kernel: Any, arguments: tuple, constants: dict[str, Any]) -> tup
     """Everything that Triton specializes on; None: the launch goes through Triton."""
     kinds = [id(kernel), torch.cuda.current_device()]
     addresses = 0
-    for argument in arguments:
+    for argument in _flat(arguments):
         kind = type(argument)
         if kind is torch.Tensor:
             kinds.append(argument.dtype)
@@ -82,6 +96,8 @@ def _launch_key(kernel: Any, arguments: tuple, constants: dict[str, Any]) -> tup
                 return None
             # Triton compiles 1 in, and specializes on divisibility by 16
             kinds.append(-1 if argument == 1 else argument % 16 == 0)
+        elif kind is type:  # of a struct, whose fields follow
+            kinds.append(argument)
         elif argument is None or kind is float:
             kinds.append(kind)
         elif hasattr(argument, "kind"):
@@ -91,8 +107,19 @@ def _launch_key(kernel: Any, arguments: tuple, constants: dict[str, Any]) -> tup
     return None if addresses % 16 else (*kinds, *constants.items())
 
 
+def _flat(arguments: tuple) -> list:
+    """Arguments, each struct (a named tuple of arguments) replaced by its class and its fields."""
+    flat = []
+    for argument in arguments:
+        if isinstance(argument, tuple):
+            flat += (type(argument), *argument)
+        else:
+            flat.append(argument)
+    return flat
+
+
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
-    """Makes the tensor's device current: Triton launches there, wherever its arguments are."""
+    """Make the tensor's device current: Triton launches there, wherever its arguments are."""
     if tensor.device.type != "cuda" or tensor.device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(tensor.device)

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from qkernels.gpu.gluon_compat import barrier
 from qkernels.gpu.registers import split_columns
 
-SUMS_IN_FLIGHT = gl.constexpr(64 * 128)  # partial sums that a warpgroup loads at once
+SUMS_IN_FLIGHT = gl.constexpr(64 * 128)  # partial sums that a warpgroup has in flight
 
 
 @gluon.jit
@@ -42,10 +42,10 @@ def _offsets(lines):
 
 @gluon.jit
 def reduce_scatter(sums, slot, split, partials_ptr, counters_ptr, SPLIT: gl.constexpr):
-    """The sum of all splits in order, of this split's columns: [rows, columns / SPLIT].
+    """Sum of all splits in order for this split's columns: [rows, columns / SPLIT].
 
     Each split stores the other splits' columns and waits until they have stored its own, so all
-    splits of a tile must be resident at once.
+    splits of a tile must be resident at the same time.
     """
     shares = split_columns(sums, SPLIT)
     SIZE: gl.constexpr = shares[0].shape[0] * shares[0].shape[1]
@@ -82,9 +82,9 @@ def reduce_scatter(sums, slot, split, partials_ptr, counters_ptr, SPLIT: gl.cons
 
 @gluon.jit
 def reduce_in_last_arriver(sums, slot, split, partials_ptr, counters_ptr, SPLIT: gl.constexpr):
-    """For the last split to arrive the sum of all in order, and True; for the others False.
+    """Return (sum of all splits in order, True) in the last split to arrive, else (_, False).
 
-    No split waits for another one, so they need not be resident at once.
+    No split waits for another one, so they need not be resident at the same time.
     """
     LAYOUT: gl.constexpr = sums.type.layout
     ROWS: gl.constexpr = sums.shape[0]

@@ -30,7 +30,7 @@ def describe(make: Make, tensor: torch.Tensor, block: tuple[int, ...]) -> Any:
 
 
 class _Base:
-    """Stands for a tensor: its dtype, at an address that passes Triton's checks."""
+    """Placeholder for a tensor: its dtype, at an address that passes Triton's checks."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

@@ -1,20 +1,66 @@
-"""The split-K workspace: one buffer for each device, at a fixed address."""
-
-import functools
+"""Split-K workspaces: one buffer for each device and stream, at a fixed address."""
 
 import torch
+
+from qkernels.errors import KernelError
 
 # partial sums of all splits: 16 MiB of float32
 WORKSPACE_FLOATS = 2**22
 WORKSPACE_COUNTERS = 4096  # output tiles that may be split
 
+Workspace = tuple[torch.Tensor, torch.Tensor]
+# (device, stream, whether a CUDA graph is captured) -> its workspace
+_WORKSPACES: dict[tuple[torch.device, int, bool], Workspace] = {}
+# CUDA device -> a workspace for the next stream that captures: a capture can zero no memory
+_SPARES: dict[torch.device, Workspace] = {}
 
-@functools.cache
-def workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Partial sums and counters of split-K kernels, allocated once for each device.
 
-    Size and address never change, so captured CUDA graphs stay valid. Kernels that use it must run
-    one after another, on one stream, and leave every counter at zero.
+def workspace(device: torch.device) -> Workspace:
+    """Partial sums and counters of split-K kernels for the current stream of `device`.
+
+    Kernels that share a workspace must run one after another, which one stream guarantees, and
+    leave every counter at zero. Size and address of a workspace never change, so captured CUDA
+    graphs stay valid: memory grows by 16 MiB for each stream that is used, not with calls.
+
+    Graphs may be replayed on any stream, so they do not use the workspace of eager calls. Graphs
+    captured on one stream share a workspace; to replay two graphs at the same time, capture them
+    on two streams. Raises KernelError in a capture that no eager call came before.
     """
+    if device.type != "cuda":
+        return _kept(device, 0, False)
+    stream, captures = _current_stream(device)
+    if captures:
+        return _WORKSPACES.get((device, stream, True)) or _take_spare(device, stream)
+    if device not in _SPARES:
+        _SPARES[device] = _allocate(device)
+        torch.cuda.current_stream(device).synchronize()  # a graph may be replayed elsewhere
+    return _kept(device, stream, False)
+
+
+def _kept(device: torch.device, stream: int, captures: bool) -> Workspace:
+    key = device, stream, captures
+    return _WORKSPACES.get(key) or _WORKSPACES.setdefault(key, _allocate(device))
+
+
+def _take_spare(device: torch.device, stream: int) -> Workspace:
+    spare = _SPARES.pop(device, None)
+    if spare is None:
+        raise KernelError(
+            "CUDA graph capture",
+            f"no split-K workspace is left on {device} for this capturing stream",
+            "call the operation once outside of the capture, before it",
+        )
+    return _WORKSPACES.setdefault((device, stream, True), spare)
+
+
+def _current_stream(device: torch.device) -> tuple[int, bool]:
+    """The stream that Triton launches on, and whether a CUDA graph is captured."""
+    from triton.runtime import driver  # a CPU may lack triton
+
+    stream = driver.active.get_current_stream(device.index)
+    return stream, torch.cuda.is_current_stream_capturing()
+
+
+def _allocate(device: torch.device) -> Workspace:
     partials = torch.empty(WORKSPACE_FLOATS, dtype=torch.float32, device=device)
     return partials, torch.zeros(WORKSPACE_COUNTERS, dtype=torch.int32, device=device)

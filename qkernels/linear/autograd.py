@@ -1,4 +1,4 @@
-"""The gradient of a frozen quantized layer for its input, so that it may stand inside training."""
+"""Input gradient of a frozen quantized layer, for use inside training."""
 
 from collections.abc import Callable
 

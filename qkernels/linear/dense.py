@@ -1,11 +1,11 @@
-"""Quantized linear as a plain one: the weight is dequantized once, at load. Knows no packing.
+"""Quantized linear as a float matmul: the weight is dequantized once, at load.
 
 The default on a CPU, where dequantizing on every call costs far more than the product itself.
 """
 
 import torch
 
-from formats.weights import Weight
+from formats.in_memory.weights import Weight
 from qkernels.linear.plan import GemmPlan
 from qkernels.linear.prepared import PreparedWeight
 
@@ -13,7 +13,7 @@ from qkernels.linear.prepared import PreparedWeight
 def prepare_weight(
     packed: Weight, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> PreparedWeight:
-    """Dequantize to `dtype`."""
+    """Dequantize the weight to `dtype`."""
     weight_NK = packed.dequantize(dtype)
     tensors = {"weight_NK": weight_NK.to(packed.device if device is None else device)}
     return PreparedWeight.of(packed, kernel="dense", tensors=tensors, dtype=dtype)
@@ -22,5 +22,5 @@ def prepare_weight(
 def run(
     plan: GemmPlan, x: torch.Tensor, weight: PreparedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [M, K] to [M, N]."""
+    """Multiply x [M, K] to [M, N]."""
     return torch.nn.functional.linear(x, weight.tensors["weight_NK"], bias)

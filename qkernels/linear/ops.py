@@ -1,4 +1,4 @@
-"""The linear operations: each checks its arguments, then runs a kernel. Legend as in ops.py."""
+"""Linear operations. Each checks its arguments, then runs a kernel. Legend as in ops.py."""
 
 import functools
 from dataclasses import replace
@@ -6,22 +6,18 @@ from types import ModuleType
 
 import torch
 
-from formats.fp4 import Fp4Weight
-from formats.weights import Weight
+from formats.in_memory.fp4 import Fp4Weight
+from formats.in_memory.weights import Weight
 from qkernels import dispatch
 from qkernels.checks import check_float, check_tensor, expect_ndim
 from qkernels.errors import KernelError
 from qkernels.linear.autograd import FrozenLinear
-from qkernels.linear.plan import (
-    GemmPlan,
-    GemmProblem,
-    LinearInput,
-    plan_without_choice,
-    with_tensor,
-)
+from qkernels.linear.plan import GemmPlan, GemmProblem, plan_without_choice
 from qkernels.linear.prepared import PreparedWeight
+from qkernels.linear.rows import LINEAR
 from qkernels.lora.term import LoraTerm, check_term
 from qkernels.operands.codes import CODE_DTYPES, Codes, InputRounding
+from qkernels.operands.forms import LinearInput, with_tensor
 from qkernels.operands.limbs import LimbForm, Limbs
 from qkernels.operands.split_k import Consumer, LinearOutput
 from qkernels.problem import FLOAT_DTYPES, Problem
@@ -35,14 +31,14 @@ def prepare_weight(
     device: torch.device | str | None = None,
     kernel: str | None = None,
 ) -> PreparedWeight:
-    """Make one kernel's private copy of a weight. Pure: `packed` is untouched.
+    """Convert a weight to one kernel's own layout. `packed` is not changed.
 
-    `dtype` is the activations'; `device` None means the weight's own. `kernel` names a kernel or
-    one of its variants instead of the best one, or with a leading minus some to leave out
-    (`explain("linear", ...)` lists them). Raises KernelError where it cannot run.
+    `dtype` is the activations' dtype; `device` None means the weight's device. `kernel` names a
+    kernel or one of its variants to use instead of the best one, or, with a leading minus, kernels
+    to exclude (`explain("linear", ...)` lists them). Raises KernelError if none can run.
     """
     if isinstance(packed, Fp4Weight):
-        packed = packed.as_codes()  # no kernel has these numbers; the 8-bit codes are the same
+        packed = packed.as_codes()  # no kernel takes 4-bit floats; the 8-bit codes are exact
     device = packed.device if device is None else torch.device(device)
     if dtype not in FLOAT_DTYPES:
         raise KernelError("weight", f"expected a float dtype of activations, found {dtype}")
@@ -55,11 +51,11 @@ def prepare_weight(
         in_features=packed.in_features,
         activation=packed.activation,
     )
-    row = dispatch.choose("linear", problem)
+    row = dispatch.choose(LINEAR, problem)
     order = packed.input_order
     if order is not None:  # kernels see sorted inputs; `linear` sorts x
         packed, order = replace(packed, input_order=None), order.to(device)
-    prepared = dispatch.linear_module(row.name).prepare_weight(packed, dtype, device)
+    prepared = dispatch.module_of(LINEAR, row.name).prepare_weight(packed, dtype, device)
     return replace(
         prepared,
         kernel=row.name,
@@ -77,12 +73,12 @@ def plan_linear(
     fused: bool = True,
     adapted: tuple[int, ...] | None = None,
 ) -> GemmPlan:
-    """How `linear` runs M >= 1 rows: kernel, form of its input, form of its output. Cached.
+    """Return the cached plan of `linear` for M >= 1 rows: kernel, form of input and output.
 
-    `fused`: the operation before the product makes what `input` names, at little cost. With a
-    consumer, the one operation that takes the result, that may be split-K partials. `adapted`: rows
-    have adapters, which read the input as a tensor, so `input` has or is one; the outputs of the
-    linears beside each other.
+    `fused`: the operation before the product can produce the form `input` at little cost. With a
+    `consumer`, the only operation that takes the result, the result may be split-K partials.
+    `adapted`: outputs of the fused linears if rows have LoRA adapters; these read the input as a
+    tensor, so the form `input` includes or is a tensor.
     """
     return _plan(weight.problem, M, consumer, fused, adapted, tuning_table.num_changes())
 
@@ -96,7 +92,7 @@ def _plan(
     adapted: tuple[int, ...] | None,
     tuned: int,
 ) -> GemmPlan:
-    module = dispatch.linear_module(problem.kernel)
+    module = dispatch.module_of(LINEAR, problem.kernel)
     make = getattr(module, "plan", None)
     if make is None:
         plan = plan_without_choice(problem)
@@ -121,12 +117,12 @@ def linear(
     plan: GemmPlan | None = None,
     term: LoraTerm | None = None,
 ) -> LinearOutput:
-    """x [..., K] times the weight's transpose, plus bias [N]: [..., N].
+    """Multiply x [..., K] by the weight's transpose and add bias [N]. Returns [..., N].
 
-    With a plan, x may have the form of `plan.input`, and the result that of `plan.output`; `term`
-    is what adapters add, where `plan.adds_adapters`.
+    With a plan, x may have the form `plan.input`, and the result has the form `plan.output`. `term`
+    is the adapters' term if `plan.adds_adapters`.
     """
-    module = dispatch.linear_module(weight.kernel)
+    module = dispatch.module_of(LINEAR, weight.kernel)
     if term is not None:
         return _adapted(module, x, weight, bias, plan, term)
     if isinstance(x, Codes):
@@ -146,7 +142,7 @@ def linear(
             lambda: _in_order_of_inputs(module.dequantize(weight), weight),
         )
     x = weight.sorted_inputs(x)
-    # reshape and view cost host time where they have nothing to do, a tenth of this call
+    # reshape and view cost a tenth of this call's host time even without effect
     x_MK = (x if x.ndim == 2 else x.reshape(-1, weight.in_features)).contiguous()
     if x_MK.shape[0] == 0:
         return x.new_empty(*x.shape[:-1], weight.out_features)
@@ -163,9 +159,9 @@ def _adapted(
     plan: GemmPlan | None,
     term: LoraTerm,
 ) -> LinearOutput:
-    """`linear` of [M, K], M >= 1, by a product that adds adapters."""
+    """Run `linear` on [M, K], M >= 1, with a kernel that adds adapters."""
     if plan is None or not plan.adds_adapters:
-        raise KernelError("linear term", "its plan adds no adapters", "call lora_expand_ behind it")
+        raise KernelError("linear term", "its plan adds no adapters", "call lora_expand_ after it")
     if isinstance(x, Limbs):
         check_limbs_of(x, weight, bias)
         M = x.num_rows
@@ -186,7 +182,7 @@ def _as_operand(x_MK: torch.Tensor, plan: GemmPlan) -> LinearInput:
 
 
 def _in_order_of_inputs(weight_NK: torch.Tensor, weight: PreparedWeight) -> torch.Tensor:
-    """The weight with column j of the file's order for input j."""
+    """Return the weight with its columns in the model's order of inputs."""
     if weight.input_order is None:
         return weight_NK
     unsorted_NK = torch.empty_like(weight_NK)
@@ -201,11 +197,11 @@ def linear_codes(
     bias: torch.Tensor | None = None,
     zeros_M1: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`linear` of an input that is codes already, [M, K] with scales [M, 1] float32: [M, N].
+    """Run `linear` on codes [M, K] with float32 scales [M, 1]. Returns [M, N].
 
-    `zeros` [M, 1] int32 are those of quantize_input_asymmetric, for int8 alone.
-    For what quantizes beside other work. Takes weights that a row for 8-bit activations or the
-    `reference` row prepared, with one input scale for each row of x; returns the weight's
+    `zeros` [M, 1] int32 are those of quantize_input_asymmetric, for int8 only. Use it if another
+    operation already quantizes the input. The weight must be prepared by a kernel for 8-bit
+    activations or by `reference`, with one input scale per row of x. The result has the weight's
     activation dtype.
     """
     check_codes(codes_MK, scales_M1, weight, bias)
@@ -215,7 +211,7 @@ def linear_codes(
         check_tensor(
             "linear_codes zeros", zeros_M1, (codes_MK.shape[0], 1), (torch.int32,), codes_MK
         )
-    module = dispatch.linear_module(weight.kernel)
+    module = dispatch.module_of(LINEAR, weight.kernel)
     return module.linear_codes(weight.sorted_inputs(codes_MK), scales_M1, weight, bias, zeros_M1)
 
 

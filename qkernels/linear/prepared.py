@@ -1,23 +1,23 @@
-"""A weight in the form that one kernel reads, whatever its tensors mean.
+"""Weight in the private layout of one kernel.
 
-Made once at load, never written to a file: files and state_dict hold the GPTQ tensors.
+It is made once at load and never saved: files and state_dict hold the GPTQ tensors.
 """
 
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from formats.in_memory.weights import Weight
 from formats.scheme import ActivationSpec, QuantSpec
-from formats.weights import Weight
 from qkernels.linear.plan import GemmProblem, gemm_problem
 from qkernels.operands.codes import InputRounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PreparedWeight:
-    """One kernel's private copy of a weight [N, K], for activations of `dtype`."""
+    """One kernel's own copy of a weight [N, K], for activations of `dtype`."""
 
-    kernel: str  # the row of qkernels.dispatch that made it and that must run it
+    kernel: str  # the row of linear/rows.py that made it and that must run it
     tensors: dict[str, torch.Tensor]
     spec: QuantSpec
     out_features: int
@@ -25,9 +25,9 @@ class PreparedWeight:
     dtype: torch.dtype
     # set by ops.prepare_weight: column j of the weight takes input input_order[j]; None: input j
     input_order: torch.Tensor | None = None
-    activation: ActivationSpec | None = None  # how the row rounds its input; None: not at all
-    requested: str | None = None  # kernels that were asked for or forbidden by name
-    problem: GemmProblem = field(init=False)  # what its plans depend on
+    activation: ActivationSpec | None = None  # how the kernel rounds its input; None: not at all
+    requested: str | None = None  # kernels that were requested or excluded by name
+    problem: GemmProblem = field(init=False)  # key of its plans
 
     def __post_init__(self) -> None:
         rounding = None
@@ -57,7 +57,7 @@ class PreparedWeight:
         dtype: torch.dtype,
         rounds_input: bool = False,
     ) -> "PreparedWeight":
-        """A decoded weight as one kernel's tensors; `rounds_input`: that kernel takes 8-bit x."""
+        """Make one kernel's copy from its tensors; `rounds_input`: the kernel takes 8-bit x."""
         if rounds_input and weight.input_scale is not None:
             tensors = {**tensors, "input_scale": weight.input_scale}
         return cls(
@@ -79,11 +79,11 @@ class PreparedWeight:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def sorted_inputs(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., K] with its inputs in the order of the weight's columns."""
+        """Return x [..., K] with its inputs in the order of the weight's columns."""
         return x if self.input_order is None else x.index_select(-1, self.input_order)
 
     def to(self, device: torch.device | str) -> "PreparedWeight":
-        """The same on another device of the same type."""
+        """Return a copy on another device of the same type."""
         tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
         order = None if self.input_order is None else self.input_order.to(device)
         return replace(self, tensors=tensors, input_order=order)

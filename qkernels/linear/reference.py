@@ -1,4 +1,4 @@
-"""Every linear in plain torch, of any weight: the definition that kernels follow.
+"""Linear operations in plain torch for any weight, which define the kernels' results.
 
 Legend: M rows of x, K inputs, N outputs, G groups.
 """
@@ -6,14 +6,15 @@ Legend: M rows of x, K inputs, N outputs, G groups.
 import torch
 import torch.nn.functional as F
 
-from formats import affine
-from formats.bits import unpack
-from formats.fp8 import Fp8Weight
-from formats.packed import PackedWeight
-from formats.weights import Weight
-from qkernels.linear.plan import GemmPlan, LinearInput
+from formats.in_memory.fp8 import Fp8Weight
+from formats.in_memory.packed import PackedWeight
+from formats.in_memory.weights import Weight
+from formats.numerics import affine
+from formats.numerics.bits import unpack
+from qkernels.linear.plan import GemmPlan
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.operands.codes import Codes
+from qkernels.operands.forms import LinearInput
 from qkernels.operands.limbs import Limbs
 from qkernels.operands.limbs_reference import from_limbs
 from qkernels.rowwise.reference import quantize_input
@@ -27,7 +28,7 @@ def prepare_weight(
 ) -> PreparedWeight:
     """Keep the codes as they are; `linear` dequantizes on every call.
 
-    Symmetric 8-bit codes of one scale per output become int8 where the input is rounded to int8.
+    Symmetric 8-bit codes with one scale per output become int8 if the input is rounded to int8.
     """
     packed = packed if device is None else packed.to(device)
     if isinstance(packed, Fp8Weight):
@@ -49,7 +50,7 @@ def prepare_weight(
 def run(
     plan: GemmPlan, x: LinearInput, weight: PreparedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [M, K], its codes or its limbs, to [M, N]."""
+    """Multiply x [M, K], its codes or its limbs. Returns [M, N]."""
     if isinstance(x, Codes):
         return linear_codes(*x, weight, bias)
     return linear(x, weight, bias)
@@ -58,7 +59,7 @@ def run(
 def linear(
     x: LinearInput, weight: PreparedWeight, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [..., K] to [..., N]. With 8-bit activations, x is rounded to codes first."""
+    """Multiply x [..., K] to [..., N]. With 8-bit activations, x is rounded to codes first."""
     if isinstance(x, Limbs):
         x = from_limbs(x).to(weight.dtype)
     if weight.activation is None:
@@ -75,7 +76,7 @@ def linear_codes(
     bias: torch.Tensor | None = None,
     zeros_M1: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Codes [M, K], S scales of each row, to [M, N]; rounded once."""
+    """Multiply codes [M, K] with S scales per row. Returns [M, N], rounded once."""
     tensors = weight.tensors
     if "int8" in tensors:
         sums_MN = int8_matmul(codes_MK, tensors["int8"])
@@ -95,7 +96,7 @@ def scale_sums(
     bias: torch.Tensor | None = None,
     zeros_M1: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Exact int32 sums [M, N] less those of x's zero points, times both scales, plus bias."""
+    """Subtract zero-point terms from exact int32 sums [M, N], apply both scales, add the bias."""
     if zeros_M1 is not None:
         sums_MN = sums_MN - zeros_M1 * weight.tensors["int8"].sum(1, dtype=torch.int32)
     y_MN = sums_MN.float() * scales_M1 * weight.tensors["scales"].t()
@@ -105,7 +106,7 @@ def scale_sums(
 
 
 def int8_matmul(a_MK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
-    """Integer products of int8 codes, summed exactly: int32 [M, N]."""
+    """Multiply int8 codes with exact sums. Returns int32 [M, N]."""
     total_MN = torch.zeros(a_MK.shape[0], b_NK.shape[0], dtype=torch.int32, device=a_MK.device)
     for a, b in zip(a_MK.split(EXACT_INPUTS, 1), b_NK.split(EXACT_INPUTS, 1), strict=True):
         total_MN += (a.float() @ b.float().t()).to(torch.int32)
@@ -124,7 +125,7 @@ def _is_int8(packed: PackedWeight) -> bool:
 
 
 def _dequantize(weight: PreparedWeight) -> torch.Tensor:
-    """float32 [N, K]."""
+    """Dequantize to float32 [N, K]."""
     tensors = weight.tensors
     if "fp8" in tensors:
         return Fp8Weight(

@@ -1,9 +1,9 @@
 """Tiles of the adapters' kernels, in plain Python. Legend as in weights.py.
 
-A block takes a tile of rows and those of them that one adapter has. There is a block for each slot,
-or, where a tile has fewer rows than there are slots, for each row, which goes on if it is the first
-of its adapter. What has nothing to do ends at once, so that neither rows without an adapter nor
-slots that nobody uses cost more than that.
+A block computes the rows of one adapter in a tile of rows. There is a block for each slot; or, if a
+tile has fewer rows than there are slots, for each row, and the block of an adapter's first row does
+the work. Blocks without work end immediately, which is all that rows without an adapter and unused
+slots cost.
 """
 
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ def tile_rows(T: int) -> int:
 
 
 def owns_by_row(T: int, num_slots: int) -> bool:
-    """Whether a tile has a block for each row, and not for each slot."""
+    """True: a tile has a block for each row; False: for each slot."""
     return min(T, tile_rows(T)) < num_slots
 
 
@@ -59,9 +59,9 @@ def num_owners(T: int, num_slots: int) -> int:
 def shrink_config(
     T: int, K: int, S: int, R: int, num_slots: int, *, leaves_parts: bool = False
 ) -> ShrinkConfig:
-    """For T rows of K inputs, S linears beside each other, slots of R ranks.
+    """Tile for T rows of K inputs, S linears side by side, slots of R ranks.
 
-    `leaves_parts`: what reads the result can add its parts. It does so for few rows alone.
+    `leaves_parts`: the consumer of the result can add its parts; used for few rows only.
     """
     rows = tile_rows(T)
     by_warp = rows <= 32

@@ -1,6 +1,6 @@
 """The operations of adapters: each checks its arguments, then runs a kernel. Legend in weights.py.
 
-Beside a linear's product: `lora_shrink` of its input before it, `lora_expand_` on its result.
+Around a linear's product: `lora_shrink` of its input before it, `lora_expand_` on its result.
 """
 
 import torch
@@ -8,6 +8,7 @@ import torch
 from qkernels import dispatch
 from qkernels.checks import check_float, check_tensor
 from qkernels.errors import KernelError
+from qkernels.lora import rows
 from qkernels.lora.config import MAX_SLICES
 from qkernels.lora.term import LoraTerm
 from qkernels.lora.weights import LoraWeights
@@ -21,25 +22,30 @@ def lora_shrink(
     """A x of each row's adapter, float32 [T, S, R].
 
     `slots` int32: each row's, -1 where it has no adapter; what such rows get means nothing.
-    `kernel` names a row of qkernels.dispatch instead of the best one.
+    `kernel` names a row of lora/rows.py instead of the best one.
     """
-    return _shrink("lora_shrink", x_TK, slots_T, weights, kernel)
+    return _shrink(rows.SHRINK, x_TK, slots_T, weights, kernel)
 
 
 def lora_term(
     x_TK: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights, kernel: str | None = None
 ) -> LoraTerm:
-    """What `linear` takes to add the adapters itself, where its plan says so.
+    """LoRA term for a `linear` that adds the adapters itself, where its plan says so.
 
     As `lora_shrink`, but for parts of A x that are left to the product.
     """
-    h_PTSR = _shrink("lora_shrink_parts", x_TK, slots_T, weights, kernel)
+    h_PTSR = _shrink(rows.SHRINK_PARTS, x_TK, slots_T, weights, kernel)
     return LoraTerm(h_PTSR=h_PTSR, slots_T=slots_T, weights=weights)
 
 
 def _shrink(
-    op: str, x_TK: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights, kernel: str | None
+    operation: dispatch.Operation,
+    x_TK: torch.Tensor,
+    slots_T: torch.Tensor,
+    weights: LoraWeights,
+    kernel: str | None,
 ) -> torch.Tensor:
+    op = operation.name
     check_float(f"{op} x", x_TK)
     check_tensor(
         f"{op} x", x_TK, (None, weights.in_features), (weights.a_LRSK.dtype,), weights.a_LRSK
@@ -48,7 +54,9 @@ def _shrink(
     if weights.num_slices > MAX_SLICES:
         raise KernelError(op, f"expected at most {MAX_SLICES} linears, found {weights.num_slices}")
     x_TK = x_TK if x_TK.stride(1) == 1 else x_TK.contiguous()
-    run = dispatch.implementation(op, device=x_TK.device.type, dtype=x_TK.dtype, requested=kernel)
+    run = dispatch.implementation(
+        operation, device=x_TK.device.type, dtype=x_TK.dtype, requested=kernel
+    )
     return run(x_TK, slots_T, weights)
 
 
@@ -70,7 +78,7 @@ def lora_expand_(
     check_tensor("lora_expand_ h", h_TSR, of_rows, (torch.float32,), weights.b_LRN)
     _check_slots("lora_expand_ slots", slots_T, T, h_TSR)
     run = dispatch.implementation(
-        "lora_expand_", device=h_TSR.device.type, dtype=y_TN.dtype, requested=kernel
+        rows.EXPAND, device=h_TSR.device.type, dtype=y_TN.dtype, requested=kernel
     )
     run(y_TN, h_TSR, slots_T, weights)
 

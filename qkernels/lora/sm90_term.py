@@ -1,8 +1,8 @@
-"""scale * B h of each row's adapter, inside of a product on sm_90, in Gluon.
+"""scale * B h of each row's adapter, added inside of a product on sm_90, in Gluon.
 
-Of a tile of 64 outputs before the product's own sums are added to it, since most of what it waits
-for arrives while the first weights are under way; of few rows behind their sums, since there other
-blocks' loads hide it. h is rounded to B's dtype, as lora_expand_ does; everything else is float32.
+A tile of 64 outputs starts its sums with the term: most loads of the term arrive while the first
+weights are in flight. Few rows add it after their sums, since there other blocks' loads hide it.
+h is rounded to B's dtype, as lora_expand_ does; everything else is float32.
 
 Legend as in weights.py; P parts of h, BM rows of a tile.
 """
@@ -23,26 +23,26 @@ pointer = gl.tensor | gl.constexpr  # a constexpr None where there is no term
 
 @aggregate
 class LoraTermArguments:
-    """The arguments of term.py."""
+    """The fields of term.py's TermArguments, and the number of h's parts."""
 
-    h_ptr: pointer  # float32 [P, T, S, R]
-    slots_ptr: pointer  # int32 [T]
-    b_ptr: pointer  # [L, R, N]
-    ranks_ptr: pointer  # int32 [L, 4]
-    scales_ptr: pointer  # float32 [L, 4]
+    h_ptr: pointer
+    slots_ptr: pointer
+    b_ptr: pointer
+    ranks_ptr: pointer
+    scales_ptr: pointer
     S: integer
     R: integer
     b_slot_stride: integer
     b_rank_stride: integer
     ranks_stride: integer
     scales_stride: integer
-    first_end: integer  # outputs of the first of the S, and of the first two
+    first_end: integer
     second_end: integer
     PARTS: gl.constexpr
 
     @gluon.jit
     def slice_of(self, n):
-        """Which of the linears side by side has output n."""
+        """Index of the linear, of those side by side, that has output n."""
         return (n >= self.first_end).to(gl.int32) + (n >= self.second_end).to(gl.int32)
 
     @gluon.jit
@@ -51,7 +51,7 @@ class LoraTermArguments:
 
     @gluon.jit
     def ranks(self, slots, s):
-        """Of slots in a linear; 0 where there is no adapter."""
+        """Ranks of slots in a linear; 0 where there is no adapter."""
         return gl.load(self.ranks_ptr + slots * self.ranks_stride + s, mask=slots >= 0, other=0)
 
     @gluon.jit
@@ -60,13 +60,13 @@ class LoraTermArguments:
 
     @gluon.jit
     def b_block(self, slots, first):
-        """Where ranks from `first` on of the Bs of slots begin."""
+        """Pointers to rank `first` of the Bs of slots."""
         slot = slots.to(gl.int64) * self.b_slot_stride
         return self.b_ptr + (slot + gl.to_tensor(first).to(gl.int64) * self.b_rank_stride)
 
     @gluon.jit
     def h(self, m, j, s, mask, M):
-        """The sum of all parts, in order."""
+        """Sum of all parts of h, in order."""
         ptrs = self.h_ptr + (m * self.S + s) * self.R + j
         total = gl.load(ptrs, mask=mask, other=0.0)
         for part in gl.static_range(1, self.PARTS):
@@ -75,8 +75,29 @@ class LoraTermArguments:
 
 
 @gluon.jit
+def lora_term(arguments, PARTS: gl.constexpr):
+    """A kernel's TermArguments as a struct with methods."""
+    return LoraTermArguments(
+        h_ptr=arguments.h_ptr,
+        slots_ptr=arguments.slots_ptr,
+        b_ptr=arguments.b_ptr,
+        ranks_ptr=arguments.ranks_ptr,
+        scales_ptr=arguments.scales_ptr,
+        S=arguments.S,
+        R=arguments.R,
+        b_slot_stride=arguments.b_slot_stride,
+        b_rank_stride=arguments.b_rank_stride,
+        ranks_stride=arguments.ranks_stride,
+        scales_stride=arguments.scales_stride,
+        first_end=arguments.first_end,
+        second_end=arguments.second_end,
+        PARTS=PARTS,
+    )
+
+
+@gluon.jit
 def prefetch_term(term, tile, M, N, split, SPLIT: gl.constexpr):
-    """Asks the L2 for the Bs of the first rows, which no kernel of the step writes: 4 warps."""
+    """Prefetch the Bs of the first rows into the L2; no kernel of the step writes them. 4 warps."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [2, BLOCK], [4, 1], [1, 0])
     m = gl.arange(0, PREFETCHED_ROWS, gl.SliceLayout(1, LAYOUT))
     j = gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
@@ -108,9 +129,9 @@ def term_of_tile(
 ):
     """Float32 [64, BM] in the layout of a warpgroup's sums: a tile's 64 outputs, rows up to M.
 
-    Every adapter's B is multiplied by every row's h, and a row takes the product of its own: what
-    one adapter holds, inf and NaN too, is in no other one's rows. The splits of K share out the
-    adapters by their slots.
+    Every adapter's B is multiplied by every row's h, and a row takes the product of its own: an inf
+    or NaN of one adapter reaches no row of another. Split i of K takes the adapters whose slot
+    modulo SPLIT is i.
     """
     # its thread has the elements that it has in SUMS
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
@@ -149,7 +170,7 @@ def term_of_tile(
 
 @gluon.jit
 def first_output(tile, N):
-    """Of a tile of 64 outputs; after the last tile the last one again."""
+    """First output of a tile of 64; after the last tile that of the last tile."""
     return gl.minimum(tile, N // 64 - 1) * 64
 
 
@@ -164,7 +185,7 @@ def _b_of_tile(term, slot, s, first, first_n, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def prefetch_few_rows(term, first_n, M, ROWS: gl.constexpr, WARPS: gl.constexpr):
-    """Asks the L2 for the Bs of a block's outputs, which no kernel of the step writes."""
+    """Prefetch the Bs of a block's outputs into the L2; no kernel of the step writes them."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     i = gl.arange(0, ROWS * BLOCK, LAYOUT)
     slots = term.slots(i // BLOCK, M)
@@ -175,8 +196,9 @@ def prefetch_few_rows(term, first_n, M, ROWS: gl.constexpr, WARPS: gl.constexpr)
 
 @gluon.jit
 def add_few_rows(term, totals, first_n, M, SUMS: gl.constexpr):
-    """Adds the term to sums [W, BN, 8] for each tile of two rows, which are added over warps and
-    over the four columns of a row later: each of these takes ranks of its own.
+    """Add the term to sums [W, BN, 8] for each tile of two rows.
+
+    Warps, and the four columns of a row, are added later: each of them takes ranks of its own.
     """
     W: gl.constexpr = totals[0].shape[0]
     BN: gl.constexpr = totals[0].shape[1]
@@ -213,7 +235,7 @@ def add_few_rows(term, totals, first_n, M, SUMS: gl.constexpr):
 
 @gluon.jit
 def _h_of_few_rows(term, m, j, s, ranks, scales, part, M, DTYPE: gl.constexpr):
-    """[W, 1, 8]: of each column's row one number of h, rounded to DTYPE, times the row's scale."""
+    """[W, 1, 8]: for each column's row one number of h, rounded to DTYPE, times the row's scale."""
     offset = ((m * term.S + s) * term.R + j)[:, None, :] + part * (M * term.S * term.R)
     mask = (part < term.PARTS) & (j < ranks)[:, None, :]
     h = gl.sum(gl.load(term.h_ptr + offset, mask=mask, other=0.0), 1)

@@ -1,12 +1,13 @@
-"""What adapters add to a product, scale * B h, as a kernel that adds it itself takes it.
+"""The LoRA term of a product, scale * B h, for kernels that add it themselves.
 
-Such a kernel starts its sums with them (sm90_term.py), which saves the launch of lora_expand_.
+Such a kernel adds it to its sums (sm90_term.py), which saves the launch of lora_expand_.
 Legend as in weights.py; P parts of h.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -19,7 +20,7 @@ TILE_OUTPUTS = 64  # that such a kernel reads of one B
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraTerm:
-    """h as parts, which the product adds in order, and what else it reads."""
+    """h as parts, which the product adds in order, with the slots of rows and the adapters."""
 
     h_PTSR: torch.Tensor  # float32, what lora_shrink makes
     slots_T: torch.Tensor
@@ -27,9 +28,9 @@ class LoraTerm:
 
 
 def tiles_fault(sizes: Sequence[int]) -> str | None:
-    """Why no product adds the adapters of linears of so many outputs; None: one can.
+    """Reason why no product can add the adapters of linears of these sizes; None: one can.
 
-    A tile of outputs belongs to one linear of those that stand side by side.
+    A tile of outputs must belong to one of the linears side by side.
     """
     if any(size % TILE_OUTPUTS for size in sizes):
         return f"takes linears of outputs divisible by {TILE_OUTPUTS}, not {list(sizes)}"
@@ -45,27 +46,48 @@ def check_term(name: str, term: LoraTerm, M: int, N: int, dtype: torch.dtype) ->
     check_tensor(f"{name} B", weights.b_LRN, (None, None, N), (dtype,), term.h_PTSR)
 
 
-def term_arguments(term: LoraTerm | None) -> tuple:
-    """The arguments of a kernel for it, in the order of sm90_term.py's `LoraTermArguments`."""
+class TermArguments(NamedTuple):
+    """The argument of a kernel that adds a term; all None where there is none (sm90_term.py)."""
+
+    h_ptr: torch.Tensor | None  # float32 [P, T, S, R]
+    slots_ptr: torch.Tensor | None  # int32 [T]
+    b_ptr: torch.Tensor | None  # [L, R, N]
+    ranks_ptr: torch.Tensor | None  # int32 [L, 4]
+    scales_ptr: torch.Tensor | None  # float32 [L, 4]
+    S: int | None
+    R: int | None
+    b_slot_stride: int | None
+    b_rank_stride: int | None
+    ranks_stride: int | None
+    scales_stride: int | None
+    first_end: int | None  # outputs of the first of the S, and of the first two
+    second_end: int | None
+
+
+def term_arguments(term: LoraTerm | None) -> TermArguments:
+    """Arguments of a kernel that adds `term`."""
     if term is None:
-        return (None,) * 13
+        return _NO_TERM
     weights, (_, _, S, R) = term.weights, term.h_PTSR.shape
     first, second, _ = (*accumulate(weights.sizes), *(weights.out_features,) * 2)[:3]
-    return (
-        term.h_PTSR,
-        term.slots_T,
-        weights.b_LRN,
-        weights.ranks_LS,
-        weights.scales_LS,
-        S,
-        R,
-        weights.b_LRN.stride(0),
-        weights.b_LRN.stride(1),
-        weights.ranks_LS.stride(0),
-        weights.scales_LS.stride(0),
-        first,
-        second,
+    return TermArguments(
+        h_ptr=term.h_PTSR,
+        slots_ptr=term.slots_T,
+        b_ptr=weights.b_LRN,
+        ranks_ptr=weights.ranks_LS,
+        scales_ptr=weights.scales_LS,
+        S=S,
+        R=R,
+        b_slot_stride=weights.b_LRN.stride(0),
+        b_rank_stride=weights.b_LRN.stride(1),
+        ranks_stride=weights.ranks_LS.stride(0),
+        scales_stride=weights.scales_LS.stride(0),
+        first_end=first,
+        second_end=second,
     )
+
+
+_NO_TERM = TermArguments(*(None,) * len(TermArguments._fields))
 
 
 def term_parts(term: LoraTerm | None) -> int:

@@ -1,7 +1,7 @@
 """Adapters in Triton: A x of each row's adapter, then scale * B h added to the product.
 
-Two kernels, since every output of the second needs all inputs of the first. The first stands before
-the base product, whose weights are under way while it runs (PDL), the second behind it. What does
+Two kernels, since every output of the second needs all inputs of the first. The first runs before
+the base product, which prefetches its weights meanwhile (PDL), the second after it. Data that does
 not depend on other kernels (slots, ranks, the first tile of A or B) is read before the wait.
 
 Legend as in weights.py; P parts of K, BM rows of a tile, BK, BN, BR of the other sizes.
@@ -28,7 +28,7 @@ from qkernels.operands.split_k import LinearOutput, SplitKPartials
 
 
 def lora_shrink(x_TK: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights) -> torch.Tensor:
-    """As ops.lora_shrink; rows without an adapter hold anything."""
+    """Implement ops.lora_shrink; rows without an adapter hold anything."""
     config = shrink_config(*x_TK.shape, *_sizes(weights))
     h_TSR = _empty_h(x_TK, weights, weights.max_rank)
     _launch_shrink(x_TK, slots_T, weights, config, h_TSR)
@@ -38,7 +38,7 @@ def lora_shrink(x_TK: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights)
 def lora_shrink_parts(
     x_TK: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights
 ) -> torch.Tensor:
-    """As ops.lora_shrink_parts; rows without an adapter hold anything."""
+    """Implement ops.lora_shrink_parts; rows without an adapter hold anything."""
     config = shrink_config(*x_TK.shape, *_sizes(weights), leaves_parts=True)
     parts = 1 if config.adds_parts else config.parts
     h_PTSR = _empty_h(x_TK, weights, whole_blocks(weights.max_rank), parts)

@@ -1,7 +1,7 @@
-"""The adapters of one linear, as the kernels read them: slots of one memory, and each row's slot.
+"""The adapters of one linear in the kernels' layout: slots of one memory, and each row's slot.
 
-An adapter's matrices are cut by rank: row j of all its As and column j of all its Bs stand
-together, so an adapter of rank r is the first r such pieces, and one copy fills a slot.
+An adapter's matrices are cut by rank: row j of all its As and column j of all its Bs are adjacent.
+So an adapter of rank r is the first r such pieces, and one copy fills a slot.
 
 Legend: L slots, R the largest rank, S linears side by side (q, k, v), K inputs, N outputs of all S,
 T rows of x.
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-NO_ADAPTER = -1  # in place of a row's slot
+NO_ADAPTER = -1  # instead of a row's slot
 TABLE_COLUMNS = 4  # of slices; 16 bytes, as kernels want addresses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraWeights:
-    """What the slots hold for one linear. Numbers beyond a slice's rank mean nothing."""
+    """Slots of adapters of one linear. Elements beyond a slice's rank are undefined."""
 
     a_LRSK: torch.Tensor
     b_LRN: torch.Tensor  # B transposed

@@ -45,7 +45,7 @@ class ExpertsPlan:
 def few_plan(
     *, M: int, top_k: int, num_experts: int, hidden: int, inner: int, sm_count: int
 ) -> ExpertsPlan | None:
-    """Of the kernels for any GPU, where each block finds its tokens itself; None: too many."""
+    """Tile of the portable kernels where each block finds its tokens; None: too many tokens."""
     pairs = M * top_k
     if M > FEW_TOKENS or pairs > FEW_PAIRS:
         return None
@@ -62,9 +62,9 @@ def few_plan(
 def sorted_plan(
     *, M: int, top_k: int, num_experts: int, shared_bytes: int, packed: bool
 ) -> ExpertsPlan:
-    """Of the kernels for any GPU and any number of tokens.
+    """Tiles of the portable kernels for any number of tokens.
 
-    `packed`: 4 or 8 bits beside 16-bit activations. `shared_bytes`: what one block may have.
+    `packed`: 4- or 8-bit weights with 16-bit activations. `shared_bytes`: limit of one block.
     """
     config = _sorted_config(M * top_k / num_experts, packed, shared_bytes)
     return ExpertsPlan(variant="sorted", gate_up=config, down=config)

@@ -1,4 +1,4 @@
-"""The experts of one layer as a kernel holds them, and how it runs M tokens. Knows no kernel.
+"""The prepared experts of one layer, and the plan by which M tokens run.
 
 Legend: M tokens, E experts, k experts of a token, C hidden size, I inner size, N outputs and K
 inputs of a product.
@@ -10,9 +10,9 @@ from typing import Literal
 
 import torch
 
-from formats.packed import PackedWeight
+from formats.in_memory.packed import PackedWeight
+from formats.in_memory.weights import Weight
 from formats.scheme import ActivationSpec, QuantSpec
-from formats.weights import Weight
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.moe.routing import Glu
 
@@ -59,9 +59,9 @@ class ExpertList:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsProblem:
-    """What a plan depends on besides M."""
+    """Everything that a plan depends on apart from M."""
 
-    kernel: str  # the row of qkernels.dispatch
+    kernel: str  # the row of moe/rows.py
     kind: str  # of the stacks
     spec: QuantSpec | None
     activation: ActivationSpec | None
@@ -105,5 +105,5 @@ def shape_of(matrix: ExpertMatrix) -> tuple[int, int]:
 
 
 def is_packed(matrix: ExpertMatrix) -> bool:
-    """Whether it is integer codes, packed into words."""
+    """True if the weights are integer codes, packed into words."""
     return isinstance(matrix, PackedWeight)

@@ -14,6 +14,7 @@ from qkernels.errors import KernelError
 from qkernels.moe.config import ExpertsPlan
 from qkernels.moe.experts import ExpertsProblem, ExpertWeights, PreparedExperts, shape_of, spec_of
 from qkernels.moe.routing import Routes, Routing
+from qkernels.moe.rows import EXPERTS, ROUTE, ROUTE_TOKENS
 from qkernels.moe.stack import stack_fault
 from qkernels.operands.split_k import LinearOutput
 from qkernels.problem import FLOAT_DTYPES, Problem
@@ -37,7 +38,7 @@ def route(
             (torch.float32,),
             logits_ME,
         )
-    run = dispatch.implementation("route", device=logits_ME.device.type, dtype=logits_ME.dtype)
+    run = dispatch.implementation(ROUTE, device=logits_ME.device.type, dtype=logits_ME.dtype)
     return run(logits_ME, routing, correction_E)
 
 
@@ -56,7 +57,7 @@ def route_tokens(
         check_tensor("route_tokens bias", bias_E, (E,), (weight_EC.dtype,), x_MC)
     if correction_E is not None:
         check_tensor("route_tokens correction", correction_E, (E,), (torch.float32,), x_MC)
-    run = dispatch.implementation("route_tokens", device=x_MC.device.type, dtype=x_MC.dtype)
+    run = dispatch.implementation(ROUTE_TOKENS, device=x_MC.device.type, dtype=x_MC.dtype)
     return run(x_MC.contiguous(), weight_EC, routing, bias_E, correction_E)
 
 
@@ -87,8 +88,8 @@ def prepare_experts(
         in_features=inner,
         alike=fault,
     )
-    row = dispatch.choose("experts", problem)
-    prepared = dispatch.module_of("experts", row.name).prepare_experts(weights, dtype, device)
+    row = dispatch.choose(EXPERTS, problem)
+    prepared = dispatch.module_of(EXPERTS, row.name).prepare_experts(weights, dtype, device)
     return replace(prepared, problem=replace(prepared.problem, requested=kernel))
 
 
@@ -115,7 +116,7 @@ def _check_shapes(weights: ExpertWeights, hidden: int, inner: int) -> None:
 
 @functools.lru_cache(maxsize=2**14)
 def _plan(problem: ExpertsProblem, M: int, tuned: int) -> ExpertsPlan:
-    return dispatch.module_of("experts", problem.kernel).plan(problem, M)
+    return dispatch.module_of(EXPERTS, problem.kernel).plan(problem, M)
 
 
 def plan_experts(prepared: PreparedExperts, M: int) -> ExpertsPlan:
@@ -146,5 +147,5 @@ def experts(
     if M == 0:
         return torch.empty_like(x_MC)
     plan = plan or plan_experts(prepared, M)
-    module = dispatch.module_of("experts", problem.kernel)
+    module = dispatch.module_of(EXPERTS, problem.kernel)
     return module.experts(x_MC.contiguous(), routes, prepared, plan, shared_MC)

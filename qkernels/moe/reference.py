@@ -26,7 +26,7 @@ TINY = 1e-20  # added to a sum of shares, as the models' authors do
 def route(
     logits_ME: torch.Tensor, routing: Routing, correction_E: torch.Tensor | None = None
 ) -> Routes:
-    """As ops.route."""
+    """Reference of ops.route."""
     scores_ME = logits_ME.float()
     if routing.scores == "softmax":
         scores_ME = scores_ME.softmax(-1)
@@ -61,7 +61,7 @@ def route_tokens(
     bias_E: torch.Tensor | None = None,
     correction_E: torch.Tensor | None = None,
 ) -> Routes:
-    """As ops.route_tokens."""
+    """Reference of ops.route_tokens."""
     logits_ME = F.linear(x_MC.to(weight_EC.dtype), weight_EC, bias_E)
     return route(logits_ME, routing, correction_E)
 
@@ -72,7 +72,7 @@ def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def glu(x_M2I: torch.Tensor, kind: Glu) -> torch.Tensor:
-    """gate * sigmoid(alpha * gate) * (up + offset), where x is gate beside up."""
+    """gate * sigmoid(alpha * gate) * (up + offset), where x is [gate, up]."""
     gate, up = x_M2I.chunk(2, dim=-1)
     if kind == SILU:
         return F.silu(gate) * up
@@ -132,7 +132,7 @@ def experts(
     plan: ExpertsPlan | None = None,
     shared_MC: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As ops.experts, one expert after the other. It waits for the device: not for CUDA graphs."""
+    """Reference of ops.experts, expert by expert. It waits for the device: not for CUDA graphs."""
     ids_Mk, shares_Mk = routes
     total_MC = torch.zeros(x_MC.shape, dtype=torch.float32, device=x_MC.device)
     for expert in ids_Mk.unique().tolist():

@@ -1,4 +1,4 @@
-"""How a token chooses its experts, and what it chose. Knows no weights.
+"""Routing rules by which tokens choose experts, and the chosen experts.
 
 Legend: M tokens, E experts, k experts of a token.
 """
@@ -23,7 +23,7 @@ class Routing:
     # of the router's logits; softmax_of_chosen: the choice is by logits, the softmax comes after it
     scores: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
     normalized: bool = False  # the shares are divided by their sum
-    # Experts stand in groups of equal size; all but the best groups are left out.
+    # Experts are divided into groups of equal size; all but the best groups are left out.
     num_groups: int = 1
     top_groups: int = 1
     group_score: Literal["max", "top2"] = "max"  # of a group: its best score, or its two best's sum
@@ -50,7 +50,7 @@ class Routes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glu:
-    """What an expert does between its products: gate * sigmoid(alpha * gate) * (up + offset).
+    """Activation between an expert's products: gate * sigmoid(alpha * gate) * (up + offset).
 
     The default is silu(gate) * up; the others are gpt-oss's.
     """

@@ -2,16 +2,15 @@
 
 The pipeline is that of wna16/sm90_small_m.py: a producer warp keeps TMA loads of packed weights,
 scales and x in flight, one or two consumer warpgroups multiply 64 outputs each. Work is a tile and
-a split of an expert that some token wants; blocks that stay resident share it evenly, whichever
-the experts are.
+a split of an active expert; resident blocks share it evenly, whichever experts are active.
 
-Up to 8 tokens a tile has a column for each of them. That of a token which does not want the expert
-is computed, for nothing, and not stored: eight columns cost what one does. So no row is gathered.
-gate_up stores the activated product of the d-th wanted expert and token m in row d M + m, so down
-finds its tokens' rows side by side. More tokens are gathered before, by expert: a tile has a column
-for each of up to BM sorted pairs, and what an expert has beyond is an entry of its own.
+Up to 8 tokens: a tile has a column for each token. Columns of tokens that did not choose the expert
+are computed but not stored, since eight columns cost as much as one. So no row is gathered. gate_up
+stores the activated product of the d-th active expert and token m in row d M + m, so down finds its
+tokens' rows side by side. More tokens are gathered before, by expert: a tile has a column for each
+of up to BM sorted pairs, and further pairs of an expert are an entry of their own.
 
-Legend: M tokens, k experts of a token, P = M k pairs, D entries: experts that are wanted, by up to
+Legend: M tokens, k experts of a token, P = M k pairs, D entries: active experts, by up to
 BM pairs each; N outputs and K inputs of an expert; BM columns of a tile.
 """
 
@@ -57,8 +56,8 @@ def gate_up(
 ) -> torch.Tensor:
     """The activated products, [P, I] of sorted pairs, or [D M, I].
 
-    Row d M + m is that of token m and the d-th wanted expert; rows of tokens that do not want it
-    hold anything.
+    Row d M + m is that of token m and the d-th active expert; rows of tokens that did not choose
+    it are undefined.
     """
     sorts = wanted.order is not None
     tile = TokensTile(
@@ -86,10 +85,10 @@ def down(
     config: FewTokensConfig,
     y: torch.Tensor,
 ) -> None:
-    """gate_up's result to `y`, times the shares: float32 parts [split k or more, M, C], or [P, C].
+    """Apply down and the routing weights, to `y`: float32 [split k or more, M, C], or [P, C].
 
-    Follows gate_up at once, or a kernel that began after it: the wanted experts' first weights are
-    under way before that has ended.
+    Follows gate_up directly, or a kernel that began after it: the active experts' first weights are
+    in flight before that has ended.
     """
     sorts = wanted.order is not None
     tile = TokensTile(
@@ -155,7 +154,7 @@ def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
     next_tile = gemm.work_tile(gl.program_id(0), num_entries)
     state = pipeline.consumer_start()
     for work in range(gl.program_id(0), num_work, gl.num_programs(0)):
-        # what is looked up here is read behind the K steps, or in the next work tile
+        # what is looked up here is read after the K steps, or in the next work tile
         work_tile = next_tile
         next_tile = gemm.work_tile(work + gl.num_programs(0), num_entries)
         if LOOK_FIRST:
@@ -217,7 +216,7 @@ def _look_up(gemm, work_tile, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _columns(gemm, work_tile, choices, pairs, COLUMNS: gl.constexpr):
-    """Of each column [BM]: the row of y, -1: none; and down's share."""
+    """For each column [BM]: the row of y (-1: none), and down's routing weight."""
     TILE: gl.constexpr = gemm.TILE
     column = gl.arange(0, gemm.CONFIG.block_m, COLUMNS)
     pair, shares = pairs
@@ -284,7 +283,7 @@ def _load(gemm, pipeline):
     """The producer warp: all K steps of the block's work tiles."""
     CONFIG: gl.constexpr = gemm.CONFIG
     if gemm.TILE.glu:
-        # which weights are wanted is what the kernel before computes
+        # the kernel before computes which experts are active
         griddepcontrol_wait()
     num_entries = gemm.num_entries()
     num_work = num_entries * gemm.tiles * CONFIG.split

@@ -38,7 +38,7 @@ class FewTokensConfig(CompileTimeConfig):
 
     @property
     def k_subtile(self) -> int:
-        """Inputs that are unpacked at once."""
+        """Inputs that are unpacked together."""
         return 64
 
     @property
@@ -128,7 +128,7 @@ class FewTokensTiles:
 
 
 def most_splits(*, M: int, top_k: int, hidden: int) -> int:
-    """Of down, whose parts the next norm adds; 0: not even one, the sum is a kernel of its own."""
+    """Largest split of down that the next norm adds; 0: none, a kernel of its own sums."""
     return min(MOST_PARTS // top_k, MOST_PARTIALS // (top_k * M * hidden))
 
 

@@ -106,7 +106,7 @@ class Experts:
 
     @gluon.jit
     def first_row(self, work_tile):
-        """Of x, in a tile."""
+        """Rows of x in a tile."""
         if self.TILE.sorted:
             return work_tile.first
         elif self.TILE.glu:
@@ -122,5 +122,5 @@ class Experts:
 
     @gluon.jit
     def first_output(self, work_tile, CONSUMER: gl.constexpr):
-        """Of a consumer's 64, among those of the expert."""
+        """Index of a consumer's 64 outputs among those of the expert."""
         return (work_tile.tile * self.CONFIG.num_consumers + CONSUMER) * 64

@@ -10,10 +10,11 @@ from dataclasses import replace
 import torch
 
 from formats.errors import CheckpointError
-from formats.fp8 import Fp8Weight, block_size
-from formats.packed import PackedWeight
-from formats.weights import Weight, merge
+from formats.in_memory.fp8 import Fp8Weight, block_size
+from formats.in_memory.packed import PackedWeight
+from formats.in_memory.weights import Weight, merge
 from qkernels import dispatch
+from qkernels.linear.rows import LINEAR
 from qkernels.moe.experts import ExpertMatrix, ExpertStack, is_packed, shape_of, spec_of
 
 PAIR_ROWS = 8  # of gate, and then of up
@@ -85,7 +86,7 @@ def stack(
 def _prepacked(matrices: Sequence[PackedWeight], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """As one prepacked weight, made of a few experts at a time to spare memory."""
     N, K = shape_of(matrices[0])
-    module = dispatch.linear_module(f"w{matrices[0].spec.bits}a16")
+    module = dispatch.module_of(LINEAR, f"w{matrices[0].spec.bits}a16")
     at_once = max(1, CODES_AT_ONCE // (N * K))
     parts = [
         module.prepare_weight(_merged(matrices[first : first + at_once]), dtype).tensors

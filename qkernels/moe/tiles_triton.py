@@ -1,4 +1,4 @@
-"""What the products of experts share: a block's pairs and expert, and where its results go.
+"""Device functions of the experts' products: a block's pairs and expert, its results' rows.
 
 A pair p = m k + j is token m and its j-th expert. Legend: M tokens, E experts, k experts of a
 token, P = M k pairs; BM pairs of a block, BN outputs of a tile.
@@ -31,8 +31,8 @@ def find_pairs(ids_ptr, sorted_ptr, counts_ptr, block, P, E, BM: tl.constexpr, T
     """(expert, pairs [BM], which of them are pairs) of a block. Without any, it has none to do."""
     r = tl.arange(0, BM)
     if TILE.pairs > 0:
-        # The block belongs to the pair of its number. The first pair of each expert stands for all
-        # of that expert's; there are at most BM, since a token's experts are distinct.
+        # The block belongs to the pair of its number. The first pair of each expert represents all
+        # pairs of the expert; there are at most BM, since a token's experts are distinct.
         p = tl.arange(0, TILE.pairs)
         ids = tl.load(ids_ptr + p, mask=p < P, other=-1)
         expert = tl.load(ids_ptr + block)

@@ -83,7 +83,7 @@ def experts(
     plan: ExpertsPlan,
     shared_MC: torch.Tensor | None = None,
 ) -> LinearOutput:
-    """As ops.experts."""
+    """Implement ops.experts."""
     (M, C), problem = x_MC.shape, prepared.problem
     ids_Mk, shares_Mk = routes.ids_Mk.contiguous(), routes.shares_Mk.contiguous()
     k, E = ids_Mk.shape[1], problem.num_experts

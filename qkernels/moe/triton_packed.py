@@ -49,7 +49,7 @@ def experts_packed(
     WORDS: tl.constexpr = BK * BITS // 32
     block, tile_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL:
-        # which weights are wanted is what the kernel before computes
+        # the kernel before computes which experts are active
         tl.extra.cuda.gdc_wait()
     expert, pair, valid = find_pairs(ids_ptr, sorted_ptr, counts_ptr, block, P, E, BM, TILE)
     if tl.sum(valid.to(tl.int32), 0) > 0:

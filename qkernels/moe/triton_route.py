@@ -18,13 +18,13 @@ from qkernels.moe.routing import Routes, Routing
 # Beyond, cuBLAS multiplies; every token's blocks read the whole weight here, from the L2.
 ROUTER_MOST_TOKENS = 32
 ROUTER_BLOCKS = 64  # of a token, about: what one adds up alone is latency
-ROUTER_BLOCK = 4096  # weights that a block asks for at once, before the kernel before has ended
+ROUTER_BLOCK = 4096  # weights that a block requests before the kernel before has ended
 
 
 def route(
     logits_ME: torch.Tensor, routing: Routing, correction_E: torch.Tensor | None = None
 ) -> Routes:
-    """As ops.route. Of equal scores the lowest expert is chosen."""
+    """Implement ops.route. Of equal scores the lowest expert is chosen."""
     M, E = logits_ME.shape
     k = routing.top_k
     logits_ME = logits_ME.contiguous()
@@ -56,7 +56,7 @@ def route_tokens(
     bias_E: torch.Tensor | None = None,
     correction_E: torch.Tensor | None = None,
 ) -> Routes:
-    """As ops.route_tokens. The block that is the last of a token's to end chooses its experts."""
+    """Implement ops.route_tokens. The last block of a token to end chooses its experts."""
     (M, C), E, k = x_MC.shape, routing.num_experts, routing.top_k
     device = x_MC.device
     if M == 0 or M > ROUTER_MOST_TOKENS:
@@ -224,9 +224,9 @@ def _one_by_one(choice, scores, mask, e, j, TOP_K: tl.constexpr):
 
 @triton.jit
 def _first_ranks(choice, scores, mask, e, j, TOP_K: tl.constexpr):
-    """As `_one_by_one`, all at once: an expert's rank is how many come before it.
+    """Choose as `_one_by_one`, but together: an expert's rank is how many come before it.
 
-    Each of a block's reductions waits for all of its warps, and choosing one by one takes four for
+    A reduction waits for all warps of the block, and choosing one by one takes four reductions for
     each expert.
     """
     SIZE: tl.constexpr = choice.shape[0] * choice.shape[1]

@@ -1,4 +1,4 @@
-"""What blocks that go from one expert to the next work on, in Triton.
+"""Work of blocks that go from one active expert to the next, in Triton.
 
 Legend: M tokens, E experts, k experts of a token, P = M k pairs, C hidden size; BM columns of a
 tile.

@@ -47,7 +47,7 @@ class Variant:
 
 def _refuses_few_tokens(layer: Layer) -> str | None:
     if layer.kind != "packed" or layer.spec.bits != 4:
-        return "takes 4-bit weights beside 16-bit activations"
+        return "takes 4-bit weights with 16-bit activations"
     for size in (layer.hidden, layer.inner):
         group = layer.spec.group_length(size)
         if k_step(group) != K_STEP:
@@ -109,10 +109,10 @@ def layer_of(problem: ExpertsProblem) -> Layer:
 
 @functools.lru_cache(maxsize=2**14)
 def plan_experts(layer: Layer, M: int, choice: KernelChoice = ANY) -> ExpertsPlan:
-    """That of the first variant which takes M tokens.
+    """Plan of the first variant that takes M tokens.
 
-    A variant that was asked for is taken wherever it runs, one that was forbidden nowhere, but the
-    last, which takes what no other does.
+    A requested variant is taken wherever it runs, a forbidden one nowhere, except for the last
+    variant, which takes what no other does.
     """
     asked = [variant for variant in VARIANTS if variant.name == choice.only]
     for variant in asked + [each for each in VARIANTS if each.name not in choice.never]:

@@ -1,4 +1,4 @@
-"""A linear's input rounded to 8-bit codes, and how it is rounded. Knows no kernel."""
+"""A linear's input rounded to 8-bit codes, and how it is rounded."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ class Codes(NamedTuple):
 
 
 class InputRounding(NamedTuple):
-    """How a linear rounds its input to Codes: the last arguments of ops.*_quantize."""
+    """How a linear rounds its input to Codes: a form of ops.norm and ops.activate."""
 
     activation: ActivationSpec
     scale: torch.Tensor | None  # float32 [], of a static activation

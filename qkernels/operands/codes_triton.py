@@ -4,10 +4,34 @@ import torch
 import triton
 import triton.language as tl
 
-from formats.scheme import FP8_MAX
+from formats.numerics.activation import MIN_INPUT_SCALE
+from formats.scheme import FP8_MAX, ActivationSpec
+from qkernels.gpu.device import INTERPRETED
+from qkernels.operands.codes import CODE_DTYPES, InputRounding
 
 # [smallest, largest] code; a dynamic scale is the row's largest magnitude over the largest code
 CODE_RANGE = {torch.int8: (-128.0, 127.0), torch.float8_e4m3fn: (-FP8_MAX, FP8_MAX)}
+
+
+def empty_codes(
+    M: int, C: int, activation: ActivationSpec, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for codes [M, C] and the scales [M, 1] of their rows."""
+    codes_MC = torch.empty((M, C), dtype=CODE_DTYPES[activation.type], device=device)
+    return codes_MC, torch.empty((M, 1), dtype=torch.float32, device=device)
+
+
+def rounding_constants(rounding: InputRounding | None) -> dict[str, object]:
+    """Constants of a kernel that rounds rows to codes; None: zeros for one that does not."""
+    smallest = largest = 0.0
+    if rounding is not None:
+        smallest, largest = CODE_RANGE[CODE_DTYPES[rounding.activation.type]]
+    return {
+        "SMALLEST": smallest,
+        "LARGEST": largest,
+        "MIN_SCALE": MIN_INPUT_SCALE,
+        "INTERPRETED": INTERPRETED,
+    }
 
 
 @triton.jit
@@ -106,7 +130,7 @@ def _to_int8(x):
 
 @triton.jit
 def _inverse_for_codes(inverse, scale, LARGEST: tl.constexpr):
-    """The float32 beside 1 / scale with which x * inverse, rounded once, is the code of bfloat16 x.
+    """The float32 near 1 / scale with which x * inverse, rounded once, is the code of bfloat16 x.
 
     Where the scale is that of the row's largest magnitude, only half of that lies between two
     codes, at 63.5. There x / scale, rounded to float32, decides, and the product must agree. No

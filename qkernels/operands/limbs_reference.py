@@ -1,4 +1,4 @@
-"""Inputs to limbs (limbs.py) and back, in plain torch, bit for bit. Knows no kernel."""
+"""Inputs to limbs (limbs.py) and back, in plain torch, bit for bit."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def inputs_of_words(bits: int) -> torch.Tensor:
 
 
 def to_limbs(x_MK: torch.Tensor, form: LimbForm) -> Limbs:
-    """As ops.to_limbs."""
+    """Reference of ops.to_limbs."""
     M, K = x_MK.shape
     limbs = empty_limbs(form, M, K, x_MK.device)
     if form.with_tensor:
@@ -49,7 +49,7 @@ def to_limbs(x_MK: torch.Tensor, form: LimbForm) -> Limbs:
 
 
 def from_limbs(limbs: Limbs) -> torch.Tensor:
-    """The inputs [M, K] that the limbs stand for, in float64: 31 bits do not fit into float32."""
+    """The inputs [M, K] that the limbs represent, in float64: 31 bits do not fit into float32."""
     M, form = limbs.num_rows, limbs.form
     data = limbs.words.view(torch.int8)  # [S, T, i, 8, t, w b]
     data = data.unflatten(5, (4, 4)).unflatten(3, (2, LIMBS_OF_INPUT))

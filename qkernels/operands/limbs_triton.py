@@ -125,7 +125,7 @@ def _integers(values):
 
 @triton.jit
 def _words(integers):
-    """Of each of the four limbs, that of four integers, a byte each."""
+    """The four limbs of four integers, a word for each limb, a byte for each integer."""
     words = ()
     for limb in tl.static_range(4):
         word = integers[0] >> 8 * limb & 255
@@ -137,6 +137,6 @@ def _words(integers):
 
 @triton.jit
 def _sum_of_bytes(word):
-    """Of all signed bytes of a step: [BLOCK 32] to [BLOCK]."""
+    """Sum of all signed bytes of a step: [BLOCK 32] to [BLOCK]."""
     sums = (word << 24 >> 24) + (word << 16 >> 24) + (word << 8 >> 24) + (word >> 24)
     return tl.sum(sums.reshape(word.shape[0] // 32, 32), 1)

@@ -1,4 +1,4 @@
-"""A linear's output whose parts of K the next operation adds as it reads them. Knows no kernel."""
+"""A linear's output as split-K partial sums, which the next operation adds as it reads them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -8,14 +8,14 @@ import torch
 
 from qkernels.errors import KernelError
 
-# The operation that takes the sums and adds them: ops.add_rms_norm, plain or with its result
-# rounded, or ops.rope_write_kv_.
+# The operation that takes the sums and adds them: ops.norm, whatever the form of its result,
+# or ops.rope_write_kv_.
 Consumer = Literal["norm", "rope"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitKPartials:
-    """Stands for a tensor: the sum over S of float32 [S, *shape], in order, rounded to dtype."""
+    """A tensor as partial sums: float32 [S, *shape], added over S in order, rounded to dtype."""
 
     parts: torch.Tensor
     dtype: torch.dtype
@@ -23,11 +23,13 @@ class SplitKPartials:
     def __post_init__(self) -> None:
         if self.parts.dtype != torch.float32 or self.parts.ndim < 2 or not self.parts.shape[0]:
             found = f"{self.parts.dtype} {list(self.parts.shape)}"
-            raise KernelError("partial sums", f"expected float32 [parts, ...], found {found}")
-        if self.parts.numel() >= 2**31:  # kernels go from part to part by 32-bit numbers
+            raise KernelError("partial sums", f"expected float32 [splits, ...], found {found}")
+        if self.parts.numel() >= 2**31:  # kernels index the partial sums by 32-bit integers
             found = list(self.parts.shape)
             raise KernelError(
-                "partial sums", f"expected less than 2^31 numbers, found {found}", "add them first"
+                "partial sums",
+                f"expected less than 2^31 elements, found {found}",
+                "call total() first",
             )
 
     @property
@@ -43,7 +45,7 @@ class SplitKPartials:
         return self.parts.device
 
     def total(self) -> torch.Tensor:
-        """The tensor."""
+        """Add the partial sums: the tensor."""
         first, *others = self.parts.unbind(0)
         return sum(others, first).to(self.dtype)
 

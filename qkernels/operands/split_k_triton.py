@@ -1,4 +1,4 @@
-"""Reading what may be parts of K still to be added (operands/split_k.py). Knows no operation."""
+"""Device functions that load a tensor or add its split-K partial sums (operands/split_k.py)."""
 
 from dataclasses import dataclass, replace
 
@@ -20,7 +20,7 @@ class PartialsFormat:
 
 
 def partials_source(x: LinearOutput) -> tuple[torch.Tensor, int, PartialsFormat]:
-    """What load_reduced reads: (the tensor or the first split; stride between splits; format)."""
+    """Arguments of load_reduced: (the tensor or the first split; stride between splits; format)."""
     dtype = _TRITON_DTYPE[x.dtype]
     if isinstance(x, SplitKPartials):
         parts = x.parts
@@ -29,7 +29,7 @@ def partials_source(x: LinearOutput) -> tuple[torch.Tensor, int, PartialsFormat]
 
 
 def reduce_warps(block: int) -> int:
-    """Of a program that adds the parts of a row of `block` channels: 2 for each thread, or more."""
+    """Warps of a program that adds partial sums of `block` channels: 2 or more for a thread."""
     return min(16, max(1, block // 64))
 
 

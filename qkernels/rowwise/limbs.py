@@ -1,4 +1,4 @@
-"""16-bit inputs to int8 limbs for the integer tensor core, in Triton.
+"""Conversion of 16-bit inputs to int8 limbs for integer tensor cores, in Triton.
 
 Legend: M rows, K inputs; BLOCK steps of 128 inputs.
 """
@@ -19,15 +19,15 @@ STEPS_OF_BLOCK = 2
 
 
 def to_limbs(x_MK: torch.Tensor, form: LimbForm) -> Limbs:
-    """As ops.to_limbs."""
+    """Implement ops.to_limbs in Triton."""
     x_MK = x_MK.contiguous()
     limbs = empty_limbs(form, *x_MK.shape, x_MK.device)
     limbs_by_steps(_to_limbs, x_MK, limbs)
     return replace(limbs, tensor=x_MK) if form.with_tensor else limbs
 
 
-def limbs_by_steps(kernel, x: torch.Tensor, limbs: Limbs, *tensors, **constants: bool) -> None:
-    """Fill limbs of the rows of x, by a kernel that does some steps of a row in a block."""
+def limbs_by_steps(kernel, x: torch.Tensor, limbs: Limbs, *tensors, **constants: object) -> None:
+    """Allocate limbs for the rows of x and launch a kernel whose blocks do some steps of a row."""
     M, steps = limbs.num_rows, limbs.in_features // K_STEP
     with on_device(x):
         launch(
@@ -60,7 +60,7 @@ def _to_limbs(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK steps of one row."""
+    """Convert BLOCK steps of one row."""
     m, first = tl.program_id(1), tl.program_id(0) * BLOCK
     if PDL:
         pdl_launch_and_wait()

@@ -1,15 +1,15 @@
-"""A linear's input rounded to 8 bits, in Triton: one row for each program. Knows no weight.
+"""Rounding of a linear's input to 8 bits in Triton, with one program per row.
 
-Bit for bit what formats.activation.quantize_input makes on a CPU. A row is read in chunks, each a
-tensor of its own, so that the loads of all of them are under way before the first is used. Legend:
-M rows of x, K inputs.
+The result equals that of formats.numerics.activation.quantize_input on a CPU bit for bit.
+A row is read in chunks, each a separate tensor, so that all loads are in flight before the first
+is used. Legend: M rows of x, K inputs.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from formats.activation import MIN_INPUT_SCALE
+from formats.numerics.activation import MIN_INPUT_SCALE
 from formats.scheme import ActivationSpec
 from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.device import INTERPRETED, has_pdl, sm_count
@@ -24,31 +24,34 @@ from qkernels.operands.codes_triton import (
     scale_of_chunks,
 )
 
-# Of more than 8192 channels: the most rows that let the next kernel in before they wait.
+# Rows wider than 8192 channels: the next kernel may start early up to this many rows.
 WIDE_ROWS_LAUNCH_FIRST = 16
 NO_PDL = {"PDL": False, "LAUNCH_FIRST": False}
 
 
 def row_warps(block: int) -> int:
-    """16 channels for each thread, so that a lone row is read at once; 32 warps at most."""
+    """Return the warps for 16 channels per thread, so that a single row is read in one go; at most
+    32."""
     return min(32, max(1, block // 512))
 
 
 def row_chunks(width: int, element_size: int) -> tuple[int, int, int]:
-    """(channels of a chunk, chunks, warps) for a row: 8 channels of a chunk for each thread."""
-    # us of 4096 rows of 14336: silu_and_mul_quantize 72, with 4096 and 16 warps 79, with 8192 and
-    # 32 warps 114, with 1024 and 4 warps 74; quantize_input 43, 47, 49
+    """Return (channels per chunk, chunks, warps) of a row, with 8 channels of a chunk per
+    thread."""
+    # Times for 4096 rows of 14336, in us. silu to codes: 72, with 4096 and 16 warps 79, with 8192
+    # and 32 warps 114, with 1024 and 4 warps 74. quantize_input: 43, 47, 49.
     largest = 2048 if width * element_size <= 2**15 else 4096
     chunk = min(largest, max(256, power_of_two(width)))
     return chunk, ceil_div(width, chunk), chunk // 256
 
 
 def dependent_launch(rows: int, width: int, device: torch.device) -> dict[str, bool]:
-    """Launch arguments: PDL and, with it, whether the next kernel starts before this one can.
+    """Return launch arguments: PDL, and whether the next kernel may start before this one waits.
 
-    A product then copies its first weights while the kernel before both of them ends: rounding
-    included, qkv at 256 rows takes 14.9 us, else 15.3; down at 1 row 18.7, else 19.4. But blocks
-    that wait take the room of working ones: down at 64 rows 19.9, else 19.6, at 256 33.8 and 33.4.
+    With an early start, a product copies its first weights while the kernel before both of them
+    ends. Rounding included, qkv at 256 rows takes 14.9 us instead of 15.3, and down at 1 row 18.7
+    instead of 19.4. But waiting blocks occupy SMs: down at 64 rows takes 19.9 us instead of 19.6,
+    and at 256 rows 33.8 instead of 33.4.
     """
     if not has_pdl(device):
         return NO_PDL
@@ -59,7 +62,7 @@ def dependent_launch(rows: int, width: int, device: torch.device) -> dict[str, b
 def quantize_input(
     x_MK: torch.Tensor, activation: ActivationSpec, scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ops.quantize_input."""
+    """Implement ops.quantize_input in Triton."""
     if activation.per == "group":
         return _quantize_groups_of(x_MK, activation)
     M, K = x_MK.shape
@@ -95,7 +98,7 @@ def quantize_input(
 def quantize_input_asymmetric(
     x_MK: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As ops.quantize_input_asymmetric."""
+    """Implement ops.quantize_input_asymmetric in Triton."""
     M, K = x_MK.shape
     x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
     codes_MK = torch.empty((M, K), dtype=torch.int8, device=x_MK.device)
@@ -125,7 +128,7 @@ def quantize_input_asymmetric(
 def _quantize_groups_of(
     x_MK: torch.Tensor, activation: ActivationSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A scale for each group of a row's inputs, which the group divides: scales [M, groups]."""
+    """Round with a scale for each group of a row's inputs: scales [M, groups]."""
     M, K = x_MK.shape
     x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
     dtype, size = CODE_DTYPES[activation.type], activation.group_size
@@ -199,7 +202,7 @@ def _quantize_groups(
     stride_x,
     groups,
     SIZE: tl.constexpr,
-    ROWS: tl.constexpr,  # groups of one program
+    ROWS: tl.constexpr,  # groups per program
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
     MIN_SCALE: tl.constexpr,
@@ -223,7 +226,7 @@ def _quantize_groups(
 
 @triton.jit
 def _round_half_even(x):
-    """Of numbers below 2^22: from 1.5 * 2^23 on a float32 has no fraction."""
+    """Round |x| < 2^22 half to even by adding 1.5 * 2^23, where a float32 has no fraction."""
     return (x + 12582912.0) - 12582912.0
 
 
@@ -254,9 +257,9 @@ def _quantize_rows_asymmetric(
         x = x + (part,)
         part = part.to(tl.float32)
         low = tl.where(part < low, part, low)
-        # a NaN must reach the scale, and the maximum of numbers may drop it
+        # NaN must reach the scale, but a floating-point maximum may drop it
         high = tl.where((part > high) | (part != part), part, high)
-    # as integers, non-negative floats are in their own order, and NaN is above infinity
+    # as integers, non-negative floats keep their order, and NaN is above infinity
     span = tl.max(high.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True)
     least = tl.max((-low).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True)
     levels = tl.full(span.shape, 255.0, tl.float32)

@@ -1,33 +1,98 @@
-"""Norms, activations and their rounding in plain torch: the definition that kernels follow.
+"""Norms, activations and conversions in plain torch, which define the kernels' results.
 
-Legend: M rows of x, K inputs, C channels, I intermediate size.
+Legend: M rows of x, K inputs, C channels, I features, V tokens.
 """
 
 import torch
 import torch.nn.functional as F
 
-from formats.activation import MIN_INPUT_SCALE
-from formats.activation import quantize_input as round_input
+from formats.numerics.activation import MIN_INPUT_SCALE
+from formats.numerics.activation import quantize_input as round_input
 from formats.scheme import ActivationSpec
-from qkernels.operands.limbs import LimbForm, Limbs
+from qkernels.operands.codes import Codes, InputRounding
+from qkernels.operands.forms import InputForm, LinearInput
+from qkernels.operands.limbs import LimbForm
 from qkernels.operands.limbs_reference import to_limbs
 from qkernels.operands.split_k import LinearOutput, reduced
-from qkernels.rowwise.branch import PLAIN, Branch
+from qkernels.rowwise.spec import PLAIN, ActSpec, Branch, NormSpec
+
+_ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+def norm(
+    x: LinearOutput,
+    residual: torch.Tensor | None,
+    spec: NormSpec | None,
+    out: InputForm = None,
+    branch: Branch = PLAIN,
+) -> tuple[LinearInput, torch.Tensor]:
+    """Add x, after `branch`, to the residual. Returns (the norm of the sum in a form, the sum).
+
+    Intermediate results (the branch's norm, its product, the sum) are rounded.
+    """
+    total = reduced(x)
+    if residual is not None:
+        if branch.norm is not None:
+            total = normalized(total, branch.norm)
+        if branch.factor != 1:
+            total = total * branch.factor
+        total = total + residual
+    normed = total if spec is None else normalized(total, spec)
+    return in_form(normed, out), total
+
+
+def normalized(x: torch.Tensor, spec: NormSpec) -> torch.Tensor:
+    """Normalize over the last dim.
+
+    Rounding follows transformers' LlamaRMSNorm, or GemmaRMSNorm with a float32 weight. A layer norm
+    rounds as torch.nn.LayerNorm and transformers' CohereLayerNorm do.
+    """
+    x_float, weight_C = x.float(), spec.weight_C
+    if spec.kind == "rms":
+        normed = x_float * torch.rsqrt(x_float.square().mean(-1, keepdim=True) + spec.eps)
+        return (weight_C * normed.to(weight_C.dtype)).to(x.dtype)
+    centred = x_float - x_float.mean(-1, keepdim=True)
+    inverse = torch.rsqrt(centred.square().mean(-1, keepdim=True) + spec.eps)
+    normed = centred * inverse * weight_C.float()
+    if spec.bias_C is not None:
+        normed = normed + spec.bias_C.float()
+    return normed.to(x.dtype)
+
+
+def activate(x: torch.Tensor, spec: ActSpec, out: InputForm = None) -> LinearInput:
+    """Return activation(x) of x [..., I], or activation(gate) * up of x [..., 2 I], gate first."""
+    gate, up = x.chunk(2, dim=-1) if spec.gated else (x, None)
+    y = _ACTIVATIONS[spec.kind](gate)
+    return in_form(y if up is None else y * up, out)
+
+
+def in_form(x_MK: torch.Tensor, form: InputForm) -> LinearInput:
+    """Convert a tensor to a form."""
+    if isinstance(form, InputRounding):
+        return Codes(*quantize_input(x_MK, *form))
+    return to_limbs(x_MK, form) if isinstance(form, LimbForm) else x_MK
 
 
 def quantize_input(
     x_MK: torch.Tensor, activation: ActivationSpec, scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [M, K] to (codes [M, K], scales [M, S]); groups may make the codes wider."""
+    """Round x [M, K] to (codes [M, K], scales [M, S]); groups may pad the codes."""
     return round_input(x_MK, activation, scale)
 
 
 def quantize_input_asymmetric(
     x_MK: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x [M, K] to int8 codes, float32 scales and int32 zeros [M, 1]: scale * (code - zero).
+    """Round x [M, K] to int8 codes with float32 scales and int32 zeros [M, 1].
 
-    The 256 codes span each row's values and 0; rounding is half to even.
+    x is about scale * (code - zero). The 256 codes span each row's values and 0; rounding is half
+    to even.
     """
     x = x_MK.float()
     low_M1 = x.amin(1, keepdim=True).clamp(max=0)
@@ -38,92 +103,6 @@ def quantize_input_asymmetric(
     return codes.to(torch.int8), scales_M1, zeros_M1.to(torch.int32)
 
 
-def rms_norm(x: torch.Tensor, weight_C: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root-mean-square norm over the last dim, rounding where transformers' LlamaRMSNorm does.
-
-    With a float32 weight where its GemmaRMSNorm does.
-    """
-    x_float = x.float()
-    normed = x_float * torch.rsqrt(x_float.square().mean(-1, keepdim=True) + eps)
-    return (weight_C * normed.to(weight_C.dtype)).to(x.dtype)
-
-
-def add_rms_norm(
-    x: LinearOutput,
-    residual: torch.Tensor,
-    weight_C: torch.Tensor | None,
-    eps: float,
-    branch: Branch = PLAIN,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (rms_norm(b + residual), b + residual), b being x after the branch's changes.
-
-    What is made on the way is rounded: by the branch's norm, by its factor, and the sum.
-    """
-    x = reduced(x)
-    if branch.norm_C is not None:
-        x = rms_norm(x, branch.norm_C, branch.eps)
-    if branch.factor != 1:
-        x = x * branch.factor
-    total = x + residual
-    return total if weight_C is None else rms_norm(total, weight_C, eps), total
-
-
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, where x [..., 2 I] is gate beside up."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """gelu(gate) * up with the tanh approximation, where x [..., 2 I] is gate beside up."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
-
-
-def rms_norm_quantize(
-    x_MC: torch.Tensor,
-    weight_C: torch.Tensor,
-    eps: float,
-    activation: ActivationSpec,
-    scale: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """quantize_input of rms_norm."""
-    return quantize_input(rms_norm(x_MC, weight_C, eps), activation, scale)
-
-
-def add_rms_norm_quantize(
-    x_MC: LinearOutput,
-    residual_MC: torch.Tensor,
-    weight_C: torch.Tensor | None,
-    eps: float,
-    activation: ActivationSpec,
-    scale: torch.Tensor | None = None,
-    branch: Branch = PLAIN,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """quantize_input of add_rms_norm, and the sum."""
-    normed_MC, total_MC = add_rms_norm(x_MC, residual_MC, weight_C, eps, branch)
-    return *quantize_input(normed_MC, activation, scale), total_MC
-
-
-def silu_and_mul_quantize(
-    x_M2I: torch.Tensor, activation: ActivationSpec, scale: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """quantize_input of silu_and_mul."""
-    return quantize_input(silu_and_mul(x_M2I), activation, scale)
-
-
-def gelu_and_mul_quantize(
-    x_M2I: torch.Tensor, activation: ActivationSpec, scale: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """quantize_input of gelu_and_mul."""
-    return quantize_input(gelu_and_mul(x_M2I), activation, scale)
-
-
-def rms_norm_limbs(x_MC: torch.Tensor, weight_C: torch.Tensor, eps: float, form: LimbForm) -> Limbs:
-    """to_limbs of rms_norm."""
-    return to_limbs(rms_norm(x_MC, weight_C, eps), form)
-
-
 def embed_norms(
     tokens_M: torch.Tensor,
     table_VC: torch.Tensor,
@@ -131,45 +110,9 @@ def embed_norms(
     state_MC: torch.Tensor,
     state_norm_C: torch.Tensor,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ops.embed_norms."""
-    embedded_MC = rms_norm(table_VC[tokens_M], table_norm_C, eps)
-    normed_MC = rms_norm(state_MC, state_norm_C, eps)
-    return torch.cat([embedded_MC, normed_MC], 1), normed_MC
-
-
-def embed_norms_limbs(
-    tokens_M: torch.Tensor,
-    table_VC: torch.Tensor,
-    table_norm_C: torch.Tensor,
-    state_MC: torch.Tensor,
-    state_norm_C: torch.Tensor,
-    eps: float,
-    form: LimbForm,
-) -> tuple[Limbs, torch.Tensor]:
-    """to_limbs of embed_norms, and the normed states."""
-    out, normed_MC = embed_norms(tokens_M, table_VC, table_norm_C, state_MC, state_norm_C, eps)
-    return to_limbs(out, form), normed_MC
-
-
-def add_rms_norm_limbs(
-    x_MC: LinearOutput,
-    residual_MC: torch.Tensor,
-    weight_C: torch.Tensor | None,
-    eps: float,
-    form: LimbForm,
-    branch: Branch = PLAIN,
-) -> tuple[Limbs, torch.Tensor]:
-    """to_limbs of add_rms_norm, and the sum."""
-    normed_MC, total_MC = add_rms_norm(x_MC, residual_MC, weight_C, eps, branch)
-    return to_limbs(normed_MC, form), total_MC
-
-
-def silu_and_mul_limbs(x_M2I: torch.Tensor, form: LimbForm) -> Limbs:
-    """to_limbs of silu_and_mul."""
-    return to_limbs(silu_and_mul(x_M2I), form)
-
-
-def gelu_and_mul_limbs(x_M2I: torch.Tensor, form: LimbForm) -> Limbs:
-    """to_limbs of gelu_and_mul."""
-    return to_limbs(gelu_and_mul(x_M2I), form)
+    out: InputForm = None,
+) -> tuple[LinearInput, torch.Tensor]:
+    """Implement ops.embed_norms in torch."""
+    embedded_MC = normalized(table_VC[tokens_M], NormSpec(weight_C=table_norm_C, eps=eps))
+    normed_MC = normalized(state_MC, NormSpec(weight_C=state_norm_C, eps=eps))
+    return in_form(torch.cat([embedded_MC, normed_MC], 1), out), normed_MC

@@ -13,10 +13,10 @@ import triton.language as tl
 from qkernels.sampling.logits import adjust, noise, order, weight
 
 GROUP = 64  # tokens whose largest value is kept
-TILE = 512  # values that a search reads at once
-COLLECT_GROUPS = 32  # groups that are read again at once
+TILE = 512  # values that a search reads together
+COLLECT_GROUPS = 32  # groups that are read again together
 FEW = 128  # so many candidates are ranked by comparing each with each,
-ROWS = 16  # so many with all at once
+ROWS = 16  # so many with all together
 _GROUP, _TILE = tl.constexpr(GROUP), tl.constexpr(TILE)
 _COLLECT_GROUPS = tl.constexpr(COLLECT_GROUPS)
 _FEW, _ROWS = tl.constexpr(FEW), tl.constexpr(ROWS)
@@ -72,7 +72,7 @@ def cut(values_ptr, n, target, largest, by_mass):
 
 @triton.jit
 def mass_of(values_ptr, n, t, ties, largest):
-    """What the values that `cut` left weigh together."""
+    """Total weight of the values that `cut` left."""
     above = 0.0
     each = 0.0
     count = 0.0
@@ -139,7 +139,7 @@ def collect(
 
 @triton.jit
 def is_before(values_ptr, first, n):
-    """Whether value j of n comes before value first + i in the order of likelihood: [ROWS, FEW]."""
+    """True where value j of n is likelier than value first + i: [ROWS, FEW]."""
     i, j = first + tl.arange(0, _ROWS)[:, None], tl.arange(0, _FEW)[None, :]
     one = order(tl.load(values_ptr + i, mask=i < n, other=0.0))
     other = order(tl.load(values_ptr + j, mask=j < n, other=0.0))
@@ -248,7 +248,7 @@ def store_few(values_ptr, tokens_ptr, n, count, log_total, out_tokens_ptr, out_l
 
 @triton.jit
 def store_many(values_ptr, tokens_ptr, n, count, log_total, out_tokens_ptr, out_logprobs_ptr):
-    """The same, by looking for one after the other."""
+    """Find them one after the other."""
     last = float("inf")
     last_token = -1
     for i in range(0, count):

@@ -1,4 +1,4 @@
-"""What a row's settings do to its logits, and its noise: device functions of the sampling kernels.
+"""Device functions of the sampling kernels: adjust a row's logits, and draw its noise.
 
 Rounding where sampling/reference.py rounds; `words` are a row's of sampling/words.py.
 """
@@ -41,7 +41,7 @@ def filters(words_ptr):
 
 @triton.jit
 def settings_of(words_ptr):
-    """What a row's logits are adjusted by, loaded at once: the loads wait side by side."""
+    """Load a row's settings together, so that their latencies overlap."""
     return (
         number(words_ptr, TEMPERATURE),
         number(words_ptr, PRESENCE),
@@ -104,7 +104,7 @@ def mix(x):
 
 @triton.jit
 def key_of(words_ptr):
-    """What a row's noise follows from, beside the token."""
+    """Seeds of a row's noise; the noise of a token also depends on the token."""
     return mix(mix(tl.load(words_ptr + SEED)) + tl.load(words_ptr + POSITION))
 
 

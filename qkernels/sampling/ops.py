@@ -5,6 +5,7 @@ import torch
 from qkernels import dispatch
 from qkernels.checks import check_float, check_tensor, expect_ndim
 from qkernels.errors import KernelError
+from qkernels.sampling.rows import SAMPLE
 from qkernels.sampling.settings import MAX_LOGPROBS, Samples, SampleSettings
 from qkernels.sampling.words import NUM_WORDS
 
@@ -21,7 +22,7 @@ def sample_(
     2 * (times in the output) + (in the prompt) of every token; drawn tokens are added in place. A
     row's draw depends on nothing but that row. settings.invalid_token stands for a row
     that holds NaN.
-    `kernel` names a row of qkernels.dispatch instead of the best one.
+    `kernel` names a row of sampling/rows.py instead of the best one.
     """
     check_float("sample_ logits", logits_SV)
     rows, vocabulary = expect_ndim("sample_ logits", logits_SV, 2)
@@ -38,6 +39,6 @@ def sample_(
         if not history_WV.is_contiguous():
             raise KernelError("sample_ history", "expected a contiguous table")
     run = dispatch.implementation(
-        "sample_", device=logits_SV.device.type, dtype=logits_SV.dtype, requested=kernel
+        SAMPLE, device=logits_SV.device.type, dtype=logits_SV.dtype, requested=kernel
     )
     return run(logits_SV, settings, history_WV)

@@ -22,7 +22,7 @@ GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15
 def sample_(
     logits_SV: torch.Tensor, settings: SampleSettings, history_WV: torch.Tensor | None = None
 ) -> Samples:
-    """As ops.sample_."""
+    """Reference of ops.sample_."""
     raw_SV = logits_SV.float()
     invalid_S = raw_SV.isnan().any(-1)
     adjusted_SV = adjust(raw_SV, settings, history_WV)
@@ -126,7 +126,7 @@ def gumbel_noise(seed_S: torch.Tensor, position_S: torch.Tensor, vocabulary: int
 def row_logprobs(
     raw_SV: torch.Tensor, tokens_S: torch.Tensor, settings: SampleSettings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of the drawn tokens, and the likeliest: the last three of Samples."""
+    """Log probabilities of the drawn and the likeliest tokens: the last three of Samples."""
     logprobs_SV = raw_SV.log_softmax(-1)
     drawn_S = logprobs_SV.gather(1, tokens_S.clamp(min=0)[:, None])[:, 0]
     count = min(settings.num_logprobs, raw_SV.shape[1])

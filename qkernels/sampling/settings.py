@@ -1,6 +1,6 @@
-"""What `sample_` is told of all rows, and what it returns. Knows no request and no kernel.
+"""Arguments and results of `sample_` for all rows.
 
-Everything a row is told is packed into 64-bit words (words.py), so that a step needs one copy to
+All settings of a row are packed into 64-bit words (words.py), so that a step needs one copy to
 the device.
 Legend: S rows, P words of a row, E bias entries, N alternatives.
 """
@@ -28,12 +28,12 @@ from qkernels.sampling.words import (
     pack_row,
 )
 
-INVALID_TOKEN = -1  # stands for a row whose logits hold NaN
+INVALID_TOKEN = -1  # marks a row whose logits hold NaN
 MAX_LOGPROBS = 20  # alternatives of one row
 
 
 class Samples(NamedTuple):
-    """What was drawn. The last three are None where no row asked for log probabilities."""
+    """Drawn tokens. The last three are None where no row asked for log probabilities."""
 
     tokens_S: torch.Tensor  # int64, SampleSettings.invalid_token where a row's logits hold NaN
     logprobs_S: torch.Tensor | None  # float32, of the drawn tokens
@@ -67,7 +67,7 @@ class SampleSettings:
 
     @classmethod
     def of_words(cls, words_SP: np.ndarray, bias_E: np.ndarray) -> "SampleSettings":
-        """Of rows that `pack_row` and `pack_bias` packed, with the ends of each row's biases."""
+        """Settings of rows from `pack_row` and `pack_bias`, with the ends of each row's biases."""
         temperature_S, top_k_S = words_SP[:, TEMPERATURE], words_SP[:, TOP_K]
         # bits of floats that are not negative are in the order of the floats
         chooses_S = (top_k_S > 0) | (words_SP[:, TOP_P] < ONE) | (words_SP[:, MIN_P] > 0)
@@ -81,7 +81,7 @@ class SampleSettings:
         )
 
     def of_rows(self, words_SP: torch.Tensor) -> "SampleSettings":
-        """Of other rows, or the same ones changed, whose biases and masks are among these."""
+        """Settings of other or changed rows whose biases and masks are among these."""
         return replace(self, words_SP=words_SP)
 
     def to(self, device: torch.device) -> "SampleSettings":

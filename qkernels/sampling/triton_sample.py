@@ -1,4 +1,4 @@
-"""From logits to tokens in two Triton kernels, without a sort. Knows no request.
+"""From logits to tokens in two Triton kernels, without a sort.
 
 The first kernel reads each row once, in chunks on as many SMs as there are: the best token of rows
 without a filter, sums for log probabilities, and the largest value of every group of 64 tokens. In
@@ -45,7 +45,7 @@ _CHUNK_INTS = 2  # for each block: whether there is NaN, best token
 def sample_(
     logits_SV: torch.Tensor, settings: SampleSettings, history_WV: torch.Tensor | None = None
 ) -> Samples:
-    """As ops.sample_."""
+    """Implement ops.sample_."""
     S, V = logits_SV.shape
     if logits_SV.stride(1) != 1:
         logits_SV = logits_SV.contiguous()

@@ -1,4 +1,4 @@
-"""What `sample_` is told of one row, as 64-bit words. Imports no torch.
+"""Settings of one row for `sample_`, as 64-bit words. Imports no torch.
 
 Legend: P words of a row, E bias entries.
 """

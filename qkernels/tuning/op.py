@@ -1,4 +1,4 @@
-"""What the tuning table and its search need to know of one operation. Knows no operation itself.
+"""Description of an operation for the tuning table and its search.
 
 Each operation's folder has a `tuned.py` with its own TunedOp.
 """
@@ -72,7 +72,7 @@ class TunedOp:
         return self.configs[type(config)].fault(config, **self.widest(problem))
 
     def runs_here(self, config: Config, problem: Problem, sm_count: int) -> bool:
-        """Whether all problems of the row can take the config on a GPU of so many SMs."""
+        """Return True if all problems of the row can take the config on a GPU of so many SMs."""
         space = self.configs.get(type(config))
         if space is None or self.fault(config, problem) is not None:
             return False

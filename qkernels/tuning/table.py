@@ -1,4 +1,4 @@
-"""Configs measured on one GPU: a JSON file, one line for each problem. Knows no operation.
+"""Configs measured on one GPU: a JSON file, one line for each problem.
 
 `qserve bench kernels --tune` writes the file; a kernel's host function asks `find` before its own
 default. Rows of an operation are read and checked when it first asks: a split that overran the
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from formats.whole_file import write_whole
+from formats.files.whole_file import write_whole
 from qkernels.errors import KernelError
 from qkernels.tuning.op import Config, Key, TunedOp
 
@@ -125,7 +125,7 @@ class TuningTable:
 
 
 def default_path(gpu: str) -> Path:
-    """Where the table of a GPU is written and looked for: its name stands in the file's."""
+    """Path of the table of a GPU; the file is named after the GPU."""
     name = re.sub(r"[^A-Za-z0-9.]+", "-", gpu).strip("-")
     # not Path.home(): that raises where a container's user has none
     return Path(os.path.expanduser("~/.cache/qserve/tiles"), f"{name}.json")
@@ -224,7 +224,7 @@ def _config_from_dict(op: TunedOp, stored: dict) -> Config:
 
 @functools.cache
 def tuning_table_of(device: torch.device) -> TuningTable:
-    """What was measured on this GPU, or nothing. Raises KernelError for a damaged file."""
+    """Configs measured on this GPU, maybe none. Raises KernelError for a damaged file."""
     if device.type != "cuda":
         return TuningTable(gpu=device.type)
     gpu = torch.cuda.get_device_name(device)

@@ -98,7 +98,7 @@ def without_tma(config: W8A8TritonConfig) -> W8A8TritonConfig:
 
 
 def _split(M: int, N: int, tiles: int, steps: int, min_steps: int, max_blocks: int) -> int:
-    """Split-K: the largest that leaves each split `min_steps` and lets all blocks run at once."""
+    """Split-K: the largest that leaves each split `min_steps` and lets all blocks be resident."""
     fits = (
         split
         for split in (4, 3, 2)
@@ -121,7 +121,7 @@ _REGISTERS = 65536  # of an SM
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class W8A8Sm90Config(CompileTimeConfig):
-    """A launch of sm90.py: as many blocks as run at once, each with several output tiles.
+    """A launch of sm90.py: as many blocks as are resident, each with several output tiles.
 
     A and B are the operands of wgmma.
     """
@@ -198,7 +198,7 @@ class W8A8Sm90Config(CompileTimeConfig):
 
     @property
     def column_vectors_in_shared(self) -> bool:
-        """Whether scales and biases of columns wait in shared memory until the product ends.
+        """True if scales and biases of columns wait in shared memory until the product ends.
 
         A thread loads one or two of them before the product. It uses 16 to 64 of each, and beside
         more than 64 sums there are no registers for those.
@@ -218,13 +218,13 @@ class W8A8Sm90Config(CompileTimeConfig):
 
     @property
     def fits_sm(self) -> bool:
-        """Whether blocks_per_sm blocks have registers and pipeline stages on an SM."""
+        """Return True if an SM has registers and pipeline stages for blocks_per_sm blocks."""
         threads = self.blocks_per_sm * (self.num_consumers + 1) * 128
         return threads * self.registers <= _REGISTERS and self.stages >= _SM90_MIN_STAGES
 
     @property
     def fits_thread(self) -> bool:
-        """Whether a consumer's thread has registers for its sums and its column vectors."""
+        """Return True if a consumer's thread has registers for its sums and column vectors."""
         vectors = 4 if self.column_vectors_in_shared else self.stored_columns // 4
         needs = self._sum_registers + vectors + 24
         return self._sum_registers <= 128 and needs <= self.consumer_registers
@@ -235,7 +235,7 @@ class W8A8Sm90Config(CompileTimeConfig):
         return tiles_a * ceil_div(rows_b, self.block_b)
 
     def fits(self, M: int, N: int, sm_count: int) -> bool:
-        """Whether the workspace holds all splits and, to reduce-scatter, they all run at once."""
+        """True if the workspace holds all splits and, to reduce-scatter, all are resident."""
         if self.idle_rows and N % self.stored_rows:
             return False  # TMA does not write idle rows, which lie beyond a consumer's own rows
         if self.split == 1:
@@ -245,7 +245,7 @@ class W8A8Sm90Config(CompileTimeConfig):
         return runs and self.fits_workspace(M, N)
 
     def fits_workspace(self, M: int, N: int) -> bool:
-        """Whether all partial sums have a slot, and the consumers of each tile a counter."""
+        """Return True if the workspace has slots for all partial sums, and enough counters."""
         slots = self.tiles(M, N) * self.split * self.block_a * self.block_b
         counters = self.tiles(M, N) * self.num_consumers
         return slots <= WORKSPACE_FLOATS and counters <= WORKSPACE_COUNTERS

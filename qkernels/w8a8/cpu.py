@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from formats.weights import Weight
+from formats.in_memory.weights import Weight
 from qkernels.linear import reference as linear_reference
 from qkernels.linear.plan import GemmPlan
 from qkernels.linear.prepared import PreparedWeight
@@ -17,7 +17,7 @@ from qkernels.operands.codes import Codes
 
 @functools.cache
 def product_is_exact() -> bool:
-    """Whether torch sums int8 products exactly here: CPUs without VNNI may add pairs in 16 bits."""
+    """Return True if torch sums int8 products exactly: without VNNI a CPU may add in 16 bits."""
     for a, b in ((127, 127), (-128, -128), (-128, 127), (127, -128)):
         a_MK = torch.full((17, 256), a, dtype=torch.int8)
         b_NK = torch.full((24, 256), b, dtype=torch.int8)

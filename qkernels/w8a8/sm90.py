@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from formats.weights import Weight
+from formats.in_memory.weights import Weight
 from qkernels.gpu.config import ceil_div
 from qkernels.gpu.device import sm_count
 from qkernels.gpu.gluon_compat import descriptor
@@ -108,7 +108,7 @@ def linear_codes(
     *,
     config: W8A8Sm90Config | None = None,
 ) -> torch.Tensor:
-    """As ops.linear_codes, deterministic. `config` replaces the tuned or default one."""
+    """Implement ops.linear_codes, deterministic. `config` replaces the tuned or default one."""
     (M, K), N = codes_MK.shape, weight.out_features
     device, integers = codes_MK.device, codes_MK.dtype == torch.int8
     y_MN = torch.empty((M, N), dtype=weight.dtype, device=device)

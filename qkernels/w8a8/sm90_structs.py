@@ -1,4 +1,4 @@
-"""What the warps of w8a8/sm90.py share, as named structs: arguments, shared memory, work tiles."""
+"""Named structs that the warps of w8a8/sm90.py share: arguments, shared memory, work tiles."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from formats.fp8 import Fp8Weight
-from formats.weights import Weight
+from formats.in_memory.fp8 import Fp8Weight
+from formats.in_memory.weights import Weight
 from qkernels.gpu.config import ceil_div
 from qkernels.gpu.device import has_pdl, has_tma, shared_bytes, sm_count
 from qkernels.gpu.launch import launch, on_device
@@ -87,7 +87,7 @@ def linear_codes(
     *,
     config: W8A8TritonConfig | None = None,
 ) -> torch.Tensor:
-    """As ops.linear_codes, deterministic. `config` replaces the tuned or default one."""
+    """Implement ops.linear_codes, deterministic. `config` replaces the tuned or default one."""
     N, K = weight.out_features, weight.in_features
     M = codes_MK.shape[0]
     y_MN = torch.empty((M, N), dtype=weight.dtype, device=codes_MK.device)
@@ -171,7 +171,7 @@ def _prefetch_rows(ptr, n, first, N, K, num_bytes):
 
 @triton.jit
 def _code_ptrs(ptr, row, rows, k, K):
-    """Of codes [rows, K] at `row` and `k`. Rows after the last are the last again."""
+    """Pointers to codes [rows, K] at `row` and `k`. Rows after the last are the last again."""
     return ptr + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * K + k[None, :]
 
 

@@ -8,7 +8,7 @@ long as `dense`: dispatch offers bfloat16 alone. Legend: M rows of x, N outputs,
 
 import torch
 
-from formats.packed import PackedWeight
+from formats.in_memory.packed import PackedWeight
 from qkernels.linear.plan import GemmPlan
 from qkernels.linear.prepared import PreparedWeight
 

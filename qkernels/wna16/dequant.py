@@ -49,7 +49,7 @@ _TO_BFLOAT16 = gl.constexpr("""{
 
 @gluon.constexpr_function
 def packed_layout(C):
-    """Of packed words [64, 4 C] in registers."""
+    """Layout of packed words [64, 4 C] in registers."""
     columns = [[0, 1 << i] for i in range(C.bit_length() - 1)]
     return gl.DistributedLinearLayout(
         reg_bases=[*columns, [8, 0]],
@@ -62,13 +62,13 @@ def packed_layout(C):
 
 @gluon.constexpr_function
 def rows_layout(K_SUBTILE, BITS):
-    """Of a value for each row [64]: a thread holds those of its two rows."""
+    """Layout of a value for each row [64]: a thread holds those of its two rows."""
     return gl.SliceLayout(1, packed_layout(K_SUBTILE * BITS // 128))
 
 
 @gluon.constexpr_function
 def _stored_layout(BITS):
-    """Of the packed words of 128 inputs [64, 4 BITS] as shared memory has them: [8 BITS, 32]."""
+    """Layout of packed words of 128 inputs [64, 4 BITS] as in shared memory: [8 BITS, 32]."""
     if BITS == 8:
         return packed_layout(8)
     return gl.DistributedLinearLayout(
@@ -220,7 +220,7 @@ def unpack_nibbles(packed, factors, DTYPE: gl.constexpr):
 
 @gluon.jit
 def byte_factors(scale, offset, DTYPE: gl.constexpr):
-    """Of rows [64]: float16 (zero, scale) as words [64, 1]; bfloat16 (-zero scale, scale)."""
+    """Rows [64] to float16 (zero, scale) as words [64, 1], or bfloat16 (-zero scale, scale)."""
     if DTYPE.is_fp16():
         return pack_x2(offset)[:, None], pack_x2(scale.to(DTYPE))[:, None]
     else:
@@ -250,7 +250,7 @@ def unpack_bytes(packed, factors, DTYPE: gl.constexpr):
 
 @gluon.jit
 def factors(scale, offset, NUMERICS: gl.constexpr, DTYPE: gl.constexpr):
-    """What `unpack` multiplies rows [64] by and subtracts from them."""
+    """Factors and offsets of rows [64] for `unpack`."""
     if NUMERICS.bits == 8:
         return byte_factors(scale, offset, DTYPE)
     else:

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import torch
 
-from formats.packed import PackedWeight
+from formats.in_memory.packed import PackedWeight
 from qkernels.choice import parse_choice
 from qkernels.errors import KernelError
 from qkernels.gpu import device as gpu_device
@@ -21,10 +21,10 @@ from qkernels.operands.limbs import LimbForm, Limbs
 from qkernels.operands.split_k import Consumer, LinearOutput, SplitKPartials
 from qkernels.tuning import table as tuning_table
 from qkernels.wna16 import prepack
-from qkernels.wna16.row_split import rows_of_tiles
 from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig
-from qkernels.wna16.sm90_large_m_config import default_large_m_config
+from qkernels.wna16.sm90_large_m_config import default_large_m_config, large_m_time, other_time
 from qkernels.wna16.sm90_small_m_config import (
+    SMALL_M_ROWS,
     SmallMConfig,
     default_small_m_config,
     split_k_config,
@@ -72,7 +72,7 @@ def plan(
 def _in_two(
     problem: GemmProblem, shape: Shape, M: int, config: WNA16Config | None
 ) -> GemmPlan | None:
-    """Two kernels, where a few rows more would be a wave of tiles more (row_split.py)."""
+    """Two kernels, where a few rows more would be a wave of tiles more (`rows_of_tiles`)."""
     sizes = shape.N, shape.K, shape.group, shape.spec.bits, shape.sm_count
     rows = rows_of_tiles(M, *sizes)
     if rows is None or LARGE_M.refuses(shape) is not None:
@@ -115,7 +115,7 @@ def run(
         return torch.nn.functional.linear(x, dequantize(weight), bias)
     form = replace(x.form, with_tensor=False) if isinstance(x, Limbs) else None
     if form != plan.operand:
-        raise KernelError("linear x", f"expected it as {plan.operand}, found {form}")
+        raise KernelError("linear x", f"expected the form {plan.operand}, found {form}")
     kernel = _module(plan.variant)
     if plan.tail is not None:
         y_MN = x.new_empty(x.shape[0], weight.out_features)
@@ -168,3 +168,33 @@ def _module(variant: str) -> ModuleType:
     """The module of this folder with the variant's `run`: it has the variant's name, but one."""
     name = "triton_gemm" if variant == "triton" else variant
     return importlib.import_module(f"qkernels.wna16.{name}")
+
+
+TILE_ROWS = 128
+# Microseconds of sm90_small_m with 64 rows: 12.8, 10.1, 34.5, 20.9 for qkv, o, gate_up, down of an
+# 8B model on an H200.
+_TAIL_START_TIME = 5.5
+_TAIL_WEIGHTS = 4e6  # a microsecond
+_WORTH = 0.95  # of the time of one kernel: less is left to the error of these numbers
+
+
+@functools.lru_cache(maxsize=2**14)
+def rows_of_tiles(M: int, N: int, K: int, group: int, bits: int, sm_count: int) -> int | None:
+    """Rows that sm90_large_m should take, and sm90_small_m the rest; None: one kernel, all.
+
+    Tiles of one more row may be one more wave of the GPU: all tiles of 1024 rows of 4096 outputs
+    are resident together, of 1088 rows some wait. Prompts are often powers of two, and decodes run
+    in the same step. Legend: M rows of x, N outputs, K inputs.
+    """
+    rest = M % TILE_ROWS
+    rows = M - rest
+    if bits != 4 or not rows or not 0 < rest <= SMALL_M_ROWS[-1]:
+        return None
+    sizes = N, K, group, bits, sm_count
+    tiles = default_large_m_config(rows, *sizes)
+    if tiles is None:
+        return None
+    whole = default_large_m_config(M, *sizes)
+    alone = other_time(M, *sizes) if whole is None else large_m_time(whole, M, N, K)
+    apart = large_m_time(tiles, rows, N, K) + _TAIL_START_TIME + N * K / _TAIL_WEIGHTS
+    return rows if apart < _WORTH * alone else None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from formats.packed import PackedWeight
+from formats.in_memory.packed import PackedWeight
 from formats.scheme import QuantSpec
 from qkernels.gpu.workspace import workspace
 from qkernels.linear.prepared import PreparedWeight
@@ -91,7 +91,7 @@ VALUE_OF_ZERO = {
 
 
 def offset_of(weight: PreparedWeight) -> int:
-    """What kernels subtract from an unpacked code of a symmetric weight."""
+    """Offset that kernels subtract from an unpacked code of a symmetric weight."""
     return VALUE_OF_ZERO[weight.dtype, weight.spec.bits] + weight.spec.symmetric_zero
 
 
@@ -107,7 +107,7 @@ class WeightNumerics:
 
 
 def weight_numerics(weight: PreparedWeight, bias: torch.Tensor | None) -> WeightNumerics:
-    """Of a prepacked weight, and of the bias that is added."""
+    """Numerics of a prepacked weight and its bias."""
     return stack_numerics(weight.spec, weight.in_features, weight.dtype, weight.tensors, bias)
 
 
@@ -118,7 +118,7 @@ def stack_numerics(
     tensors: dict[str, torch.Tensor],
     bias: torch.Tensor | None,
 ) -> WeightNumerics:
-    """Of the tensors of one prepacked weight or several, for activations of `dtype`."""
+    """Numerics of one prepacked weight or a stack of them, for activations of `dtype`."""
     return WeightNumerics(
         bits=spec.bits,
         steps_per_group=spec.group_length(in_features) // K_STEP,

@@ -20,7 +20,7 @@ from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl_gluon import griddepcontrol_wait, launch_dependents
 from qkernels.gpu.registers import signed_nibbles
 from qkernels.linear.prepared import PreparedWeight
-from qkernels.lora.sm90_term import LoraTermArguments, add_few_rows, prefetch_few_rows
+from qkernels.lora.sm90_term import add_few_rows, lora_term, prefetch_few_rows
 from qkernels.lora.term import LoraTerm, term_arguments, term_parts
 from qkernels.operands.limbs import (
     K_STEP,
@@ -102,7 +102,7 @@ def run(
             M,
             N,
             K // K_STEP,
-            *term_arguments(term),
+            term_arguments(term),
             PARTS=term_parts(term),
             TILES=limbs.words.shape[1],
             CONFIG=config,
@@ -174,19 +174,7 @@ def _wna16_gemv_imma(
     M,
     N,
     k_steps,
-    lora_h_ptr,  # as in LoraTermArguments
-    lora_slots_ptr,
-    lora_b_ptr,
-    lora_ranks_ptr,
-    lora_scales_ptr,
-    lora_s,
-    lora_r,
-    lora_b_slot_stride,
-    lora_b_rank_stride,
-    lora_ranks_stride,
-    lora_scales_stride,
-    lora_first_end,
-    lora_second_end,
+    lora,  # TermArguments
     PARTS: gl.constexpr,
     TILES: gl.constexpr,  # T
     CONFIG: gl.constexpr,  # GemvImmaConfig
@@ -204,22 +192,7 @@ def _wna16_gemv_imma(
     A_FACTOR: gl.constexpr = 16 if BITS == 4 else 1  # of codes in operand A
     ROWS: gl.constexpr = gl.SliceLayout(2, SUMS)
     COLS: gl.constexpr = gl.SliceLayout(1, SUMS)
-    term = LoraTermArguments(
-        h_ptr=lora_h_ptr,
-        slots_ptr=lora_slots_ptr,
-        b_ptr=lora_b_ptr,
-        ranks_ptr=lora_ranks_ptr,
-        scales_ptr=lora_scales_ptr,
-        S=lora_s,
-        R=lora_r,
-        b_slot_stride=lora_b_slot_stride,
-        b_rank_stride=lora_b_rank_stride,
-        ranks_stride=lora_ranks_stride,
-        scales_stride=lora_scales_stride,
-        first_end=lora_first_end,
-        second_end=lora_second_end,
-        PARTS=PARTS,
-    )
+    term = lora_term(lora, PARTS)
     block = gl.program_id(0)
     stored_tile = block // (STORED_ROWS // BN)
     inside = block % (STORED_ROWS // BN)  # which BN rows of the stored tile

@@ -22,11 +22,11 @@ class GemvImmaConfig(CompileTimeConfig):
 
     block_n: int = 16  # 16, 32 or 64
     warps: int = 8  # of a block, each with its own K steps
-    steps_in_flight: int = 2  # K steps that a warp loads at once
+    steps_in_flight: int = 2  # K steps that a warp loads together
 
 
 def limbs_pay(M: int, N: int, K: int) -> bool:
-    """Whether 4-bit weights gain by limbs that a kernel of its own has to make first.
+    """Return True if 4-bit weights gain by limbs that a separate kernel makes first.
 
     Measured, us for qkv / o / gate_up / down; in brackets sm90_small_m, which takes x as it is:
     M = 1  5.8 (6.4) / 4.8 (5.1) / 18.1 (18.4) / 11.0 to 11.8 (10.5), 128256 x 4096 65 (78)

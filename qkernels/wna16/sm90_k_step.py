@@ -37,7 +37,7 @@ class Stages:
 
 @gluon.jit
 def allocate_stages(weight, x, scales, offsets, CONFIG: gl.constexpr, NUMERICS: gl.constexpr):
-    """Of boxes that the TMA descriptors load."""
+    """Allocate the pipeline's shared memory for the boxes that the TMA descriptors load."""
     SLOTS: gl.constexpr = CONFIG.stages * CONFIG.num_consumers
     packed_stages = gl.allocate_shared_memory(gl.int32, [SLOTS, 32, 32], weight.layout)
     x_stages = gl.allocate_shared_memory(x.dtype, [CONFIG.stages * 2, CONFIG.block_m, 64], x.layout)
@@ -85,7 +85,7 @@ def load_x(gemm, pipeline, state, row, k_step):
 
 @gluon.jit
 def step_scales(gemm, stages, stage, CONSUMER: gl.constexpr, SUMS: gl.constexpr):
-    """What the sums of `multiply` are to be multiplied by, float32 [64]."""
+    """Scales for the sums of `multiply`, float32 [64]."""
     own = stage * gemm.CONFIG.num_consumers + CONSUMER
     scale = stages.scales.index(own).load(gl.SliceLayout(1, SUMS))
     return scale_of_codes(scale.to(gl.float32), stages.x.dtype)
@@ -93,9 +93,9 @@ def step_scales(gemm, stages, stage, CONSUMER: gl.constexpr, SUMS: gl.constexpr)
 
 @gluon.jit
 def multiply(gemm, stages, stage, CONSUMER: gl.constexpr, SUMS: gl.constexpr):
-    """Issues a K step's products: sums [64, BM] of codes minus zero points, times x.
+    """Issue a K step's products: sums [64, BM] of codes minus zero points, times x.
 
-    A wgmma goes on reading operand A's registers after it was issued, so each has its own.
+    A wgmma reads operand A's registers after it was issued, so each has its own registers.
     """
     NUMERICS: gl.constexpr = gemm.NUMERICS
     DTYPE: gl.constexpr = stages.x.dtype

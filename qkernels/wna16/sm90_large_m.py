@@ -65,7 +65,7 @@ def run(
     scales, offsets = weight.tensors["scales"], weight.tensors.get("offsets")
     box = weight_box(weight.spec.bits)
     numerics = weight_numerics(weight, bias)
-    # the splits of a tile wait for each other: all blocks must be resident at once
+    # the splits of a tile wait for each other: all blocks must be resident together
     one_block_each = config.fits(M, N, K) and config.blocks == tiles * config.split
     assert config.split == 1 or one_block_each, config
     assert config.blocks <= sm_count(x_MK.device), config
@@ -124,8 +124,8 @@ def _load_scales(gemm, rows, k_step):
 def _multiply(gemm, pipeline, state, work_tile, rows, CONSUMER: gl.constexpr, BM: gl.constexpr):
     """A consumer's 64 outputs by BM rows of a work tile, and the next state.
 
-    A wgmma goes on reading operand A's registers after it was issued. It is waited for when the
-    next ones were issued, which have registers of their own: a K step has an even number of them.
+    A wgmma reads operand A's registers after it was issued. It is waited for when the next ones
+    were issued, which have registers of their own: a K step has an even number of them.
     """
     CONFIG: gl.constexpr = gemm.CONFIG
     NUMERICS: gl.constexpr = gemm.NUMERICS

@@ -38,7 +38,7 @@ class LargeMConfig(CompileTimeConfig):
 
     @property
     def mma_across_steps(self) -> bool:
-        """Whether wgmmas stay in flight from one K step to the next; warps keep their registers.
+        """True if wgmmas stay in flight from one K step to the next; warps keep their registers.
 
         In such a loop ptxas waits for each wgmma (C7512) where any warp of the block, the producer
         too, has fewer than about 128 registers.
@@ -72,7 +72,7 @@ class LargeMConfig(CompileTimeConfig):
 
     @property
     def stages(self) -> int:
-        """Of the pipeline of x: as many as fit into shared memory."""
+        """Stages of the pipeline of x: as many as fit into shared memory."""
         stores = self.num_consumers * self.store_stages * TILE_N * self.store_rows * 2
         packed = self.num_consumers * TILE_N * K_STEP * self.bits // 8
         x = self.block_m * K_STEP * 2 // self.stages_per_step
@@ -105,12 +105,12 @@ class LargeMConfig(CompileTimeConfig):
         return ceil_div(N, TILE_N * self.num_consumers) * ceil_div(M, self.block_m)
 
     def on(self, M: int, N: int, sm_count: int) -> "LargeMConfig":
-        """The same with the blocks that M rows take on a GPU of so many SMs."""
+        """This config with the blocks that M rows take on a GPU of so many SMs."""
         work_tiles = self.tiles(M, N) * self.split * (2 if self.tail_split else 1)
         return replace(self, blocks=min(work_tiles, sm_count))
 
     def fits(self, M: int, N: int, K: int) -> bool:
-        """Whether each split has a K step, a block that is resident, and room in the workspace."""
+        """Return True if each split has a K step, a resident block, and room in the workspace."""
         if self.split == 1:
             return True
         floats = self.tiles(M, N) * self.split * self.num_consumers * TILE_N * self.block_m
@@ -235,7 +235,7 @@ def large_m_config_fault(
         return f"block_m 64 is for at most 64 rows, found {M}"
     if not config.fits(M, N, K):
         return (
-            "each split needs a K step, a block that runs at once with the others, and workspace,"
+            "each split needs a K step, a block that is resident with the others, and workspace,"
             f" found {config}"
         )
     return None

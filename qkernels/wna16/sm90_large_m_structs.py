@@ -1,4 +1,4 @@
-"""What the warps of sm90_large_m.py share, as structs: arguments, shared memory, work tiles."""
+"""Structs that the warps of sm90_large_m.py share: arguments, shared memory, work tiles."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

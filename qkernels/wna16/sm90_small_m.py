@@ -29,7 +29,7 @@ from qkernels.gpu.split_k_reduce import reduce_in_last_arriver
 from qkernels.gpu.tma import aligned
 from qkernels.gpu.workspace import workspace
 from qkernels.linear.prepared import PreparedWeight
-from qkernels.lora.sm90_term import LoraTermArguments, prefetch_term, term_of_tile
+from qkernels.lora.sm90_term import LoraTermArguments, lora_term, prefetch_term, term_of_tile
 from qkernels.lora.term import LoraTerm, term_arguments, term_parts
 from qkernels.wna16.layout import TILE_N
 from qkernels.wna16.prepack import weight_numerics
@@ -111,7 +111,7 @@ def _launch(
             N,
             K // 128,
             config.tiles(N),
-            *term_arguments(term),
+            term_arguments(term),
             PARTS=term_parts(term),
             CONFIG=config,
             NUMERICS=weight_numerics(weight, bias),
@@ -138,7 +138,7 @@ class _WorkTile:
 
 @aggregate
 class _Gemm:
-    """The kernel's arguments."""
+    """Arguments of the kernel."""
 
     weight: tma.tensor_descriptor  # packed [N/64 K/128 32, 32]
     x: tma.tensor_descriptor  # [M, K], boxes [BM, 64]
@@ -174,7 +174,7 @@ class _Gemm:
 
     @gluon.jit
     def loaded_tile(self, work_tile, CONSUMER: gl.constexpr):
-        """After the last stored tile the last one again: its results are not stored."""
+        """Stored tile to load; beyond the last one the last, whose results are not stored."""
         return gl.minimum(work_tile.stored_tile(CONSUMER), (self.N + 63) // 64 - 1)
 
 
@@ -208,12 +208,12 @@ def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _term(gemm, work, CONSUMER: gl.constexpr, SUMS: gl.constexpr):
-    """What adapters add to the sums [64, BM]: of those that are this split's."""
+    """LoRA term of the sums [64, BM], of this split's adapters."""
     BM: gl.constexpr = gemm.CONFIG.block_m
     SPLIT: gl.constexpr = gemm.CONFIG.split
     work_tile = gemm.work_tile(work)
-    # A zero that only the machine knows: what depends on it is computed here, and is not kept in
-    # registers, or spilled, from before the loop over work tiles.
+    # An opaque zero: keeps the compiler from hoisting what depends on it out of the loop over work
+    # tiles, where it would take registers or spill.
     zero = work >> 30
     tile = work_tile.stored_tile(CONSUMER)
     return term_of_tile(gemm.term, tile, gemm.M, gemm.N, zero, work_tile.split, SPLIT, BM, SUMS)
@@ -316,19 +316,7 @@ def _wna16_small_m(
     N,
     k_steps,
     tiles,
-    lora_h_ptr,  # as in LoraTermArguments
-    lora_slots_ptr,
-    lora_b_ptr,
-    lora_ranks_ptr,
-    lora_scales_ptr,
-    lora_s,
-    lora_r,
-    lora_b_slot_stride,
-    lora_b_rank_stride,
-    lora_ranks_stride,
-    lora_scales_stride,
-    lora_first_end,
-    lora_second_end,
+    lora,  # TermArguments
     PARTS: gl.constexpr,
     CONFIG: gl.constexpr,
     NUMERICS: gl.constexpr,
@@ -337,22 +325,7 @@ def _wna16_small_m(
     stages = allocate_stages(weight, x, scales, offsets, CONFIG, NUMERICS)
     pipeline = make_pipeline(stages, CONFIG.stages, NUM_CONSUMERS)
     fence_async_shared()
-    term = LoraTermArguments(
-        h_ptr=lora_h_ptr,
-        slots_ptr=lora_slots_ptr,
-        b_ptr=lora_b_ptr,
-        ranks_ptr=lora_ranks_ptr,
-        scales_ptr=lora_scales_ptr,
-        S=lora_s,
-        R=lora_r,
-        b_slot_stride=lora_b_slot_stride,
-        b_rank_stride=lora_b_rank_stride,
-        ranks_stride=lora_ranks_stride,
-        scales_stride=lora_scales_stride,
-        first_end=lora_first_end,
-        second_end=lora_second_end,
-        PARTS=PARTS,
-    )
+    term = lora_term(lora, PARTS)
     gemm = _Gemm(
         weight=weight,
         x=x,

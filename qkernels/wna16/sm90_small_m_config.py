@@ -37,7 +37,7 @@ class SmallMConfig(CompileTimeConfig):
 
     @property
     def k_subtile(self) -> int:
-        """Inputs that are unpacked at once."""
+        """Inputs that are unpacked together."""
         return 32 if self.block_m == 64 and self.blocks_per_sm == 2 else 64
 
     @property
@@ -57,7 +57,7 @@ class SmallMConfig(CompileTimeConfig):
         return ceil_div(N, BLOCK_N)
 
     def fits(self, N: int, K: int) -> bool:
-        """Whether each split has a K step, and the workspace holds all partial sums.
+        """Return True if each split has a K step and the workspace holds all partial sums.
 
         Where it does, it also has a counter for each consumer of each tile.
         """
@@ -134,7 +134,7 @@ class _CostModel:
         return config.tiles(self.N) * config.split
 
     def fills_last_wave(self, config: SmallMConfig) -> bool:
-        """Whether the last wave leaves little room for the next kernel's blocks."""
+        """Return True if the last wave leaves little room for the next kernel's blocks."""
         work_tiles = self._work_tiles(config)
         one_each = work_tiles <= self.sm_count
         slots = self.sm_count * (1 if one_each else config.blocks_per_sm)

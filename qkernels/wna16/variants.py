@@ -190,10 +190,10 @@ def default_config(
 
 
 def usable_config(config: WNA16Config | None, shape: Shape, M: int) -> tuple[object, bool]:
-    """A table's config for these rows on this GPU, and whether it can run.
+    """Adapt a table's config to these rows and this GPU; also return whether it can run.
 
     A table does not know which triton is installed, and its SM count may be another GPU's: splits
-    of K that do not all run at once would wait for each other forever.
+    of K that are not all resident would wait for each other forever.
     """
     if isinstance(config, LargeMConfig):
         config = config.on(M, shape.N, shape.sm_count)

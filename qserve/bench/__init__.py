@@ -1,1 +1,1 @@
-"""Benchmarks, profiles and simulation: a file a noun. What drives servers loads no torch."""
+"""Benchmarks, profiles and simulation. Modules that drive servers import no torch."""

@@ -1,27 +1,31 @@
-"""The table of `qserve bench`: a row a benchmark. Loads torch only to work."""
+"""Command table of `qserve bench`: one row per benchmark. Imports torch only to compute."""
 
 import dataclasses
 import importlib
 from collections.abc import Callable
 
-from qserve.bench.dataset_settings import DatasetSettings
-from qserve.bench.forward_settings import CompareSettings, ForwardSettings
 from qserve.bench.kernel_settings import KernelBenchSettings
-from qserve.bench.offline_settings import LatencySettings, StartupSettings, ThroughputSettings
+from qserve.bench.offline.offline_settings import (
+    LatencySettings,
+    StartupSettings,
+    ThroughputSettings,
+)
 from qserve.bench.quantize_settings import QuantizeBenchSettings
-from qserve.bench.serve_settings import ServeBenchSettings
-from qserve.bench.simulate_settings import SimulateSettings
-from qserve.bench.sweep_settings import PlotSettings, SweepSettings
-from qserve.command import Command
+from qserve.bench.requests.dataset_settings import DatasetSettings
+from qserve.bench.serving.serve_settings import ServeBenchSettings
+from qserve.bench.serving.sweep_settings import PlotSettings, SweepSettings
+from qserve.bench.simulation.simulate_settings import SimulateSettings
+from qserve.bench.steps.forward_settings import CompareSettings, ForwardSettings
+from qserve.command_line.command import Command
 from qserve.config import EngineConfig
 from qserve.profile.settings import ProfileSettings
 
 
-def _late(module: str, name: str, package: str = "qserve.bench") -> Callable[..., int]:
-    """A function of a module that is imported when it is called."""
+def _late(module: str, name: str) -> Callable[..., int]:
+    """Wrap a function so that its module is imported on the first call."""
 
     def run(*settings: object) -> int:
-        return getattr(importlib.import_module(f"{package}.{module}"), name)(*settings)
+        return getattr(importlib.import_module(f"qserve.bench.{module}"), name)(*settings)
 
     return run
 
@@ -36,83 +40,83 @@ MODEL = {"argument_is_flag_too": True}
 RESULTS = {"argument": "results", "argument_help": "folder of a sweep, or of results"}
 SWEEP_COMMANDS: dict[str, Command] = {
     "serve": Command(
-        help="run `bench serve` with each combination of settings",
+        help="run `bench serve` with every combination of settings",
         settings=(SweepSettings,),
-        run=_late("sweep", "bench_sweep_serve"),
+        run=_late("serving.sweep", "bench_sweep_serve"),
         argument=None,
     ),
     "plot": Command(
-        help="draw latencies over load",
+        help="plot latency over load",
         settings=(PlotSettings,),
-        run=_late("sweep_plot", "bench_plot"),
+        run=_late("serving.sweep_plot", "bench_plot"),
         **RESULTS,
     ),
     "plot_pareto": Command(
-        help="draw throughput over a user's speed, with the frontier",
+        help="plot throughput per GPU over speed per user, with the Pareto frontier",
         settings=(PlotSettings,),
-        run=_late("sweep_plot", "bench_plot_pareto"),
+        run=_late("serving.sweep_plot", "bench_plot_pareto"),
         **RESULTS,
     ),
 }
 
 BENCH_COMMANDS: dict[str, Command] = {
     "latency": Command(
-        help="time one static batch in this process",
+        help="measure the latency of one static batch in this process",
         settings=(EngineConfig, LatencySettings),
-        run=_late("latency", "bench_latency"),
+        run=_late("offline.latency", "bench_latency"),
         **MODEL,
     ),
     "throughput": Command(
-        help="time many requests in this process, all at once",
+        help="measure the throughput of many requests in this process, all sent together",
         settings=(EngineConfig, DatasetSettings, ThroughputSettings),
-        run=_late("throughput", "bench_throughput"),
+        run=_late("offline.throughput", "bench_throughput"),
         **MODEL,
     ),
     "serve": Command(
-        help="put load on an OpenAI server and measure what its clients see",
+        help="send load to an OpenAI-compatible server and measure what clients see",
         settings=(ServeBenchSettings, DatasetSettings),
-        run=_late("serve", "bench_serve"),
+        run=_late("serving.serve", "bench_serve"),
         argument_help="model name; default: the first that the server lists",
         argument_optional=True,
         **MODEL,
     ),
     "forward": Command(
-        help="time exact steps of a model, in microseconds",
+        help="measure exact model steps, in microseconds",
         settings=(EngineConfig, ForwardSettings),
-        run=_late("forward", "bench_forward"),
+        run=_late("steps.forward", "bench_forward"),
         **MODEL,
     ),
     "compare": Command(
-        help="put two results of a benchmark side by side",
+        help="compare two benchmark results",
         settings=(CompareSettings,),
         run=_late("compare", "bench_compare"),
         argument="a",
-        argument_help="a result's JSON file",
+        argument_help="JSON file of a result",
     ),
     "simulate": Command(
-        help="send a trace through the scheduler on a virtual clock, without a GPU",
+        help="run a trace through the scheduler on a virtual clock, without a GPU",
         settings=(SimulateSettings, DatasetSettings),
-        run=_late("simulate", "bench_simulate"),
+        run=_late("simulation.simulate", "bench_simulate"),
         argument=None,
     ),
     "startup": Command(
-        help="time starts of the engine, cold and warm, until the first token",
+        help="measure engine startup, cold and warm, up to the first token",
         settings=(EngineConfig, StartupSettings),
-        run=_late("startup", "bench_startup"),
+        run=_late("offline.startup", "bench_startup"),
         **MODEL,
     ),
     "sweep": Command(
-        help="measure a server with many settings, and draw what came out",
+        help="measure a server with many settings and plot the results",
         commands=SWEEP_COMMANDS,
     ),
     "quantize": Command(
-        help="time the quantization of a few layers, projected to a model",
+        help="measure the quantization of a few layers and project it to a whole model",
         settings=(QuantizeBenchSettings,),
         run=_quantize,
         argument=None,
     ),
     "kernels": Command(
-        help="measure the kernels against their floors and other kernels",
+        help="measure kernels against their roofline and against other kernels",
         settings=(KernelBenchSettings,),
         run=_late("kernels", "bench_kernels"),
         argument=None,
@@ -120,9 +124,9 @@ BENCH_COMMANDS: dict[str, Command] = {
 }
 
 PROFILE = Command(
-    help="show where the time of steps goes, by operator class, or read a trace",
+    help="profile steps by operator class, or read a trace",
     settings=(EngineConfig, ProfileSettings),
-    run=_late("command", "profile", "qserve.profile"),
+    run=_late("steps.profile_steps", "profile"),
     argument_optional=True,
     **MODEL,
 )

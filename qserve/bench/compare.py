@@ -1,4 +1,4 @@
-"""`qserve bench compare`: two results of a benchmark side by side, as ratios. Loads no torch."""
+"""`qserve bench compare`: ratios of two results of a benchmark. Loads no torch."""
 
 import json
 from collections.abc import Iterator
@@ -6,27 +6,27 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import InputError, one_line
-from qserve.bench.forward_settings import CompareSettings
+from qserve.bench.steps.forward_settings import CompareSettings
 
-# What says how a run was made, not how it went.
+# Keys that describe the setup of a run, not its outcome.
 SETTINGS = {"machine", "engine", "requests", "date", "num_requests", "num_tokens", "samples_us"}
 IDENTITY = ("model_id", "num_prompts", "request_rate", "max_concurrency")
 
 
 def bench_compare(a: str, settings: CompareSettings) -> int:
-    """The command. Names what the runs were not equal in."""
+    """Run `bench compare`. Prints the settings in which the runs differ."""
     first, second = _read(a), _read(settings.b)
     for key in IDENTITY:
         if first.get(key) != second.get(key):
-            print(f"not the same {key}: {first.get(key)} and {second.get(key)}")
+            print(f"different {key}: {first.get(key)} and {second.get(key)}")
     for key in ("machine", "engine"):
         for name in sorted((first.get(key) or {}).keys() & (second.get(key) or {}).keys()):
             if first[key][name] != second[key][name]:
-                print(f"not the same {name}: {first[key][name]} and {second[key][name]}")
+                print(f"different {name}: {first[key][name]} and {second[key][name]}")
     before, after = dict(_numbers(first)), dict(_numbers(second))
     shared = [key for key in before if key in after]
     if not shared:
-        raise InputError(settings.b, f"has no number in common with {a}")
+        raise InputError(settings.b, f"shares no number with {a}")
     print(f"{'':<44}{'A':>14}{'B':>14}{'B / A':>9}")
     for key in shared:
         ratio = f"{after[key] / before[key]:.3f}" if before[key] else "-"
@@ -39,14 +39,14 @@ def _read(path: str) -> dict[str, Any]:
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(path, f"expected a result's JSON: {one_line(error)}") from None
+        raise InputError(path, f"expected the JSON file of a result: {one_line(error)}") from None
     if not isinstance(found, dict):
         raise InputError(path, f"expected a JSON object, found {type(found).__name__}")
     return found
 
 
 def _numbers(content: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """Every number of a result, by its path; a case of `forward` by its name."""
+    """Yield every number of a result with its path; a case of `forward` with its name."""
     if isinstance(content, dict):
         for key, value in content.items():
             if key not in SETTINGS:
@@ -60,7 +60,7 @@ def _numbers(content: Any, path: str = "") -> Iterator[tuple[str, float]]:
 
 
 def _within_spread(key: str, before: dict[str, float], after: dict[str, float]) -> str:
-    """A mark where the difference of two medians is no more than their samples differ."""
+    """Mark a difference of two medians that is no larger than the spread of their samples."""
     case, _, name = key.rpartition(".")
     spread = f"{case}.spread_pct"
     if name != "median_us" or spread not in before or not before[key]:

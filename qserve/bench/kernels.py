@@ -1,4 +1,4 @@
-"""`qserve bench kernels`: kernels against their floors and other kernels, as a table or JSON."""
+"""`qserve bench kernels`: kernels against their roofline and other kernels, as a table or JSON."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ from qserve.bench.kernel_settings import KernelBenchSettings
 
 
 def bench_kernels(config: KernelBenchSettings) -> int:
-    """The command. Raises KernelError without a GPU."""
+    """Run `bench kernels`. Raises KernelError without a GPU."""
     if config.tune:
         path = run_tune(
             op=config.op,
@@ -21,7 +21,7 @@ def bench_kernels(config: KernelBenchSettings) -> int:
                 json.dumps(tuned.to_dict()) if config.json else format_tuned(tuned), flush=True
             ),
         )
-        print(f"Wrote {path}; the kernels read it from now on", file=sys.stderr)
+        print(f"Wrote {path}; the kernels use it from now on", file=sys.stderr)
         return 0
     shown = []
 

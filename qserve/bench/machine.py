@@ -1,4 +1,4 @@
-"""What a measurement was made on: the device, the versions, the settings. Part of each result."""
+"""Environment of a measurement: device, versions and settings. Part of each result."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ from qserve.config import EngineConfig
 
 
 def machine() -> dict[str, Any]:
-    """The device and the versions that decide a speed."""
+    """Device and versions that determine the speed."""
     found = {"device": platform.processor() or platform.machine(), "torch": torch.__version__}
     found |= {"python": platform.python_version(), "qserve": qserve.__version__}
     if torch.cuda.is_available():
@@ -28,12 +28,12 @@ def machine() -> dict[str, Any]:
 
 
 def engine_settings(config: EngineConfig) -> dict[str, Any]:
-    """The engine's settings as values."""
+    """Engine settings as JSON values."""
     return dataclasses.asdict(config)
 
 
 def write_json(path: str | None, result: object) -> None:
-    """Write a result where one asked for it; folders are made."""
+    """Write a result to `path`, if given; missing folders are created."""
     if path is None:
         return
     Path(path).parent.mkdir(parents=True, exist_ok=True)

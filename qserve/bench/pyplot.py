@@ -1,4 +1,4 @@
-"""matplotlib, where a benchmark draws: it is no dependency. Loads no torch."""
+"""Import of matplotlib, an optional dependency for plots. Loads no torch."""
 
 from typing import Any
 
@@ -6,7 +6,10 @@ from formats.errors import InputError
 
 
 def import_pyplot(subject: str) -> Any:
-    """matplotlib.pyplot, drawing to files. Raises InputError, about `subject`, without it."""
+    """Return matplotlib.pyplot with a file backend.
+
+    Raises InputError about `subject` without it.
+    """
     try:
         import matplotlib
 

@@ -3,24 +3,24 @@
 from dataclasses import dataclass
 
 from formats.names import RECIPES
-from qserve.setting import check_settings, setting
+from qserve.command_line.setting import check_settings, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeBenchSettings:
-    """How much to quantize, and how."""
+    """Layers to quantize, and the method."""
 
-    layers: int = setting(4, "layers to measure, of 32", low=1)
+    layers: int = setting(4, "number of layers to measure, of 32", low=1)
     samples: int = setting(128, "calibration windows", low=1)
-    sequence_length: int = setting(2048, "tokens of a calibration window", low=1)
-    recipe: str = setting("gptq", "how codes are chosen", RECIPES)
-    scheme: str = setting("w4a16-sym", "numerics of the linear layers")
+    sequence_length: int = setting(2048, "length of a calibration window in tokens", low=1)
+    recipe: str = setting("gptq", "quantization method", RECIPES)
+    scheme: str = setting("w4a16-sym", "data types of the linear layers")
     device: str = setting(
         "auto",
-        "where to compute; auto: the GPU if there is one; all: every GPU that is visible; or some,"
-        " such as cuda:0,cuda:1",
+        "where to compute; auto: the GPU if there is one; all: every visible GPU; or a list "
+        "such as cuda:0,cuda:1",
     )
-    output_json: str | None = setting(None, "file for the result")
+    output_json: str | None = setting(None, "output file of the result")
 
     def __post_init__(self) -> None:
         check_settings(self)

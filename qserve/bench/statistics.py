@@ -6,13 +6,13 @@ import numpy as np
 
 
 def percentiles(values: Sequence[float], wanted: Iterable[float]) -> dict[str, float]:
-    """Percentile as text, such as 99.9 -> value, by linear interpolation; 0 of nothing."""
+    """Percentile as text, such as 99.9 -> value, by linear interpolation; 0 for no values."""
     data = np.asarray(values, float)
     return {f"{p:g}": float(np.percentile(data, p)) if data.size else 0.0 for p in wanted}
 
 
 def spread_percent(values: Sequence[float]) -> float:
-    """Greatest less least, in percent of the median."""
+    """Maximum minus minimum, in percent of the median."""
     data = np.asarray(values, float)
     median = float(np.median(data)) if data.size else 0.0
     return 100 * float(data.max() - data.min()) / median if median else 0.0
@@ -27,5 +27,5 @@ def median(values: Sequence[float]) -> float:
 
 
 def deviation(values: Sequence[float]) -> float:
-    """The standard deviation, as numpy and vLLM have it."""
+    """Standard deviation, as in numpy and vLLM."""
     return float(np.std(values)) if len(values) else 0.0

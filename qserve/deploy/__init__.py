@@ -1,1 +1,1 @@
-"""Many engines as one service. Knows no tensors; what carries them over machines is Ray's."""
+"""Several engines as one service, on one or more machines, with Ray Serve."""

@@ -1,6 +1,6 @@
-"""HostedApp: a server without its listener: the ASGI app beside its engine process.
+"""HostedApp: a server without a listener: the ASGI app and its engine process.
 
-What puts requests in may be anything: a replica of Ray Serve calls `answer`.
+Any caller can pass in requests; a replica of Ray Serve calls `answer`.
 """
 
 import asyncio
@@ -10,21 +10,21 @@ from collections.abc import AsyncGenerator
 
 from starlette.applications import Starlette
 
-from qserve import logs
 from qserve.config import EngineConfig, ServerConfig
 from qserve.deploy.routed_request import RoutedRequest
-from qserve.engine.process import ENGINE
-from qserve.engine.supervisor import EngineSupervisor
-from qserve.log_limit import limit_logging
-from qserve.server.app import ORDER_OF_ARRIVAL, build_app, load, start_worker
-from qserve.server.metrics import Metrics
-from qserve.server.preparation import Preparation
-from qserve.server.worker import WorkerClient
+from qserve.engine.ipc.process import ENGINE
+from qserve.engine.ipc.supervisor import EngineSupervisor
+from qserve.processes import logs
+from qserve.processes.log_limit import limit_logging
+from qserve.server.app import ORDER_OF_ARRIVAL, build_app, load, open_store, start_preparation
+from qserve.server.observability.metrics import Metrics
+from qserve.server.prepare.preparation import Preparation
+from qserve.server.store.store import ResponseStore
 
-# Between two pieces of a stream: what comes meanwhile goes with the next. Each piece is a message
-# between processes, which takes half a millisecond of both.
+# Interval between two pieces of a stream: output in between goes with the next piece. Each piece is
+# a message between processes, which costs both of them half a millisecond.
 PIECE_SECONDS = 0.01
-LEAVE_SECONDS = 5.0  # that an app gets to end a request whose client is gone
+LEAVE_SECONDS = 5.0  # time for an app to end a request whose client is gone
 
 # status and headers of an answer, then pieces of its body
 Head = tuple[int, list[tuple[bytes, bytes]]]
@@ -34,13 +34,19 @@ logger = logging.getLogger(__name__)
 
 
 class HostedApp:
-    """One engine and its app. Made by `start`, ended by `close`."""
+    """One engine and its app. Created by `start`, ended by `close`."""
 
     def __init__(
-        self, app: Starlette, client: EngineSupervisor, worker: WorkerClient, watch: asyncio.Task
+        self,
+        app: Starlette,
+        client: EngineSupervisor,
+        preparation: Preparation,
+        watch: asyncio.Task,
+        store: ResponseStore | None = None,
     ) -> None:
-        self.app, self._client, self._worker, self._watch = app, client, worker, watch
-        self.num_open = 0  # requests
+        self.app, self._client, self._preparation, self._watch = app, client, preparation, watch
+        self._store = store
+        self.num_open = 0  # number of requests in progress
 
     @classmethod
     async def start(
@@ -50,27 +56,29 @@ class HostedApp:
         logs.configure(config.log_level, config.log_format, text="%(message)s")
         limit_logging()
         metrics = Metrics(config.model_names(engine_config.model)[0], config.metrics_prefix)
+        store = open_store(config)
         tokenizer, client = await load(engine_config, config, engine, metrics)
         metrics.describe_cache(engine_config)
-        worker = start_worker(client, tokenizer, config)
+        preparation = start_preparation(client, tokenizer, config)
         app = build_app(
             client,
             tokenizer,
             config,
             max_num_seqs=engine_config.max_num_seqs,
             metrics=metrics,
-            preparation=Preparation(worker),
+            preparation=preparation,
             priority_counts=engine_config.scheduling_policy not in ORDER_OF_ARRIVAL,
+            store=store,
         )
-        return cls(app, client, worker, asyncio.create_task(metrics.watch_loop()))
+        return cls(app, client, preparation, asyncio.create_task(metrics.watch_loop()), store)
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests can run now, or soon."""
+        """True if requests can run now or soon."""
         return self._client.is_alive or self._client.is_restarting
 
     async def answer(self, request: RoutedRequest) -> Answer:
-        """Run one request. Leaving the generator early ends it, as a client that hangs up does."""
+        """Run one request. Closing the generator early ends it, like a client that disconnects."""
         self.num_open += 1
         queue: asyncio.Queue = asyncio.Queue()
         gone = asyncio.Event()
@@ -78,7 +86,7 @@ class HostedApp:
         try:
             message = await queue.get()
             if message is None:
-                task.result()  # raises what the app raised
+                task.result()  # raises the app's exception
                 raise RuntimeError("the app ended without an answer")
             yield message["status"], list(message["headers"])
             is_last = False
@@ -98,11 +106,13 @@ class HostedApp:
             self.num_open -= 1
 
     async def close(self) -> None:
-        """End the engine; what still runs ends with an error."""
+        """Stop the engine; running requests end with an error."""
         self._watch.cancel()
         with contextlib.suppress(Exception):
             await self._client.close()
-        await self._worker.close()
+        await self._preparation.close()
+        if self._store is not None:
+            self._store.close()
 
     async def _run(self, request: RoutedRequest, queue: asyncio.Queue, gone: asyncio.Event) -> None:
         is_read = False

@@ -1,10 +1,10 @@
-"""The metrics of several servers as one page: a label says which server each sample is of."""
+"""Join the metrics of several servers in one page: a label names the server of each sample."""
 
 from collections.abc import Mapping
 
 
 def join_pages(pages: Mapping[str, str]) -> str:
-    """Pages in Prometheus' text format, by server -> one, with the label `replica`."""
+    """Join pages in Prometheus' text format (server -> page), with the label `replica`."""
     heads: dict[str, list[str]] = {}  # family -> its comment lines
     samples: dict[str, list[str]] = {}
     for server, page in pages.items():
@@ -25,7 +25,7 @@ def join_pages(pages: Mapping[str, str]) -> str:
 
 def _labelled(line: str, server: str) -> str:
     label = f'replica="{server}"'
-    # A label's value may hold spaces and braces, a name none of them.
+    # A label's value may contain spaces and braces; a name contains neither.
     brace, space = line.find("{"), line.find(" ")
     if 0 <= brace < space:
         return f"{line[: brace + 1]}{label},{line[brace + 1 :]}"

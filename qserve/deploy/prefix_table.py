@@ -1,38 +1,38 @@
-"""PrefixTable: which of several servers has likely computed how a prompt begins. Knows no network.
+"""PrefixTable: predicts which of several servers has computed the beginning of a prompt.
 
-A text is cut into blocks; each block's hash covers all blocks before it. A server has the blocks
-of what was sent there, as many of the latest as are kept. A prompt goes to the server that has most
-of its blocks, unless that one has much more to do than the one that has least.
+A text is cut into blocks; each block's hash covers all blocks before it. For each server the table
+keeps the latest blocks that were sent there. A prompt goes to the server that has most of its
+blocks, unless that server has much more load than the least loaded one.
 """
 
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from hashlib import blake2b
 
-BLOCK = 256  # characters: some 64 tokens
-MAX_BLOCKS = 1024  # of a text that are looked at
-KEPT_BLOCKS = 200_000  # of a server: some 13 M tokens, 20 MB
-# Both must be exceeded before load counts more than what a server has (the figures of SGLang's
-# router): below, waiting behind some others costs less than computing a prompt again.
+BLOCK = 256  # characters: about 64 tokens
+MAX_BLOCKS = 1024  # of a text, counted from its start
+KEPT_BLOCKS = 200_000  # per server: about 13 M tokens, 20 MB
+# Load takes precedence over cached blocks only if both limits are exceeded (the values of SGLang's
+# router). Below, waiting for other requests costs less than computing a prompt again.
 MUCH_MORE, TIMES_MORE = 32, 1.5
 
 
 class PrefixTable:
-    """What each server was sent."""
+    """Blocks of text that were sent to each server."""
 
     def __init__(self, *, block: int = BLOCK, kept_blocks: int = KEPT_BLOCKS) -> None:
         self._block, self._kept_blocks = block, kept_blocks
         self._blocks: dict[str, OrderedDict[bytes, None]] = {}
 
     def keep(self, servers: Collection[str]) -> None:
-        """Forget the servers that are not among these."""
+        """Forget the servers that are not in `servers`."""
         self._blocks = {name: self._blocks.get(name, OrderedDict()) for name in servers}
 
     def choose(self, text: bytes, loads: Mapping[str, float]) -> list[str]:
-        """The servers of `loads`, the best first; the text counts as sent to that one.
+        """Sort the servers of `loads`, best first, and record the text for the first one.
 
-        `loads`: requests under way. Of servers that have equally much of the text the one with
-        less to do comes first, then the one that was sent less so far.
+        `loads` maps servers to requests in progress. Ties in cached text go to the lower load, then
+        to the server that was sent less so far.
         """
         keys = self._keys(text)
         have = {name: self._num_matched(name, keys) for name in loads}
@@ -55,12 +55,12 @@ class PrefixTable:
         return order
 
     def note(self, text: bytes, server: str) -> None:
-        """A text was sent to a server."""
+        """Record that a text was sent to a server."""
         self._note(server, self._keys(text))
 
     def _note(self, server: str, keys: list[bytes]) -> None:
         blocks = self._blocks.setdefault(server, OrderedDict())
-        for key in reversed(keys):  # so that the end of a text goes before its beginning
+        for key in reversed(keys):  # so that the end of a text is dropped before its beginning
             blocks[key] = None
             blocks.move_to_end(key)
         while len(blocks) > self._kept_blocks:
@@ -76,7 +76,7 @@ class PrefixTable:
         return len(keys)
 
     def _keys(self, text: bytes) -> list[bytes]:
-        """Of the full blocks; of a text that is shorter than one, of all of it."""
+        """Hashes of the full blocks; a text shorter than one block gives a single hash."""
         last = max(self._block, len(text) // self._block * self._block)
         last = min(last, MAX_BLOCKS * self._block)
         keys, key = [], b""

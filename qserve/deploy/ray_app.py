@@ -1,6 +1,6 @@
-"""The application of Ray Serve: its deployments from settings, and `qserve serve --backend ray`.
+"""Application of Ray Serve: deployments from settings, and `qserve serve --backend ray`.
 
-`build` is what a Serve config file names (`import_path: qserve.deploy.ray_app:build`).
+`build` is the entry of a Serve config file (`import_path: qserve.deploy.ray_app:build`).
 """
 
 import contextlib
@@ -20,33 +20,35 @@ from ray.serve.deployment import Application
 from ray.serve.exceptions import RayServeException
 
 from formats.errors import InputError, one_line
+from formats.hub.fetch import local_path
 from qserve.config import EngineConfig, ServerConfig
 from qserve.deploy.ray_gateway import Gateway
 from qserve.deploy.ray_replica import EngineReplica, multiplexing
 from qserve.deploy.ray_router import ROUTER_PATHS
 from qserve.deploy.settings import DeploySettings
-from qserve.engine.process import ENGINE
+from qserve.engine.ipc.process import ENGINE
+from qserve.hub.local import local_config
 
 APP = "qserve"
-TARGET_SHARE = 0.8  # of --max-num-seqs, where --target-ongoing-requests is not given
+TARGET_SHARE = 0.8  # fraction of --max-num-seqs, the default of --target-ongoing-requests
 HEALTH_SECONDS, HEALTH_TIMEOUT = 5.0, 30.0
-QUIET = {"enable_access_log": False}  # which is two lines for each request
+QUIET = {"enable_access_log": False}  # the access log writes two lines for each request
 ARGUMENTS = {"engine": EngineConfig, "server": ServerConfig, "replicas": DeploySettings}
-# Flags that are about a listener which Ray has in place of ours.
+# Flags of the listener, which Ray replaces.
 NOT_WITH_RAY = ("uds",)
 
 logger = logging.getLogger(__name__)
 
 
 def build(arguments: Mapping[str, Any]) -> Application:
-    """An application from a Serve config file's `args`. Raises InputError.
+    """Build an application from the `args` of a Serve config file. Raises InputError.
 
     {"model": FOLDER, "engine": {...}, "server": {...}, "replicas": {...}}: flags with underscores.
     """
     unknown = arguments.keys() - {"model", *ARGUMENTS}
     if unknown or not isinstance(arguments.get("model"), str):
         raise InputError(
-            "args", f"expected model and, if any, {', '.join(ARGUMENTS)}, found {dict(arguments)}"
+            "args", f"expected model and optionally {', '.join(ARGUMENTS)}, found {dict(arguments)}"
         )
     settings = {}
     for name, kind in ARGUMENTS.items():
@@ -68,12 +70,18 @@ def application(
     *,
     engine_class: str = ENGINE,
 ) -> Application:
-    """A gateway, and replicas behind it. Raises InputError for a folder without a model."""
+    """Build a gateway and its replicas. Raises InputError for a folder without a model."""
+    if server.enable_admin_routes:  # a request would reach one of several engines
+        raise InputError("--enable-admin-routes", "is not available with --backend ray")
     first = server.model_names(engine.model)[0]
-    models = {first: engine.model, **settings.other_models}
+    # The replicas' nodes need the files at the same paths: a shared folder, or a cache on each.
+    engine = local_config(engine)
+    models = {first: engine.model}
+    for name, model in settings.other_models.items():
+        models[name] = local_path(model, download_dir=engine.download_dir)
     for name, folder in models.items():
         if not (Path(folder) / "config.json").is_file():
-            raise InputError(f"{name}: {folder}", "has no config.json", "give a model folder")
+            raise InputError(f"{name}: {folder}", "has no config.json", "use a model folder")
     # Actors have working directories of their own.
     models = {name: str(Path(folder).resolve()) for name, folder in models.items()}
     if len(models) == 1 and not server.served_model_name:
@@ -110,7 +118,7 @@ def application(
 
 
 def _numbers(engine: EngineConfig, settings: DeploySettings) -> dict[str, Any]:
-    """How many replicas: a number, or by the requests that are under way."""
+    """Number of replicas: fixed, or scaled by the requests in progress."""
     if settings.max_replicas is None:
         return {"num_replicas": settings.replicas}
     target = settings.target_ongoing_requests or max(1, int(TARGET_SHARE * engine.max_num_seqs))
@@ -125,7 +133,7 @@ def _numbers(engine: EngineConfig, settings: DeploySettings) -> dict[str, Any]:
 
 
 def gpus_of(engine: EngineConfig, settings: DeploySettings) -> float:
-    """GPUs that a replica asks Ray for."""
+    """Number of GPUs that a replica requests from Ray."""
     if settings.gpus_per_replica is not None:
         return settings.gpus_per_replica
     if engine.device == "cpu":
@@ -143,13 +151,13 @@ def serve_on_ray(
     *,
     engine_class: str = ENGINE,
 ) -> int:
-    """Serve until SIGINT or SIGTERM. Raises InputError where it cannot."""
+    """Serve until SIGINT or SIGTERM. Raises InputError if the service cannot start."""
     for name in NOT_WITH_RAY:
         if getattr(server, name) is not None:
             raise InputError(f"--{name}", "is not available with --backend ray")
     port = server.port or _free_port(server.host)
     try:
-        # The dashboard lets everybody who reaches it run code.
+        # Everyone who can reach the dashboard can run code with it.
         address = settings.ray_address or "local"
         if address == "local":
             ray.init(address=address, include_dashboard=False)
@@ -157,10 +165,12 @@ def serve_on_ray(
             ray.init(address=address)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise InputError(
-            "--ray-address", f"no Ray there: {one_line(error)}", "start one, or leave it out"
+            "--ray-address",
+            f"cannot connect to Ray: {one_line(error)}",
+            "start a cluster there, or remove the flag",
         ) from error
     stopping = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which has handlers of its own
+    for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which installs its own handlers
         signal.signal(number, lambda *_: stopping.set())
     try:
         app = application(engine, server, settings, engine_class=engine_class)
@@ -187,20 +197,20 @@ def serve_on_ray(
     finally:
         if address == "local":
             serve.shutdown()
-        else:  # others may have applications there
-            with contextlib.suppress(RayServeException):  # it did not come to be one
+        else:  # others may run applications there
+            with contextlib.suppress(RayServeException):  # it may not have started
                 serve.delete(APP)
         ray.shutdown()
 
 
 def _reason(error: BaseException) -> str:
-    """What a replica could not do: the last line of its traceback, which Ray quotes."""
+    """Reason of a replica's failure: the last line of its traceback, which Ray quotes."""
     lines = [line.strip() for line in str(error).splitlines() if "Error:" in line]
     return (lines[-1].partition("Error: ")[2] if lines else one_line(error))[:500]
 
 
 def _free_port(host: str) -> int:
-    """Ray needs a number."""
+    """A free port, since Ray needs a number."""
     with socket.socket() as listener:
         listener.bind((host, 0))
         return listener.getsockname()[1]

@@ -1,8 +1,8 @@
-"""Gateway: the deployment of Ray Serve that clients reach. Reads a request, sends it to a replica.
+"""Gateway: the deployment of Ray Serve that clients reach. It sends each request to a replica.
 
-A proxy of Ray's cannot route by what a body says, since it does not read it. What an answer is
-stays the replica's business, down to its bytes. If the replica dies meanwhile, the streams that it
-had begun end with an error event, and what has no answer yet gets a 503.
+Ray's own proxy does not read bodies and cannot route by their contents. The gateway passes on a
+replica's answer unchanged. If the replica dies, its open streams end with an error event, and
+requests without an answer get status 503.
 """
 
 import asyncio
@@ -19,24 +19,24 @@ from starlette.responses import Response, StreamingResponse
 from qserve.config import ServerConfig
 from qserve.deploy.metrics_pages import join_pages
 from qserve.deploy.routed_request import RoutedRequest, look_into
-from qserve.server.errors import ApiError, json_response
+from qserve.server.http.errors import ApiError, json_response
 
 METRICS, MODELS = "/metrics", "/v1/models"
 EVERYWHERE = (METRICS, "/reset_prefix_cache", "/start_profile", "/stop_profile")
-NAMED_EVENTS = "/v1/responses"  # the route whose events have names, and no [DONE]
-READ_SECONDS = 30.0  # that all replicas get to give their metrics
-LOST = "The replica that computed the answer is gone. Try again."
+NAMED_EVENTS = "/v1/responses"  # the route with named events and without [DONE]
+READ_SECONDS = 30.0  # time limit for the metrics of all replicas
+LOST = "The replica that ran the request died. Try again."
 
 logger = logging.getLogger(__name__)
 
 
 class Gateway:
-    """The ingress deployment's class."""
+    """Class of the ingress deployment."""
 
     def __init__(
         self, replicas: DeploymentHandle, names: tuple[str, ...], config: ServerConfig
     ) -> None:
-        """`names`: of the models, where there are several."""
+        """`names`: names of the models, if there are several."""
         self._replicas = replicas.options(method_name="answer", stream=True)
         self._names, self._config = names, config
 
@@ -76,15 +76,17 @@ class Gateway:
         )
         pieces = _pieces(answer, _last_words(routed.path) if is_stream else None)
         response = StreamingResponse(pieces, status_code=status)
-        # Ray names the request, by the client's name for it where there is one, and says so.
+        # Ray assigns the request id (the client's, if it sent one) and returns it.
         response.raw_headers = [each for each in headers if each[0] != b"x-request-id"]
         return response
 
     def _place(self, model: str | None) -> str:
-        """The model whose replica a request goes to; empty where all have the same."""
+        """Name of the model whose replica gets the request; empty if all replicas have the same
+        model.
+        """
         if len(self._names) < 2:
             return ""
-        # A name that nobody has is refused by whoever gets it.
+        # Any replica rejects an unknown name.
         return model if model in self._names else self._names[0]
 
     async def _body(self, request: Request) -> bytes:
@@ -98,7 +100,7 @@ class Gateway:
         return bytes(body)
 
     async def _ask_all(self, routed: RoutedRequest) -> Response:
-        """The answers of all replicas in one; of one that differs, that."""
+        """Join the answers of all replicas; if one differs in kind, return that one."""
         try:
             found = await self._replicas.broadcast("answer_whole", routed).results_async(
                 timeout_s=READ_SECONDS, return_exceptions=True
@@ -115,7 +117,7 @@ class Gateway:
         return Response(join_pages(pages), media_type="text/plain; version=0.0.4")
 
     def _models(self) -> Response:
-        """All that can be asked for, loaded or not."""
+        """List all models that can be requested, loaded or not."""
         cards = [{"id": name, "object": "model", "owned_by": "qserve"} for name in self._names]
         return json_response({"object": "list", "data": cards})
 
@@ -123,7 +125,7 @@ class Gateway:
 async def _pieces(
     answer: DeploymentResponseGenerator, last_words: bytes | None
 ) -> AsyncGenerator[bytes, None]:
-    """The rest of an answer; where a stream breaks off, `last_words`."""
+    """Rest of an answer; a stream that breaks off ends with `last_words`."""
     is_whole = False
     try:
         iterator: AsyncIterator[bytes] = aiter(answer)
@@ -131,10 +133,10 @@ async def _pieces(
             yield piece
         is_whole = True
     except (RayError, RayServeException) as error:
-        logger.warning("A replica ended in the middle of an answer: %s", type(error).__name__)
+        logger.warning("A replica died in the middle of an answer: %s", type(error).__name__)
         is_whole = True
         if last_words is None:
-            raise  # the connection breaks off, which no client takes for a whole answer
+            raise  # breaks the connection, so that no client takes the answer for complete
         yield last_words
     finally:
         if not is_whole:
@@ -142,7 +144,7 @@ async def _pieces(
 
 
 def _last_words(path: str) -> bytes:
-    """What ends a stream, in the form of its route."""
+    """Last bytes of a broken stream, in the format of its route."""
     data = b"data: " + msgspec.json.encode(ApiError(503, LOST).envelope) + b"\n\n"
     if path == NAMED_EVENTS:
         return b"event: error\n" + data

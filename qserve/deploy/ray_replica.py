@@ -1,7 +1,7 @@
-"""EngineReplica: a deployment of Ray Serve, one actor of which holds an engine and its app.
+"""EngineReplica: a deployment of Ray Serve, each actor of which holds an engine and its app.
 
-With several models an actor holds as many as it has places for, and loads another when it is asked
-for, once the requests of the one that goes have come to their end.
+With several models an actor holds a limited number of them. It loads another one on request, after
+the requests of the model that it unloads have ended.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ from formats.errors import InputError
 from qserve.config import EngineConfig, ServerConfig
 from qserve.deploy.hosted_app import Answer, HostedApp
 from qserve.deploy.routed_request import RoutedRequest
-from qserve.engine.process import ENGINE
+from qserve.engine.ipc.process import ENGINE
 
 IDLE_POLL_SECONDS = 0.05
 
 
 class EngineReplica:
-    """The deployment's class; ray_app.py says how many there are."""
+    """Class of the deployment; ray_app.py sets the number of actors."""
 
     async def __init__(
         self,
@@ -34,7 +34,7 @@ class EngineReplica:
         drain_timeout: float = 600.0,
         engine_class: str = ENGINE,
     ) -> None:
-        """`models`: name -> folder; the only one is loaded now. Raises InputError."""
+        """`models`: name -> folder; a single model is loaded immediately. Raises InputError."""
         self._models, self._engine, self._server = dict(models), engine, server
         self._drain_timeout, self._engine_class = drain_timeout, engine_class
         self._hosted: dict[str, HostedApp] = {}
@@ -51,8 +51,7 @@ class EngineReplica:
                 yield piece
 
     async def answer_whole(self, request: RoutedRequest) -> list[tuple[str, int, bytes]]:
-        """What each model that is loaded answers: this actor's process and the model's name, then
-        status and body."""
+        """Answers of all loaded models: this actor's process and the model's name, status, body."""
         answers = []
         for name, hosted in list(self._hosted.items()):
             async with aclosing(hosted.answer(request)) as answer:
@@ -62,7 +61,7 @@ class EngineReplica:
         return answers
 
     async def check_health(self) -> None:
-        """Ray starts another actor in place of one where this raises."""
+        """Raise if an engine has died; Ray then replaces the actor."""
         dead = [name for name, hosted in self._hosted.items() if not hosted.is_alive]
         if dead:
             raise RuntimeError(f"the engine of {', '.join(dead)} has died")
@@ -71,7 +70,7 @@ class EngineReplica:
         return {"num_open": sum(hosted.num_open for hosted in self._hosted.values())}
 
     async def __del__(self) -> None:
-        """Ray has waited for the requests."""
+        """Ray has waited for the requests before it calls this."""
         for hosted in self._hosted.values():
             await hosted.close()
 
@@ -92,7 +91,7 @@ class EngineReplica:
         return hosted
 
     async def unload(self, name: str) -> None:
-        """End an engine when its requests have ended, or have had the time for it."""
+        """Stop an engine when its requests have ended or the drain timeout is over."""
         hosted = self._hosted[name]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._drain_timeout):
@@ -103,7 +102,7 @@ class EngineReplica:
 
 
 def multiplexing(models_per_replica: int) -> type[EngineReplica]:
-    """The deployment's class for several models."""
+    """Class of the deployment for several models."""
 
     class MultiplexingReplica(EngineReplica):
         @serve.multiplexed(max_num_models_per_replica=models_per_replica)
@@ -114,7 +113,7 @@ def multiplexing(models_per_replica: int) -> type[EngineReplica]:
 
 
 class _Place:
-    """A model that Ray counts as loaded. Ray awaits `__del__` when another takes its place."""
+    """A model that Ray counts as loaded. Ray awaits `__del__` when another model replaces it."""
 
     def __init__(self, replica: EngineReplica, name: str, hosted: HostedApp) -> None:
         self.hosted = hosted
@@ -122,5 +121,5 @@ class _Place:
         async def unload() -> None:
             await replica.unload(name)
 
-        # Of this object: Python itself would call a class's, and await nothing.
+        # Set on the object: Python itself would call a method of the class, and await nothing.
         self.__del__ = unload

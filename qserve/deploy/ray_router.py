@@ -1,4 +1,4 @@
-"""Routers of Ray Serve: the replica that has computed how a prompt begins, or each in its turn.
+"""Routers of Ray Serve: by cached prefix, or round robin.
 
 A router lives in each process that sends requests, here in the gateway (ray_gateway.py).
 """
@@ -24,7 +24,7 @@ ROUTER_PATHS = {
 
 
 class _Router(LocalityMixin, MultiplexMixin, RequestRouter):
-    """What both have in common: where a model is named, replicas that hold it come first."""
+    """Common base: for a request that names a model, replicas that hold it come first."""
 
     def candidates(
         self, replicas: list[RunningReplica], request: PendingRequest | None
@@ -36,10 +36,10 @@ class _Router(LocalityMixin, MultiplexMixin, RequestRouter):
 
 
 class PrefixRouter(_Router):
-    """To where most of a prompt was sent before, unless that has much more to do than others."""
+    """Prefer the replica that has seen most of the prompt, unless its load is much higher."""
 
     def initialize_state(self, **options: int) -> None:
-        """`options`: PrefixTable's."""
+        """Takes the options of PrefixTable."""
         self._table = PrefixTable(**options)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -61,12 +61,12 @@ class PrefixRouter(_Router):
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: object
     ) -> None:
-        """The first choice may have been full."""
+        """Record the actual replica, since the first choice may have been full."""
         self._table.note(_text(pending_request), replica_id.to_full_id_str())
 
 
 class RoundRobinRouter(FIFOMixin, _Router):
-    """Each in its turn, whatever they have to do: to compare with."""
+    """Each replica in turn, regardless of load: a baseline for comparison."""
 
     def initialize_state(self) -> None:
         self._turn = 0

@@ -1,4 +1,4 @@
-"""RoutedRequest: an HTTP request on its way to a replica, with what a router looks at."""
+"""RoutedRequest: an HTTP request on its way to a replica, with the fields that routers read."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from typing import Any
 
 import msgspec
 
-# Fields that stand before the prompt in what a model reads, or keep pages apart; then the prompt.
+# Fields that precede the prompt in the model's input, or that separate KV pages; then the prompt.
 LEADING = ("model", "cache_salt", "tools")
 PROMPTS = ("messages", "prompt", "input", "query")
-MAX_TEXT = 2**18  # bytes of a prompt that are looked at
+MAX_TEXT = 2**18  # bytes of a prompt that routers read
 
 
 class _Body(msgspec.Struct):
-    """What decides where a body goes. Raw: what is not looked into is not decoded."""
+    """Fields that decide where a body goes. Raw values are not decoded."""
 
     model: msgspec.Raw = msgspec.Raw()
     cache_salt: msgspec.Raw = msgspec.Raw()
@@ -29,7 +29,7 @@ _DECODER = msgspec.json.Decoder(_Body)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedRequest:
-    """All of a request that a replica's app needs."""
+    """Everything about a request that a replica's app needs."""
 
     method: str
     path: str
@@ -37,10 +37,10 @@ class RoutedRequest:
     headers: list[tuple[bytes, bytes]]
     client: tuple[str, int] | None
     body: bytes
-    text: bytes = b""  # by which prompts that begin alike are told
+    text: bytes = b""  # routers compare prompts by this
 
     def scope(self) -> dict[str, Any]:
-        """For an ASGI app."""
+        """The ASGI scope for an app."""
         return {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -64,7 +64,7 @@ class RoutedRequest:
             method=scope["method"],
             path=scope["path"].removeprefix(root) or "/",
             query=scope.get("query_string", b""),
-            # The body is whole here, however it came.
+            # The body is complete here, even if it arrived in chunks.
             headers=[
                 *((k, v) for k, v in scope["headers"] if k not in FRAMING),
                 *([(b"content-length", str(len(body)).encode())] if body else []),
@@ -79,9 +79,9 @@ FRAMING = (b"content-length", b"transfer-encoding")
 
 
 def look_into(body: bytes) -> tuple[str | None, bytes]:
-    """The model that a body names, and the text by which prompts that begin alike are told.
+    """The model that a body names, and the text by which routers compare prompts.
 
-    Of what is no JSON object: none, and no text; the replica says what is wrong with it.
+    An invalid JSON object gives neither; the replica reports the error.
     """
     try:
         found = _DECODER.decode(body)
@@ -89,6 +89,6 @@ def look_into(body: bytes) -> tuple[str | None, bytes]:
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None, b""
     parts = [bytes(getattr(found, name)) for name in (*LEADING, *PROMPTS)]
-    # Without the end of a list of messages, where the next turn goes on.
+    # Without the end of a list of messages, where the next turn continues.
     text = b"\n".join(part for part in parts if part).rstrip(b"]} \n")
     return (model if isinstance(model, str) else None), text[:MAX_TEXT]

@@ -1,1 +1,1 @@
-"""The engine: requests, KV pages, the scheduler, one step after another. Knows no HTTP."""
+"""The engine: requests, KV pages, the scheduler, and the loop of steps."""

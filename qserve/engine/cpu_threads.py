@@ -1,4 +1,4 @@
-"""How many threads of a process compute on a CPU. Knows no models and no requests."""
+"""Number of CPU threads that compute in a process."""
 
 import os
 from collections.abc import Mapping
@@ -6,16 +6,16 @@ from dataclasses import replace
 
 from qserve.config import EngineConfig
 
-SET_BY_USER = "OMP_NUM_THREADS"  # torch reads it by itself
+SET_BY_USER = "OMP_NUM_THREADS"  # torch reads it itself
 
 
 def beside_a_server(
     config: EngineConfig, *, num_cores: int, environment: Mapping[str, str] = os.environ
 ) -> EngineConfig:
-    """The settings of an engine whose machine has an HTTP server to run too.
+    """Settings of an engine that shares its machine with an HTTP server.
 
-    With every core in torch, hostile bodies made gaps of 100 to 250 ms in a stream on 2 cores;
-    with one core left to the server, 18 to 99 ms.
+    With every core in torch, hostile request bodies caused gaps of 100 to 250 ms in a stream on 2
+    cores; with one core left to the server, 18 to 99 ms.
     """
     if config.cpu_threads is not None or environment.get(SET_BY_USER):
         return config

@@ -1,4 +1,4 @@
-"""Deadlines: the requests that must be done by some time. Knows no clock and no scheduler."""
+"""Deadlines of requests."""
 
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -7,18 +7,18 @@ from qserve.engine.request import Request, Status
 
 
 class Deadlines:
-    """Requests by the time at which nobody waits for them any more."""
+    """Requests ordered by deadline."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Request]] = []
-        self._numbers = count()  # no two requests are compared
-        self._most = 16  # entries before those of finished requests are thrown out
+        self._numbers = count()  # tie breaker, so that requests are never compared
+        self._most = 16  # entries before those of finished requests are removed
 
     def __len__(self) -> int:
         return len(self._heap)
 
     def add(self, request: Request, timeout: float) -> None:
-        """`timeout`: seconds from the request's arrival on."""
+        """Add a request. `timeout`: seconds from its arrival."""
         heappush(self._heap, (request.arrived + timeout, next(self._numbers), request))
         if len(self._heap) > self._most:
             self._heap = [e for e in self._heap if e[2].status is not Status.FINISHED]
@@ -26,7 +26,7 @@ class Deadlines:
             self._most = 2 * len(self._heap) + 16
 
     def missed(self, now: float) -> list[Request]:
-        """Those whose time is up and that are not finished; each is told once."""
+        """Unfinished requests whose deadline has passed; each is returned once."""
         missed = []
         while self._heap and self._heap[0][0] <= now:
             _, _, request = heappop(self._heap)

@@ -1,4 +1,4 @@
-"""The engine: requests in, events out, one step after another. Knows no text and no HTTP.
+"""Engine: takes requests of token ids, runs steps, and returns events.
 
 `Engine.step()` is its table of contents. On a GPU one step stays in flight while the next is
 planned, so that the GPU never waits for Python; a sampled token reaches the host one step late.
@@ -12,21 +12,27 @@ import torch
 
 from formats.errors import InputError
 from qserve.config import EngineConfig
+from qserve.engine.build import EngineParts
+from qserve.engine.control.commands import ABORT, KEEP
+from qserve.engine.control.operations import Operations
+from qserve.engine.control.pause import Pause, check_mode
 from qserve.engine.deadlines import Deadlines
-from qserve.engine.engine_parts import EngineParts
-from qserve.engine.flights import Flights
-from qserve.engine.mask_jobs import MaskJobs
-from qserve.engine.model_runner import ModelRunner
+from qserve.engine.in_flight import InFlightSteps
+from qserve.engine.input_processor import InputProcessor
 from qserve.engine.report import EngineReport
-from qserve.engine.request import Request, RequestEvent, Status
-from qserve.engine.request_maker import RequestMaker
-from qserve.engine.step_input import StepInput
-from qserve.engine.step_meter import StepMeter
-from qserve.engine.step_ranges import StepRanges
-from qserve.handling import DEFAULT, Handling
+from qserve.engine.request import Request, Status
+from qserve.engine.runner.model_runner import ModelRunner
+from qserve.engine.stats import EngineStats
+from qserve.engine.step.mask_jobs import MaskJobs
+from qserve.engine.step.step_input import StepInput
+from qserve.engine.step.step_ranges import StepRanges
+from qserve.engine.token_event import TokenEvent
+from qserve.params.handling import DEFAULT, Handling
+from qserve.params.sampling_params import SamplingParams
 from qserve.profile.control import ProfileControl
 from qserve.profile.recorder import Recorder
-from qserve.sampling_params import SamplingParams
+
+DEADLINE_SECONDS = 0.1  # between two looks at deadlines while generation is paused
 
 
 class Engine:
@@ -48,9 +54,9 @@ class Engine:
         self.model_config, self.max_model_len = parts.model, parts.max_model_len
         self.workers, self.scheduler = parts.workers, parts.scheduler
         self.adapters = parts.adapters
-        self._transfers, self._entrance = parts.transfers, parts.entrance
+        self._remote_kv, self._pending = parts.transfers, parts.pending
         speculates = self.scheduler.speculation is not None
-        self._maker = RequestMaker(
+        self._input_processor = InputProcessor(
             self.model_config,
             self.max_model_len,
             self.adapters,
@@ -58,17 +64,20 @@ class Engine:
             speculates=speculates,
         )
         self._requests: dict[str, Request] = {}
+        self._pause = Pause()
+        self._ended: list[TokenEvent] = []  # by a pause or an abort; the next step returns them
+        self.operations = Operations(config, self.model_config, self.workers)
         # Masks follow drafts, every rank samples, and states take no token twice as late rows do:
         # then rows wait for the token before.
-        several, states = self.workers.num_ranks > 1, self.model_config.has_states
+        several, states = self.workers.num_ranks > 1, self.runner.has_states
         self._masks = MaskJobs(waits=speculates or several or states)
         self._deadlines = Deadlines()
-        self._meter = StepMeter(self.scheduler, self._transfers, clock)
-        self._flights = Flights(
+        self._stats = EngineStats(self.scheduler, self._remote_kv, clock)
+        self._in_flight = InFlightSteps(
             self.workers,
             self.scheduler,
             self._masks,
-            self._meter,
+            self._stats,
             max_num_seqs=config.max_num_seqs,
             clock=clock,
         )
@@ -84,15 +93,22 @@ class Engine:
 
     @property
     def step_ranges(self) -> StepRanges:
-        """What steps are called in a profile."""
-        return self._flights.ranges
+        """Names of steps in a profile."""
+        return self._in_flight.ranges
 
     @property
     def vocab_size(self) -> int:
         return self.model_config.vocab_size
 
     def has_work(self) -> bool:
-        return bool(self._flights or self.scheduler.num_requests) or self._entrance.has_work
+        if self._ended:
+            return True
+        return not self._pause.stops_steps and self._has_requests
+
+    @property
+    def _has_requests(self) -> bool:
+        """True if requests run or wait, apart from those that a pause holds."""
+        return bool(self._in_flight or self.scheduler.num_requests) or self._pending.has_work
 
     def add_request(
         self,
@@ -114,7 +130,7 @@ class Engine:
             raise InputError(
                 f"request {request_id}", "is running already", "give each request its own id"
             )
-        request = self._maker.make(
+        request = self._input_processor.make(
             request_id,
             prompt_token_ids,
             params,
@@ -123,10 +139,14 @@ class Engine:
             client=client,
             group=group,
         )
-        self._entrance.add(request)
+        if self._pause.is_on:
+            self.scheduler.check(request)
+            self._pause.hold(request)
+        else:
+            self._pending.add(request)
         self._requests[request_id] = request
         self._masks.add(request)
-        self._flights.add(request)
+        self._in_flight.add(request)
         if handling.timeout is not None:
             self._deadlines.add(request, handling.timeout)
 
@@ -136,59 +156,144 @@ class Engine:
         if request is not None:
             self._drop(request)
 
-    def step(self) -> list[RequestEvent]:
+    def step(self) -> list[TokenEvent]:
         """Plan and launch a step, then take the results that are due. Returns their events."""
-        events = [self._miss(request) for request in self._deadlines.missed(self._clock())]
-        events += self._entrance.admit(
-            is_idle=not self._flights and not self.scheduler.num_requests
+        events, self._ended = self._ended, []
+        events += [self._miss(request) for request in self._deadlines.missed(self._clock())]
+        if self._pause.stops_steps:
+            self._forget_finished(events)
+            return events
+        events += self._pending.admit(
+            is_idle=not self._in_flight and not self.scheduler.num_requests
         )
+        if events:
+            self.workers.check()  # a read that failed with its rank is the engine's failure
         self._masks.prepare()
         plan = self.scheduler.schedule()
-        self._meter.note_plan(plan)
+        self._stats.note_plan(plan)
         if plan.chunks:
-            events += self._flights.launch(plan)
-        events += self._flights.take(self._max_in_flight if plan.chunks else 0)
+            events += self._in_flight.launch(plan)
+        events += self._in_flight.take(self._max_in_flight if plan.chunks else 0)
         if not plan.chunks and not events:
             self._masks.wait_a_little()
         if self.profiler.is_armed:
             self.profiler.after_step()
-        events = self._transfers.after_step(events)
+        events = self._remote_kv.after_step(events)
+        self._forget_finished(events)
+        return events
+
+    def pause(self, mode: str = ABORT) -> None:
+        """Pause generation (MODES of commands.py). Later requests are held until `resume`.
+
+        Ends of aborted requests come with the next step. Raises InputError.
+        """
+        check_mode(mode)
+        if mode == ABORT:
+            self.abort_all(held=False)
+        elif mode == KEEP:
+            self._settle()
+        self._pause.mode = mode
+
+    def resume(self) -> None:
+        """Continue generation: stopped requests first, then held ones. Raises InputError."""
+        self.operations.check_awake()
+        for request in self._pause.end():
+            try:
+                self._pending.add(request)
+            except InputError as error:
+                self._forget(request.request_id)
+                self._ended.append(TokenEvent.refusal(request.request_id, str(error)))
+
+    @property
+    def is_paused(self) -> bool:
+        return self._pause.is_on
+
+    @property
+    def is_drained(self) -> bool:
+        """True if a pause is complete: no step is in flight, and none follows."""
+        if not self._pause.is_on:
+            return False
+        return not self._in_flight and (self._pause.stops_steps or not self._has_requests)
+
+    @property
+    def idle_seconds(self) -> float | None:
+        """How long a paused engine may wait for a message before it looks at deadlines."""
+        return DEADLINE_SECONDS if self._pause.is_on and len(self._deadlines) else None
+
+    def abort_all(self, *, held: bool = True) -> int:
+        """End all requests with the finish reason abort; `held`: those that a pause holds, too.
+
+        Returns their number. Their last events come with the next step.
+        """
+        self._settle()
+        ended = 0
+        for request in list(self._requests.values()):
+            if self._pause.drop(request):
+                if not held:
+                    self._pause.hold(request)
+                    continue
+                request.status = Status.FINISHED
+            else:
+                self._drop(request)
+            self._forget(request.request_id)
+            self._ended.append(request.aborted())
+            ended += 1
+        return ended
+
+    def recompute_all(self) -> None:
+        """Preempt all running requests: they compute their tokens' KV pages again."""
+        self._settle()
+        self.scheduler.preempt_all()
+        self.reset_prefix_cache()
+
+    def _settle(self) -> None:
+        """Wait for the steps in flight, and keep their events for the next step."""
+        if self._in_flight:
+            events = self._remote_kv.after_step(self._in_flight.take(0))
+            self._forget_finished(events)
+            self._ended += events
+
+    def _forget_finished(self, events: list[TokenEvent]) -> None:
         for event in events:
             if event.finish_reason is not None:
                 self._forget(event.request_id)
-        return events
 
     def reset_prefix_cache(self) -> None:
-        """Forget what KV pages hold: requests that come find none. Running ones go on."""
+        """Empty the prefix cache: new requests find no pages. Running requests continue."""
         self.scheduler.reset_prefix_cache()
 
     def use_idle_time(self) -> bool:
-        """Do a piece of work, of 0.1 s at most, that a start left. Returns False where none is."""
-        return self.workers.capture_next()
+        """Do up to 0.1 s of deferred start-up work. Returns False where none is left."""
+        return not self.operations.is_sleeping and self.workers.capture_next()
 
     def watch_ranks(self, on_death: Callable[[Exception], None]) -> None:
-        """Call `on_death`, from another thread, when a rank of the model died unnoticed."""
+        """Call `on_death`, from another thread, when a rank died and no call raised it."""
         self.workers.watch(on_death)
 
     def close(self) -> None:
-        """End the ranks of a model that is shared out. The engine can do nothing after it."""
+        """End the processes of the other ranks. The engine cannot be used afterwards."""
+        self._pending.close()
         self.workers.close()
 
     def report(self) -> EngineReport:
-        """What the engine holds now, and what the last step did, unless that was told before."""
-        return self._meter.report(self._entrance.num_waiting, self.adapters)
+        """Report the engine's state, and the last step unless it was reported before."""
+        report = self._stats.report(self._pending.num_waiting + len(self._pause), self.adapters)
+        if not self._pause.is_on:
+            return report
+        return replace(report, is_paused=True, is_sleeping=self.operations.is_sleeping)
 
     def logits(self, token_ids: list[int]) -> torch.Tensor:
         """Logits [S, V], float32, after each of S tokens, on an idle engine. Raises InputError."""
         if self.has_work():
             raise RuntimeError("Engine.logits needs an idle engine")
+        self.operations.check_awake()
         pool, page_size = self.scheduler.pool, self.config.block_size
         longest = min(self.max_model_len, pool.num_free * page_size)
         if not 0 < len(token_ids) <= longest:
             raise InputError("sequence", f"expected 1 to {longest} tokens, found {len(token_ids)}")
         pages: list[int] = []
         pool.grow_(pages, len(token_ids))
-        moves = pool.take_moves()  # what those pages held goes to the host first
+        moves = pool.take_moves()  # the previous contents of those pages go to the host first
         try:
             step = StepInput.of_sequence(
                 token_ids, pages, page_size=page_size, params=SamplingParams()
@@ -202,19 +307,19 @@ class Engine:
             pool.release_(pages)
 
     def _forget(self, request_id: str) -> Request | None:
-        self._flights.forget(request_id)
+        self._in_flight.forget(request_id)
         self._masks.forget(request_id)
         return self._requests.pop(request_id, None)
 
-    def _miss(self, request: Request) -> RequestEvent:
+    def _miss(self, request: Request) -> TokenEvent:
         self._drop(request)
         num_tokens = request.num_known - request.num_prompt_tokens
-        reason = f"its time is up after {num_tokens} tokens"
-        return RequestEvent.failure(request.request_id, reason)
+        reason = f"deadline exceeded after {num_tokens} tokens"
+        return TokenEvent.failure(request.request_id, reason)
 
     def _drop(self, request: Request) -> None:
         """End a request, wherever it is."""
-        if self._entrance.remove(request):
+        if self._pause.drop(request) or self._pending.remove(request):
             request.status = Status.FINISHED
         else:
             self.scheduler.finish(request)

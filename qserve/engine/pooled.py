@@ -1,18 +1,18 @@
-"""Pooled: what steps have told of one prompt, and the vectors that it makes. Knows no requests."""
+"""Pooled: partial results of pooling one prompt, and the resulting vectors."""
 
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from qserve.pooling_params import ALL, KINDS_OF_LOGITS, MEAN, PoolingParams
+from qserve.pooling.params import ALL, KINDS_OF_LOGITS, MEAN, PoolingParams
 
 
 @dataclass(slots=True, kw_only=True)
 class Pooled:
-    """What steps have told of one request's prompt so far."""
+    """Partial results of pooling one request's prompt."""
 
     params: PoolingParams
-    num_rows: int = 0  # of the prompt that are taken or under way; from there on they are not
+    num_rows: int = 0  # prompt rows that are read or in flight
     parts: list[np.ndarray] = field(default_factory=list)  # float32: sums, rows, or logits
 
     def result(self, num_prompt_tokens: int) -> bytes:
@@ -30,7 +30,7 @@ class Pooled:
 
 
 def finish(vectors: np.ndarray, params: PoolingParams) -> np.ndarray:
-    """Vectors [..., C], cut and then normalized as the parameters say. One of zeros stays so."""
+    """Truncate and then normalize vectors [..., C]. Zero vectors stay zero."""
     vectors = vectors[..., : params.dimensions]
     if params.normalize:
         lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)

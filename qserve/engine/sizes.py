@@ -1,19 +1,30 @@
-"""Sizes that an engine is made with: the longest sequence, the largest step."""
+"""Sizes of an engine: its model's, the longest sequence, the largest step."""
 
 import logging
 
 from formats.errors import InputError
 from qserve.config import EngineConfig
-from qserve.engine.step_input import StepInput
-from qserve.engine.step_plan import Drafting
+from qserve.engine import media_limits
+from qserve.engine.scheduling.plan import Drafting
+from qserve.engine.step.step_input import StepInput
 from qserve.model.model_config import ModelConfig
-from qserve.sampling_params import SamplingParams
+from qserve.params.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 
+def read_model(config: EngineConfig) -> ModelConfig:
+    """Read the model's shapes, and its schemes as the settings change them. Raises InputError."""
+    model = ModelConfig.from_folder(
+        config.model,
+        activation_bits=config.activation_bits,
+        quantization=config.online_quantization,
+    )
+    return media_limits.with_settings(config, model)
+
+
 def pick_length(config: EngineConfig, model: ModelConfig) -> int:
-    """Tokens that a prompt and its output may have, said in the log. Raises InputError."""
+    """Return the maximum tokens of a prompt and its output, and log it. Raises InputError."""
     length, context = model_length(config, model), model.context
     text = "Using max model len %d (config.json: %d by %s)"
     logger.info(text, length, context.length, context.source)
@@ -21,8 +32,8 @@ def pick_length(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def check_input_len(config: EngineConfig, input_len: int, output_len: int) -> None:
-    """Raise InputError where a model has no place for so many tokens. Reads its config alone."""
-    length = model_length(config, ModelConfig.from_folder(config.model))
+    """Raise InputError if the model cannot hold so many tokens. Reads only its config."""
+    length = model_length(config, read_model(config))
     if input_len + output_len > length:
         raise InputError(
             f"--input-len {input_len}",
@@ -33,7 +44,7 @@ def check_input_len(config: EngineConfig, input_len: int, output_len: int) -> No
 
 
 def model_length(config: EngineConfig, model: ModelConfig) -> int:
-    """Tokens that a prompt and its output may have. Raises InputError."""
+    """Maximum tokens of a prompt and its output. Raises InputError."""
     longest, source = model.context.length, model.context.source
     length = longest if config.max_model_len is None else config.max_model_len
     if not 2 <= length <= longest:
@@ -45,7 +56,7 @@ def model_length(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def largest_step(config: EngineConfig, max_model_len: int, drafting: Drafting | None) -> StepInput:
-    """A step that fills the token budget and samples as many rows as a step may."""
+    """The step that fills the token budget and samples as many rows as possible."""
     budget, page_size = config.max_num_batched_tokens, config.block_size
     rows = min(config.max_num_seqs, budget)
     count = min(budget // rows, max_model_len)

@@ -1,4 +1,4 @@
-"""The phases of a start: each is a line of the log that says how long it took."""
+"""Phases of the start: each logs how long it took."""
 
 import contextlib
 import logging
@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Logs "NAME took 1.2 s" when the block has ended without an error."""
+    """Log "NAME took 1.2 s" when the block has ended without an error."""
     started = time.perf_counter()
     yield
     logger.info("%s took %.1f s", name, time.perf_counter() - started)

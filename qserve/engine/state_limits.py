@@ -1,7 +1,7 @@
-"""What does not work yet with models whose layers have states, and what is off. Knows settings.
+"""Settings that models with recurrent states do not support yet.
 
-A state stands for all tokens before it. What goes back, or shares a beginning, or moves to another
-place would need copies of it.
+A state summarizes all tokens before it. Features that roll back, share a prefix, or move a request
+would need copies of it.
 """
 
 import logging
@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from formats.errors import InputError
 from qserve.config import EngineConfig
-from qserve.engine.memory import GIB
-from qserve.engine.model_runner import ModelRunner
-from qserve.engine.state_slots import StatePool
-from qserve.engine.state_snapshots import StateSnapshots
-from qserve.handling import Handling
+from qserve.engine.kv_cache.state_slots import StatePool
+from qserve.engine.kv_cache.state_snapshots import StateSnapshots
+from qserve.engine.runner.memory import GIB
+from qserve.engine.runner.model_runner import ModelRunner
 from qserve.model.model_config import ModelConfig
+from qserve.params.handling import Handling
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ LIMITS = (
     Limit(
         "--speculative-config",
         lambda config: config.speculation is not None,
-        "a draft that is refused cannot be taken back out of a state",
+        "a rejected draft token cannot be removed from a state",
     ),
     Limit(
         "--kv-transfer-config",
@@ -40,12 +40,12 @@ LIMITS = (
     Limit(
         "--kv-offload-gb",
         lambda config: config.kv_offload_gb > 0,
-        "pages on the host would be of use with the states at their ends alone",
+        "pages on the host are useful only with the states at their ends",
     ),
     Limit(
         "--tensor-parallel-size",
         lambda config: config.tensor_parallel_size > 1,
-        "the heads of states are not shared out over ranks",
+        "the heads of states are not sharded over ranks",
     ),
     Limit(
         "--pipeline-parallel-size",
@@ -55,7 +55,7 @@ LIMITS = (
     Limit(
         "--enable-lora",
         lambda config: config.enable_lora,
-        "the linears of its layers are in another order than adapters have them",
+        "the linears of its layers are ordered differently from those of adapters",
     ),
 )
 
@@ -70,43 +70,44 @@ def check_states(config: EngineConfig, model: ModelConfig) -> None:
                 limit.flag,
                 f"does not work with {model.family.architecture}, whose layers have states:"
                 f" {limit.reason}",
-                "leave it out, or serve another model",
+                "remove it, or serve another model",
             )
 
 
 def check_handling(subject: str, handling: Handling, model: ModelConfig) -> None:
-    """The same for what one request asks for."""
+    """Raise InputError for a request's option that the model's states do not allow."""
     if model.has_states and handling.beam_search is not None:
         raise InputError(
             f"{subject} use_beam_search",
             f"does not work with {model.family.architecture}, whose layers have states: beams"
-            " cannot share a beginning",
-            "leave it out, or ask for n outputs",
+            " cannot share a prefix",
+            "remove it, or ask for n outputs",
         )
 
 
-def finds_prefixes(config: EngineConfig, model: ModelConfig) -> bool:
-    """A state is known behind a request's last token alone: a common start needs a copy of it."""
-    return config.enable_prefix_caching and bool(not model.has_states or config.num_state_snapshots)
+def finds_prefixes(config: EngineConfig, runner: ModelRunner) -> bool:
+    """True if requests share prefixes. A state is that of a request's last token alone, so models
+    with states need snapshots."""
+    return config.enable_prefix_caching and bool(
+        not runner.has_states or config.num_state_snapshots
+    )
 
 
-def make_states(config: EngineConfig, model: ModelConfig, runner: ModelRunner) -> StatePool:
-    """The slots of a runner's states, said in the log with what they rule out."""
-    if not model.has_states:
+def make_states(config: EngineConfig, runner: ModelRunner) -> StatePool:
+    """Make the slots of a runner's states, and log their number."""
+    if not runner.has_states:
         return StatePool(None)
     count, num_snapshots = runner.num_state_slots, runner.num_snapshots
     size = runner.bytes_of_states / GIB
     text = "States: %d slots of requests, %d of snapshots (--num-state-snapshots), %.2f GiB"
     logger.info(text, count, num_snapshots, size)
     if config.enable_prefix_caching and not num_snapshots:
-        logger.info("Prefix cache: off, since layers of this model have states, and no snapshots")
+        logger.info("Prefix cache: off (the model has states; set --num-state-snapshots)")
     return StatePool(count)
 
 
-def make_snapshots(
-    config: EngineConfig, model: ModelConfig, runner: ModelRunner
-) -> StateSnapshots | None:
-    """The slots of copies, which stand behind those of requests; None: there are none."""
-    if not (model.has_states and runner.num_snapshots):
+def make_snapshots(config: EngineConfig, runner: ModelRunner) -> StateSnapshots | None:
+    """Make the slots of snapshots, numbered after those of requests; None: there are none."""
+    if not (runner.has_states and runner.num_snapshots):
         return None
     return StateSnapshots(runner.num_state_slots, runner.num_snapshots, config.block_size)

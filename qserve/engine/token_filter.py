@@ -1,7 +1,7 @@
-"""TokenFilter: which tokens an output may hold: `allowed_token_ids` and `bad_words` as masks.
+"""TokenFilter: masks for `allowed_token_ids` and `bad_words`.
 
-Knows no request and no grammar. A mask is a row of int64 words, a bit for each token: token t is
-bit t % 64 of word t // 64, and 1 allows it.
+A mask is a row of int64 words, one bit per token: token t is bit t % 64 of word t // 64, and 1
+allows it.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -12,7 +12,7 @@ from qkernels.sampling.words import MASK_BITS
 
 
 class TokenFilter:
-    """One output's. What follows from no token before it is one mask, made once."""
+    """The filter of one output. The part that ignores previous tokens is computed once."""
 
     def __init__(
         self,
@@ -20,10 +20,10 @@ class TokenFilter:
         allowed: Sequence[int] | None,
         forbidden: Iterable[Sequence[int]],
     ) -> None:
-        """`allowed` None: all. `forbidden`: sequences of which none may come to its end."""
+        """`allowed` None: all tokens. `forbidden`: sequences that must not be completed."""
         bits = np.zeros(-(-vocab_size // MASK_BITS) * MASK_BITS, bool)
         bits[slice(vocab_size) if allowed is None else list(allowed)] = True
-        self._last: dict[int, list[tuple[Sequence[int], int]]] = {}  # by the last token but one
+        self._last: dict[int, list[tuple[Sequence[int], int]]] = {}  # by the second last token
         for sequence in forbidden:
             *before, last = sequence
             if before:
@@ -34,11 +34,11 @@ class TokenFilter:
 
     @property
     def follows_output(self) -> bool:
-        """Whether the mask depends on the tokens before."""
+        """True if the mask depends on previous tokens."""
         return bool(self._last)
 
     def mask(self, token_ids: Sequence[int], start: int) -> np.ndarray:
-        """The mask of the token after all of these; words begin at `start` or later. Read only."""
+        """The mask of the token after these; sequences begin at `start` or later. Read-only."""
         if len(token_ids) <= start:
             return self._mask
         ended = [
@@ -50,7 +50,7 @@ class TokenFilter:
 
 
 def without(mask: np.ndarray, token_ids: Collection[int]) -> np.ndarray:
-    """A copy that forbids these tokens, too."""
+    """A copy of the mask that also forbids these tokens."""
     mask = mask.copy()
     for token in token_ids:
         mask[token // MASK_BITS] &= ~np.left_shift(np.int64(1), np.int64(token % MASK_BITS))

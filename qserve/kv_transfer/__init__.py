@@ -1,1 +1,1 @@
-"""KV pages that leave an engine: connectors, which keep them by key. Knows no requests."""
+"""KV transfer: connectors that store KV pages by key outside of an engine."""

@@ -1,4 +1,4 @@
-"""KvTransferConfig: what --kv-transfer-config asks for. Names are vLLM's. Loads no torch."""
+"""KvTransferConfig: the settings of --kv-transfer-config. The keys are vLLM's."""
 
 import json
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ NAMES = {
     "kv_role": "role",
     "kv_connector_extra_config": "extra",
 }
-# What vLLM takes too: pages are found by their keys, so nothing has to name an engine.
+# Accepted by vLLM too. Pages are found by their keys, so no engine needs an id.
 IGNORED = {"engine_id"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvTransferConfig:
-    """Where KV pages go to and come from, beside the engine's own memory."""
+    """Where KV pages are saved to and loaded from, in addition to the engine's own memory."""
 
     connector: str
     role: str = "kv_both"
@@ -37,13 +37,15 @@ class KvTransferConfig:
 
     @property
     def answers_after_saving(self) -> bool:
-        """Whoever sends a prompt to a producer sends it to a consumer next, which then has to find
-        its pages."""
+        """True if a reply waits until the pages are saved.
+
+        A client of a producer sends the prompt to a consumer next, which must find its pages.
+        """
         return self.role == "kv_producer"
 
     @classmethod
     def parse(cls, text: str) -> "KvTransferConfig":
-        """Raises InputError."""
+        """Parse a JSON object. Raises InputError."""
         try:
             found = json.loads(text)
         except ValueError:
@@ -54,18 +56,18 @@ class KvTransferConfig:
             raise InputError(
                 FLAG,
                 "kv_load_failure_policy: expected recompute",
-                "pages that cannot be loaded are computed",
+                "remove it; pages that cannot be loaded are recomputed",
             )
         unknown = found.keys() - NAMES.keys() - IGNORED
         if unknown:
             raise InputError(
                 FLAG,
                 f"has unknown keys: {', '.join(sorted(unknown))}",
-                f"there are {', '.join(NAMES)}",
+                f"known keys: {', '.join(NAMES)}",
             )
         config = cls(**{"connector": ""} | {NAMES[k]: v for k, v in found.items() if k in NAMES})
         if not isinstance(config.connector, str) or not config.connector:
-            raise InputError(FLAG, "expected kv_connector: folder, or module:Class with your own")
+            raise InputError(FLAG, "expected kv_connector: folder, or module:Class of your own")
         if config.role not in ROLES:
             raise InputError(
                 FLAG, f"kv_role: expected one of {', '.join(ROLES)}, found {config.role!r}"

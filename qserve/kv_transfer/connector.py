@@ -1,8 +1,8 @@
-"""KvConnector: what keeps KV pages outside of an engine, and how one is made from its settings.
+"""KvConnector: a store of KV pages outside of an engine, and its creation from settings.
 
-A page is the bytes of all layers, as page_copies.py lays them out. Its key says everything that
-those bytes depend on: model, form of the cache, tokens, salt (prefix_keys.py). So a connector
-compares nothing but keys. Its methods may block: threads call them, never the engine's own.
+A page is the bytes of all layers, in the layout of page_copies.py. Its key covers everything that
+those bytes depend on: model, cache format, tokens, salt (prefix_cache.py). So a connector only
+compares keys. Its methods may block: worker threads call them, never the engine's thread.
 """
 
 import importlib
@@ -15,29 +15,29 @@ from qserve.kv_transfer.folder import FolderConnector
 
 
 class KvConnector(Protocol):
-    """Pages by key. Methods run in several threads at once; an error of theirs is a miss."""
+    """A store of pages by key. Methods run in several threads; their errors count as misses."""
 
     def match(self, keys: Sequence[bytes]) -> int:
-        """How many of `keys` can be loaded, up to the first that cannot."""
+        """Number of leading `keys` that can be loaded."""
 
     def load(self, key: bytes, page: memoryview) -> bool:
-        """Fill `page`. Returns False where it is not there any more, or is not what was saved."""
+        """Fill `page`. Returns False if it is gone or corrupted."""
 
     def save(self, key: bytes, page: memoryview) -> None:
-        """Keep a page, for as long as there is room. One that is there already may stay."""
+        """Store a page as long as there is room. An existing one may stay."""
 
 
 # name -> (settings, bytes of a page) -> connector; raises InputError
 CONNECTORS: dict[str, Callable[[Mapping[str, Any], int], KvConnector]] = {
     "folder": FolderConnector.from_settings,
-    # vLLM's names of the same: its files are others, but the settings are read.
+    # vLLM's names for the same. The file format differs, but the settings are accepted.
     "ExampleConnector": FolderConnector.from_settings,
     "SharedStorageConnector": FolderConnector.from_settings,
 }
 
 
 def make_connector(config: KvTransferConfig, page_bytes: int) -> KvConnector:
-    """The connector of a row, or of a dotted path. Raises InputError."""
+    """Create the connector of a table row or of a dotted path. Raises InputError."""
     make = CONNECTORS.get(config.connector) or _import(config.connector)
     return make(config.extra, page_bytes)
 

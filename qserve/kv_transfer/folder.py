@@ -1,10 +1,10 @@
-"""FolderConnector: KV pages as files of a folder that several engines share. Knows bytes alone.
+"""FolderConnector: KV pages as files of a folder that several engines share.
 
-A file is MAGIC, the page's key, the page, and an HMAC of all before it by SHA-256, which processors
-have instructions for. It is written under another name and renamed, so that nobody reads half of
-one. What has another length, is no plain file, or fails its digest is refused and removed. With a
-secret as the HMAC's key, files from who does not know it are refused, too. When the folder outgrows
-its limit the files go that nobody loaded for longest.
+A file is MAGIC, the page's key, the page, and an HMAC-SHA-256 of all before it. It is written under
+another name and renamed, so that no reader sees a partial file. A file of the wrong length, a
+non-regular file, and a file with the wrong digest are rejected and removed. With a secret as the
+HMAC's key, files from writers without it are rejected, too. When the folder exceeds its limit, the
+least recently loaded files are removed.
 """
 
 import contextlib
@@ -26,25 +26,26 @@ MAGIC = b"qserveKV2\0\0\0\0\0\0\0"
 KEY_BYTES = DIGEST_BYTES = 32
 OVERHEAD = len(MAGIC) + KEY_BYTES + DIGEST_BYTES
 SUFFIX, PARTIAL = ".kv", ".partial"
+SET_ASIDE = ".not-a-page"  # suffix for a folder found under a page's name, which is not removed
 SETTINGS = ("path", "max_gb", "secret_file")
 DEFAULT_GB = 16.0
 GIB = 2**30
-# Others write too, so the files are counted anew after so many bytes of one's own.
+# Other engines write too, so the files are counted again after this share of the limit.
 RECOUNT_SHARE = 1 / 20
 KEPT_SHARE = 0.9  # of the limit, after files were removed
-ABANDONED_SECONDS = 600.0  # a partial file so old has no writer any more
-MAX_SECRET_BYTES = 64  # of a key that SHA-256 takes as it is
+ABANDONED_SECONDS = 600.0  # a partial file of this age has no writer any more
+MAX_SECRET_BYTES = 64  # longest key that SHA-256 uses unhashed
 
 logger = logging.getLogger(__name__)
 
 
 class FolderConnector:
-    """Pages of one size in a folder, which may hold others of other models beside them."""
+    """Pages of one size in a folder, which may also hold pages of other models."""
 
     def __init__(
         self, path: Path, page_bytes: int, *, max_bytes: float = DEFAULT_GB * GIB, secret: bytes
     ) -> None:
-        """Make the folder where it is missing. Raises InputError where that cannot be."""
+        """Create the folder if it is missing. Raises InputError on failure."""
         self.path, self._page_bytes, self._max_bytes = path, page_bytes, int(max_bytes)
         self._secret = secret
         self._lock = threading.Lock()
@@ -56,12 +57,12 @@ class FolderConnector:
             raise InputError(
                 f"{FLAG} path",
                 f"{path} cannot be used: {one_line(error)}",
-                "give a folder that can be made",
+                "specify a folder that can be created",
             ) from error
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], page_bytes: int) -> "FolderConnector":
-        """Of kv_connector_extra_config. Raises InputError."""
+        """Create a connector from kv_connector_extra_config. Raises InputError."""
         settings = dict(settings)
         if "shared_storage_path" in settings:  # vLLM's name
             settings["path"] = settings.pop("shared_storage_path")
@@ -70,7 +71,7 @@ class FolderConnector:
             raise InputError(
                 f"{FLAG} kv_connector_extra_config",
                 f"has unknown keys: {', '.join(sorted(unknown))}",
-                f"there are {', '.join(SETTINGS)}",
+                f"known keys: {', '.join(SETTINGS)}",
             )
         path, most = settings.get("path"), settings.get("max_gb", DEFAULT_GB)
         if not isinstance(path, str) or not path:
@@ -89,7 +90,7 @@ class FolderConnector:
     def load(self, key: bytes, page: memoryview) -> bool:
         path = self._path(key)
         try:
-            # A pipe would block for ever, a link may lead anywhere.
+            # A pipe would block forever, and a link may point anywhere.
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
@@ -98,24 +99,24 @@ class FolderConnector:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             os.close(descriptor)
-            return self._refuse(path, "is no plain file")
+            return self._refuse(path, "is not a regular file")
         with open(descriptor, "rb", buffering=0) as file:
             if status.st_size != self._page_bytes + OVERHEAD:
                 found = f"{status.st_size} bytes, expected {self._page_bytes + OVERHEAD}"
                 return self._refuse(path, f"has {found}")
             head = file.read(len(MAGIC) + KEY_BYTES)
             if head != MAGIC + key:
-                return self._refuse(path, "is not of its name's page")
+                return self._refuse(path, "holds the page of another key")
             start = 0
             while start < len(page):
                 count = file.readinto(page[start:])
                 if not count:
-                    return self._refuse(path, "ends before its page does")
+                    return self._refuse(path, "is truncated")
                 start += count
             if not secrets.compare_digest(file.read(DIGEST_BYTES), self._digest(head, page)):
                 return self._refuse(path, "fails its checksum")
             with contextlib.suppress(OSError):
-                os.utime(descriptor)  # it was of use: others go first
+                os.utime(descriptor)  # marks it as recently used
         return True
 
     def save(self, key: bytes, page: memoryview) -> None:
@@ -124,13 +125,15 @@ class FolderConnector:
         path, head = self._path(key), MAGIC + key
         path.parent.mkdir(mode=0o700, exist_ok=True)
         if path.parent.is_symlink():
-            raise OSError(f"{path.parent} is a link, which may lead out of {self.path}")
+            raise OSError(f"{path.parent} is a link, which may point outside of {self.path}")
         partial = path.with_name(f"{secrets.token_hex(8)}{PARTIAL}")
         try:
             with open(partial, "xb") as file:
                 file.write(head)
                 file.write(page)
                 file.write(self._digest(head, page))
+            if path.is_dir() and not path.is_symlink():
+                self._refuse(path, "is a folder")
             os.replace(partial, path)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -143,9 +146,11 @@ class FolderConnector:
 
     def _is_there(self, key: bytes) -> bool:
         try:
-            return os.lstat(self._path(key)).st_size == self._page_bytes + OVERHEAD
+            status = os.lstat(self._path(key))
         except FileNotFoundError:
             return False
+        is_page = not stat.S_ISDIR(status.st_mode)
+        return is_page and status.st_size == self._page_bytes + OVERHEAD
 
     def _path(self, key: bytes) -> Path:
         name = key.hex()
@@ -157,14 +162,17 @@ class FolderConnector:
         return digest.digest()
 
     def _refuse(self, path: Path, reason: str) -> bool:
-        """False; the file goes, so that its page can be saved again."""
-        logger.warning("KV page %s %s; it is removed and computed again", path, reason)
+        """Remove the file, so that its page can be saved again; rename a folder. Returns False."""
+        logger.warning("KV page %s %s; removed, will be recomputed", path, reason)
         with contextlib.suppress(OSError):
-            os.unlink(path)
+            if path.is_dir() and not path.is_symlink():
+                os.rename(path, path.with_name(f"{path.name}.{secrets.token_hex(8)}{SET_ASIDE}"))
+            else:
+                os.unlink(path)
         return False
 
     def _prune(self) -> None:
-        """Count the files, and remove the oldest of them where they are too many bytes."""
+        """Count the files, and remove the least recently used ones if they exceed the limit."""
         self._bytes_since_count = 0
         found, now = [], time.time()
         for folder in _entries(self.path):
@@ -197,7 +205,7 @@ def _entries(path: str | Path) -> list[os.DirEntry]:
 
 
 def _read_secret(path: object) -> bytes:
-    """A file's bytes without white space at the ends; none without a file. Raises InputError."""
+    """Content of the file without outer white space; empty without a file. Raises InputError."""
     if path is None:
         return b""
     try:

@@ -1,7 +1,7 @@
-"""What the bytes of a KV page depend on beside its tokens, as one digest. Knows no requests.
+"""A digest of everything that the bytes of a KV page depend on, apart from its tokens.
 
-Engines whose digests are equal may exchange pages: the same weights, byte for byte, the same
-positions, the same form of a page. Kernels may differ, and then round differently.
+Engines with equal digests may exchange pages: they have the same weights, byte for byte, the same
+positions, and the same page format. Kernels may differ, and then round differently.
 """
 
 import hashlib
@@ -13,9 +13,10 @@ from typing import Any
 
 from formats.checkpoint import CheckpointReader
 from qserve.model.model_config import ModelConfig
+from qserve.model.online_quantization import RoundingPlan
 from qserve.model.rope import inverse_frequencies
 
-FORM = "1"  # of a page: the order of its parts in page_copies.py
+FORM = "1"  # version of the page format: the order of its parts in page_copies.py
 READ_BYTES = 2**23
 MAX_FILES_AT_ONCE = 8
 
@@ -23,9 +24,9 @@ MAX_FILES_AT_ONCE = 8
 def page_digest(
     folder: str, model: ModelConfig, *, max_model_len: int, dummy_seed: int | None, form: str
 ) -> str:
-    """`form`: of pages, as the engine holds them. `dummy_seed`: the weights are made up from it.
+    """Digest of a model. `form`: the page format. `dummy_seed`: seed of random weights.
 
-    Reads all weights: 1 to 2 GB/s for each file, several files at once.
+    Reads all weights: 1 to 2 GB/s for each file, several files in parallel.
     """
     digest = hashlib.sha256()
     for part in (
@@ -34,7 +35,9 @@ def page_digest(
         json.dumps(_of_the_model(model.values), sort_keys=True, default=str),
         *(_rope_text(rope, max_model_len) for rope in model.ropes),
         f"dummy {dummy_seed}" if dummy_seed is not None else "",
+        f"{model.quant!r}",  # how activations are rounded is in no weight
         *(() if dummy_seed is not None else _weight_digests(folder)),
+        *(() if model.rounding is None else _schemes(model.rounding)),
     ):
         data = part.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
@@ -42,20 +45,25 @@ def page_digest(
 
 
 def _of_the_model(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what says where a copy lies and which program wrote it."""
+    """The config without the keys that record the copy's location and the writing program."""
     return {k: v for k, v in values.items() if k[:1] != "_" and k != "transformers_version"}
 
 
 def _rope_text(rope: object, max_model_len: int) -> str:
-    """The frequencies: some kinds have others when sequences may be longer."""
+    """The RoPE frequencies; some kinds depend on the maximum length."""
     if rope is None:
         return "none"
     frequencies, scale = inverse_frequencies(rope, max_model_len)
     return f"{scale!r} {rope.interleaved} {frequencies.tolist()!r}"
 
 
+def _schemes(rounding: RoundingPlan) -> Iterable[str]:
+    """Schemes of the linears that are rounded while they load."""
+    return (f"{name} {scheme}" for name, scheme in sorted(rounding.schemes.items()))
+
+
 def _weight_digests(folder: str) -> Iterable[str]:
-    """Of each file that holds tensors of the model, in the order of their names."""
+    """Digest of each file with tensors of the model, in the order of their names."""
     files = sorted({entry.file for entry in CheckpointReader(folder).entries.values()})
     with ThreadPoolExecutor(MAX_FILES_AT_ONCE) as pool:
         yield from pool.map(_file_digest, files)

@@ -1,48 +1,58 @@
-"""SharedPages: the leader's way to the KV pages that all ranks have parts of. Knows no requests.
+"""SharedPages: the leader's access to KV pages that are sharded over all ranks.
 
-A page is there when every rank has its part, and loaded when every rank has loaded it. All methods
-are for the thread that launches steps: calls come to each rank in the order of its steps.
+A page can be loaded if every rank has its shard, and is loaded once every rank has loaded it. Only
+the thread that launches steps calls the methods: calls reach each rank in the order of its steps.
 """
 
 import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from qserve.engine.crew import Crew
 from qserve.kv_transfer.rank_pages import RankPages
 
 logger = logging.getLogger(__name__)
 
 
-class SharedPages:
-    """Of one engine's ranks."""
+class OtherRanks(Protocol):
+    """Ranks of the model other than the leader (engine: RankGroup)."""
 
-    def __init__(self, ours: RankPages, crew: Crew | None, page_bytes: Sequence[int]) -> None:
-        """`crew`: the other ranks; None: there are none. `page_bytes`: of each rank's part."""
-        self._ours, self._crew, self.page_bytes = ours, crew, tuple(page_bytes)
+    def begin(self, name: str, *values: Any) -> list[Future]:
+        """Start a call on each rank. Returns the future results."""
+
+
+class SharedPages:
+    """KV pages of one engine's ranks."""
+
+    def __init__(
+        self, ours: RankPages, rank_group: OtherRanks | None, page_bytes: Sequence[int]
+    ) -> None:
+        """`rank_group`: None with one rank. `page_bytes`: bytes of each rank's shard."""
+        self._ours, self._rank_group, self.page_bytes = ours, rank_group, tuple(page_bytes)
 
     def match(self, keys: Sequence[bytes]) -> Future:
-        """How many pages can be loaded, up to the first that cannot."""
+        """Number of pages that can be loaded, up to the first that cannot."""
         return self._begin("match", min, 0, _array(keys))
 
     def load(self, keys: Sequence[bytes], slots: Sequence[int]) -> Future:
-        """Fill slots that nothing is stored in from now on. Tells of each whether it was loaded."""
+        """Fill reserved slots. The future returns for each slot if it was loaded."""
         nothing = [False] * len(keys)
         return self._begin("load", _in_all, nothing, _array(keys), list(slots))
 
     def save(self, keys: Sequence[bytes], pages: Sequence[int]) -> Future:
-        """Keep pages as they are after all that was launched so far."""
+        """Save pages as they are after all launched work."""
         return self._begin("save", lambda _: None, None, _array(keys), list(pages))
 
     def _begin(
         self, name: str, merge: Callable[[list[Any]], Any], miss: Any, *values: Any
     ) -> Future:
-        """Let all ranks do something. `miss`: what one that is gone comes back with."""
-        theirs = [] if self._crew is None else self._crew.begin(f"{name}_pages", *values)
+        """Start a call on all ranks. `miss`: the result of a rank that failed."""
+        theirs = (
+            [] if self._rank_group is None else self._rank_group.begin(f"{name}_pages", *values)
+        )
         ours = getattr(self._ours, name)(*values)
         return ours if not theirs else _merged([ours, *theirs], merge, miss)
 
@@ -56,7 +66,7 @@ def _in_all(loaded: list[list[bool]]) -> list[bool]:
 
 
 def _merged(futures: Sequence[Future], merge: Callable[[list[Any]], Any], miss: Any) -> Future:
-    """What comes of all of them, when the last is done."""
+    """Merge the results of all futures once the last is done."""
     whole: Future = Future()
     left, lock = len(futures), threading.Lock()
 

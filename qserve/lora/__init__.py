@@ -1,1 +1,1 @@
-"""Adapters beside a served model: what a request names, what the device holds, who gets a slot."""
+"""LoRA adapters of a served model: requests, host and device memory, slots."""

@@ -1,30 +1,40 @@
-"""Which adapter each slot of the device holds, and which requests need it. Knows no tensors."""
+"""AdapterSlots: the adapter in each slot of the device, and the requests that use it."""
 
 from collections.abc import Iterator
+from typing import Protocol
 
-from qserve.engine.request import Request, Status
 from qserve.lora.adapter import Adapter
 
 
-class AdapterSlots:
-    """A slot is another adapter's once every request that took it has finished.
+class AdaptedRequest(Protocol):
+    """Request with an adapter (engine: Request)."""
 
-    Nobody tells of an end: requests that have finished are looked for when a slot is wanted.
+    adapter: Adapter | None
+    adapter_slot: int
+
+    @property
+    def is_finished(self) -> bool: ...
+
+
+class AdapterSlots:
+    """Slots, each reusable once every request that uses its adapter has finished.
+
+    Requests do not report their end: finished ones are looked for when a slot is needed.
     """
 
     def __init__(self, num_slots: int) -> None:
         self._adapters: list[Adapter | None] = [None] * num_slots
-        self._users: list[set[Request]] = [set() for _ in range(num_slots)]
+        self._users: list[set[AdaptedRequest]] = [set() for _ in range(num_slots)]
         self._last_use = [0] * num_slots
         self._num_uses = 0
         self._num_looked_at = 0  # users when they were last looked at
 
     def find(self, adapter: Adapter) -> int | None:
-        """The slot that holds an adapter."""
+        """Return the slot that holds an adapter, or None."""
         return next((i for i, each in enumerate(self._adapters) if each is adapter), None)
 
     def free(self) -> int | None:
-        """An empty slot, or of those that no request needs the one that was used longest ago."""
+        """Return an empty slot, else the least recently used one that no request needs, or None."""
         self._look_for_finished()
         unused = [i for i, users in enumerate(self._users) if not users]
         empty = [i for i in unused if self._adapters[i] is None]
@@ -34,7 +44,7 @@ class AdapterSlots:
         assert not self._users[slot], "a request still needs what the slot holds"
         self._adapters[slot] = adapter
 
-    def use(self, slot: int, request: Request) -> None:
+    def use(self, slot: int, request: AdaptedRequest) -> None:
         """Keep the slot's adapter until the request has finished."""
         self._num_uses += 1
         self._last_use[slot] = self._num_uses
@@ -44,34 +54,33 @@ class AdapterSlots:
             self._look_for_finished()
 
     def drop(self, adapter: Adapter) -> None:
-        """Empty the slot of an adapter that nobody will ask for again, if nobody needs it now."""
+        """Empty the slot of an adapter that was unloaded, if no request needs it now."""
         slot = self.find(adapter)
         self._look_for_finished()
         if slot is not None and not self._users[slot]:
             self._adapters[slot] = None
 
     def held(self) -> Iterator[Adapter]:
-        """The adapters on the device."""
+        """Adapters on the device."""
         return (adapter for adapter in self._adapters if adapter is not None)
 
     def in_use(self) -> Iterator[Adapter]:
-        """Those of them that a request has."""
+        """Adapters on the device that a request uses."""
         self._look_for_finished()
         pairs = zip(self._adapters, self._users, strict=True)
         return (adapter for adapter, users in pairs if users and adapter is not None)
 
     def check_integrity(self) -> None:
-        """Assert that no adapter stands twice, and that users have the slot they were told."""
+        """Assert that no adapter has two slots, and that each user has its adapter's slot."""
         held = list(self.held())
-        assert len(held) == len(set(held)), "an adapter stands in two slots"
+        assert len(held) == len(set(held)), "an adapter has two slots"
         for slot, (adapter, users) in enumerate(zip(self._adapters, self._users, strict=True)):
             for request in users:
-                if request.status is not Status.FINISHED:
+                if not request.is_finished:
                     assert request.adapter is adapter and request.adapter_slot == slot, request
 
     def _look_for_finished(self) -> None:
         self._users = [
-            {request for request in users if request.status is not Status.FINISHED}
-            for users in self._users
+            {request for request in users if not request.is_finished} for users in self._users
         ]
         self._num_looked_at = sum(map(len, self._users))

@@ -12,12 +12,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from threading import Event
 
-from formats.errors import InputError
+from formats.errors import InputError, one_line
 from qserve.config import EngineConfig
-from qserve.engine.request import Request
 from qserve.lora.adapter import Adapter
-from qserve.lora.adapter_slots import AdapterSlots
+from qserve.lora.adapter_slots import AdaptedRequest, AdapterSlots
 from qserve.lora.request import LoRARequest, parse_modules
 from qserve.lora.shared_adapters import SharedAdapter, SharedAdapters
 
@@ -26,9 +26,9 @@ MAX_PASSES = 16
 KEPT_SECONDS, MAX_REPLACED = 60.0, 8
 MAX_WAIT_SECONDS = 0.01  # of an engine that has nothing else to do
 
-Read = Callable[[str], SharedAdapter]
+Read = Callable[[str, Callable[[], bool]], SharedAdapter]
 Place = Callable[[int, SharedAdapter], None]
-Ready = list[tuple[Request, str | None]]
+Ready = list[tuple[AdaptedRequest, str | None]]
 
 
 class AdapterTable:
@@ -43,18 +43,21 @@ class AdapterTable:
         num_on_host: int,
         time: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`read` makes an adapter of a folder, or raises InputError; `place` fills a slot."""
+        """`read` makes an adapter of a folder, or raises InputError; `place` fills a slot.
+
+        `read` is also given a function that says whether anything still waits for the adapter.
+        """
         self._read, self._place, self._time = read, place, time
         self._num_on_host = num_on_host
         self.slots = AdapterSlots(num_slots)
         self._known: dict[str, Adapter] = {}
         self._ids: dict[int, str] = {}
         self._replaced: list[tuple[Adapter, float]] = []  # and until when, the oldest first
-        self._waiting: dict[Adapter, deque[Request]] = {}  # by arrival of their first
+        self._waiting: dict[Adapter, deque[AdaptedRequest]] = {}  # by arrival of their first
         self._num_waiting = 0
         self._num_arrived = 0
-        self._arrivals: dict[Request, int] = {}
-        self._oldest: Request | None = None  # of those that wait for a slot
+        self._arrivals: dict[AdaptedRequest, int] = {}
+        self._oldest: AdaptedRequest | None = None  # of those that wait for a slot
         self._num_passes = 0  # over it
         self._clock = 0
         self._reader: ThreadPoolExecutor | None = None
@@ -65,7 +68,7 @@ class AdapterTable:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all that are known."""
+        """Names of all known adapters."""
         return tuple(self._known)
 
     def names_in_use(self) -> tuple[str, ...]:
@@ -74,9 +77,12 @@ class AdapterTable:
     def names_waited_for(self) -> tuple[str, ...]:
         return tuple(sorted({adapter.name for adapter in self._waiting}))
 
-    def read(self, path: str) -> SharedAdapter:
-        """What a folder holds. Changes nothing, so any thread may. Raises InputError."""
-        return self._read(path)
+    def read(self, path: str, is_wanted: Callable[[], bool] = lambda: True) -> SharedAdapter:
+        """Read a folder. Changes nothing, so any thread may.
+
+        Raises InputError, also where `is_wanted` says no before the end.
+        """
+        return self._read(path, is_wanted)
 
     def put(self, name: str, path: str, packed: SharedAdapter, number: int = 0) -> None:
         """Let requests that come from now on have this under a name, new or known.
@@ -134,31 +140,39 @@ class AdapterTable:
         self._ids[number] = name
         return adapter
 
-    def add(self, request: Request) -> None:
+    def add(self, request: AdaptedRequest) -> None:
         """Let a request wait for its adapter."""
         self._waiting.setdefault(request.adapter, deque()).append(request)
         self._num_arrived += 1
         self._arrivals[request] = self._num_arrived
         self._num_waiting += 1
 
-    def drop(self, request: Request) -> bool:
-        """Forget one that is not wanted any more. Returns whether it waited here."""
+    def drop(self, request: AdaptedRequest) -> bool:
+        """Forget a request that was dropped. Returns whether it waited here.
+
+        An adapter that no other request waits for is read no further.
+        """
         if request not in self._arrivals:
             return False
         self._leave(request)
+        adapter = request.adapter
+        if adapter not in self._waiting and adapter.reading is not None:
+            adapter.has_left.set()
+            adapter.reading.cancel()
+            adapter.reading = None
         return True
 
     def take_ready(self, *, wait_a_little: bool) -> Ready:
-        """Those whose adapter has a slot now, or with why they will never have one."""
+        """Requests whose adapter has a slot now, or with the reason why they cannot have one."""
         if not self._waiting:
             return []
         if wait_a_little:
-            # One that is done would end the wait at once, step after step.
+            # A finished future would end the wait immediately, in every step.
             readings = [each.reading for each in self._waiting if each.reading is not None]
             under_way = [reading for reading in readings if not reading.done()]
             wait(under_way, MAX_WAIT_SECONDS, FIRST_COMPLETED)
         ready: Ready = []
-        held_back: Request | None = None
+        held_back: AdaptedRequest | None = None
         for adapter in sorted(self._waiting, key=self._arrival):
             error = self._fetch(adapter)
             if error is not None:
@@ -184,13 +198,13 @@ class AdapterTable:
         return self._known.pop(name, None)
 
     def _let_go(self, adapter: Adapter) -> None:
-        """Free what an adapter has that nobody will ask for; who has it keeps it."""
+        """Free an unloaded adapter; requests that use it keep it."""
         if adapter not in self._waiting:
             self.slots.drop(adapter)
             adapter.packed = None
 
     def _before(self, name: str, number: int) -> Adapter | None:
-        """What stood under a name when a request with this number was made."""
+        """Adapter of a name at the time a request with this number was made."""
         self._forget_replaced()
         fits = (a for a, _ in self._replaced if a.name == name and a.number <= number)
         return max(fits, key=_number, default=None)
@@ -203,13 +217,13 @@ class AdapterTable:
     def _arrival(self, adapter: Adapter) -> int:
         return self._arrivals[self._waiting[adapter][0]]
 
-    def _all_of(self, adapter: Adapter) -> Iterator[Request]:
+    def _all_of(self, adapter: Adapter) -> Iterator[AdaptedRequest]:
         while adapter in self._waiting:
             request = self._waiting[adapter][0]
             self._leave(request)
             yield request
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: AdaptedRequest) -> None:
         waiting = self._waiting[request.adapter]
         waiting.remove(request)
         if not waiting:
@@ -218,7 +232,7 @@ class AdapterTable:
         self._num_waiting -= 1
 
     def _has_slot(self, adapter: Adapter) -> bool:
-        """Whether an adapter has a slot, which it gets now where one is free."""
+        """Give an adapter a free slot if it has none. Returns True if it has one."""
         if self.slots.find(adapter) is not None:
             return True
         slot = self.slots.free()
@@ -229,7 +243,7 @@ class AdapterTable:
         self._forget_unused()
         return True
 
-    def _note_oldest(self, request: Request | None) -> None:
+    def _note_oldest(self, request: AdaptedRequest | None) -> None:
         if request is not self._oldest:
             self._oldest, self._num_passes = request, 0
 
@@ -244,7 +258,7 @@ class AdapterTable:
         if adapter.packed is not None or self.slots.find(adapter) is not None:
             return None
         if adapter.reading is None:
-            adapter.reading = self._start_reading(adapter.path)
+            adapter.reading = self._start_reading(adapter)
         if not adapter.reading.done():
             return None
         reading, adapter.reading = adapter.reading, None
@@ -252,16 +266,17 @@ class AdapterTable:
         if error is None:
             self._keep(adapter, reading.result())
             return None
-        if not isinstance(error, InputError | OSError):
-            raise error
         if self._known.get(adapter.name) is adapter:  # the next request tries again
             self.remove(adapter.name)
-        return f"adapter {adapter.name}: {error}"
+        # Whatever it is, it is of this adapter's requests alone.
+        reason = str(error) if isinstance(error, InputError | OSError) else one_line(error)
+        return f"adapter {adapter.name}: {reason}"
 
-    def _start_reading(self, path: str) -> Future:
+    def _start_reading(self, adapter: Adapter) -> Future:
         if self._reader is None:
             self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters")
-        return self._reader.submit(self._read, path)
+        has_left = adapter.has_left = Event()
+        return self._reader.submit(self._read, adapter.path, lambda: not has_left.is_set())
 
     def _keep(self, adapter: Adapter, packed: SharedAdapter) -> None:
         self._clock += 1
@@ -290,9 +305,9 @@ def _last_used(adapter: Adapter) -> int:
 
 
 def make_table(config: EngineConfig, shared: SharedAdapters | None) -> AdapterTable | None:
-    """The table of an engine that takes adapters, with those that it is told of. Raises InputError.
+    """Make the table with the adapters of --lora-modules. Raises InputError.
 
-    None: it takes none.
+    Returns None without --enable-lora.
     """
     if shared is None:
         return None

@@ -1,26 +1,36 @@
-"""`qserve merge`: an adapter added to a float model's weights. Loads torch only to work."""
+"""`qserve merge`: add an adapter to a float model's weights. Imports torch only to compute."""
 
 from dataclasses import dataclass
 
-from qserve.command import Command
-from qserve.setting import REQUIRED, setting
+from qserve.command_line.command import Command
+from qserve.command_line.setting import REQUIRED, setting
+from qserve.hub.settings import HubSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MergeConfig:
-    """What `qserve merge` is told beside the float model."""
+class MergeConfig(HubSettings):
+    """Settings of `qserve merge`, besides the float model."""
 
-    adapter: str = setting(REQUIRED, "folder of a LoRA adapter that PEFT saved", positional=True)
-    output: str = setting(REQUIRED, "folder to write; must not exist, or be empty")
-    max_shard_size: str = setting("2GB", "most bytes of one weight file, such as 500MB")
+    adapter: str = setting(
+        REQUIRED, "LoRA adapter saved by PEFT: folder or hub name", positional=True
+    )
+    output: str = setting(REQUIRED, "output folder; must be new or empty")
+    max_shard_size: str = setting("2GB", "maximum size of one weight file, such as 500MB")
 
 
 def merge(model: str, config: MergeConfig) -> int:
+    from formats.checkpoint import check_is_free
+    from formats.hub.fetch import local_path
+    from formats.hub.selection import ADAPTER
     from formats.table import parse_size
+    from qserve.hub.local import local_model
     from qserve.lora.merge import merge_adapter
 
     size = parse_size(config.max_shard_size)
-    done = merge_adapter(model, config.adapter, config.output, max_shard_bytes=size)
+    check_is_free(config.output)
+    adapter = local_path(config.adapter, ADAPTER, download_dir=config.download_dir)
+    model = local_model(model, config)
+    done = merge_adapter(model, adapter, config.output, max_shard_bytes=size)
     print(done.to_text())
     return 0
 

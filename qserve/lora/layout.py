@@ -1,10 +1,10 @@
-"""How an adapter lies in memory, the same on the host and in a slot of the device.
+"""Memory layout of an adapter, the same on the host and in an adapter slot of the device.
 
-Row j of all As and column j of all Bs stand together, a piece, so an adapter of rank r is r pieces
-and one copy. Of a model that is shared out it holds what this rank's linears compute with: of a
-linear that is split by its outputs all of A and some of B, of one that is split by its inputs some
-of A and all of B, whose products the layer's own sum over ranks adds up. Knows names and sizes of
-the model, no decoder. Legend as in qkernels/lora/weights.py.
+Row j of all A matrices and column j of all B matrices are adjacent and form a piece. An adapter of
+rank r is r pieces, copied in one operation. With tensor parallelism a rank holds the matrices of
+its own shards. For a linear split by outputs, that is all of A and a part of B. For a linear split
+by inputs, it is a part of A and all of B; the layer's sum over ranks adds up the products. Legend
+as in qkernels/lora/weights.py.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,33 +13,34 @@ from hashlib import blake2b
 
 import torch
 
-from formats.family import Projection
-from formats.lora import LoraAdapter, adapted_projections, adapted_shapes
-from formats.slices import Rows, take_rows
+from formats.architecture.family import Projection
+from formats.errors import CheckpointError
+from formats.in_memory.slices import Rows, take_rows
+from formats.peft.lora import LoraAdapter, adapted_projections, adapted_shapes
 from qkernels.lora.weights import TABLE_COLUMNS
 from qserve.model.model_config import ModelConfig
 from qserve.model.sharing import LinearPart
 
-ALIGNMENT = 16  # numbers: addresses are multiples of 32 bytes, as kernels want them
+ALIGNMENT = 16  # elements: addresses are multiples of 32 bytes, as kernels require
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where the matrices of one projection stand in a piece."""
+    """Location of one projection's matrices in a piece."""
 
     layer: int
     projection: Projection
-    modules: tuple[str, ...]  # its linears, by their names in the checkpoint
-    parts: tuple[LinearPart, ...]  # which outputs and inputs of each are here
-    sizes: tuple[int, ...]  # how many outputs of each
+    modules: tuple[str, ...]  # names of its linears in the checkpoint
+    parts: tuple[LinearPart, ...]  # this rank's outputs and inputs of each
+    sizes: tuple[int, ...]  # number of outputs of each
     inputs: int
-    a: int  # first number of the As, S K of them
-    b: int  # first number of the Bs, as many as outputs
+    a: int  # offset of the A matrices, S K elements
+    b: int  # offset of the B matrices, one element per output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedAdapter:
-    """An adapter as it goes into a slot."""
+    """An adapter in the layout of a slot."""
 
     pieces: torch.Tensor  # [r, piece]
     ranks: torch.Tensor  # int32 [places, TABLE_COLUMNS]
@@ -51,7 +52,7 @@ class PackedAdapter:
 
 
 class AdapterLayout:
-    """The places of a model's linears, or of those of some of its layers."""
+    """The locations of a model's linears, or of those of some layers."""
 
     def __init__(
         self,
@@ -59,17 +60,19 @@ class AdapterLayout:
         parts: Mapping[str, LinearPart] | None = None,
         layers: Sequence[int] | None = None,
     ) -> None:
-        """`config`: of the whole model. `parts`: which part of a linear is here, of those of which
-        that is not all. `layers`: those that are here; None: all.
+        """Create the layout of a model.
+
+        `config`: the whole model's. `parts`: this rank's part of each linear that is sharded.
+        `layers`: the layers of this rank; None: all.
         """
         layers = range(config.num_layers) if layers is None else layers
         self.places = tuple(_places(config, parts or {}, layers))
         last = self.places[-1]
-        self.piece = _aligned(last.b + sum(last.sizes))  # numbers of one rank
+        self.piece = _aligned(last.b + sum(last.sizes))  # elements of one piece
         self.shapes = adapted_shapes(config.family, config.values)  # of the whole model's linears
 
     def pack(self, adapter: LoraAdapter, dtype: torch.dtype, *, pinned: bool) -> PackedAdapter:
-        """A copy on the host; `pinned` where a GPU will fetch it."""
+        """Copy an adapter to the host; `pinned` for a GPU. Raises CheckpointError."""
         pieces = torch.zeros(adapter.rank, self.piece, dtype=dtype, pin_memory=pinned)
         tables = (len(self.places), TABLE_COLUMNS)
         ranks = torch.zeros(tables, dtype=torch.int32, pin_memory=pinned)
@@ -91,11 +94,13 @@ class AdapterLayout:
                     pieces[: pair.rank, column : column + size] = b_Nr.T
                     ranks[number, s], scales[number, s] = pair.rank, pair.scale
                 column += size
+        if not pieces.isfinite().all():
+            raise CheckpointError(adapter.folder, f"holds values outside {dtype}", "use bfloat16")
         return PackedAdapter(pieces=pieces, ranks=ranks, scales=scales)
 
 
 def adapter_digest(adapter: LoraAdapter) -> str:
-    """Of all its numbers, whichever of them a rank has: adapters of one digest compute the same."""
+    """Digest of all weights of an adapter, on every rank: equal digests mean equal results."""
     digest = blake2b(digest_size=16)
     for module, pair in sorted(adapter.pairs.items()):
         digest.update(f"{module} {pair.rank} {pair.scale!r} {pair.a_rK.dtype} ".encode())

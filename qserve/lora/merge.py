@@ -1,6 +1,6 @@
-"""An adapter added to a float model's weights: one new checkpoint, which knows of no adapter.
+"""Merge an adapter into a float model's weights and write a new checkpoint.
 
-One tensor is in memory at a time, besides the adapter and the shard that is being filled.
+One tensor is in memory at a time, in addition to the adapter and the shard that is being filled.
 """
 
 from dataclasses import dataclass
@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
-from formats.checkpoint import DEFAULT_MAX_SHARD_BYTES, CheckpointReader, CheckpointWriter
+from formats.checkpoint import DEFAULT_MAX_SHARD_BYTES, CheckpointReader
 from formats.errors import CheckpointError
-from formats.lora import LoraPair, read_adapter
+from formats.files.whole_writer import open_writer
+from formats.peft.lora import LoraPair, read_adapter
 from formats.quant_config import find_block
 
 WEIGHT = ".weight"
@@ -18,14 +19,14 @@ WEIGHT = ".weight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merge:
-    """What was done."""
+    """Result of a merge."""
 
     source: str
     adapter: str
     target: str
     num_linears: int
-    update: float  # norm of what was added over norm of the weights, of the linears together
-    lost: float  # norm of what rounding to the weights' dtype took from it, over its norm
+    update: float  # norm of the updates over norm of the adapted weights
+    lost: float  # norm of the rounding error over norm of the updates
 
     def to_text(self) -> str:
         return (
@@ -41,18 +42,18 @@ def merge_adapter(
     *,
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
 ) -> Merge:
-    """Write W + scale * B A for every adapted linear, from float32 rounded to W's dtype.
+    """Write W + scale * B A for every adapted linear, computed in float32, rounded to W's dtype.
 
     All other tensors are copied bit for bit. `target` appears only when it is complete and the
-    merged weights have been read back. Raises InputError; nothing is left behind then.
+    merged weights have been verified. Raises InputError, in which case no files remain.
     """
     reader = CheckpointReader(source)
     if find_block(reader.folder, reader.config) is not None:
         raise CheckpointError(
             str(source),
-            "is quantized: on its grid most of an adapter would be rounded away",
-            "merge into the float model and quantize that, or serve the adapter beside this one:"
-            " --enable-lora",
+            "is quantized: rounding to its grid would lose most of an adapter",
+            "merge into the float model and quantize the result, or serve the adapter with this"
+            " model: --enable-lora",
         )
     shapes = {
         name.removesuffix(WEIGHT): entry.shape
@@ -60,8 +61,8 @@ def merge_adapter(
         if name.endswith(WEIGHT) and len(entry.shape) == 2 and entry.dtype.is_floating_point
     }
     pairs = {f"{name}{WEIGHT}": p for name, p in read_adapter(adapter, shapes).pairs.items()}
-    sums = torch.zeros(3, dtype=torch.float64)  # of squares: weights, updates, what was lost
-    with CheckpointWriter(target, max_shard_bytes=max_shard_bytes) as writer:
+    sums = torch.zeros(3, dtype=torch.float64)  # sums of squares: weights, updates, rounding errors
+    with open_writer(target, reader, max_shard_bytes=max_shard_bytes) as writer:
         for name in reader.entries:
             weight = reader.get(name)
             if name in pairs:
@@ -71,7 +72,9 @@ def merge_adapter(
         staged = CheckpointReader(writer.seal(reader.config, side_files_from=reader.folder))
         for name, pair in pairs.items():
             if not torch.equal(staged.get(name), _merged(name, reader.get(name), pair)[0]):
-                raise CheckpointError(name, "was not written as it was merged", "try again")
+                raise CheckpointError(
+                    name, "differs from the merged tensor after writing", "try again"
+                )
         writer.publish()
     norms = sums.sqrt().tolist()
     return Merge(
@@ -89,7 +92,7 @@ def _merged(name: str, weight: torch.Tensor, pair: LoraPair) -> tuple[torch.Tens
     total = weight.float() + delta
     rounded = total.to(weight.dtype)
     if not rounded.isfinite().all():
-        raise CheckpointError(name, f"leaves the range of {weight.dtype} with the adapter")
+        raise CheckpointError(name, f"overflows {weight.dtype} with the adapter")
     lost = rounded.float() - total
     squares = [each.double().square().sum() for each in (weight, delta, lost)]
     return rounded, torch.stack(squares)

@@ -1,4 +1,4 @@
-"""LoRARequest: the adapter that a request runs with. Names follow vLLM's. Loads no torch."""
+"""LoRARequest: the adapter of a request. The names follow vLLM's."""
 
 import json
 from collections.abc import Sequence
@@ -8,15 +8,15 @@ from formats.errors import InputError
 from qserve.errors import ParameterError
 
 MAX_NAME = 256
-MAX_RANK = 512  # of slots
+MAX_RANK = 512  # of adapter slots
 
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """An adapter by its name; the path of its PEFT folder is read when the name is new."""
+    """An adapter's name; its PEFT folder is read if the name is new."""
 
     lora_name: str
-    lora_int_id: int  # no two names share one
+    lora_int_id: int  # unique per name
     lora_path: str = ""
 
     def __post_init__(self) -> None:
@@ -31,12 +31,12 @@ class LoRARequest:
 
 
 def parse_modules(modules: Sequence[str]) -> tuple[LoRARequest, ...]:
-    """The adapters of --lora-modules, numbered from 1. Raises InputError."""
+    """Parse the adapters of --lora-modules, numbered from 1. Raises InputError."""
     found = []
     for number, text in enumerate(modules, start=1):
         name, path = _parse(text)
         if name in (each.lora_name for each in found):
-            raise InputError("--lora-modules", f"names {name!r} twice", "give each its own name")
+            raise InputError("--lora-modules", f"lists {name!r} twice", "use unique names")
         found.append(LoRARequest(name, number, path))
     return tuple(found)
 
@@ -47,7 +47,7 @@ def _parse(text: str) -> tuple[str, str]:
         try:
             value = json.loads(text)
         except ValueError as error:
-            raise InputError("--lora-modules", f"is no JSON: {error}") from None
+            raise InputError("--lora-modules", f"is not valid JSON: {error}") from None
         name, path = value.get("name"), value.get("path")
     if not (isinstance(name, str) and name and isinstance(path, str) and path):
         raise InputError("--lora-modules", f"expected NAME=FOLDER, found {text[:300]!r}")

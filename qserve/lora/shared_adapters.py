@@ -1,45 +1,62 @@
-"""SharedAdapters: the leader's way to the adapters that all ranks have parts of. Knows no tensors.
+"""SharedAdapters: the leader's access to adapters that are sharded over all ranks.
 
-Every rank reads the folder itself, in a thread, while steps go on, and keeps its part under a
-number. An adapter is there when all of them have read the same numbers; where one has not, nobody
-keeps it. With one rank the way is the same.
+Every rank reads the folder itself, in a thread, while steps run, and numbers its shard.
+An adapter is loaded when all ranks have read the same values; if one has not, no rank keeps it. A
+single rank works the same way.
 """
 
 import contextlib
 import itertools
 import weakref
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from formats.errors import InputError
-from qserve.engine.crew import Crew
 from qserve.lora.rank_adapters import RankAdapters
 
 
 @dataclass(frozen=True, eq=False)
 class SharedAdapter:
-    """An adapter that every rank has on its host, for as long as somebody holds this."""
+    """Adapter that every rank keeps on its host for as long as this object lives."""
 
     number: int
-    digest: str  # of all its numbers: equal ones compute the same
+    digest: str  # of all values: adapters with equal digests compute the same
+
+
+class OtherRanks(Protocol):
+    """Ranks of the model other than the leader (engine: RankGroup)."""
+
+    def begin(self, name: str, *values: Any) -> list[Future]:
+        """Start a call on each rank. Returns the future results."""
+
+    def tell(self, name: str, *values: Any) -> None:
+        """Send a call to each rank, in the order of steps."""
 
 
 class SharedAdapters:
-    """Of one engine's ranks."""
+    """Adapters of one engine's ranks."""
 
-    def __init__(self, ours: RankAdapters, crew: Crew | None) -> None:
-        """`crew`: the other ranks; None: there are none."""
-        self._ours, self._crew = ours, crew
+    def __init__(self, ours: RankAdapters, rank_group: OtherRanks | None) -> None:
+        """`rank_group`: None with one rank."""
+        self._ours, self._rank_group = ours, rank_group
         self._numbers = itertools.count()
-        self._forgotten: deque[int] = deque()  # of which the others have not been told
+        self._forgotten: deque[int] = deque()  # not yet sent to the other ranks
 
-    def read(self, path: str) -> SharedAdapter:
-        """Let every rank read its part of a folder, and wait. Any thread may. Raises InputError."""
+    def read(self, path: str, is_wanted: Callable[[], bool] = lambda: True) -> SharedAdapter:
+        """Let every rank read its shard of a folder, and wait. Any thread may call it.
+
+        Raises InputError, also where `is_wanted` says no before the end.
+        """
         number = next(self._numbers)
         self._tell_forgotten()
-        theirs = [] if self._crew is None else self._crew.begin("read_adapter", number, path)
+        theirs = (
+            [] if self._rank_group is None else self._rank_group.begin("read_adapter", number, path)
+        )
         try:
-            digest = self._ours.read(number, path)
+            digest = self._ours.read(number, path, is_wanted)
             for rank, future in enumerate(theirs, start=1):
                 if future.result() != digest:
                     raise InputError(
@@ -57,19 +74,19 @@ class SharedAdapters:
         return adapter
 
     def place(self, slot: int, adapter: SharedAdapter) -> None:
-        """Fill a slot of every rank, after the steps that were launched before."""
+        """Fill a slot of every rank, after all launched steps."""
         self._tell_forgotten()
-        if self._crew is not None:
-            self._crew.tell("place_adapter", slot, adapter.number)
+        if self._rank_group is not None:
+            self._rank_group.tell("place_adapter", slot, adapter.number)
         self._ours.place(slot, adapter.number)
 
     def _forget(self, number: int) -> None:
         self._ours.forget(number)
-        # A collection may call this in the middle of a message, so others are told later.
-        if self._crew is not None:
+        # The garbage collector may call this in the middle of a message, so it is sent later.
+        if self._rank_group is not None:
             self._forgotten.append(number)
 
     def _tell_forgotten(self) -> None:
-        with contextlib.suppress(IndexError):  # another thread may have told of the last
+        with contextlib.suppress(IndexError):  # another thread may have sent the last one
             while self._forgotten:
-                self._crew.tell("forget_adapter", self._forgotten.popleft())
+                self._rank_group.tell("forget_adapter", self._forgotten.popleft())

@@ -1,4 +1,4 @@
-"""The adapters on the device: slots of one size, and the decoder's linears that read them.
+"""SlotMemory: the adapter slots on the device, and the decoder's linears that read them.
 
 Legend as in qkernels/lora/weights.py.
 """
@@ -9,14 +9,14 @@ import torch
 
 from qkernels.lora.weights import TABLE_COLUMNS, LoraWeights
 from qserve.lora.layout import AdapterLayout, PackedAdapter, Place
-from qserve.model.blocks.gated_mlp import GatedMlp
 from qserve.model.blocks.linear import AdaptedLinear, AdaptedRows, RowParallel
+from qserve.model.blocks.mlp import Mlp
 from qserve.model.blocks.moe import MoeMlp
 from qserve.model.decoder import Decoder
 
 
 class SlotMemory:
-    """Room for so many adapters. From its making on, the decoder's linears read `rows`."""
+    """Memory of the adapter slots. Once created, the decoder's linears read `rows`."""
 
     def __init__(
         self, decoder: Decoder, layout: AdapterLayout, *, num_slots: int, max_rank: int
@@ -33,7 +33,8 @@ class SlotMemory:
         for number, place in enumerate(layout.places):
             owner, name = _linear_of(decoder, place)
             if isinstance(getattr(owner, name), RowParallel):
-                owner, name = getattr(owner, name), "inner"  # its sum adds up the adapters' parts
+                # its sum over ranks adds up the adapters' parts
+                owner, name = getattr(owner, name), "inner"
             linear = AdaptedLinear(getattr(owner, name), self._weights(number, place), self.rows)
             setattr(owner, name, linear)
 
@@ -47,12 +48,12 @@ class SlotMemory:
 
     @property
     def weights(self) -> Iterator[LoraWeights]:
-        """Of each linear."""
+        """Matrices of each linear."""
         return (self._weights(number, place) for number, place in enumerate(self.layout.places))
 
     @torch.inference_mode()
     def place(self, slot: int, adapter: PackedAdapter) -> None:
-        """Fill a slot, after the steps that were launched before. Does not wait for it."""
+        """Fill a slot after the steps that were launched before. Does not wait for the copy."""
         self.memory[slot, : adapter.rank].copy_(adapter.pieces, non_blocking=True)
         self._ranks[slot].copy_(adapter.ranks, non_blocking=True)
         self._scales[slot].copy_(adapter.scales, non_blocking=True)
@@ -72,7 +73,7 @@ class SlotMemory:
 
 
 def _linear_of(decoder: Decoder, place: Place) -> tuple[torch.nn.Module, str]:
-    """The block that has a projection's linear, and what it calls it."""
+    """The block that has a projection's linear, and the name of its attribute."""
     family = decoder.config.family
     layer = decoder.layers[decoder.layer_numbers.index(place.layer)]
     if place.projection in (family.qkv, family.o):
@@ -82,5 +83,5 @@ def _linear_of(decoder: Decoder, place: Place) -> tuple[torch.nn.Module, str]:
         mlp, gate_up = mlp.shared.mlp, family.experts.shared.gate_up
     else:
         gate_up = family.gate_up
-    assert isinstance(mlp, GatedMlp), f"{place.projection.name} is in no feed-forward"
-    return mlp, "gate_up_proj" if place.projection == gate_up else "down_proj"
+    assert isinstance(mlp, Mlp), f"{place.projection.name} is in no MLP"
+    return mlp, "up_proj" if place.projection == gate_up else "down_proj"

@@ -1,1 +1,1 @@
-"""The model: layers, their weights and how a checkpoint becomes them. Knows no requests."""
+"""The model: its layers, their weights, and how they are loaded from a checkpoint."""

@@ -1,12 +1,14 @@
-"""How many positions a model is for, by the keys of config.json. Knows no tensors."""
+"""Maximum context length of a model, from config.json."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from formats.errors import InputError
 from qserve.model.rope import RopeConfig
 
-# As vLLM reads them; of several that a config states the smallest counts.
+MAX_LENGTH = 2**31 - 1
+# Keys as in vLLM; if a config has several, the smallest value counts.
 KEYS = (
     "max_position_embeddings",
     "n_positions",
@@ -17,14 +19,14 @@ KEYS = (
     "max_seq_length",
     "seq_len",
 )
-# Types of scaling whose config states the length before it. "llama3" and "longrope" state the one
-# after it, and "dynamic" would change keys that are cached (RopeConfig.check_length).
+# Scaling types whose config states the length before scaling. "llama3" and "longrope" state the
+# length after it, and "dynamic" would change cached keys (RopeConfig.check_length).
 STRETCHING = ("linear", "yarn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextLength:
-    """The longest prompt plus output, and what says so."""
+    """Longest prompt plus output, and its source."""
 
     length: int
     source: str
@@ -33,17 +35,26 @@ class ContextLength:
     def of(
         cls, stated: Mapping[str, Any], default: int, ropes: Iterable[RopeConfig | None]
     ) -> "ContextLength":
-        """`stated`: config.json as it is; `default`: what transformers takes where it says none."""
+        """`stated`: config.json as written; `default`: transformers' default for a missing length.
+
+        Raises InputError if a scaled rotation covers more positions than int32 can count.
+        """
         found = {key: stated[key] for key in KEYS if _is_length(stated.get(key))}
         key = min(found, key=found.__getitem__) if found else None
         length, source = found.get(key, default), key or "the default of its model type"
         scaled = [(_stretched(rope, length), rope) for rope in ropes if rope is not None]
         if not scaled:
-            return cls(length=length, source=source)
-        # Of layers that differ, such as those with windows, the one that reaches furthest counts.
+            return cls(length=min(length, MAX_LENGTH), source=source)
+        # If layers differ, such as those with windows, the longest reach counts.
         reach, rope = max(scaled, key=lambda pair: pair[0])
         if reach != length:
             source += f", {rope.type} rope scaling by {rope.parameters['factor']:g}"
+        if reach > MAX_LENGTH:
+            raise InputError(
+                "config.json",
+                f"expected at most {MAX_LENGTH} positions, found {reach:.3g} ({source})",
+                "copy config.json from the float model",
+            )
         return cls(length=reach, source=source)
 
 
@@ -52,7 +63,7 @@ def _is_length(value: object) -> bool:
 
 
 def _stretched(rope: RopeConfig, length: int) -> int:
-    """The positions that a scaled rotation is for."""
+    """Positions that a scaled rotation covers."""
     if rope.type not in STRETCHING:
         return length
     original = rope.parameters.get("original_max_position_embeddings")

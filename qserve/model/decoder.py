@@ -9,9 +9,10 @@ import torch
 
 from qserve.model.blocks.attention import StepInputs
 from qserve.model.blocks.embedding import Embedding
-from qserve.model.blocks.layer import Cache, Layer
+from qserve.model.blocks.layer import Layer
 from qserve.model.blocks.linear import Linear, Product, products_of
-from qserve.model.blocks.norm import RmsNorm
+from qserve.model.blocks.norm import Norm
+from qserve.model.cache_spec import Cache
 from qserve.model.model_config import ModelConfig
 from qserve.model.sharing import LinearPart
 from qserve.parallel.pipeline import Pipeline
@@ -26,9 +27,10 @@ class Decoder(torch.nn.Module):
         *,
         embedding: Embedding | None,
         layers: list[Layer],
-        norm: RmsNorm | None,
+        norm: Norm | None,
         head: Linear | None,
         logits_divisor: float = 1.0,
+        logits_factor: float = 1.0,
         logits_cap: float | None = None,
         pipeline: Pipeline | None = None,
         like: torch.Tensor | None = None,
@@ -43,8 +45,9 @@ class Decoder(torch.nn.Module):
         self.layers = torch.nn.ModuleList(layers)
         self.norm = norm
         self.head = head
-        self._sum = RmsNorm(None, 0.0)
-        self.logits_divisor, self.logits_cap = logits_divisor, logits_cap
+        self._sum = Norm(None, 0.0)
+        self.logits_divisor, self.logits_factor = logits_divisor, logits_factor
+        self.logits_cap = logits_cap
         self.classifier: torch.Tensor | None = None  # [labels, C]; the loader fills it
         # Of linears that ranks share out, by name, ours; the loader fills it.
         self.parts: Mapping[str, LinearPart] = {}
@@ -52,11 +55,11 @@ class Decoder(torch.nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Of activations."""
-        return (self.like if self.embedding is None else self.embedding.weight).dtype
+        return (self.like if self.embedding is None else self.embedding).dtype
 
     @property
     def device(self) -> torch.device:
-        return (self.like if self.embedding is None else self.embedding.weight).device
+        return (self.like if self.embedding is None else self.embedding).device
 
     @property
     def layer_numbers(self) -> range:
@@ -101,15 +104,11 @@ class Decoder(torch.nn.Module):
         owners = [pipeline.stage_of(tap, self.config.num_layers) for tap in wanted]
         num_before = 1 + sum(owner < pipeline.stage for owner in owners)
         ours = [t for t, owner in zip(wanted, owners, strict=True) if owner == pipeline.stage]
-        ends = []
-        if pipeline.is_first:
-            # Asked for before anything is sent: the last stage need not wait for the first.
-            ends = [self._empty(1 + len(wanted), ids) for ids in token_ids]
-            coming = [pipeline.receive_last(end_NTC) for end_NTC in ends]
         sent, passed = [], []
+        ends, coming = [], []  # what the last stage sends to the first
         for ids, step in zip(token_ids, steps, strict=True):
             if pipeline.is_first:
-                x_TC, before = self.embedding(ids), ()
+                x_TC, before = self.embedding(ids, step.positions_T), ()
             else:
                 x_TC, *before = pipeline.receive(self._empty(num_before, ids))
             begin(step)
@@ -117,6 +116,11 @@ class Decoder(torch.nn.Module):
             states = [x_TC, *before, *tapped]
             passed.append(torch.stack(states) if len(states) > 1 else x_TC[None].contiguous())
             sent.append(pipeline.send(passed[-1]))
+            if pipeline.is_first:
+                # Only now: the first launch of a kernel loads it, and CUDA may wait with that for
+                # kernels that run. A receive that runs would wait for what is not yet sent.
+                ends.append(self._empty(1 + len(wanted), ids))
+                coming.append(pipeline.receive_last(ends[-1]))
         for work in sent:
             work.wait()
         if not pipeline.is_first:
@@ -158,11 +162,16 @@ class Decoder(torch.nn.Module):
         The number of layers means behind the last, before the norm. A decoder of sample layers,
         which may lack one, gives its last state there: who asks it wants the shapes.
         """
-        x_TC, residual_TC = self.embedding(token_ids_T), None
+        x_TC, residual_TC = self.embedding(token_ids_T, step.positions_T), None
+        if step.embeds is not None:
+            x_TC = x_TC.index_copy(0, step.embeds.rows_M, step.embeds.values_MC)
+        added = () if step.embeds is None else step.embeds.added_MC
         states: list[torch.Tensor] = []
         for number, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             tapped = states if number in taps else None
             x_TC, residual_TC = layer(x_TC, residual_TC, step, cache, tapped)
+            if number < len(added):
+                residual_TC = residual_TC.index_add(0, step.embeds.rows_M, added[number])
         hidden_TC, last_TC = self.norm(x_TC, residual_TC, None)
         found = dict(zip(sorted(n for n in set(taps) if n < len(self.layers)), states, strict=True))
         return hidden_TC, tuple(found.get(tap, last_TC) for tap in taps)
@@ -176,6 +185,8 @@ class Decoder(torch.nn.Module):
         logits_SV = self.head(hidden_SC)
         if self.logits_divisor != 1:
             logits_SV = logits_SV / self.logits_divisor
+        if self.logits_factor != 1:
+            logits_SV = logits_SV * self.logits_factor
         if self.logits_cap is not None:
             logits_SV = self.logits_cap * torch.tanh(logits_SV / self.logits_cap)
         return logits_SV

@@ -1,38 +1,53 @@
-"""Random weights in the shapes that a builder asks for: `--load-format dummy`."""
+"""Random weights in the shapes that a builder requests: `--load-format dummy`."""
+
+from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
-from formats.fp8 import FP8_DTYPE, Fp8Weight, scales_shape
-from formats.packed import PackedWeight
-from formats.weights import Weight
+from formats.in_memory.dense import is_dense
+from formats.in_memory.fp4 import Fp4Weight
+from formats.in_memory.fp8 import FP8_DTYPE, Fp8Weight, scales_shape
+from formats.in_memory.packed import PackedWeight
+from formats.in_memory.weights import Weight
+from formats.scheme import FP4_TYPES
 from qserve.model.model_config import ModelConfig
 
-# activations stay in range through any number of layers
+# Keeps activations in range through any number of layers.
 DUMMY_SCALE = 0.02
 
 
 class DummySource:
-    """The same weights for the same seed."""
+    """Random weight source; equal seeds give equal weights."""
 
     def __init__(self, config: ModelConfig, device: torch.device, seed: int) -> None:
         self.quant = config.quant
         self.device = device
+        self.digests: dict[str, str] | None = None  # random weights have none
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        if "norm" in name:
+        if "norm" in name and not name.endswith(".bias"):
             return torch.ones(shape, device=self.device)
         noise = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
         return noise.normal_(0, DUMMY_SCALE, generator=self._generator)
 
     def is_quantized(self, module: str) -> bool:
-        return self.quant is not None and self.quant.scheme_for(module) is not None
+        scheme = None if self.quant is None else self.quant.scheme_for(module)
+        return scheme is not None and not is_dense(scheme.weight)
 
     def stays_in_float(self, module: str) -> bool:
         return not self.is_quantized(module)
 
+    def has_linear(self, module: str) -> bool:
+        """Return True for codes alone: random experts in floats have their fused form."""
+        return self.is_quantized(module)
+
+    def check_has_experts(self, prefix: str, modules: Iterable[str]) -> None:
+        """All that is asked for is there."""
+
     def input_order(self, module: str, shape: tuple[int, int]) -> None:
-        """No linear has an order of its own."""
+        """None: no linear has a special order."""
 
     def weight(self, module: str, shape: tuple[int, int]) -> Weight:
         scheme = self.quant.scheme_for(module)
@@ -41,6 +56,12 @@ class DummySource:
         input_scale = None
         if scheme.activation is not None and not scheme.activation.dynamic:
             input_scale = torch.tensor(DUMMY_SCALE, device=device)
+        if spec.type in FP4_TYPES:
+            noise = torch.empty(shape, device=device)
+            noise.normal_(0, DUMMY_SCALE, generator=self._generator)
+            weight = Fp4Weight.from_float(noise, spec, module)
+            weight = replace(weight, activation=scheme.activation, input_scale=input_scale)
+            return weight.as_codes()  # as a file's weight is loaded
         if spec.type == "float":
             noise = torch.empty(shape, device=device).normal_(generator=self._generator)
             return Fp8Weight(
@@ -65,13 +86,13 @@ class DummySource:
         )
 
     def __contains__(self, name: str) -> bool:
-        return False  # of forms that are told apart by their tensors, the float one
+        return False  # selects the float form of weights whose form is detected by tensor names
 
     def kv_scales(self, attention: str) -> dict[str, torch.Tensor]:
         return {}
 
     def expect(self, prefix: str) -> None:
-        """Nothing is read."""
+        """Do nothing: no file is read."""
 
     def audit(self, unread: tuple[str, ...] = ()) -> None:
-        """Nothing can be left over."""
+        """Do nothing: no tensor can be left over."""

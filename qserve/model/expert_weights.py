@@ -1,4 +1,4 @@
-"""The routers and experts of a layer as blocks take them, from the family's row and the weights.
+"""Routers and experts of a layer for its blocks, from the family's row and the weights.
 
 Legend: E experts, C hidden size, I inner size.
 """
@@ -9,20 +9,23 @@ from typing import Any
 
 import torch
 
-from formats import mxfp4
+from formats.architecture.family import Experts, Projection
+from formats.architecture.flags import is_set
+from formats.architecture.sizes import num_experts
+from formats.codecs import mxfp4
 from formats.errors import CheckpointError
-from formats.family import Experts, Projection, is_set, num_experts
+from formats.in_memory.slices import take_inputs
+from formats.in_memory.weights import merge
 from formats.scheme import Scheme
-from formats.slices import take_inputs
-from formats.weights import merge
 from qkernels.moe.experts import ExpertMatrix, ExpertWeights
 from qkernels.moe.routing import SILU, Glu, Routing
+from qserve.model.sharing import Cut
 
-MXFP4 = Scheme(weight=mxfp4.SPEC)  # as it is decoded
+MXFP4 = Scheme(weight=mxfp4.SPEC)  # scheme of a decoded MXFP4 weight
 
 
 def routing_of(experts: Experts, config: Mapping[str, Any]) -> Routing:
-    """A row's rule with the numbers of config.json."""
+    """Routing rule of a family's row, with the numbers of config.json."""
     rule = experts.routing
     groups = {}
     if rule.group_score:
@@ -49,23 +52,81 @@ def expert_weights(weights: Any, prefix: str) -> ExpertWeights:
     glu = SILU
     if experts.clamped:
         glu = Glu(alpha=config["swiglu_alpha"], offset=1.0, limit=config["swiglu_limit"])
-    if experts.fused:
-        matrices = _fused(weights, f"{prefix}.{experts.module}.experts", routing.num_experts)
+    stem, E = f"{prefix}.{experts.module}.experts", routing.num_experts
+    if experts.fused and not _are_apart(weights, prefix):
+        matrices = _fused(weights, stem, E)
     else:
-        matrices = {
-            name: [
-                _matrix(weights, prefix, projection, number)
-                for number in range(routing.num_experts)
-            ]
-            for name, projection in (("gate_up", experts.gate_up), ("down", experts.down))
-        }
+        matrices = {}
+        for name, projection in (("gate_up", experts.gate_up), ("down", experts.down)):
+            if f"{stem}.{name}_proj" in weights.source:
+                matrices[name] = _stacked(weights, prefix, f"{stem}.{name}_proj", projection)
+            else:
+                matrices[name] = [_matrix(weights, prefix, projection, e) for e in range(E)]
+            if experts.fused:
+                matrices |= _biases(weights, prefix, name, projection)
     return ExpertWeights(top_k=routing.top_k, glu=glu, **matrices)
 
 
-def _fused(weights: Any, stem: str, E: int) -> dict[str, Any]:
-    """Experts whose matrices are one tensor each: float [E, K, N], or MXFP4 [E, N, K / 32, 16].
+def _are_apart(weights: Any, prefix: str) -> bool:
+    """Return True if each expert of a family with fused experts has tensors of its own."""
+    (linear,) = weights.family.experts.down.expert(0).linears
+    return weights.source.has_linear(f"{prefix}.{linear.name}")
 
-    Of gate_up the even outputs are gate's.
+
+def _stacked(weights: Any, prefix: str, name: str, projection: Projection) -> list[torch.Tensor]:
+    """The matrices [N, K] of all experts, from one float tensor [E, N, K], gate's rows first."""
+    linears, cuts = projection.linears, _cuts(weights, prefix, projection, 0)
+    shapes = [weights.shape(linear.shape) for linear in linears]
+    E = num_experts(weights.config.values)
+    whole_ENK = weights.tensor(name, (E, sum(n for n, _ in shapes), shapes[0][1]))
+    matrices = []
+    for whole_NK in whole_ENK:
+        rows = whole_NK.split([n for n, _ in shapes])
+        parts = [cut.tensor(part) for cut, part in zip(cuts, rows, strict=True)]
+        matrices.append(torch.cat(parts) if len(parts) > 1 else parts[0])
+    return matrices
+
+
+def _biases(
+    weights: Any, prefix: str, name: str, projection: Projection
+) -> dict[str, torch.Tensor]:
+    """The biases of all experts' linears as one tensor; empty where another rank adds them."""
+    rows = []
+    for number in range(num_experts(weights.config.values)):
+        cuts = _cuts(weights, prefix, projection, number)
+        linears = projection.expert(number).linears
+        stored = [
+            weights.tensor(f"{prefix}.{linear.name}.bias", weights.shape((linear.outputs,)))
+            for linear in linears
+        ]
+        parts = [cut.bias(bias_N) for cut, bias_N in zip(cuts, stored, strict=True)]
+        if parts[0] is None:
+            return {}
+        rows.append(torch.cat(parts))
+    return {f"{name}_bias_EN": torch.stack(rows)}
+
+
+def _cuts(weights: Any, prefix: str, projection: Projection, number: int) -> list[Cut]:
+    """The part of each linear of an expert that this rank holds."""
+
+    def order_of(name: str, shape: tuple[int, int]) -> torch.Tensor | None:
+        full = f"{prefix}.{name}"
+        return (
+            weights.source.input_order(full, shape) if weights.source.is_quantized(full) else None
+        )
+
+    experts = weights.family.experts
+    down = experts.down.expert(number) if projection is experts.gate_up else None
+    return [
+        weights.sharing.cut(projection, linear, prefix, order_of, down)
+        for linear in projection.expert(number).linears
+    ]
+
+
+def _fused(weights: Any, stem: str, E: int) -> dict[str, Any]:
+    """Experts stored in one tensor per matrix: float [E, K, N], or MXFP4 [E, N, K / 32, 16].
+
+    The even outputs of gate_up belong to gate.
     """
     C = weights.config.hidden_size
     sharing, down = weights.sharing, weights.family.experts.down
@@ -110,23 +171,14 @@ def _all(matrix: ExpertMatrix) -> ExpertMatrix:
 
 
 def _matrix(weights: Any, prefix: str, projection: Projection, number: int) -> ExpertMatrix:
-    """One expert's matrix of a projection, its members above each other.
+    """One expert's matrix of a projection, with its members stacked.
 
-    Raises CheckpointError where only some of the members
-    are quantized, or differently.
+    Raises CheckpointError where one is missing, or only some of the members are quantized, or
+    differently.
     """
-    experts, sharing = weights.family.experts, weights.sharing
-    linears = projection.expert(number).linears
-
-    def order_of(name: str, shape: tuple[int, int]) -> torch.Tensor | None:
-        full = f"{prefix}.{name}"
-        return (
-            weights.source.input_order(full, shape) if weights.source.is_quantized(full) else None
-        )
-
-    down = experts.down.expert(number) if projection is experts.gate_up else None
-    cuts = [sharing.cut(projection, linear, prefix, order_of, down) for linear in linears]
+    linears, cuts = projection.expert(number).linears, _cuts(weights, prefix, projection, number)
     places = {f"{prefix}.{linear.name}": weights.shape(linear.shape) for linear in linears}
+    weights.source.check_has_experts(prefix, places)
     quantized = [weights.source.is_quantized(name) for name in places]
     members = zip(places.items(), cuts, strict=True)
     if not any(quantized):

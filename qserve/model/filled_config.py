@@ -1,8 +1,8 @@
-"""config.json with the defaults that transformers fills in, remembered from one start to the next.
+"""config.json with transformers' defaults filled in, cached on disk between starts.
 
-Importing transformers and its config classes takes 3 to 6 seconds, a third of a start whose kernels
-are compiled. What they made of a config.json is kept as JSON under a key of the file's contents and
-of transformers' version; without it they are asked again.
+Importing transformers and its config classes takes 3 to 6 seconds, a third of a start with compiled
+kernels. The filled config is cached as JSON under a key of the file's contents and transformers'
+version. On a cache miss transformers fills it in again.
 """
 
 import contextlib
@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from formats.whole_file import write_whole
+from formats.files.whole_file import write_whole
 
-FORMAT = 1  # of what is kept
+FORMAT = 1  # version of the cache file
 
 
 def filled_config(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """All keys of a config; `stated` are config.json's. Raises whatever transformers raises."""
+    """All keys of a config; `stated` are config.json's. Raises any exception of transformers."""
     place = _folder() / f"{_key(stated)}.json"
     values = _read(place)
     if values is None:
@@ -44,12 +44,12 @@ def _key(stated: Mapping[str, Any]) -> str:
 
 
 def _folder() -> Path:
-    # not Path.home(): that raises where a container's user has none
+    # Not Path.home(), which raises for a container user without a home.
     return Path(os.path.expanduser("~/.cache/qserve/configs"))
 
 
 def _read(place: Path) -> dict[str, Any] | None:
-    """None where it is not there, or damaged."""
+    """None if the file is missing or damaged."""
     try:
         values = json.loads(place.read_text())
     except (OSError, ValueError):
@@ -58,6 +58,6 @@ def _read(place: Path) -> dict[str, Any] | None:
 
 
 def _keep(place: Path, values: dict[str, Any]) -> None:
-    """Whole or not at all. A folder that cannot be written costs the next start its time."""
+    """Write atomically. If the folder is not writable, the next start takes longer."""
     with contextlib.suppress(OSError):
         write_whole(place, json.dumps(values))

@@ -1,4 +1,4 @@
-"""Which layers of a decoder launch the same kernels. Knows shapes and types, not what layers do."""
+"""Layers of a decoder that launch the same kernels, by their shapes and types."""
 
 import copy
 import dataclasses
@@ -8,27 +8,28 @@ import torch
 
 from qserve.model.decoder import Decoder
 
-# A kernel may be compiled for these. Texts are names, of which each layer has its own.
+# Kernels may be specialized on these types. Strings are names, which differ between layers.
 COUNTED = (int, float, bool, torch.dtype, torch.device, type(None))
 
 
 def sample_of_layers(decoder: Decoder) -> tuple[Decoder, list[int]]:
-    """A decoder of few layers that launches every kernel that `decoder` does, and their numbers.
+    """A small decoder that launches every kernel of `decoder`, and the numbers of its layers.
 
-    It shares all tensors. The first layer is there for itself: it has no residual yet.
+    It shares all tensors. The first layer is always included: it has no residual input yet.
     """
     first_of_kind: dict[object, int] = {}
     for number, layer in enumerate(decoder.layers):
         first_of_kind.setdefault((number == 0, _kind(layer, ())), number)
     numbers = sorted(first_of_kind.values())
     sample = copy.copy(decoder)
-    sample._modules = dict(decoder._modules)  # torch's own table of submodules, else shared
+    # torch's table of submodules, which would be shared otherwise
+    sample._modules = dict(decoder._modules)
     sample.layers = torch.nn.ModuleList([decoder.layers[number] for number in numbers])
     return sample, numbers
 
 
 def _kind(value: object, path: tuple[int, ...]) -> object:
-    """Equal for values that make equal launches. `path`: ids of what holds the value."""
+    """Key that is equal for values with equal launches. `path`: ids of the enclosing objects."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), tuple(value.stride()), value.dtype
     if isinstance(value, COUNTED):

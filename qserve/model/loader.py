@@ -1,15 +1,16 @@
-"""From a model folder to a Decoder on a device, one tensor group at a time. Ends with an audit.
+"""Load a model folder into a Decoder on a device, one tensor group at a time, then audit it.
 
-The tensors of a layer are read, merged (q, k, v; gate, up), moved, prepared for their kernels and
+The tensors of a layer are read, merged (q, k, v; gate, up), moved, prepared for their kernels, and
 dropped from the host before the next layer's. Every tensor of the folder must be used.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from formats.errors import InputError
 from qserve.model import families
+from qserve.model.blocks.layer import Layer
 from qserve.model.decoder import Decoder
 from qserve.model.model_config import ModelConfig
 from qserve.model.sharing import Sharing
@@ -27,18 +28,20 @@ def load(
     progress: bool = True,
     kernels: Mapping[str, str] | None = None,
     ranks: Ranks = ALONE,
+    on_layer: Callable[[Layer], None] | None = None,
 ) -> Decoder:
     """Build the decoder. Raises CheckpointError on missing, leftover or misshapen tensors.
 
-    Raises InputError where the family does not run in `dtype`.
+    `kernels`: kernels selected or excluded by name, as in EngineConfig. `ranks`: the ranks that
+    share the model; the decoder holds this rank's shard. `on_layer`: called with each finished
+    layer.
 
-    `kernels`: asked for or forbidden by name, as EngineConfig has them. `ranks`: those over
-    which the model is shared out; the decoder has our part.
+    Raises InputError if the family does not run in `dtype`.
     """
     if dtype == torch.float16 and not config.family.float16:
         raise InputError(
             "--dtype float16",
-            f"activations of {config.family.architecture} leave its range",
+            f"activations of {config.family.architecture} exceed the range of this dtype",
             "use --dtype bfloat16",
         )
     sharing = Sharing(config, ranks.communicator)
@@ -53,6 +56,7 @@ def load(
         kernels=kernels,
         sharing=sharing,
         pipeline=ranks.pipeline,
+        on_layer=on_layer,
     )
     decoder = families.build(config, weights)
     decoder.classifier, decoder.parts = weights.classifier(), weights.parts

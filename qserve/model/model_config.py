@@ -1,31 +1,40 @@
-"""config.json as the model needs it. transformers fills in defaults. Knows no tensors."""
+"""config.json in the form that the model needs, with transformers' defaults filled in."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from formats.bare_model import INSTEAD_OF_HEAD, SCORE, is_headless
-from formats.checkpoint import CONFIG, CheckpointReader, read_json
+from formats.architecture.bare_model import INSTEAD_OF_HEAD, SCORE, is_headless
+from formats.architecture.family import Family, check_num_layers
+from formats.architecture.refused import check_not_refused
+from formats.architecture.stored_form import usual_config
+from formats.architecture.text_part import HEAD_WEIGHT, has_text_part, text_config
+from formats.architecture.tied_head import says_tied
+from formats.checkpoint import CONFIG, INDEX, SINGLE, CheckpointReader, read_json
 from formats.errors import InputError, one_line
 from formats.families import FAMILIES, served_architectures
-from formats.family import Family, check_num_layers
+from formats.gguf.folder import model_folder
 from formats.quant_config import BLOCK, QuantConfig, find_block
-from formats.text_part import has_text_part
 from qserve.model.context_length import ContextLength
 from qserve.model.filled_config import filled_config
+from qserve.model.online_quantization import OnlineQuantization, RoundingPlan
 from qserve.model.rope import RopeConfig
+from qserve.multimodal.families import VisionConfig
+
+# The widest known is 576. Tables of this width are made before the tensors are read.
+MAX_HEAD_DIM = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shapes and choices of one decoder."""
+    """Shapes and options of one decoder."""
 
     family: Family
-    values: Mapping[str, Any]  # config.json's, and transformers' where it states none
+    values: Mapping[str, Any]  # of config.json, with transformers' defaults
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -33,59 +42,102 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
+    norm_eps: float
+    activation: str  # as config.json names it
     ropes: tuple[RopeConfig | None, ...]  # of each layer; None: it rotates nothing
     context: ContextLength
     tied_head: bool
-    windows: tuple[int | None, ...]  # of each layer: keys a query sees, itself included
-    state_layers: tuple[bool, ...]  # those with a state in place of keys and values
-    dtype: torch.dtype  # that the checkpoint states
-    quant: QuantConfig | None  # None: a float checkpoint
+    windows: tuple[int | None, ...]  # per layer: keys that a query sees, itself included
+    # True for layers with a recurrent state instead of keys and values
+    state_layers: tuple[bool, ...]
+    dtype: torch.dtype  # stated by the checkpoint
+    quant: QuantConfig | None  # None: float linears
     eos_token_ids: frozenset[int]
-    instead_of_head: str = ""  # what the checkpoint has: a classifier's matrix, or nothing
+    instead_of_head: str = ""  # matrix that replaces the head, such as a classifier's
     labels: tuple[str, ...] = ()  # of a classifier
+    # of qserve.multimodal.media.KINDS, for which it has encoders
+    media_kinds: frozenset[str] = frozenset()
+    vision: VisionConfig | None = None  # of the whole model, if its tower is used
+    no_vision: str = ""  # the reason why the tower of its folder is not used
+    # of a float checkpoint that is quantized while it loads; `quant` is then the result's
+    rounding: RoundingPlan | None = None
 
     def check_length(self, max_model_len: int) -> None:
-        """Raise InputError for positions that the rotation of some layer cannot have."""
+        """Raise InputError for positions that some layer's rotation does not support."""
         for rope in self.ropes:
             if rope is not None:
                 rope.check_length(max_model_len)
 
     @property
     def has_states(self) -> bool:
-        """Whether requests have states beside their pages."""
+        """True if requests have recurrent states besides their pages."""
         return any(self.state_layers)
 
     @property
     def longest_window(self) -> int | None:
-        """Keys that a query sees in the layer where it sees most; None: all."""
+        """Keys that a query sees in the layer with the longest window; None: all."""
         return None if None in self.windows else max(self.windows)
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """The numbers that shapes of the family's row name."""
+        """Numbers that the shapes of the family's row refer to."""
         return self.family.sizes({**self.values, "head_dim": self.head_dim})
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> "ModelConfig":
-        """Read config.json and generation_config.json. Raises InputError."""
-        raw = read_json(Path(folder) / CONFIG)
-        # Only the tensors tell what there is in place of a head.
+    def from_folder(
+        cls,
+        folder: str | Path,
+        *,
+        activation_bits: int | None = None,
+        is_drafter: bool = False,
+        quantization: OnlineQuantization | None = None,
+    ) -> "ModelConfig":
+        """Read config.json and generation_config.json. Raises InputError.
+
+        `activation_bits`: what a checkpoint with 4-bit activations runs with; None refuses it. They
+        are for the target; a drafter (`is_drafter`) uses them only if it has such activations.
+        `quantization`: schemes to which a float checkpoint is rounded while it loads.
+        """
+        folder = model_folder(folder)
+        raw = read_json(folder / CONFIG)
+        # Only the tensors show whether there is a head, and whether it is the embedding.
         may_lack_head = is_headless(raw) or (Path(folder) / "modules.json").exists()
-        if has_text_part(raw) or may_lack_head:
-            raw = CheckpointReader(folder).config
+        has_tensors = any((Path(folder) / name).exists() for name in (SINGLE, INDEX))
+        vision = None
+        if has_text_part(raw) and not has_tensors:  # shapes alone, for random weights
+            vision = VisionConfig.of(raw)
+            raw = text_config(raw, () if says_tied(raw) else (HEAD_WEIGHT,))
+        elif has_text_part(raw) or may_lack_head or (says_tied(raw) and has_tensors):
+            reader = CheckpointReader(folder)
+            raw = reader.config
+            vision = VisionConfig.of(reader.whole_config) if reader.other_parts else None
+        raw = usual_config(raw)
         check_num_layers(raw)
         block = find_block(Path(folder), raw)
+        stated = block or raw.get(BLOCK)
+        if quantization is not None and stated is not None:
+            method = stated.get("quant_method") if isinstance(stated, dict) else stated
+            quantization.check_method(str(folder), method)
+            quantization = None
         family = family_of(raw)
         try:
-            # The block is ours to read: transformers would look for the library that wrote it.
+            # Removed, since transformers would look for the library that wrote the block.
             plain = {key: value for key, value in raw.items() if key != BLOCK}
-            config = SimpleNamespace(**filled_config(plain))
-        except Exception as error:  # what a config class raises is not documented
-            problem = f"transformers refuses it: {one_line(error)}"
+            config = SimpleNamespace(**usual_config(filled_config(plain)))
+        except Exception as error:  # exceptions of config classes are not documented
+            problem = f"transformers rejects it: {one_line(error)}"
             raise InputError(f"{folder}/{CONFIG}", problem) from None
         try:
-            return cls._from_config(family, config, raw, block, Path(folder))
+            quant = QuantConfig.from_dict(block) if block else None
+            if quant is not None:
+                quant = quant.with_activation_bits(activation_bits, may_be_unused=is_drafter)
+            model = cls._from_config(family, config, raw, quant, Path(folder))
+            if vision is not None:
+                model = replace(model, vision=vision, media_kinds=vision.family.kinds)
+            if quantization is None:
+                return model
+            plan = quantization.plan(family, model.values, model.sizes, str(folder))
+            return replace(model, quant=plan.config, rounding=plan)
         except InputError:
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -98,18 +150,25 @@ class ModelConfig:
         family: Family,
         config: Any,
         raw: Mapping[str, Any],
-        block: dict | None,
+        quant: QuantConfig | None,
         folder: Path,
     ) -> "ModelConfig":
-        """The same, of transformers' config, config.json as it is, and the quantization block."""
+        """Return the model that transformers' config and config.json (`raw`) describe."""
+        family.check_config(raw)
         activation = getattr(config, family.activation_key)
-        if activation != family.activation:
+        if activation not in family.activations:
             raise InputError(
                 f"config.json {family.activation_key}",
-                f"expected {family.activation!r}, found {activation!r}",
+                f"expected {' or '.join(map(repr, family.activations))}, found {activation!r}",
             )
         head_dim = getattr(config, "head_dim", None)
         head_dim = head_dim or config.hidden_size // config.num_attention_heads
+        if not 1 <= head_dim <= MAX_HEAD_DIM:
+            raise InputError(
+                "config.json head_dim",
+                f"expected 1 to {MAX_HEAD_DIM}, found {head_dim}",
+                "copy it from the float model",
+            )
         windows = _windows(config, family.window)
         ropes = _ropes(config, family, head_dim, windows)
         return cls(
@@ -117,12 +176,13 @@ class ModelConfig:
             values=vars(config),
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
+            intermediate_size=getattr(config, family.inner_key),
             num_layers=config.num_hidden_layers,
             num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", config.num_attention_heads),
             head_dim=head_dim,
-            rms_norm_eps=config.rms_norm_eps,
+            norm_eps=family.norm_eps(vars(config)),
+            activation=activation,
             ropes=ropes,
             context=ContextLength.of(raw, config.max_position_embeddings, ropes),
             tied_head=bool(config.tie_word_embeddings),
@@ -131,7 +191,7 @@ class ModelConfig:
                 family.has_state(number, vars(config)) for number in range(config.num_hidden_layers)
             ),
             dtype=_dtype(config.dtype),
-            quant=QuantConfig.from_dict(block) if block else None,
+            quant=quant,
             eos_token_ids=_eos_token_ids(folder, config),
             instead_of_head=raw.get(INSTEAD_OF_HEAD, ""),
             labels=_labels(config) if raw.get(INSTEAD_OF_HEAD) == SCORE else (),
@@ -139,20 +199,21 @@ class ModelConfig:
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The row that config.json names. Raises InputError where there is none that is served."""
+    """Family row that config.json names. Raises InputError if it is not supported."""
     names, served = config.get("architectures"), served_architectures()
     for name in served:
         if names == [name]:
             return FAMILIES[name]
+    check_not_refused(config)
     raise InputError(
         "config.json architectures",
         f"expected one of {', '.join(served)}, found {names!r:.200}",
-        "a new family is a row of formats/families.py and a module of qserve/model/families",
+        "`qserve families` describes them",
     )
 
 
 def _labels(config: Any) -> tuple[str, ...]:
-    """A classifier's labels, in the order of their rows."""
+    """Labels of a classifier, in the order of its rows."""
     named = getattr(config, "id2label", None) or {}
     return tuple(str(named[key]) for key in sorted(named, key=int))
 
@@ -175,12 +236,18 @@ def _ropes(
     config: Any, family: Family, head_dim: int, windows: tuple[int | None, ...]
 ) -> tuple[RopeConfig | None, ...]:
     """Of each layer. transformers states one for all, or one for each type of layer."""
-    stated = config.rope_parameters
+    if family.rope == "none":
+        return (None,) * len(windows)
+    if family.rotary_dim_key:
+        rotated = getattr(config, family.rotary_dim_key) / head_dim
+        stated = {"rope_theta": 10000.0, "partial_rotary_factor": rotated}
+    else:
+        stated = config.rope_parameters
     by_type = stated if any(isinstance(value, dict) for value in stated.values()) else None
     ropes = []
     for number, window in enumerate(windows):
         if family.rope == "no_rope_layers":
-            rotates = bool(config.no_rope_layers[number])  # 1: it does rotate
+            rotates = bool(config.no_rope_layers[number])  # 1 means that the layer does rotate
         else:
             rotates = family.rope == "all" or config.sliding_window is None or window is not None
         parameters = by_type[config.layer_types[number]] if by_type else stated
@@ -195,9 +262,9 @@ def _ropes(
 
 
 def _eos_token_ids(folder: Path, config: Any) -> frozenset[int]:
-    """The end tokens: generation_config.json's, which chat models rely on, and config.json's.
+    """End tokens of generation_config.json, which chat models rely on, and of config.json.
 
-    Some models name -1, or ids beyond the vocabulary; these are never drawn. Raises InputError.
+    Some models list -1 or ids beyond the vocabulary, which are never sampled. Raises InputError.
     """
     found: list[int] = []
     path = folder / "generation_config.json"

@@ -1,7 +1,7 @@
-"""ReadAhead: tensors of a checkpoint on a device, those of the next layer read meanwhile.
+"""ReadAhead: moves tensors of a checkpoint to a device, and reads the next layer's meanwhile.
 
-Reading releases the interpreter lock, so the disk, or the page cache's copies, and the GPU work at
-the same time. Knows names, not what tensors are for.
+Reading releases the interpreter lock, so disk reads (or copies from the page cache) and GPU work
+overlap.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,12 +10,12 @@ import torch
 
 from formats.checkpoint import CheckpointReader
 
-# One thread copies from the page cache at a quarter of what memory allows.
+# One thread copies from the page cache at a quarter of the memory bandwidth.
 NUM_THREADS = 4
 
 
 class ReadAhead:
-    """A reader whose tensors come to a device. `expect` says what is wanted next."""
+    """Reader whose tensors are moved to a device. `expect` announces the next ones."""
 
     def __init__(self, reader: CheckpointReader, device: torch.device) -> None:
         self._reader, self._device = reader, device
@@ -23,7 +23,7 @@ class ReadAhead:
         self._expected: dict[str, Future[torch.Tensor]] = {}
 
     def expect(self, prefix: str) -> None:
-        """Begin to read all tensors whose names begin so. They stay on the host until `get`."""
+        """Begin to read all tensors with this prefix. They stay on the host until `get`."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="read-ahead")
         for name in self._reader.entries:
@@ -37,7 +37,7 @@ class ReadAhead:
         return tensor.to(self._device)
 
     def close(self) -> None:
-        """Drop what was expected and never taken."""
+        """Drop tensors that were expected but never used."""
         self._expected.clear()
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)

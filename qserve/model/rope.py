@@ -1,7 +1,7 @@
-"""Rotary position embedding: the table of cosines and sines. Knows scaling types, not layers.
+"""Rotary position embedding: the table of cosines and sines, for all scaling types.
 
 Legend: D rotated dimensions of a head: all, or its first ones. Dimension i pairs with i + D/2
-(NeoX), or 2 i with 2 i + 1 where a model interleaves them.
+(NeoX), or 2 i with 2 i + 1 if the model interleaves them.
 """
 
 import math
@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from formats.errors import InputError
-from formats.rope_types import ROPE_DEFAULT, SERVED_ROPE_TYPES
+from formats.architecture.rope_types import ROPE_DEFAULT, SERVED_ROPE_TYPES
+from formats.checkpoint import fits_float32
+from formats.errors import InputError, one_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,27 +30,33 @@ class RopeConfig:
     def from_dict(
         cls, rope: dict[str, Any], *, dim: int, max_position: int, interleaved: bool = False
     ) -> "RopeConfig":
-        """Raises InputError on a scaling type that is not supported."""
+        """Raises InputError on an unsupported scaling type."""
         kind = rope.get("rope_type", ROPE_DEFAULT)
         if kind not in SERVED_ROPE_TYPES:
             known = ", ".join(SERVED_ROPE_TYPES)
             raise InputError("config.json rope_type", f"expected one of {known}, found {kind!r}")
+        theta, rotated = (
+            float(rope["rope_theta"]),
+            int(dim * rope.get("partial_rotary_factor", 1.0)),
+        )
+        if kind == "dynamic" and rope.get("alpha"):  # Hunyuan's: the same for all lengths
+            kind, theta = ROPE_DEFAULT, theta * rope["alpha"] ** (rotated / (rotated - 2))
         return cls(
             type=kind,
-            theta=float(rope["rope_theta"]),
-            dim=int(dim * rope.get("partial_rotary_factor", 1.0)),
+            theta=theta,
+            dim=rotated,
             max_position=max_position,
             parameters=dict(rope),
             interleaved=interleaved,
         )
 
     def check_length(self, max_model_len: int) -> None:
-        """Raise InputError for positions at which "dynamic" would change keys already cached."""
+        """Raise InputError for positions at which "dynamic" would change cached keys."""
         if self.type == "dynamic" and max_model_len > self.max_position:
             raise InputError(
                 "--max-model-len",
                 f"dynamic rope scaling recomputes earlier keys beyond {self.max_position} tokens,"
-                " which a KV cache cannot hold",
+                " which is impossible with a KV cache",
                 f"use --max-model-len {self.max_position}",
             )
 
@@ -64,8 +71,32 @@ def cos_sin_table(rope: RopeConfig, length: int, device: torch.device) -> torch.
 def inverse_frequencies(rope: RopeConfig, length: int) -> tuple[torch.Tensor, float]:
     """Angle per position of each of D/2 pairs, and the factor on cosines and sines.
 
-    `length`: positions that a sequence may have.
+    `length`: maximum number of positions of a sequence. Raises InputError if the numbers in
+    config.json give non-finite angles.
     """
+    try:
+        frequencies, scale = _inverse_frequencies(rope, length)
+    except (ArithmeticError, TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise _no_rotation(rope, f"{type(error).__name__}: {one_line(error)}") from None
+    if not (frequencies.isfinite().all() and math.isfinite(scale)):
+        raise _no_rotation(rope, "found angles that are not finite")
+    return frequencies, scale
+
+
+def _no_rotation(rope: RopeConfig, problem: str) -> InputError:
+    stated = {name: rope.parameters[name] for name in sorted(rope.parameters)}
+    return InputError(
+        "config.json rope_parameters",
+        f"{stated!r:.300} give no valid rotation: {problem}",
+        "copy config.json from the float model",
+    )
+
+
+def _inverse_frequencies(rope: RopeConfig, length: int) -> tuple[torch.Tensor, float]:
+    if not (rope.theta > 0 and fits_float32(rope.theta)):
+        raise ValueError(f"expected a rope_theta above 0 and within float32, found {rope.theta}")
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.int64).float() / rope.dim
     periods = rope.theta**exponents
     plain = 1.0 / periods
@@ -81,7 +112,7 @@ def inverse_frequencies(rope: RopeConfig, length: int) -> tuple[torch.Tensor, fl
 
 
 def _llama3(plain: torch.Tensor, parameters: dict[str, Any]) -> torch.Tensor:
-    """Llama 3.1: long wavelengths are divided by the factor, short ones stay, a ramp between."""
+    """Llama 3.1: divide long wavelengths by the factor, keep short ones, interpolate between."""
     factor = parameters["factor"]
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
     turns = parameters["original_max_position_embeddings"] * plain / (2 * math.pi)
@@ -124,8 +155,8 @@ def _longrope(periods: torch.Tensor, rope: RopeConfig, length: int) -> tuple[tor
     """LongRoPE (Ding et al. 2024, arXiv 2402.13753): a factor for each pair.
 
     transformers changes from short to long factors when a sequence outgrows the original length,
-    and computes all keys again, which a KV cache cannot. So the longest sequence that may come
-    decides, as in vLLM.
+    and recomputes all keys, which is impossible with a KV cache. As in vLLM, the maximum sequence
+    length decides instead.
     """
     parameters = rope.parameters
     original = parameters["original_max_position_embeddings"]

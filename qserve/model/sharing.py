@@ -1,6 +1,6 @@
-"""Which part of a model one rank holds: heads, features of feed-forwards, rows of the vocabulary.
+"""Shard of a model on one rank: heads, features of feed-forwards, rows of the vocabulary.
 
-Knows names and sizes, and of weights only how to take their parts. Legend: N outputs, K inputs.
+Legend: N outputs, K inputs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,23 +9,30 @@ from typing import Any
 
 import torch
 
+from formats.architecture.family import Family, Linear, Projection
 from formats.errors import InputError
-from formats.family import Family, Linear, Projection
+from formats.in_memory.shares import (
+    WIDTHS,
+    HeadShare,
+    Share,
+    share_features,
+    share_heads,
+    share_out,
+)
+from formats.in_memory.slices import Rows, take_inputs, take_outputs, take_rows
+from formats.in_memory.weights import Weight
 from formats.scheme import Scheme
-from formats.shares import WIDTHS, HeadShare, Share, share_features, share_heads, share_out
-from formats.slices import Rows, take_inputs, take_outputs, take_rows
-from formats.weights import Weight
 from qserve.model.model_config import ModelConfig
 from qserve.parallel.communicator import Communicator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """The part of one linear, as it is stored. None: all outputs, or all inputs."""
+    """Shard of one linear, as stored. None: all outputs, or all inputs."""
 
     rows: Rows | None = None
     columns: Share | None = None
-    has_bias: bool = True  # a sum over ranks has the bias of one of them
+    has_bias: bool = True  # in a sum over ranks only one rank adds the bias
 
     def weight(self, weight: Weight, name: str) -> Weight:
         if self.columns is not None:
@@ -48,14 +55,16 @@ WHOLE = Cut()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearPart:
-    """The outputs and inputs of one linear that a rank computes with, in their order. None: all."""
+    """Outputs and inputs of one linear that a rank computes with, in order. None: all."""
 
     rows: Rows | None = None
     inputs: Rows | None = None
 
     @classmethod
     def of(cls, cut: Cut, order_K: torch.Tensor | None) -> "LinearPart":
-        """`order_K`: the inputs as the linear takes them, of which a cut by columns is a run."""
+        """`order_K`: the order in which the linear takes its inputs; a shard of columns is a range
+        of it.
+        """
         if cut.columns is None:
             return cls(rows=cut.rows)
         if order_K is None:
@@ -64,13 +73,13 @@ class LinearPart:
 
 
 class Sharing:
-    """How a model is shared out over the ranks of a communicator, and which part is ours.
+    """Division of a model among the ranks of a communicator, and this rank's shard.
 
-    Without a communicator everything is.
+    Without a communicator the shard is the whole model.
     """
 
     def __init__(self, config: ModelConfig, communicator: Communicator | None = None) -> None:
-        """Raises InputError where the heads cannot be shared out."""
+        """Raises InputError if the heads cannot be divided."""
         self.communicator = communicator
         self._config, self._sizes = config, config.sizes
         self._heads: tuple[HeadShare, ...] = ()
@@ -85,26 +94,40 @@ class Sharing:
     def heads(self) -> HeadShare:
         return self._heads[self.communicator.rank]
 
+    def rows_by_head(self) -> Rows:
+        """Rows of this rank's queries, keys, values in a matrix that has, of each KV head in turn,
+        its queries, its key and its value.
+        """
+        config, width = self._config, self._config.head_dim
+        queries = config.num_heads // config.num_kv_heads  # of one KV head
+        heads, kv_heads = (0, config.num_heads), (0, config.num_kv_heads)
+        if not self.is_whole:
+            heads, kv_heads = self.heads.heads, self.heads.kv_heads
+        firsts = [h // queries * (queries + 2) + h % queries for h in range(*heads)]
+        for number in (queries, queries + 1):
+            firsts += [head * (queries + 2) + number for head in range(*kv_heads)]
+        return [(first * width, (first + 1) * width) for first in firsts]
+
     @property
     def head_widths(self) -> tuple[int, ...]:
         """Channels of each rank's attention output."""
         return tuple(share.num_heads * self._config.head_dim for share in self._heads)
 
     def local(self, config: ModelConfig) -> ModelConfig:
-        """The configuration with this rank's numbers of heads."""
+        """Configuration with this rank's numbers of heads."""
         if self.is_whole:
             return config
         heads = self.heads
         return replace(config, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads)
 
     def vocabulary(self) -> tuple[Share, ...]:
-        """Tokens of each rank. Raises InputError where there are fewer than ranks."""
+        """Tokens of each rank. Raises InputError if there are fewer tokens than ranks."""
         found = share_out(self._sizes["vocab_size"], self.communicator.size, (WIDTHS,))
-        assert found is not None, "a vocabulary of fewer tokens than ranks"
+        assert found is not None, "the vocabulary has fewer tokens than there are ranks"
         return found
 
     def head_rows(self, size: str) -> Share | None:
-        """Of a tensor with an entry for each channel ("q", "kv") or head; None: all."""
+        """This rank's rows of a tensor with an entry per channel ("q", "kv") or head; None: all."""
         counted = ("num_attention_heads", "num_key_value_heads")
         if self.is_whole or size not in ("q", "kv", *counted):
             return None
@@ -120,9 +143,10 @@ class Sharing:
         order_of: Callable[[str, tuple[int, int]], torch.Tensor | None],
         down: Projection | None = None,
     ) -> Cut:
-        """The part of a linear below a layer's prefix. `down`: what reads the features it makes.
+        """Shard of a linear below a layer's prefix. `down`: the linear that reads its features.
 
-        `order_of` tells in which order a quantized linear takes its inputs, None for their own.
+        `order_of` returns the order in which a quantized linear takes its inputs; None: natural
+        order.
         """
         if self.is_whole:
             return WHOLE
@@ -144,13 +168,13 @@ class Sharing:
             offset += self._sizes[size]
         if order is None:
             return Cut(rows=rows)
-        # The rank's run of sorted inputs of `down` is any of its channels.
+        # The rank's range of sorted inputs of `down` may contain any channels.
         width = self._sizes[linear.outputs[0]]
         ours = order[share[0] : share[1]]
         return Cut(rows=torch.cat([ours + width * part for part in range(len(rows))]))
 
     def features(self, name: str, size: str, scheme: Scheme | None) -> Share:
-        """Ours of the inputs of a linear, in a scheme that the configuration does not name."""
+        """This rank's inputs of a linear with a scheme that the configuration does not name."""
         shares = share_features(name, self._sizes[size], self.communicator.size, scheme)
         return shares[self.communicator.rank]
 
@@ -162,9 +186,9 @@ class Sharing:
 
 
 def check_ranks(config: ModelConfig, size: int, stages: int) -> None:
-    """Raise InputError where a model cannot be shared out over so many ranks. Reads no weights.
+    """Raise InputError if a model cannot be divided among the ranks. Reads no weights.
 
-    `size`: ranks that each layer is shared out over.
+    `size`: ranks that each layer is split over.
     """
     if stages > config.num_layers:
         raise InputError(
@@ -187,9 +211,9 @@ def check_ranks(config: ModelConfig, size: int, stages: int) -> None:
 
 
 def _linears_of_features(family: Family, layer: int, values: Mapping[str, Any]) -> Iterator[Linear]:
-    """Those of a layer whose inputs are shared out, but for those of heads.
+    """Linears of a layer whose inputs are divided, except those of heads.
 
-    Of experts, which are all alike, the first one's.
+    Of the experts, which are all alike, only the first one's.
     """
     has_experts = bool(family.experts and family.experts.stand_in(layer, values))
     for projection in family.projections(num_experts=1, dense=not has_experts):

@@ -1,17 +1,28 @@
-"""The tensors of a checkpoint, decoded, with a record of which were used. Ends with an audit."""
+"""Decoded tensors of a checkpoint, with a record of the used ones and a final audit."""
 
 import logging
+from collections.abc import Iterable
 
 import torch
 
-from formats import gptq
+from formats.architecture.expert_names import describe_found
+from formats.architecture.family import DERIVED
 from formats.checkpoint import CheckpointReader
+from formats.codecs import gptq
+from formats.codecs.kv_cache import check_kv_scale, find_kv_scales
 from formats.errors import CheckpointError
-from formats.family import DERIVED
-from formats.fp4 import Fp4Weight
-from formats.kv_cache import check_kv_scale, find_kv_scales
-from formats.layouts import decode_linear, is_quantized, layout_of, tensor_names
-from formats.weights import Weight
+from formats.in_memory.dense import is_dense
+from formats.in_memory.fp4 import Fp4Weight
+from formats.in_memory.weights import Weight
+from formats.layouts import (
+    decode_dense,
+    decode_linear,
+    has_input_factors,
+    is_quantized,
+    layout_of,
+    tensor_names,
+)
+from formats.weight_digest import tensor_digest, weight_digest
 from qserve.model.model_config import ModelConfig
 from qserve.model.read_ahead import ReadAhead
 
@@ -19,23 +30,30 @@ logger = logging.getLogger(__name__)
 
 
 class WeightSource:
-    """Named tensors of a checkpoint, with a record of which were used."""
+    """Named tensors of a checkpoint, with a record of the used ones."""
 
     def __init__(
         self, reader: CheckpointReader, config: ModelConfig, device: torch.device | None = None
     ) -> None:
-        """Tensors come to `device`, the CPU unless given, and are decoded there."""
+        """Tensors are moved to `device` (default: the CPU) and decoded there."""
         self.reader = reader
         self._read = ReadAhead(reader, device or torch.device("cpu"))
         self.family, self.quant = config.family, config.quant
         self._tied_head = config.tied_head
         self._unread = self.family.unread(config.values)
         self._used: set[str] = set()
-        self._kept: dict[str, Weight] = {}  # decoded before they were asked for
-        self._mislabelled = 0  # linears whose zeros follow the other rule than the label says
+        self._kept: dict[str, Weight] = {}  # decoded before they were requested
+        self.digests: dict[str, str] | None = None  # filled, by name, if it is a dict
+        self._mislabelled = 0  # linears whose zero points follow the other rule than the label says
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A float tensor. Raises CheckpointError where its shape is not `shape`."""
+        """A float tensor, or a linear's that is read as floats (formats/in_memory/dense.py).
+
+        Raises CheckpointError if its shape is not `shape`.
+        """
+        module = name.removesuffix(".weight")
+        if module != name and self._is_dense(module):
+            return self._dense(module, shape)
         if name not in self.reader:
             raise CheckpointError(name, f"is missing from {self.reader.folder}")
         found = self.reader.entries[name].shape
@@ -44,46 +62,66 @@ class WeightSource:
                 name, f"expected {list(shape)} from config.json, found {list(found)}"
             )
         self._used.add(name)
-        return self._read.get(name)
+        found = self._read.get(name)
+        if self.digests is not None:
+            self.digests[name] = tensor_digest(found)
+        return found
 
     def expect(self, prefix: str) -> None:
-        """Begin to read what is below a name: it will be asked for next."""
+        """Begin to read the tensors below a prefix, which are needed next."""
         self._read.expect(f"{prefix}.")
 
     def is_quantized(self, module: str) -> bool:
-        return is_quantized(module, self.reader.entries)
+        """True if a module runs on codes."""
+        return is_quantized(module, self.reader.entries) and not self._is_dense(module)
+
+    def has_linear(self, module: str) -> bool:
+        """Return True where the file has a module's weight, in floats or codes."""
+        return f"{module}.weight" in self.reader or is_quantized(module, self.reader.entries)
+
+    def _is_dense(self, module: str) -> bool:
+        """True if a module has codes that no kernel supports, and is read as floats."""
+        if self.quant is None or not is_quantized(module, self.reader.entries):
+            return False
+        if has_input_factors(module, self.reader.entries):
+            return True
+        scheme = self.quant.scheme_for(module)
+        return scheme is not None and is_dense(scheme.weight)
 
     def stays_in_float(self, module: str) -> bool:
-        """Does the configuration say that a module is not quantized?"""
-        return self.quant is None or self.quant.scheme_for(module) is None
+        """True if the configuration says that a module is not quantized, or not by codes."""
+        if self.quant is None or self._is_dense(module):
+            return True
+        return self.quant.scheme_for(module) is None
+
+    def check_has_experts(self, prefix: str, modules: Iterable[str]) -> None:
+        """Raise CheckpointError, with the names that are there, where an expert's linear is not."""
+        for module in modules:
+            if not self.has_linear(module):
+                raise CheckpointError(
+                    f"{module}.weight",
+                    f"is missing; the file has {describe_found(prefix, self.reader.entries)}",
+                    "the checkpoint is incomplete, or its experts have names that are not known",
+                )
 
     def input_order(self, module: str, shape: tuple[int, int]) -> torch.Tensor | None:
-        """The order in which a quantized linear takes its inputs; None: their own.
+        """Order in which a quantized linear takes its inputs; None: natural order.
 
-        The weight is kept until it is asked for.
+        The weight is kept until it is requested.
         """
         if module not in self._kept:
             self._kept[module] = self.weight(module, shape)
         return self._kept[module].input_order
 
     def weight(self, module: str, shape: tuple[int, int]) -> Weight:
-        """A quantized linear's weight. Raises CheckpointError where its shape is not `shape`."""
+        """A quantized linear's weight. Raises CheckpointError if its shape is not `shape`."""
         if module in self._kept:
             return self._kept.pop(module)
-        if self.quant is None:
-            raise CheckpointError(
-                module, "has quantized tensors such as qweight, but no quantization_config"
-            )
-        names = tensor_names(module, layout_of(self.quant), self.reader.entries)
-        tensors = {field: self._read.get(name) for field, name in names.items()}
-        self._used.update(names.values())
+        tensors = self._tensors(module)
         weight = decode_linear(module, tensors, self.quant)
-        if (weight.out_features, weight.in_features) != shape:
-            raise CheckpointError(
-                module,
-                f"expected {list(shape)} from config.json,"
-                f" found {[weight.out_features, weight.in_features]}",
-            )
+        if self.digests is not None:
+            self.digests[f"{module}.weight"] = weight_digest(weight)
+        _check_shape(module, shape, (weight.out_features, weight.in_features))
         if isinstance(weight, Fp4Weight):  # no kernel has them; the codes are the same weights
             weight = weight.as_codes()
         if self.quant.layout == "gptq" and gptq.is_mislabelled(
@@ -92,15 +130,33 @@ class WeightSource:
             self._mislabelled += 1
         return weight
 
+    def _dense(self, module: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The float weight [N, K] that a linear's codes mean."""
+        weight = decode_dense(module, self._tensors(module), self.quant)
+        if self.digests is not None:
+            self.digests[f"{module}.weight"] = tensor_digest(weight.weight_NK)
+        _check_shape(module, shape, (weight.out_features, weight.in_features))
+        return weight.weight_NK
+
+    def _tensors(self, module: str) -> dict[str, torch.Tensor]:
+        """A quantized linear's tensors, as `decode_linear` calls them."""
+        if self.quant is None:
+            raise CheckpointError(
+                module, "has quantized tensors such as qweight, but no quantization_config"
+            )
+        names = tensor_names(module, layout_of(self.quant), self.reader.entries)
+        self._used.update(names.values())
+        return {field: self._read.get(name) for field, name in names.items()}
+
     def kv_scales(self, attention: str) -> dict[str, torch.Tensor]:
-        """The k_scale and v_scale of a layer, as far as it has them. Raises CheckpointError."""
+        """The k_scale and v_scale of a layer, if present. Raises CheckpointError."""
         scales = {}
         for kind, found in find_kv_scales(attention, self).items():
             self._used.update(found)
             if found:
                 scale = self._read.get(found[0])
                 check_kv_scale(found[0], scale, self.quant is not None and self.quant.kv_per_head)
-                # of a layer a number, of its KV heads [J]
+                # One number per layer, or one per KV head [J].
                 scales[kind] = scale.float().reshape(-1).squeeze()
         return scales
 
@@ -108,21 +164,29 @@ class WeightSource:
         return name in self.reader
 
     def audit(self, unread: tuple[str, ...] = ()) -> None:
-        """Raise CheckpointError, with the names, where tensors were left over. Reads no more.
+        """Raise CheckpointError, with the names, if tensors were left over. Ends reading.
 
-        `unread`: beginnings of names that others read.
+        `unread`: prefixes of names that other readers use.
         """
         self._read.close()
         if self.reader.num_other_parts:
             logger.info(
-                "%s: the text model alone; %d tensors of other parts are not read",
+                "%s: loading only the text model; %d tensors of other parts are not read",
                 self.reader.folder,
                 self.reader.num_other_parts,
             )
+        if self.reader.gguf_summary:
+            logger.info("%s", self.reader.gguf_summary)
+        if self.reader.unties_head:
+            logger.warning(
+                "%s: config.json states a tied head, but lm_head differs from the "
+                "embedding; lm_head is used (set tie_word_embeddings to false)",
+                self.reader.folder,
+            )
         if self._mislabelled:
             logger.warning(
-                "%s: checkpoint_format says that zeros are %s, in %d linears the data says"
-                " otherwise; loaded as the data says",
+                "%s: checkpoint_format says that zeros are %s, but the data of %d linears "
+                "says otherwise; loaded according to the data",
                 self.reader.folder,
                 self.quant.zeros,
                 self._mislabelled,
@@ -140,10 +204,17 @@ class WeightSource:
             some = ", ".join(sorted(left)[:4])
             raise CheckpointError(
                 str(self.reader.folder),
-                f"{len(left)} tensors have no place in the model, among them {some}",
-                "config.json and the weights do not belong together",
+                f"{len(left)} tensors do not belong to the model, such as {some}",
+                "check that config.json and the weights belong together",
             )
 
     def _is_zero_bias(self, name: str) -> bool:
-        """Old GPTQ writers gave every linear a bias, of zero where the model has none."""
+        """Some old GPTQ writers gave every linear a bias, which is zero if the model has none."""
         return name.endswith(".bias") and not self.reader.get(name).any()
+
+
+def _check_shape(module: str, expected: tuple[int, ...], found: tuple[int, ...]) -> None:
+    if found != tuple(expected):
+        raise CheckpointError(
+            module, f"expected {list(expected)} from config.json, found {list(found)}"
+        )

@@ -1,24 +1,27 @@
-"""A model's weights as its builder asks for them: on the device, merged and ready to run.
+"""Weights of a model as its builder requests them: on the device, merged and ready to run.
 
 Every name and shape comes from the family's row. Legend: N outputs, K inputs, C hidden size, V
 vocabulary.
 """
 
 import logging
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from tqdm import tqdm
 
-from formats.bare_model import SCORE
+from formats.architecture.bare_model import SCORE
+from formats.architecture.family import ATTENTION, Projection, Shape
+from formats.architecture.flags import is_set
+from formats.architecture.sizes import size
 from formats.errors import CheckpointError, InputError
-from formats.family import ATTENTION, Projection, Shape, is_set, size
-from formats.slices import Rows
-from formats.weights import Weight, merge
+from formats.in_memory.slices import Rows, take_outputs
+from formats.in_memory.weights import Weight, merge
 from qkernels import QuantLinear, ops
 from qkernels.moe.experts import PreparedExperts
-from qserve.model.blocks.embedding import VocabularyPart
+from qserve.model.blocks.embedding import PackedTable, VocabularyPart
 from qserve.model.blocks.linear import (
     FloatLinear,
     GatheredInput,
@@ -28,6 +31,7 @@ from qserve.model.blocks.linear import (
     SplitLinear,
 )
 from qserve.model.blocks.moe import Router
+from qserve.model.blocks.norm import Norm
 from qserve.model.blocks.rotary import Rotary
 from qserve.model.dummy_source import DummySource
 from qserve.model.expert_weights import expert_weights, routing_of
@@ -41,10 +45,11 @@ from qserve.parallel.pipeline import Pipeline
 logger = logging.getLogger(__name__)
 
 Source = WeightSource | DummySource
+AnyLayer = TypeVar("AnyLayer", bound=torch.nn.Module)
 
 
 class Weights:
-    """Tensors and linears by name, from a checkpoint or at random. `audit` comes last."""
+    """Tensors and linears by name, from a checkpoint or random. Call `audit` last."""
 
     def __init__(
         self,
@@ -58,13 +63,16 @@ class Weights:
         kernels: Mapping[str, str] | None = None,
         sharing: Sharing | None = None,
         pipeline: Pipeline | None = None,
+        on_layer: Callable[[torch.nn.Module], None] | None = None,
     ) -> None:
-        """`kernels`: kernels that were asked for or forbidden, by operation (EngineConfig).
+        """`kernels`: kernels selected or excluded, by operation (EngineConfig).
 
-        `sharing`: which part of each layer is wanted; None: all. `pipeline`: of which stage.
+        `sharing`: this rank's shard of each layer; None: all. `pipeline`: this rank's stage.
+        `on_layer`: called with each finished layer.
         """
+        self._on_layer = on_layer
         self.kernels, self.pipeline = kernels or {}, pipeline
-        # of linears by name, where the model is shared out; filled as they are made
+        # Linear name -> its shard, filled as linears are created, if the model is divided.
         self.parts: dict[str, LinearPart] = {}
         self.sharing = sharing or Sharing(config)
         self.config, self.family, self.source = config, config.family, source
@@ -75,72 +83,98 @@ class Weights:
 
     @property
     def has_ends(self) -> bool:
-        """Whether embedding, last norm and head are wanted."""
+        """True if this stage needs embedding, last norm and head."""
         return self.pipeline is None or self.pipeline.is_first
 
-    def embedding(self, name: str | None = None) -> torch.Tensor:
-        """The table of tokens [V, C]; of a model that is shared out, this rank's rows.
+    def embedding(self, name: str | None = None) -> torch.Tensor | PackedTable:
+        """Token embedding [V, C]; in a divided model, this rank's rows.
 
-        `name`: of another table than the model's.
+        `name`: another table than the model's.
         """
+        name = name or self.family.embedding
         shape = self.shape(self.family.model_tensors[self.family.embedding])
-        table_VC = self.tensor(name or self.family.embedding, shape)
-        part = self.vocabulary
+        module, part = name.removesuffix(".weight"), self.vocabulary
+        if self.source.is_quantized(module):
+            weight = self._without_activation(self.source.weight(module, shape))
+            if part is not None:
+                weight = take_outputs(weight, ((part.start, part.stop),))
+            return PackedTable(weight.to(self.device), self.dtype)
+        table_VC = self.tensor(name, shape)
         return table_VC if part is None else table_VC[part.start : part.stop].clone()
 
     @property
     def vocabulary(self) -> VocabularyPart | None:
-        """The tokens of this rank; None: all."""
+        """Tokens of this rank; None: all."""
         if self.sharing.is_whole:
             return None
         return VocabularyPart(
             communicator=self.sharing.communicator, shares=self.sharing.vocabulary()
         )
 
-    def last_norm(self) -> torch.Tensor:
-        """The factors [C] of the norm before the head."""
-        return self.norm(self.family.last_norm, (self.config.hidden_size,))
+    def last_norm(self) -> Norm:
+        """The norm before the head."""
+        family, shape = self.family, (self.config.hidden_size,)
+        bias = self.tensor(family.last_norm_bias, shape) if family.norm_bias else None
+        weight = self.norm(family.last_norm, shape)
+        return Norm(weight, self.config.norm_eps, family.norm_kind, bias)
 
-    def head(self, embedding_VC: torch.Tensor) -> Linear:
-        """The output head: one of its own, or the embedding."""
+    def positions(self) -> torch.Tensor | None:
+        """Embeddings of positions [positions, C], in models that learn them."""
+        learned = self.family.positions
+        if learned is None:
+            return None
+        shape = self.shape(self.family.model_tensors[learned.name])
+        return self.tensor(learned.name, shape)[learned.offset :]
+
+    def head(self, embedding: torch.Tensor | PackedTable) -> Linear:
+        """Output head: a separate matrix, or the embedding."""
         name = self.family.head.removesuffix(".weight")
-        if self.config.tied_head and not self.source.is_quantized(name):
-            return self._gathered(FloatLinear(embedding_VC))
-        return self.output_matrix(name)
+        if not self.config.tied_head or self.source.is_quantized(name):
+            return self.output_matrix(name)
+        if isinstance(embedding, PackedTable):
+            return self._gathered(self._quantized(embedding.packed, None))
+        return self._gathered(FloatLinear(embedding))
 
     def output_matrix(self, name: str) -> Linear:
-        """From states to logits of the whole vocabulary."""
+        """Matrix from states to logits of the whole vocabulary."""
         part = self.vocabulary
         cut = WHOLE if part is None else Cut(rows=((part.start, part.stop),))
         sizes = [self.config.vocab_size], self.config.hidden_size
-        return self._gathered(self.linear([name], *sizes, cuts=[cut]))
+        return self._gathered(self.linear([name], *sizes, bias=self.family.head_bias, cuts=[cut]))
 
     def _gathered(self, head: Linear) -> Linear:
         part = self.vocabulary
         return head if part is None else GatheredLinear(head, part.communicator, part.widths)
 
     def classifier(self) -> torch.Tensor | None:
-        """A classifier's matrix [labels, C], where the checkpoint has one."""
+        """Matrix of a classifier [labels, C], if the checkpoint has one."""
         if self.config.instead_of_head != SCORE or not self.has_ends:
             return None
         return self.tensor(SCORE, (len(self.config.labels), self.config.hidden_size))
 
     def layers(self) -> Generator["LayerWeights", None, None]:
-        """Those of each layer in turn."""
+        """Weights of each layer in turn."""
         numbers = self._layer_numbers
-        with tqdm(numbers, desc="Loading layers", disable=not self._progress) as bar:
+        hidden = None if self._progress else True  # None: shown on terminals alone
+        with tqdm(numbers, desc="Loading layers", disable=hidden) as bar:
             for number in bar:
                 for next_number in (number, number + 1):
                     if next_number in numbers:
                         self.source.expect(self.family.layer.format(i=next_number))
                 yield self.layer(number)
 
+    def finished(self, layer: AnyLayer) -> AnyLayer:
+        """Report a layer that its builder has finished, and return it."""
+        if self._on_layer is not None:
+            self._on_layer(layer)
+        return layer
+
     def layer(self, number: int) -> "LayerWeights":
-        """Those of one layer."""
+        """Weights of one layer."""
         return LayerWeights(self, number)
 
     def rotary(self, rope: RopeConfig | None) -> Rotary:
-        """The rotations of all positions, one table for layers alike; None: of no channel."""
+        """Rotations of all positions, one table for equal layers; None: rotates no channel."""
         for known, rotary in self._rotaries:
             if known == rope:
                 return rotary
@@ -153,13 +187,13 @@ class Weights:
         return rotary
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A float tensor. Raises CheckpointError where it is missing or has another shape."""
+        """A float tensor. Raises CheckpointError if it is missing or has another shape."""
         return self.source.tensor(name, shape).to(self.device, self.dtype)
 
     def norm(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """What a norm multiplies by: the tensor, plus 1 in families that store it without.
+        """Factors of a norm: the tensor, plus 1 in families that store it without.
 
-        In float32 where the family rounds after the product alone (ops.rms_norm).
+        In float32 where the family rounds after the product alone (ops.NormSpec).
         """
         stored = self.source.tensor(name, shape).to(self.device, torch.float32)
         dtype = torch.float32 if self.family.float32_norms else self.dtype
@@ -174,11 +208,10 @@ class Weights:
         bias: bool = False,
         cuts: Sequence[Cut] | None = None,
     ) -> Linear:
-        """One layer of `ins` inputs from linears with so many outputs each, side by side.
+        """One layer with `ins` inputs from linears with the given outputs, concatenated.
 
-        `cuts`: the part of each that is wanted. Members that the checkpoint quantizes differently
-        stay apart. Raises CheckpointError where only some are quantized and the configuration does
-        not say so.
+        `cuts`: the shard of each linear. Members with different quantization stay separate. Raises
+        CheckpointError if only some are quantized and the configuration does not say so.
         """
         members = [
             _Member(name=name, shape=(n, ins), has_bias=bias, cut=cut)
@@ -222,7 +255,7 @@ class Weights:
         return member.cut.tensor(self.tensor(f"{member.name}.weight", member.shape))
 
     def _biases(self, members: "Sequence[_Member]") -> torch.Tensor | None:
-        """Side by side; None: they have none, or another rank adds it."""
+        """Concatenated biases; None: there are none, or another rank adds them."""
         biases = [
             member.cut.bias(self.tensor(f"{member.name}.bias", member.shape[:1]))
             for member in members
@@ -231,14 +264,14 @@ class Weights:
         return torch.cat(biases) if biases and biases[0] is not None else None
 
     def audit(self) -> None:
-        """Raise CheckpointError, with the names, where tensors were left over."""
+        """Raise CheckpointError, with the names, if tensors were left over."""
         if self.pipeline is None:
             self.source.audit()
             return
         ours, layer = self._layer_numbers, self.family.layer
         unread = [f"{layer.format(i=i)}." for i in range(self.config.num_layers) if i not in ours]
         if not self.has_ends:
-            ends = (self.family.embedding, self.family.last_norm, self.family.head, SCORE)
+            ends = (*self.family.model_tensors, SCORE)
             unread += [name.removesuffix("weight") for name in ends]
         self.source.audit(tuple(unread))
 
@@ -249,8 +282,13 @@ class Weights:
         return self.pipeline.layers(self.config.num_layers)
 
     def shape(self, shape: Shape) -> tuple[int, ...]:
-        """A row's shape in numbers."""
+        """Shape of a row in numbers."""
         return tuple(size(names, self._sizes) for names in shape)
+
+    @staticmethod
+    def _without_activation(weight: Weight) -> Weight:
+        """Drop the activation scheme: an embedding's input is a token id, and cannot be rounded."""
+        return replace(weight, activation=None, input_scale=None)
 
     def _quantized(self, weight: Weight, bias: torch.Tensor | None) -> QuantLinear:
         operation = f"w{weight.spec.bits}a16" if weight.activation is None else "w8a8"
@@ -262,16 +300,16 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Member:
-    """A linear of a checkpoint, and the part of it that is wanted."""
+    """A linear of a checkpoint, and the shard of it that is used."""
 
     name: str
-    shape: tuple[int, int]  # of the whole
+    shape: tuple[int, int]  # of the whole linear
     has_bias: bool
     cut: Cut
 
 
 class LayerWeights:
-    """The same of one layer: names are those below it."""
+    """Weights of one layer; names are relative to the layer."""
 
     def __init__(self, weights: Weights, number: int) -> None:
         self.number = number
@@ -288,11 +326,11 @@ class LayerWeights:
         summed: bool = True,
         orders: Mapping[str, Rows] | None = None,
     ) -> Linear:
-        """The one matrix of a projection, however it is stored.
+        """Single matrix of a projection, however it is stored.
 
-        `down`: the projection that reads the features this one makes. `summed` False: where ranks
-        have parts of the inputs, the caller sums over them. `orders`: of linears whose outputs are
-        wanted in another order than they are stored, of models that are not shared out.
+        `down`: the projection that reads the features of this one. `summed` False: if ranks hold
+        parts of the inputs, the caller sums over them. `orders`: other output orders of linears,
+        for models that are not divided.
         """
         linears, sharing = projection.linears, self._weights.sharing
         shapes = [self._weights.shape(linear.shape) for linear in linears]
@@ -305,7 +343,7 @@ class LayerWeights:
                 replace(cut, rows=orders[linear.name]) if linear.name in orders else cut
                 for cut, linear in zip(cuts, linears, strict=True)
             ]
-        if not sharing.is_whole:
+        if orders or not sharing.is_whole:
             for linear, shape, cut in zip(linears, shapes, cuts, strict=True):
                 order = None if cut.columns is None else self._order_of(linear.name, shape)
                 part = LinearPart.of(cut, order)
@@ -328,22 +366,30 @@ class LayerWeights:
         return RowParallel(made, sharing.communicator, gathered)
 
     def _order_of(self, name: str, shape: tuple[int, int]) -> torch.Tensor | None:
-        """In which order a linear takes its inputs, where the checkpoint sorts them by group."""
+        """Order in which a linear takes its inputs, if the checkpoint sorts them by group."""
         full = f"{self._prefix}.{name}"
         if not self._weights.source.is_quantized(full):
             return None
         return self._weights.source.input_order(full, shape)
 
     def norm(self, name: str) -> torch.Tensor:
-        """What a norm of the family's row multiplies by."""
+        """Factors of a norm of the family's row."""
         row = next(norm for norm in self._family.norms if norm.name == name)
         shape = self._weights.shape(((row.size,),))
         factors = self._weights.norm(f"{self._prefix}.{name}.weight", shape)
         part = self._weights.sharing.head_rows(row.size)
         return factors if part is None else factors[slice(*part)].clone()
 
+    def norm_bias(self, name: str) -> torch.Tensor | None:
+        """The bias of a norm of the family's row; None: its norms have none."""
+        if not self._family.norm_bias:
+            return None
+        row = next(norm for norm in self._family.norms if norm.name == name)
+        shape = self._weights.shape(((row.size,),))
+        return self._weights.tensor(f"{self._prefix}.{name}.bias", shape)
+
     def delta_net(self) -> dict[str, torch.Tensor]:
-        """The tensors of a gated delta net beside its projections, as its block names them."""
+        """Tensors of a gated delta net besides its projections, by the names of its block."""
         weights, net = self._weights, self._family.delta_net
         found = {}
         for name, leaf, is_wide in (
@@ -360,12 +406,12 @@ class LayerWeights:
         return {**found, "conv_weight": found["conv_weight"].squeeze(1)}
 
     def has_norm(self, name: str) -> bool:
-        """Whether the model has a norm of the family's row."""
+        """True if the model has a norm of the family's row."""
         config = self._weights.config.values
         return any(n.name == name and is_set(n.present, config) for n in self._family.norms)
 
     def router(self) -> Router:
-        """What chooses the layer's experts."""
+        """Router of the layer's experts."""
         experts, config = self._family.experts, self._weights.config.values
         rule, routing = experts.routing, routing_of(experts, config)
         E = routing.num_experts
@@ -374,9 +420,9 @@ class LayerWeights:
         correction = None
         if rule.correction:
             stored = f"{self._prefix}.{experts.module}.{rule.correction}"
-            correction = self._weights.source.tensor(stored, (E,)).to(
-                self._weights.device, torch.float32
-            )
+            row = (1, E) if rule.correction_is_row else (E,)
+            found = self._weights.source.tensor(stored, row).flatten()
+            correction = found.to(self._weights.device, torch.float32)
         weight = self._weights.tensor(f"{name}.weight", shape)
         return Router(
             routing,
@@ -386,7 +432,7 @@ class LayerWeights:
         )
 
     def shared_gate(self) -> FloatLinear | None:
-        """The gate of the layer's shared expert, where it has one."""
+        """Gate of the layer's shared expert, if it has one."""
         shared = self._family.experts.shared
         if not shared.gate:
             return None
@@ -402,13 +448,14 @@ class LayerWeights:
         if prepared.problem.kernel == "reference" and weights.device.type == "cuda" and not kernel:
             raise InputError(
                 f"{self._prefix} experts",
-                "no kernel takes them, and plain torch waits for the GPU after each choice",
-                "give --kernel experts=reference and --enforce-eager to run them slowly",
+                "no kernel supports them, and plain torch would synchronize with the GPU "
+                "after each choice",
+                "use --kernel experts=reference and --enforce-eager to run them slowly",
             )
         return prepared
 
     def sinks(self) -> dict[str, torch.Tensor]:
-        """The scores of each head that attention takes beside the keys', if the family has them."""
+        """Attention sinks: a score per head besides the keys', if the family has them."""
         if not self._family.sinks:
             return {}
         size = "num_attention_heads"
@@ -420,11 +467,13 @@ class LayerWeights:
 
     @property
     def sharing(self) -> Sharing:
-        """Which part of the model these are of."""
+        """Tensor-parallel shard of these weights."""
         return self._weights.sharing
 
     def norms_over_ranks(self) -> tuple[NormOverRanks, NormOverRanks] | None:
-        """Of queries and keys, where the family norms all heads at once; None: this rank can."""
+        """Norms of queries and keys over ranks, if the family norms all heads together; None: this
+        rank alone suffices.
+        """
         sharing, sizes = self._weights.sharing, {norm.size for norm in self._family.norms}
         if sharing.is_whole or not sizes & {"q", "kv"}:
             return None
@@ -439,9 +488,9 @@ class LayerWeights:
         return q, k
 
     def kv_scales(self) -> dict[str, torch.Tensor]:
-        """The k_scale and v_scale of a checkpoint calibrated for an 8-bit KV cache, if any."""
+        """k_scale and v_scale of a checkpoint calibrated for an 8-bit KV cache, if any."""
         scales = self._weights.source.kv_scales(f"{self._prefix}.{ATTENTION}")
         part = self._weights.sharing.head_rows("num_key_value_heads")
-        if part is not None:  # where each KV head has its own, those of this rank
+        if part is not None:  # this rank's scales, if each KV head has its own
             scales = {n: s[slice(*part)].clone() if s.ndim else s for n, s in scales.items()}
         return {name: scale.to(self._weights.device) for name, scale in scales.items()}

@@ -1,1 +1,1 @@
-"""What a model's text is made of: its reasoning, its content, and its calls of tools."""
+"""Parse a model's text into reasoning, content and tool calls."""

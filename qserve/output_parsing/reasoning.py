@@ -1,131 +1,159 @@
-"""ReasoningScanner: parts a growing text into the model's reasoning and what follows it."""
+"""ReasoningScanner: separates the model's reasoning from the text after it, as the text arrives."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
-from qserve.output_parsing.pieces import REASONING, Piece
+from qserve.output_parsing.marker_search import first_marker, num_held
+from qserve.output_parsing.pieces import BROKEN, CONTENT, REASONING, Piece
+from qserve.output_parsing.reasoning_formats import CLOSED, OPEN, ReasoningFormat
+from qserve.output_parsing.tool_scanner import ToolScanner
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReasoningFormat:
-    start: str
-    end: str
-    is_implied: bool  # the text begins with reasoning, whether or not the prompt has the start
-
-
-# by the name that --reasoning-parser takes
-REASONING_PARSERS = {
-    "deepseek_r1": ReasoningFormat(start="<think>", end="</think>", is_implied=True),
-    "qwen3": ReasoningFormat(start="<think>", end="</think>", is_implied=False),
-}
-
-
-# What a prompt's end says of the reasoning.
-OPEN, POSSIBLE, CLOSED = "open", "possible", "closed"
-SPACE = r"/[ \t\r\n]{0,4}/"
-MAX_SPACE = 64  # characters before reasoning; more are no reasoning, and not held back
-ANY = r"(.|\n)*"
-
-
-def state_after(form: ReasoningFormat, prompt_end: str) -> str:
-    """Whether text behind the prompt begins within reasoning, may begin with it, or has none."""
-    before = prompt_end.rstrip()
-    if before.endswith(form.end):
-        return CLOSED
-    return OPEN if form.is_implied or before.endswith(form.start) else POSSIBLE
-
-
-def grammar_prefix(
-    form: ReasoningFormat, prompt_end: str, *, are_special: bool = False, thinks: bool = True
-) -> str:
-    """Lark of the reasoning that may come before a text of some form; empty: none may.
-
-    `are_special`: the markers are special tokens, which no text matches. `thinks`: the model was
-    trained to reason. One that was not would be led to it by a form that forbids it all other
-    words, and not come out of it again.
-    """
-    state = state_after(form, prompt_end)
-    if state == CLOSED or (state == POSSIBLE and not thinks):
-        return ""
-    start = form.start if state == POSSIBLE else ""
-    prefix = f"prefix: (thought {SPACE})?" if start else f"prefix: thought {SPACE}"
-    if are_special:
-        begun = f"{SPACE} {start} " if start else ""
-        return f"{prefix}\nthought: {begun}/{ANY}/ {form.end}"
-    begun = f"{SPACE[1:-1]}{start}" if start else ""
-    return f'{prefix}\nthought[suffix="{form.end}"]: /{begun}{ANY}/'
+MAX_SPACE = 64  # characters of white space before reasoning; longer runs are not held back
+MAX_TRIALS = 16  # texts in one output's reasoning that are tried as calls
 
 
 class ReasoningScanner:
-    """White space at both ends of the reasoning, and behind it, belongs to neither."""
+    """Scanner of one output. White space around the reasoning belongs to neither part.
 
-    def __init__(self, form: ReasoningFormat, *, prompt_end: str) -> None:
-        """`prompt_end`: the last characters of the prompt, which may begin or end reasoning."""
-        state = state_after(form, prompt_end)
+    A call in reasoning that nothing follows is a call: the model left out the end of its reasoning.
+    """
+
+    def __init__(
+        self,
+        form: ReasoningFormat,
+        *,
+        prompt_end: str,
+        call_markers: tuple[str, ...] = (),
+        new_scanner: Callable[[], ToolScanner] | None = None,
+    ) -> None:
+        """`prompt_end`: the last characters of the prompt, which may begin or end reasoning.
+
+        `call_markers`: texts that begin tool calls. `new_scanner`: returns a scanner of calls.
+        """
+        state, self._ends = form.opened(prompt_end)
         self._form = form
+        self._call_markers, self._new_scanner = call_markers, new_scanner
         self._held = ""  # may begin a marker
-        self._spaces = ""
-        self._has_begun = False  # some of the reasoning was told
+        self._spaces: list[str] = []
+        self._has_begun = False  # some reasoning was emitted
         self._is_open = state == OPEN
-        # Until the first character that is no white space: whether reasoning begins.
+        # Undecided until the first character that is not white space.
         self._may_begin = state != CLOSED
         self._is_behind = not self._may_begin  # of reasoning: leading white space is dropped
+        self._trial: ToolScanner | None = None  # reads a call in the reasoning
+        self._tried: list[str] = []  # the call's text
+        self._tried_marker = ""
+        self._num_trials = 0
 
     @property
     def is_open(self) -> bool:
-        """Whether what comes next is reasoning, unless it ends it."""
+        """True if the next text is reasoning, unless it ends it."""
         return self._is_open
 
     @property
     def may_begin(self) -> bool:
-        """Whether it is not known yet if the text begins with reasoning."""
+        """True if it is undecided whether the text begins with reasoning."""
         return self._may_begin and not self._is_open
 
     def push(self, text: str) -> tuple[list[Piece], str]:
-        """The reasoning and the other text that are known with these characters."""
+        """The reasoning and the other text that are decided with these characters."""
         reasoning: list[str] = []
-        for at, char in enumerate(text):
-            if not self._is_open and not self._may_begin:
-                return _pieces(reasoning), self._behind(text[at:])
-            if self._may_begin:
-                self._held += char
-                found = self._held.lstrip()
-                if found == self._form.start:
-                    self._held, self._may_begin, self._is_open = "", False, True
-                elif not self._form.start.startswith(found) or len(self._held) > MAX_SPACE + len(
-                    found
-                ):
-                    self._may_begin = False
-                    held, self._held = self._held, ""
-                    if not self._is_open:
-                        return _pieces(reasoning), held + text[at + 1 :]
-                    for each in held:
-                        self._reason(each, reasoning)
-                continue
-            self._reason(char, reasoning)
+        rest = self._push(text, reasoning)
+        return _pieces(reasoning), self._behind(rest)
+
+    def finish(self, is_cut: bool = False) -> tuple[list[Piece], str]:
+        """The remaining text, when no more arrives. `is_cut`: at the token limit."""
+        reasoning: list[str] = []
+        rest = ""
+        while self._trial is not None:
+            has_text = any(map(_is_text, self._trial.finish(is_cut)))
+            if self._trial.num_calls and not has_text:
+                return _pieces(reasoning), "".join(self._tried)
+            rest += self._push(self._no_call(reasoning), reasoning)
+        held, self._held = self._held, ""
+        if not self._is_open:
+            return _pieces(reasoning), self._behind(rest + held)
+        text = "".join((*self._spaces, held))
+        if text.strip():
+            reasoning.append(text if self._has_begun else text.lstrip())
         return _pieces(reasoning), ""
 
-    def finish(self) -> tuple[list[Piece], str]:
-        """The rest, when no more text comes."""
-        held, self._held = self._held, ""
-        if self._is_open:
-            text = (self._spaces + held).strip() and self._spaces + held
-            return _pieces([text if self._has_begun else text.lstrip()]), ""
-        return [], held
-
-    def _reason(self, char: str, reasoning: list[str]) -> None:
-        self._held += char
-        while self._held:
-            if self._held == self._form.end:
-                self._held, self._is_open, self._is_behind = "", False, True
-                return
-            if self._form.end.startswith(self._held):
-                return
-            first, self._held = self._held[0], self._held[1:]
-            if first.isspace():
-                self._spaces += first
+    def _push(self, text: str, reasoning: list[str]) -> str:
+        """Return the text after the reasoning."""
+        while text:
+            if self._trial is not None:
+                text = self._try(text, reasoning)
+            elif self._may_begin:
+                text = self._begin(text)
+                if not self._may_begin and not self._is_open:
+                    return text
+            elif self._is_open:
+                text = self._read(text, reasoning)
             else:
-                reasoning.append(self._spaces + first if self._has_begun else first)
-                self._has_begun, self._spaces = True, ""
+                return text
+        return ""
+
+    def _begin(self, text: str) -> str:
+        """Look for the start; return the text to go on with."""
+        self._held += text
+        found = self._held.lstrip()
+        if len(self._held) - len(found) <= MAX_SPACE:
+            for start, ends in self._form.starts.items():
+                if found.startswith(start):
+                    self._held, self._may_begin, self._is_open = "", False, True
+                    self._ends = ends
+                    return found[len(start) :]
+            if any(start.startswith(found) for start in self._form.starts):
+                return ""
+        self._may_begin = False
+        text, self._held = self._held, ""
+        return text
+
+    def _read(self, text: str, reasoning: list[str]) -> str:
+        """Read reasoning; return the text from its end on, or from a call on."""
+        is_tried = self._new_scanner is not None and self._num_trials < MAX_TRIALS
+        markers = (*self._ends, *(self._call_markers if is_tried else ()))
+        text = self._held + text
+        found = first_marker(text, markers)
+        if found is None:
+            end = len(text) - num_held(text, markers)
+            self._reason(text[:end], reasoning)
+            self._held = text[end:]
+            return ""
+        at, marker = found
+        self._held = ""
+        self._reason(text[:at], reasoning)
+        if marker in self._ends:
+            self._is_open, self._is_behind = False, True
+            return text[at + len(marker) :]
+        if self._form.ends_at_call:
+            self._is_open, self._is_behind = False, True
+            return text[at:]
+        self._trial = self._new_scanner()
+        self._num_trials += 1
+        self._tried, self._tried_marker = [], marker
+        return text[at:]
+
+    def _try(self, text: str, reasoning: list[str]) -> str:
+        """Read a possible call; return the text to read again, if it is none."""
+        self._tried.append(text)
+        if any(map(_is_text, self._trial.push(text))):
+            return self._no_call(reasoning)
+        return ""
+
+    def _no_call(self, reasoning: list[str]) -> str:
+        """Treat the marker of a possible call as reasoning; return the text after it."""
+        text = "".join(self._tried)
+        self._trial, self._tried = None, []
+        self._reason(self._tried_marker, reasoning)
+        return text[len(self._tried_marker) :]
+
+    def _reason(self, text: str, reasoning: list[str]) -> None:
+        shown = text.rstrip()
+        if shown:
+            reasoning.append("".join((*self._spaces, shown)) if self._has_begun else shown.lstrip())
+            self._has_begun, self._spaces = True, []
+        if self._has_begun and len(shown) < len(text):
+            self._spaces.append(text[len(shown) :])
 
     def _behind(self, text: str) -> str:
         if self._is_behind:
@@ -134,16 +162,60 @@ class ReasoningScanner:
         return text
 
 
+class AnswerText:
+    """Drops the texts around the answer, and one line break inside of each."""
+
+    def __init__(self, start: str, end: str) -> None:
+        self._start, self._end = start, end
+        self._held = ""
+        self._is_inside, self._is_done = False, False
+        self._drops_line_break = False
+
+    def push(self, text: str) -> str:
+        """The answer's text that is decided with these characters."""
+        if not self._is_inside and not self._is_done:
+            self._held += text
+            begun = self._held.lstrip()
+            num_spaces = len(self._held) - len(begun)
+            if num_spaces > MAX_SPACE or not begun.startswith(self._start):
+                if num_spaces <= MAX_SPACE and self._start.startswith(begun):
+                    return ""
+                self._is_done = True
+                text, self._held = self._held, ""
+                return text
+            text, self._held = begun[len(self._start) :], ""
+            self._is_inside = self._drops_line_break = True
+        if self._is_done or not text:
+            return text
+        if self._drops_line_break:
+            text, self._drops_line_break = text.removeprefix("\n"), False
+        text, self._held = self._held + text, ""
+        markers = (f"\n{self._end}", self._end)
+        found = first_marker(text, markers)
+        if found is None:
+            end = len(text) - num_held(text, markers)
+            self._held = text[end:]
+            return text[:end]
+        at, marker = found
+        self._is_inside, self._is_done = False, True
+        return text[:at] + text[at + len(marker) :]
+
+    def finish(self) -> str:
+        """The text that was held back."""
+        held, self._held = self._held, ""
+        return held
+
+
 class ReasoningTokens:
-    """Counts the tokens of an output's reasoning, its marks among them, as the text comes."""
+    """Counts the tokens of an output's reasoning, including its markers, as the text arrives."""
 
     def __init__(self, form: ReasoningFormat, *, prompt_end: str) -> None:
         self._scanner = ReasoningScanner(form, prompt_end=prompt_end)
-        self._num_waiting = 0  # tokens of which it is not known what they are
+        self._num_waiting = 0  # tokens whose kind is undecided
         self.count = 0
 
     def add(self, text: str, num_tokens: int) -> None:
-        """Text, and the tokens that brought it."""
+        """Add text with the number of its tokens."""
         was_open = self._scanner.is_open
         if not was_open and not self._scanner.may_begin:
             return
@@ -151,6 +223,23 @@ class ReasoningTokens:
         reasoning, _ = self._scanner.push(text)
         if was_open or self._scanner.is_open or reasoning:
             self.count, self._num_waiting = self.count + self._num_waiting, 0
+
+
+class HarmonyTokens:
+    """Counts the tokens of the channel `analysis`, as the text arrives."""
+
+    def __init__(self, scanner: ToolScanner) -> None:
+        self._scanner = scanner
+        self.count = 0
+
+    def add(self, text: str, num_tokens: int) -> None:
+        """Add text with the number of its tokens."""
+        if any(piece.kind == REASONING for piece in self._scanner.push(text)):
+            self.count += num_tokens
+
+
+def _is_text(piece: Piece) -> bool:
+    return piece.kind in (CONTENT, BROKEN)
 
 
 def _pieces(reasoning: list[str]) -> list[Piece]:

@@ -1,52 +1,84 @@
-"""ToolScanner: splits a growing text into content and calls of tools."""
+"""ToolScanner: splits text into content and tool calls as it arrives."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from qserve.output_parsing.calls import Calls
 from qserve.output_parsing.pieces import ARGUMENTS, NAME, Piece, merged
 from qserve.output_parsing.reading import BrokenCall, Reader
+from qserve.output_parsing.tool_format import ToolFormat
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolFormat:
-    """How a family of models writes calls."""
-
-    read: Callable[[Calls, str], Reader[str]]  # from behind what it begins with, which is given
-    markers: tuple[str, ...] = ()  # texts that begin calls, wherever they stand
-    starts: tuple[str, ...] = ()  # characters that may begin calls where the text begins
-    is_forced: bool = False  # by a grammar: what is no whole call was cut, and is no content
+# characters of one output that are read again to find calls inside broken ones
+MAX_READ_AGAIN = 2**20
 
 
 class ToolScanner:
-    """Gives out content at once, but for what may begin a call and white space before it."""
+    """Emits content immediately, except for text that may begin a call, and white
+    space before it.
+    """
 
-    def __init__(self, tool_format: ToolFormat, tools: Mapping[str, Mapping[str, Any]]) -> None:
-        """`tools`: the JSON schema of each tool's arguments, by its name."""
+    def __init__(
+        self,
+        tool_format: ToolFormat,
+        tools: Mapping[str, Mapping[str, Any]],
+        *,
+        is_forced: bool = False,
+    ) -> None:
+        """`tools`: tool name -> JSON schema of its arguments.
+
+        `is_forced`: a grammar makes the text a list of calls, so that an incomplete one was cut off
+        and is not content.
+        """
         self._format = tool_format
         self._calls = Calls(tools)
+        self._is_forced = is_forced
         self._reader: Reader[str] | None = None
         self._held = ""  # may begin a marker
-        self._spaces = ""  # dropped if a call follows
-        self._is_start = True
+        self._spaces: list[str] = []  # dropped if a call follows
+        self._is_start = bool(tool_format.starts)  # calls may begin without a marker here
+        self._is_behind = False  # a call: only white space and closing texts have followed it
+        self._is_inside = False  # the outer opening text of the last call is not closed
+        self._is_cut = False
+        self._num_read_again = 0
+
+    @property
+    def num_calls(self) -> int:
+        """Calls found so far, including an incomplete one."""
+        return self._calls.count + self._calls.is_open
 
     def push(self, text: str) -> list[Piece]:
-        """What is known with these characters."""
-        for char in text:
-            self._take(char)
+        """Pieces that are decided with these characters."""
+        at = 0
+        while at < len(text):
+            if self._reader is None and not self._held and not self._is_start:
+                # Text that cannot begin a marker.
+                match = self._format.stops.search(text, at)
+                end = len(text) if match is None else match.start()
+                self._show(text[at:end])
+                at = end
+                if at == len(text):
+                    break
+            self._take(text[at])
+            at += 1
         return self._taken()
 
-    def finish(self) -> list[Piece]:
-        """The rest, when no more text comes."""
+    def finish(self, is_cut: bool = False) -> list[Piece]:
+        """The remaining pieces, when no more text arrives.
+
+        `is_cut`: the output ended at its token limit. Then an incomplete call is not content, nor
+        is text that may begin another call.
+        """
+        self._is_cut = is_cut
         while self._reader is not None:
             self._advance("")
         held, self._held = self._held, ""
-        for char in held:
-            self._show(char)
+        # A closing text may be cut off with the output.
+        is_end = self._is_behind and any(end.startswith(held) for end in self._format.ends)
+        if not (is_end or (self._is_cut and self._calls.count)):
+            self._show(held)
         if not self._calls.count:
-            self._calls.content(self._spaces)
-        self._spaces = ""
+            self._calls.content("".join(self._spaces))
+        self._spaces = []
         return self._taken()
 
     def _taken(self) -> list[Piece]:
@@ -61,53 +93,125 @@ class ToolScanner:
             self._advance(char)
 
     def _look(self, char: str) -> None:
-        """One character that is no part of a call so far."""
-        if self._is_start and not char.isspace():
+        """Process one character outside of calls."""
+        form = self._format
+        if char == "\n" and self._calls.count and form.starts:
+            self._is_start = True
+        elif self._is_start and not char.isspace():
             self._is_start = False
-            if char in self._format.starts:
+            if char in form.starts:
                 self._begin(char)
                 return
         self._held += char
         while self._held:
-            if self._held in self._format.markers:
+            if self._held in form.markers:
                 marker, self._held = self._held, ""
                 self._begin(marker)
                 return
-            if any(marker.startswith(self._held) for marker in self._format.markers):
+            if self._is_behind and self._held in form.ends:
+                self._is_inside &= self._held != form.ends[-1]
+                self._held, self._spaces = "", []
+                return
+            ends = form.ends if self._is_behind else ()
+            if any(text.startswith(self._held) for text in (*form.markers, *ends)):
                 return
             first, self._held = self._held[0], self._held[1:]
             self._show(first)
 
-    def _show(self, char: str) -> None:
-        if char.isspace():
-            self._spaces += char
-        else:
-            self._calls.content(self._spaces + char)
-            self._spaces = ""
+    def _show(self, text: str) -> None:
+        shown = text.rstrip()
+        if shown:
+            self._calls.content("".join((*self._spaces, shown)))
+            self._spaces, self._is_behind = [], False
+        if len(shown) < len(text):
+            self._spaces.append(text[len(shown) :])
 
     def _begin(self, marker: str) -> None:
-        self._calls.raw = [self._spaces, marker]
-        self._spaces = ""
-        self._reader = self._format.read(self._calls, marker)
+        form = self._format
+        is_outer = form.is_outer(marker)
+        self._calls.raw = [*self._spaces, marker]
+        self._spaces = []
+        self._calls.only_known = form.is_bare or not (is_outer or self._is_inside)
+        self._is_inside |= is_outer and len(form.opens) > 1
+        self._is_behind = False
+        self._reader = form.read(self._calls, marker)
         next(self._reader)
 
     def _advance(self, char: str) -> None:
+        num_calls = self._calls.count
         try:
             self._reader.send(char)
         except StopIteration as stop:
+            self._reader = None
+            self._calls.raw = []
+            self._is_behind = True
             rest = stop.value
         except BrokenCall:
-            # The character that broke it may begin the next call.
-            raw = "".join(self._calls.raw)
-            if char or not self._format.is_forced:
-                self._calls.give_up(raw.removesuffix(char))
-            rest = char
+            self._reader = None
+            self._is_inside &= num_calls > 0
+            rest = self._broken("".join(self._calls.raw).removesuffix(char), char)
         else:
             return
-        self._reader = None
-        self._calls.raw = []
         for each in rest:
             self._take(each)
+
+    def _broken(self, raw: str, char: str) -> str:
+        """Give up a call with the text `raw` that broke at `char`; return the text to read again.
+
+        The character may begin the next call. If an unclosed string of the broken call has
+        swallowed the start of the next call, that call begins here.
+        """
+        is_end = not char
+        is_cut = self._is_cut and (self._calls.is_open or self._calls.count)
+        if is_end and (self._is_forced or is_cut):
+            self._calls.raw = []
+            return ""
+        found = self._next_call(raw, char)
+        if found is None:
+            self._calls.give_up(raw)
+            return char
+        start, marker = found
+        text = raw[:start].rstrip()
+        self._calls.give_up(text)
+        self._spaces = [raw[len(text) : start]]
+        self._begin(marker)
+        return raw[start + len(marker) :] + char
+
+    def _next_call(self, raw: str, char: str) -> tuple[int, str] | None:
+        """Start of the next call in a broken call's text, and its marker."""
+        pattern = self._format.next_call
+        if pattern is None:
+            return None
+        own = len(raw) - len(raw.lstrip())  # start of the broken call itself
+        for match in pattern.finditer(raw, own + 1):
+            if self._num_read_again > MAX_READ_AGAIN:
+                return None
+            if self._is_call(match[match.lastindex], raw[match.end(match.lastindex) :], char):
+                return match.start(match.lastindex), match[match.lastindex]
+        return None
+
+    def _is_call(self, marker: str, text: str, char: str) -> bool:
+        """Try to read the text and `char` as calls; return True if they begin some.
+
+        At the end of the output, where `char` is "", they must be complete.
+        """
+        calls = Calls(self._calls.tools, only_known=self._calls.only_known)
+        reader = self._format.read(calls, marker)
+        next(reader)
+        num_read = 0
+        try:
+            for each in (*text, char):
+                reader.send(each)
+                num_read += 1
+            while not char:
+                reader.send("")
+        except BrokenCall:
+            return False
+        except StopIteration:
+            return calls.count > 0
+        finally:
+            self._num_read_again += num_read
+        return True
 
 
 class NamedCall:
@@ -117,12 +221,12 @@ class NamedCall:
         self._name: str | None = name
 
     def push(self, text: str) -> list[Piece]:
-        """The name once, and the text."""
+        """Emit the name once, then the text."""
         if not text:
             return []
         opening = [] if self._name is None else [Piece(NAME, self._name)]
         self._name = None
         return [*opening, Piece(ARGUMENTS, text)]
 
-    def finish(self) -> list[Piece]:
+    def finish(self, is_cut: bool = False) -> list[Piece]:
         return []

@@ -1,1 +1,1 @@
-"""One model over several processes: what they exchange, and how it is shared out."""
+"""Tensor and pipeline parallelism: the ranks of a model and their communication."""

@@ -1,9 +1,9 @@
-"""What the ranks of a model exchange while they compute. Knows tensors, no model and no process.
+"""Communicator: collective operations of a model's ranks.
 
-Every rank calls the same operations in the same order, with tensors of the same shapes. Whatever
-they return is bitwise the same on every rank: sums are taken in rank order. Under a CUDA graph they
-may be captured once they have run; the ranks then capture and replay in the same order, too.
-Legend: n ranks, M rows, C hidden size.
+Every rank calls the same operations in the same order, with tensors of the same shapes. Results are
+bitwise equal on every rank: sums are taken in rank order. Operations may be captured in a CUDA
+graph once they have run; the ranks then capture and replay in the same order, too. Legend: n ranks,
+M rows, C hidden size.
 """
 
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from typing import Protocol
 import torch
 
 from qkernels import ops
-from qkernels.linear.plan import InputForm, LinearInput
+from qkernels.operands.forms import InputForm, LinearInput
 from qkernels.operands.split_k import LinearOutput
 
 
 class Communicator(Protocol):
-    """The ranks that share out each layer (tensor parallel)."""
+    """The ranks that share each layer (tensor parallelism)."""
 
     rank: int
     size: int
@@ -26,42 +26,41 @@ class Communicator(Protocol):
         """The sum of all ranks' x, which may be split-K partials, in x's dtype. A new tensor."""
         ...
 
-    def add_rms_norm_into(
+    def norm(
         self,
         x_MC: LinearOutput,
         residual_MC: torch.Tensor,
-        weight_C: torch.Tensor | None,
-        eps: float,
-        form: InputForm,
+        spec: ops.NormSpec | None,
+        out: InputForm,
         branch: ops.Branch,
     ) -> tuple[LinearInput, torch.Tensor]:
-        """ops.add_rms_norm_into of the sum of all ranks' x. The residual is the same on each."""
+        """ops.norm of the sum of all ranks' x. All ranks have the same residual."""
         ...
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """All ranks' x, of one shape: [n, *x.shape], in rank order."""
+        """All ranks' x of equal shape: [n, *x.shape], in rank order."""
         ...
 
     def row_boundaries(self, hidden_size: int, dtype: torch.dtype) -> list[int]:
-        """Numbers of rows from which on sums run other kernels: what a warm-up has to run."""
+        """Numbers of rows from which on sums use other kernels: a warm-up runs each."""
         ...
 
     def check(self) -> None:
-        """Raise if a rank did not take part in what was computed. Does not wait."""
+        """Raise if a rank did not take part in a collective. Does not wait."""
         ...
 
     def abort(self) -> None:
-        """Let a device that waits for a rank that is gone go on. Callable from any thread."""
+        """Release a device that waits for a rank that is gone. Thread-safe."""
         ...
 
     def close(self) -> None:
-        """Give back what the communicator holds; nothing is exchanged after it."""
+        """Free the communicator's resources; no collective may follow."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPartial:
-    """Stands for a tensor: the sum of `x` over the ranks. The norm that follows takes it."""
+    """Placeholder for the sum of `x` over the ranks, which the following norm computes."""
 
     x: LinearOutput
     communicator: Communicator
@@ -71,5 +70,5 @@ class RankPartial:
         return self.x.shape
 
     def total(self) -> torch.Tensor:
-        """The tensor."""
+        """Compute the sum."""
         return self.communicator.all_reduce(self.x)

@@ -1,4 +1,4 @@
-"""The Communicator over peer memory: one-shot and two-shot sums in kernels, NCCL for the rest.
+"""PeerCommunicator: one-shot and two-shot sums through peer memory, NCCL for the rest.
 
 Legend: n ranks, M rows, C hidden size.
 """
@@ -8,15 +8,15 @@ import logging
 import torch
 import torch.distributed as dist
 
+from qkernels import ops
 from qkernels.collective import cuda_ipc, symmetric_memory
 from qkernels.collective import ops as collective
 from qkernels.collective.channels import PeerLayout, Peers
 from qkernels.collective.peer_memory import PeerAccessError, PeerMemory, exchange_by
 from qkernels.errors import KernelError
-from qkernels.linear.plan import InputForm, LinearInput
+from qkernels.operands.forms import InputForm, LinearInput
 from qkernels.operands.split_k import LinearOutput
 from qkernels.problem import FLOAT_DTYPES
-from qkernels.rowwise.branch import Branch
 from qkernels.warm_up import sum_boundaries
 from qserve.parallel.torch_communicator import TorchCommunicator
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class PeerCommunicator(TorchCommunicator):
-    """Sums through peer memory where they fit; all else as its process group does it."""
+    """Sums through peer memory if they fit; the process group does everything else."""
 
     def __init__(self, group: dist.ProcessGroup, peers: Peers) -> None:
         super().__init__(group)
@@ -36,30 +36,27 @@ class PeerCommunicator(TorchCommunicator):
         fits = x.dtype in FLOAT_DTYPES and collective.way_to_reduce(x, self.peers) is not None
         return collective.all_reduce(x, self.peers) if fits else super().all_reduce(x)
 
-    def add_rms_norm_into(
+    def norm(
         self,
         x_MC: LinearOutput,
         residual_MC: torch.Tensor,
-        weight_C: torch.Tensor | None,
-        eps: float,
-        form: InputForm,
-        branch: Branch,
+        spec: ops.NormSpec | None,
+        out: InputForm,
+        branch: ops.Branch,
     ) -> tuple[LinearInput, torch.Tensor]:
-        if not collective.fuses(x_MC, form, self.peers):
-            return super().add_rms_norm_into(x_MC, residual_MC, weight_C, eps, form, branch)
-        return collective.all_reduce_add_rms_norm_into(
-            x_MC, residual_MC, weight_C, eps, form, self.peers, branch
-        )
+        if not collective.fuses(x_MC, out, self.peers):
+            return super().norm(x_MC, residual_MC, spec, out, branch)
+        return collective.all_reduce_norm(x_MC, residual_MC, spec, self.peers, out, branch)
 
     def row_boundaries(self, hidden_size: int, dtype: torch.dtype) -> list[int]:
         return sum_boundaries(self.peers.layout.limits, hidden_size, dtype.itemsize)
 
     def check(self) -> None:
-        """Raise PeerLostError if a sum waited for a rank in vain."""
+        """Raise PeerLostError if a sum gave up waiting for a rank."""
         self.peers.check()
 
     def abort(self) -> None:
-        """Let kernels that wait for a rank that is gone go on. Callable from any thread."""
+        """Release kernels that wait for a rank that is gone. Thread-safe."""
         self.peers.abort()
 
     def close(self) -> None:
@@ -69,22 +66,25 @@ class PeerCommunicator(TorchCommunicator):
 def over_peer_memory(
     communicator: TorchCommunicator, hidden_size: int, device: torch.device
 ) -> TorchCommunicator:
-    """With peer memory where all ranks have it, else as it was; one line of log says which."""
+    """Use peer memory if all ranks have access, otherwise keep `communicator`. Logs the choice."""
     try:
         layout = PeerLayout.of_model(communicator.size, hidden_size)
         memory = _open(communicator, layout.num_bytes, device)
     except KernelError as error:
         if communicator.rank == 0:
-            logger.warning("All-reduce by NCCL alone: %s", error)
+            logger.warning("All-reduce uses only NCCL: %s", error)
         return communicator
     if communicator.rank == 0:
         size = layout.num_bytes / MIB
-        logger.info("All-reduce through %.0f MiB of peer memory on each rank", size)
+        logger.info("All-reduce uses %.0f MiB of peer memory on each rank", size)
     return PeerCommunicator(communicator.group, Peers(memory, layout))
 
 
 def _open(communicator: TorchCommunicator, num_bytes: int, device: torch.device) -> PeerMemory:
-    """By IPC handles, or else by torch's symmetric memory. Raises PeerAccessError on all ranks."""
+    """Open peer memory by IPC handles, or by torch's symmetric memory.
+
+    Raises PeerAccessError on all ranks.
+    """
     place = communicator.rank, num_bytes, device, exchange_by(communicator.group)
     try:
         return cuda_ipc.open_peer_memory(*place)

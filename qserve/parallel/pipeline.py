@@ -1,8 +1,8 @@
-"""The stages of a model whose layers are shared out, and what passes between them.
+"""Pipeline: the stages of a model (runs of layers), and their communication.
 
-The first stage has the embedding, the norm before the head and the head, so that all tokens are
-drawn there: hidden states go from stage to stage, and from the last back to the first. Knows
-tensors, no layers. Legend: T tokens, C hidden size.
+The first stage also has the embedding, the final norm and the output head, so that all tokens are
+sampled there: hidden states pass from stage to stage, and from the last back to the first. Legend:
+T tokens, C hidden size.
 """
 
 from dataclasses import dataclass
@@ -15,20 +15,20 @@ Work = dist.Work
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """Our stage, and the ways to the one before and the one behind."""
+    """This rank's stage, and the process groups to its neighbours."""
 
     stage: int
     num_stages: int
-    ranks: tuple[int, ...]  # of each stage, the one that we talk to
+    ranks: tuple[int, ...]  # the rank of each stage that this rank communicates with
     ahead: dist.ProcessGroup  # from each stage to the next
-    back: dist.ProcessGroup  # from the last to the first: on a way of its own, so nobody waits
+    back: dist.ProcessGroup  # from the last stage to the first; a separate group avoids deadlocks
 
     @property
     def is_first(self) -> bool:
         return self.stage == 0
 
     def layers(self, num_layers: int) -> range:
-        """Those of our stage: as many as the others', the first stage one less if it must be."""
+        """Layers of this stage: equally many on all stages, with the remainder on later ones."""
         ends = self._ends(num_layers)
         return range(ends[self.stage], ends[self.stage + 1])
 
@@ -36,15 +36,16 @@ class Pipeline:
         return [num_layers * stage // self.num_stages for stage in range(self.num_stages + 1)]
 
     def stage_of(self, layer: int, num_layers: int) -> int:
-        """Which stage has a layer; of the number behind the last, the last."""
+        """The stage of a layer; of the number after the last layer, the last stage."""
         ends = self._ends(num_layers)
         return next((s for s in range(self.num_stages) if layer < ends[s + 1]), self.num_stages - 1)
 
     def connect(self, device: torch.device) -> None:
-        """Pass a number round once.
+        """Pass a number around once.
 
-        NCCL may connect two ranks at their first exchange, and waits there for both. In a step the
-        first stage begins with what the last one sends, and others with what the first one does.
+        NCCL may connect two ranks at their first exchange and blocks until both call it. In a step
+        the first stage starts with the data of the last one, and others with the data of the first
+        one.
         """
         number = torch.zeros(1, device=device)
         if not self.is_first:
@@ -54,12 +55,12 @@ class Pipeline:
             self.receive_last(number).wait()
 
     def receive(self, x_TC: torch.Tensor) -> torch.Tensor:
-        """Fill a tensor with what the stage before sends."""
+        """Receive a tensor from the previous stage into `x_TC`."""
         dist.irecv(x_TC, self.ranks[self.stage - 1], group=self.ahead).wait()
         return x_TC
 
     def pass_on(self, x: torch.Tensor) -> None:
-        """Give a tensor of the first stage to all others, which it fills there."""
+        """Broadcast a tensor of the first stage to all others, where `x` is filled."""
         if not self.is_first:
             self.receive(x)
         if self.stage < self.num_stages - 1:
@@ -73,5 +74,5 @@ class Pipeline:
         return dist.isend(x_TC.contiguous(), self.ranks[to], group=group)
 
     def receive_last(self, x_TC: torch.Tensor) -> Work:
-        """Begin to fill a tensor with what the last stage sends to the first."""
+        """Start to receive a tensor from the last stage on the first."""
         return dist.irecv(x_TC, self.ranks[-1], group=self.back)

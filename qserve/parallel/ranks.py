@@ -1,7 +1,7 @@
-"""The ranks of one model: who they are, and the process groups that connect them.
+"""Ranks: this process's rank of a model, and the process groups that connect the ranks.
 
-Knows torch.distributed, no model. Legend: a stage is a run of layers, held by as many ranks as each
-layer is shared out over; rank = stage * tensor_parallel_size + place in the stage.
+Legend: a stage is a run of layers. It has tensor_parallel_size ranks, and rank = stage *
+tensor_parallel_size + index in the stage.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ from qserve.parallel.pipeline import Pipeline
 from qserve.parallel.torch_communicator import TorchCommunicator
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
-TIMEOUT = datetime.timedelta(seconds=1800)  # that a rank waits for another, whatever it does
+TIMEOUT = datetime.timedelta(seconds=1800)  # maximum wait of a rank for another
 CLOSE_SECONDS = 10.0
-LOOK_SECONDS = 0.02  # between two looks for who is there
+LOOK_SECONDS = 0.02  # interval at which rank 0 checks for the others
 FILE = "file://"
 
 logger = logging.getLogger(__name__)
@@ -33,31 +33,41 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """Our rank among those of a model."""
+    """This process's rank among those of a model."""
 
     rank: int = 0
     size: int = 1
-    communicator: Communicator | None = None  # of our stage; None: it has no other rank
+    communicator: Communicator | None = None  # of this stage; None: it has one rank
     pipeline: Pipeline | None = None  # None: there is one stage
 
     @property
     def are_many(self) -> bool:
         return self.size > 1
 
+    def leave(self) -> None:
+        """Destroy the process groups. Every rank calls it while all of them still run.
+
+        CUDA graphs that hold a sum of NCCL must be freed first: ncclCommFinalize waits for them.
+        """
+        if not self.are_many or not dist.is_initialized():
+            return
+        thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
+        thread.start()
+        thread.join(CLOSE_SECONDS)
+        if thread.is_alive():
+            logger.warning("Rank %d: the process group did not close", self.rank)
+
     def close(self) -> None:
-        """Leave the group."""
+        """Free the rest once all other ranks have exited: peer memory, and a failed group."""
         if self.communicator is not None:
             self.communicator.close()
-        if self.are_many and dist.is_initialized():
-            # NCCL may wait for ranks that are gone; nobody is to wait for that.
-            thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
-            thread.start()
-            thread.join(CLOSE_SECONDS)
+        self.abort()
+        self.leave()
 
     def abort(self) -> None:
-        """Let a GPU that waits for a rank that is gone go on. Callable from any thread."""
+        """Stop NCCL kernels that wait for a rank that has exited. Thread-safe."""
         if not dist.is_initialized() or dist.get_backend() != "nccl":
-            return  # gloo sees by itself that a connection is closed
+            return  # gloo notices a closed connection itself
         if self.communicator is not None:
             self.communicator.abort()
         with contextlib.suppress(RuntimeError):
@@ -78,23 +88,23 @@ def join(
     hidden_size: int = 0,
     check: Callable[[], None] = lambda: None,
 ) -> Ranks:
-    """Meet the other ranks at an address that torch.distributed knows: tcp:// or file://.
+    """Join the other ranks at an address of torch.distributed: tcp:// or file://.
 
-    `all_reduce`: "nccl" keeps peer memory from being used. `hidden_size`: of rows that are summed.
-    `check`: raises where one of the others will not come; rank 0 asks while it waits for them.
+    `all_reduce`: "nccl" disables peer memory. `hidden_size`: of the rows that are summed. `check`
+    raises if another rank will not come; rank 0 calls it while it waits for them.
 
-    Raises InputError where this process is one of several ranks already.
+    Raises InputError if this process already has a process group.
     """
     size = tensor_parallel_size * stages
     if dist.is_initialized():
         raise InputError(
             "--tensor-parallel-size",
-            "this process has a torch.distributed group already, of another engine or its own",
-            "close that engine first, or start this one in a process of its own",
+            "this process already has a torch.distributed group, of another engine or its own",
+            "close that engine first, or start this one in its own process",
         )
     meeting: dict[str, Any] = {"init_method": address}
     if address.startswith(FILE):
-        # All ranks are on this machine. A host name that does not resolve would stop gloo.
+        # All ranks are on this machine. gloo would fail on a host name that does not resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = dist.FileStore(address.removeprefix(FILE), size)
         _wait_for_all(store, rank, size, check)
@@ -111,7 +121,7 @@ def join(
     )
     stage, place = divmod(rank, tensor_parallel_size)
     groups = [dist.group.WORLD]
-    if stages > 1:  # every rank makes every group, also those that it is not in
+    if stages > 1:  # every rank must create every group, including those that it is not in
         firsts = range(0, size, tensor_parallel_size)
         groups = [
             dist.new_group(list(range(first, first + tensor_parallel_size)), TIMEOUT)
@@ -120,10 +130,10 @@ def join(
     communicator = None
     if tensor_parallel_size > 1:
         communicator = TorchCommunicator(groups[stage])
-        # NCCL connects at the first call, which may not be one that a graph captures.
+        # NCCL connects at the first call, which must not be inside a graph capture.
         communicator.all_reduce(torch.zeros(1, device=device))
         if backend == "nccl" and all_reduce == "auto":
-            from qserve.parallel.peer_communicator import over_peer_memory  # loads triton's rows
+            from qserve.parallel.peer_communicator import over_peer_memory  # imports triton
 
             communicator = over_peer_memory(communicator, hidden_size, device)
     pipeline = None
@@ -141,7 +151,7 @@ def join(
 
 
 def _wait_for_all(store: dist.Store, rank: int, size: int, check: Callable[[], None]) -> None:
-    """Let rank 0 wait until the others are there: a process group waits, and cannot be stopped."""
+    """Let rank 0 wait here for the others: a wait in a process group cannot be interrupted."""
     store.set(f"rank {rank}", "is here")
     others = [f"rank {other}" for other in range(size)]
     while rank == 0 and not store.check(others):

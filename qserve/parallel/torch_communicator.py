@@ -1,19 +1,19 @@
-"""The Communicator over torch.distributed: gloo on CPUs, NCCL on GPUs."""
+"""TorchCommunicator: collectives of torch.distributed, gloo on CPUs and NCCL on GPUs."""
 
 import torch
 import torch.distributed as dist
 
 from qkernels import ops
-from qkernels.linear.plan import InputForm, LinearInput
+from qkernels.operands.forms import InputForm, LinearInput
 from qkernels.operands.split_k import LinearOutput, SplitKPartials
 
-# Sums of fewer bytes than this travel in float32, so that they are rounded once, as on one GPU:
-# there it is latency that counts. Longer ones travel in the activations' dtype.
+# Sums of fewer bytes than this are sent in float32, so that they are rounded once, as on one GPU;
+# their cost is latency. Longer ones are sent in the activations' dtype.
 FLOAT32_BYTES = 2**20
 
 
 class TorchCommunicator:
-    """What a process group gives. The plain form of every operation."""
+    """The reference implementation of every operation, over a process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -27,27 +27,25 @@ class TorchCommunicator:
         else:
             partial = x
         if self._gathers:
-            # gloo's own order of addition is not documented.
+            # gloo's order of addition is undocumented.
             first, *others = self.all_gather(partial.float()).unbind(0)
             return sum(others, first).to(x.dtype)
         few = partial.numel() * torch.float32.itemsize <= FLOAT32_BYTES
         dtype = torch.float32 if few else x.dtype
-        # torch reduces in place: what others still read must not change.
+        # torch reduces in place, and the input must not change.
         summed = partial.to(dtype, copy=True, memory_format=torch.contiguous_format)
         dist.all_reduce(summed, group=self.group)
         return summed.to(x.dtype)
 
-    def add_rms_norm_into(
+    def norm(
         self,
         x_MC: LinearOutput,
         residual_MC: torch.Tensor,
-        weight_C: torch.Tensor | None,
-        eps: float,
-        form: InputForm,
+        spec: ops.NormSpec | None,
+        out: InputForm,
         branch: ops.Branch,
     ) -> tuple[LinearInput, torch.Tensor]:
-        summed_MC = self.all_reduce(x_MC)
-        return ops.add_rms_norm_into(summed_MC, residual_MC, weight_C, eps, form, branch)
+        return ops.norm(self.all_reduce(x_MC), residual_MC, spec, out, branch)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
@@ -59,14 +57,14 @@ class TorchCommunicator:
         return gathered
 
     def row_boundaries(self, hidden_size: int, dtype: torch.dtype) -> list[int]:
-        """None: the group has no kernels that are compiled."""
+        """Always empty: the group has no compiled kernels."""
         return []
 
     def check(self) -> None:
-        """A process group raises by itself."""
+        """Nothing to do: a process group raises on its own."""
 
     def abort(self) -> None:
-        """The group's owner ends it."""
+        """Nothing to do: the owner of the group ends it."""
 
     def close(self) -> None:
-        """The group's owner ends it."""
+        """Nothing to do: the owner of the group ends it."""

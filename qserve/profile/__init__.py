@@ -1,1 +1,1 @@
-"""Profiles: where the time of steps goes, from a trace. Only the recorder needs torch."""
+"""Profiles of steps: recording and analysis of traces."""

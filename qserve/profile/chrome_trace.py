@@ -1,7 +1,7 @@
-"""A chrome trace as numbers: busy time by kernel and class, gaps, steps. Knows no torch.
+"""Analysis of a Chrome trace: busy time by kernel and class, gaps, steps.
 
-Kernels that overlap (programmatic launch, side streams) share their time: what lies before the end
-of an earlier one counts for that one, so that all kernels and gaps add up to the span.
+Kernels may overlap (programmatic launch, side streams). The time before the end of an earlier
+kernel counts for that one, so that all kernels and gaps add up to the span.
 """
 
 import gzip
@@ -18,11 +18,11 @@ from formats.errors import InputError, one_line
 from qserve.profile.operator_classes import class_of
 
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-STEP_PREFIX = "step "  # of the ranges that the recorder makes
+STEP_PREFIX = "step "  # of the recorder's ranges
 
 
 class Interval(NamedTuple):
-    """Something that ran. Microseconds."""
+    """A named time span. Microseconds."""
 
     start: float
     end: float
@@ -34,7 +34,7 @@ class KernelTime:
     """All calls of one kernel."""
 
     name: str
-    us: float = 0.0  # without what overlaps earlier kernels
+    us: float = 0.0  # without overlap with earlier kernels
     calls: int = 0
 
     @property
@@ -44,14 +44,15 @@ class KernelTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSummary:
-    """Where the time between the first start and the last end went. Microseconds."""
+    """How the time between the first start and the last end was spent. Microseconds."""
 
     span_us: float
     busy_us: float
-    on_device: bool  # False: a CPU's operators
-    kernels: list[KernelTime]  # the longest first
+    on_device: bool  # False: operators of a CPU
+    kernels: list[KernelTime]  # longest first
     step_names: list[str] = field(default_factory=list)
-    step_gaps_us: list[float] = field(default_factory=list)  # idle device between two steps
+    # idle time of the device between two steps
+    step_gaps_us: list[float] = field(default_factory=list)
 
     @property
     def gap_us(self) -> float:
@@ -59,7 +60,7 @@ class TraceSummary:
 
     @property
     def classes(self) -> dict[str, tuple[float, int]]:
-        """Class -> microseconds and calls, the longest first."""
+        """Class -> microseconds and calls, longest first."""
         found: dict[str, list] = defaultdict(lambda: [0.0, 0])
         for kernel in self.kernels:
             found[kernel.kind][0] += kernel.us
@@ -93,7 +94,7 @@ class TraceSummary:
 
 
 def read_trace(path: str | Path) -> list[dict]:
-    """The complete events of a trace, plain or gzip. Raises InputError."""
+    """Read the complete events of a trace, plain or gzip. Raises InputError."""
     try:
         data = Path(path).read_bytes()
         content = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
@@ -106,7 +107,7 @@ def read_trace(path: str | Path) -> list[dict]:
 
 
 def summarize(path: str | Path) -> TraceSummary:
-    """What ran in a trace. Raises InputError where nothing did."""
+    """Summarize a trace. Raises InputError if it holds no kernels or operators."""
     events = read_trace(path)
     device = [_interval(each) for each in events if each.get("cat") in DEVICE]
     ran = device or _outermost(events)
@@ -134,7 +135,7 @@ def _interval(event: dict) -> Interval:
 
 
 def _outermost(events: Iterable[dict]) -> list[Interval]:
-    """A CPU's operators that no other calls, one thread after the other."""
+    """Operators of a CPU that are not called by others, thread by thread."""
     of_thread: dict[object, list[Interval]] = defaultdict(list)
     for event in events:
         if event.get("cat") == "cpu_op":
@@ -150,7 +151,7 @@ def _outermost(events: Iterable[dict]) -> list[Interval]:
 
 
 def _shares(ran: list[Interval]) -> tuple[list[KernelTime], float]:
-    """Each kernel's own time, and that of all."""
+    """Time of each kernel without overlap, and the total."""
     kernels: dict[str, KernelTime] = {}
     end, busy = ran[0].start, 0.0
     for each in ran:
@@ -164,9 +165,9 @@ def _shares(ran: list[Interval]) -> tuple[list[KernelTime], float]:
 
 
 def _gaps(events: list[dict], steps: list[Interval]) -> list[float]:
-    """The device's idle time between the last kernel of a step and the first of the next.
+    """Idle time of the device between the last kernel of a step and the first of the next.
 
-    A kernel belongs to the step in whose range it was launched: both have the same correlation.
+    A kernel belongs to the step in whose range it was launched: both have the same correlation id.
     """
     launches = {
         each["args"]["correlation"]: each["ts"]

@@ -1,4 +1,4 @@
-"""ProfileControl: an engine's recordings on request, which may begin and end by step counts."""
+"""ProfileControl: recordings of an engine's steps on request, limited by step counts."""
 
 import logging
 
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProfileControl:
-    """One recording at a time. `is_armed` is False where a step has nothing to do for it."""
+    """One recording at a time. While `is_armed` is False, steps have nothing to do."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -21,15 +21,15 @@ class ProfileControl:
         self.is_armed = False
 
     def start(self, config: ProfilerConfig) -> None:
-        """Raises InputError where one is under way."""
+        """Start a recording. Raises InputError if one is running."""
         if self.is_armed:
-            raise InputError("profiler", "is recording already", "stop it first")
+            raise InputError("profiler", "is already recording", "stop it first")
         self._config, self._delay_left, self.is_armed = config, config.delay, True
         if not config.delay:
             self._begin()
 
     def stop(self) -> None:
-        """End it and write the trace; nothing where none is under way."""
+        """Stop the recording, if any, and write the trace."""
         self.is_armed = False
         path = self.recorder.stop()
         if path is not None and self.recorder.num_steps:
@@ -40,7 +40,7 @@ class ProfileControl:
             logger.info("%s", text)
 
     def after_step(self) -> None:
-        """Count a step, where `is_armed`."""
+        """Count a step. Call it if `is_armed`."""
         try:
             if self._delay_left:
                 self._delay_left -= 1
@@ -49,8 +49,10 @@ class ProfileControl:
             elif self._config.most and self.recorder.num_steps >= self._config.most:
                 self.stop()
         except (InputError, OSError) as error:
-            # Nobody waits for an answer here, and requests must not end with a profile.
-            logger.error("The profile ended: %s", error)
+            # No caller waits for a reply here, and a failed profile must not end requests.
+            logger.error("Profiling stopped: %s", error)
+        except Exception:
+            logger.exception("Profiling failed")
 
     def _begin(self) -> None:
         config = self._config

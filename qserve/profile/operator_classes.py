@@ -1,7 +1,7 @@
-"""Operator classes: which kernel of a trace belongs to what. The first match wins. Knows no torch.
+"""Operator classes: patterns that assign a trace's kernels to classes. The first match wins.
 
-Names are those of the kernels of qkernels/, of torch and of NVIDIA's libraries; on a CPU, of
-torch's operators.
+The names are those of kernels of qkernels/, torch and NVIDIA's libraries; on a CPU, of torch's
+operators.
 """
 
 import re
@@ -23,7 +23,7 @@ CLASSES: tuple[tuple[str, str], ...] = (
     ("products", r"wna16|w4a16|w8a16|w8a8|gemm|gemv|cutlass|nvjet|xmma|cublas|sum_splits|split_?k"),
     ("products", r"::mm\b|addmm|::bmm|linear|matmul|dequantize(?!_pages)|prefetch"),
     ("norms", r"norm"),
-    ("activation", r"silu|gelu|_act_and_mul|sigmoid"),
+    ("activation", r"silu|gelu|relu|_activate_|sigmoid"),
     ("quantize", r"quantize|to_limbs|encode|_to_int8"),
     ("embedding", r"embedding|indexSelect|index_select|gather|vectorized_gather"),
     ("copies", r"memcpy|memset|copy|::fill_|FillFunctor|::clamp|::to\b|cat\b|CatArray|index"),
@@ -33,7 +33,7 @@ _COMPILED = tuple((name, re.compile(pattern, re.IGNORECASE)) for name, pattern i
 
 
 def class_of(kernel: str) -> str:
-    """The class of a kernel's or operator's name."""
+    """The class of a kernel or operator."""
     for name, pattern in _COMPILED:
         if pattern.search(kernel):
             return name

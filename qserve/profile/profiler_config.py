@@ -1,4 +1,4 @@
-"""ProfilerConfig: what --profiler-config allows clients to record. Names are vLLM's. No torch."""
+"""ProfilerConfig: what --profiler-config allows clients to record. The keys are vLLM's."""
 
 import dataclasses
 import json
@@ -18,24 +18,24 @@ NAMES = {
     "delay_iterations": "delay",
     "max_iterations": "most",
 }
-# What vLLM takes too and what makes no difference here.
+# Accepted by vLLM too; they have no effect here.
 IGNORED = {"torch_profiler_use_gzip", "ignore_frontend", "torch_profiler_dump_cuda_time_total"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfilerConfig:
-    """One recording."""
+    """Settings of one recording."""
 
     kind: str = "torch"
     folder: str = ""
     with_stack: bool = True
     delay: int = 0  # steps before it begins
-    most: int = 0  # steps after which it ends by itself; 0: only when it is told to
+    most: int = 0  # steps after which it stops on its own; 0: only on request
     prefix: str = ""  # of the file's name
 
     @classmethod
     def parse(cls, text: str) -> "ProfilerConfig":
-        """Raises InputError."""
+        """Parse a JSON object. Raises InputError."""
         try:
             found = json.loads(text)
         except ValueError:
@@ -50,18 +50,18 @@ class ProfilerConfig:
         return config
 
     def asked(self, body: dict[str, Any]) -> "ProfilerConfig":
-        """With what a client asks for. Raises InputError: a prefix must not leave the folder."""
+        """Add a client's options. Raises InputError, e.g. for a prefix that leaves the folder."""
         wanted = {k: v for k, v in body.items() if k in ("delay_iterations", "max_iterations")}
         prefix = body.get("profile_prefix") or ""
         others = body.keys() - {"delay_iterations", "max_iterations", "profile_prefix"}
         if others:
             raise InputError("body", f"has unknown fields: {', '.join(sorted(others))}")
         if not isinstance(prefix, str) or not all(c.isalnum() or c in "-_." for c in prefix):
-            raise InputError("profile_prefix", "expected letters, digits, - _ and . alone")
+            raise InputError("profile_prefix", "expected only letters, digits, - _ and .")
         return dataclasses.replace(self, prefix=prefix, **_known("body", wanted))
 
     def path(self, number: int) -> Path:
-        """The trace's file."""
+        """The file of a trace."""
         name = f"{self.prefix}-" if self.prefix else ""
         return Path(self.folder) / f"{name}rank0.{number}.pt.trace.json.gz"
 
@@ -72,7 +72,7 @@ def _known(source: str, values: dict[str, Any]) -> dict[str, Any]:
         raise InputError(
             source,
             f"has unknown keys: {', '.join(sorted(unknown))}",
-            f"there are {', '.join(NAMES)}",
+            f"known keys: {', '.join(NAMES)}",
         )
     found = {NAMES[key]: value for key, value in values.items() if key in NAMES}
     types = {field.name: field.type for field in dataclasses.fields(ProfilerConfig)}

@@ -1,28 +1,41 @@
-"""Recorder: torch's profiler around an engine's steps, with names of steps and layers.
+"""Recorder: torch's profiler for an engine's steps, with ranges for steps and layers.
 
-Kernels that run inside a CUDA graph keep their names; layers are named where steps are launched
-kernel by kernel. On a GPU the ranges are NVTX ranges as well and the profiler's span is that of
-cudaProfilerStart and cudaProfilerStop, so that `nsys profile --capture-range=cudaProfilerApi`
-records the same steps (with kind "cuda", since two profilers cannot run together).
+Kernels inside a CUDA graph keep their names; layers are named only if steps are launched kernel by
+kernel. On a GPU the ranges are NVTX ranges as well, and the recording calls cudaProfilerStart and
+cudaProfilerStop. So `nsys profile --capture-range=cudaProfilerApi` records the same steps (with
+kind "cuda", since two profilers cannot run together).
 """
 
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from formats.errors import InputError
-from qserve.engine.model_runner import ModelRunner
-from qserve.engine.step_ranges import StepRanges
 
 KINDS = ("torch", "cuda")
+
+
+class ProfiledRunner(Protocol):
+    """Runner whose steps are recorded (engine: ModelRunner)."""
+
+    device: torch.device
+    decoder: torch.nn.Module  # with `layers`
+
+
+class Ranges(Protocol):
+    """Names of steps, on while recording (engine: StepRanges)."""
+
+    recording: bool
+    num_steps: int
 
 
 class Recorder:
     """One recording of one engine at a time."""
 
-    def __init__(self, runner: ModelRunner, ranges: StepRanges) -> None:
+    def __init__(self, runner: ProfiledRunner, ranges: Ranges) -> None:
         self._runner, self._ranges = runner, ranges
         self._profiler: torch.profiler.profile | None = None
         self._stack = contextlib.ExitStack()
@@ -30,9 +43,9 @@ class Recorder:
         self.is_recording = False
 
     def start(self, path: Path, *, with_stack: bool = False, kind: str = "torch") -> None:
-        """Record until `stop`, into `path` (a name that ends in .gz is compressed)."""
+        """Record until `stop`, into `path`, compressed if its name ends in .gz."""
         if self.is_recording:
-            raise InputError("profiler", "is recording already", "stop it first")
+            raise InputError("profiler", "is already recording", "stop it first")
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         on_gpu = self._runner.device.type == "cuda"
@@ -54,7 +67,7 @@ class Recorder:
         self.is_recording = True
 
     def stop(self) -> Path | None:
-        """End it. Returns the trace's file; None where nothing was recording, or nsys has it."""
+        """Stop. Returns the trace's file; None if nothing was recording, or nsys has it."""
         if not self.is_recording:
             return None
         self.is_recording = self._ranges.recording = False
@@ -77,7 +90,7 @@ class Recorder:
 
 @contextlib.contextmanager
 def recorded(recorder: Recorder, path: Path, *, with_stack: bool = False) -> Iterator[None]:
-    """Record what the block does."""
+    """Record the block."""
     recorder.start(path, with_stack=with_stack)
     try:
         yield
@@ -86,7 +99,7 @@ def recorded(recorder: Recorder, path: Path, *, with_stack: bool = False) -> Ite
 
 
 @contextlib.contextmanager
-def _named_layers(runner: ModelRunner) -> Iterator[None]:
+def _named_layers(runner: ProfiledRunner) -> Iterator[None]:
     """Each layer and its parts as a range of the trace."""
     open_ranges: list[torch.profiler.record_function] = []
     handles = []

@@ -1,4 +1,4 @@
-"""The text of a trace: time by operator class, gaps, kernels; the difference of two. No torch."""
+"""Text report of a trace: time by operator class, gaps, kernels; difference of two traces."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ NUM_KERNELS = 15
 
 
 def write_report(trace: str | Path, floors_us: Mapping[str, float] | None = None) -> str:
-    """Summarize a trace; JSON beside it and the text for the terminal."""
+    """Summarize a trace: write a JSON file next to it and return the text for the terminal."""
     summary = summarize(trace)
     beside = Path(str(trace).removesuffix(".gz").removesuffix(".json") + ".summary.json")
     content = summary.to_dict() | ({"floors_us": dict(floors_us)} if floors_us else {})
@@ -19,7 +19,7 @@ def write_report(trace: str | Path, floors_us: Mapping[str, float] | None = None
 
 
 def to_text(summary: TraceSummary, floors_us: Mapping[str, float] | None = None) -> str:
-    """`floors_us`: class -> the least time that its bytes or operations take, where known."""
+    """Text of a summary. `floors_us`: class -> lower bound of its time, if known."""
     floors_us = floors_us or {}
     num_steps = max(1, len(summary.step_names))
     where = "GPU" if summary.on_device else "CPU"
@@ -54,7 +54,7 @@ def to_text(summary: TraceSummary, floors_us: Mapping[str, float] | None = None)
 
 
 def difference(a: TraceSummary, b: TraceSummary) -> str:
-    """Kernels of two traces, the largest change first: microseconds of b less those of a."""
+    """Kernels of two traces, largest change first: microseconds of b minus those of a."""
     times = [{each.name: each for each in summary.kernels} for summary in (a, b)]
     rows = []
     for name in times[0].keys() | times[1].keys():

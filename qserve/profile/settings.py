@@ -1,23 +1,23 @@
-"""Settings of `qserve profile`. Loads no torch."""
+"""Settings of `qserve profile`."""
 
 from dataclasses import dataclass
 
-from qserve.setting import check_settings, setting
+from qserve.command_line.setting import check_settings, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileSettings:
-    """Which steps, or which trace."""
+    """The steps to profile, or the trace to analyse."""
 
     case: list[str] = setting(
         [], "steps, as `qserve bench forward --case` takes them: decode=32*1@4096", many=True
     )
     iters: int = setting(10, "replays of each case", low=1)
-    with_stack: bool = setting(False, "record Python's stacks too, which makes launches slower")
+    with_stack: bool = setting(False, "record Python stacks as well; launches become slower")
     profile_dir: str = setting("profile", "folder of the traces and tables")
     profiler: str = setting(
         "torch",
-        "torch: a trace and its table; cuda: cudaProfilerStart and NVTX ranges alone, for nsys"
+        "torch: a trace and its table; cuda: only cudaProfilerStart and NVTX ranges, for nsys"
         " profile --capture-range=cudaProfilerApi --cuda-graph-trace=node",
         ("torch", "cuda"),
     )

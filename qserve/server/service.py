@@ -1,4 +1,4 @@
-"""Service: what every route needs of the running server."""
+"""Service: the state of the running server that routes use."""
 
 import asyncio
 import time
@@ -8,20 +8,24 @@ from typing import Protocol
 
 from starlette.requests import Request
 
-from qserve.engine.request import RequestEvent
-from qserve.handling import Handling
+from qserve.engine.control.commands import AnyCommand, EngineState, Outcome
+from qserve.engine.token_event import TokenEvent
 from qserve.lora.request import LoRARequest
+from qserve.multimodal.reader import MediaReader
+from qserve.params.handling import Handling
+from qserve.params.sampling_params import SamplingParams
 from qserve.profile.profiler_config import ProfilerConfig
-from qserve.sampling_params import SamplingParams
 from qserve.server.adapters import ServedAdapters
-from qserve.server.admission import Admission
-from qserve.server.budget import Budget
-from qserve.server.job import Job
-from qserve.server.metrics import Metrics
-from qserve.server.preparation import Preparation
-from qserve.server.served_model import ServedModel
-from qserve.server.tracing import Tracing
-from qserve.text import Tokenizer
+from qserve.server.http.admission import Admission
+from qserve.server.http.api_key import Keys
+from qserve.server.http.budget import Budget
+from qserve.server.observability.metrics import Metrics
+from qserve.server.observability.tracing import Tracing
+from qserve.server.prepare.preparation import Preparation
+from qserve.server.requests.job import Job
+from qserve.server.requests.served_model import TEXT_ONLY, ServedModel
+from qserve.server.store.store import ResponseStore
+from qserve.text.tokenizer import Tokenizer
 
 
 class Client(Protocol):
@@ -41,12 +45,12 @@ class Client(Protocol):
         request_id: str,
         prompt_token_ids: list[int],
         params: SamplingParams,
-        watch: Callable[[RequestEvent], None],
+        watch: Callable[[TokenEvent], None],
         client: str,
         *,
         group: str,
         handling: Handling,
-    ) -> AsyncIterator[RequestEvent]: ...
+    ) -> AsyncIterator[TokenEvent]: ...
 
     def reset_prefix_cache(self) -> None: ...
 
@@ -56,6 +60,11 @@ class Client(Protocol):
 
     def unload_adapter(self, name: str) -> None: ...
 
+    @property
+    def state(self) -> EngineState: ...
+
+    async def operate(self, command: AnyCommand) -> tuple[Outcome, str]: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
@@ -63,25 +72,42 @@ class Service:
 
     client: Client
     tokenizer: Tokenizer
-    model_names: tuple[str, ...]  # that clients may use; replies state the first
-    defaults: dict[str, float]  # sampling fields that the model's folder sets
+    model_names: tuple[str, ...]  # accepted in requests; replies contain the first
+    defaults: dict[str, float]  # sampling fields from generation_config.json
     chat_special_tokens: bool
     auto_tool_parser: str | None
     reasoning_parser: str | None
+    structured_output_strict: bool
     max_body_bytes: int
     bodies: Budget  # bytes of bodies that are being received or prepared
     admission: Admission
     preparation: Preparation
     metrics: Metrics
     tracing: Tracing = field(default_factory=Tracing)
-    request_timeout: float | None = None  # seconds that an answer may take
+    request_timeout: float | None = None  # seconds
     is_stopping: Callable[[], bool] = lambda: False
-    priority_counts: bool = True  # under the engine's scheduling policy
-    salt_by_key: bool = False  # KV pages are shared within an API key alone
-    resets_cache: bool = False  # on request of a client
+    priority_counts: bool = True  # the scheduling policy uses priorities
+    salt_by_key: bool = False  # share KV pages only within an API key
+    resets_cache: bool = False  # clients may empty the prefix cache
     adapters: ServedAdapters = field(default_factory=ServedAdapters)
+    store: ResponseStore | None = None  # None: responses are not stored
+    media: MediaReader | None = None  # None: the model takes text only
+    without_media: str = TEXT_ONLY
+    keys: Keys | None = None  # that requests need
+    weights_folder: Callable[[str], str] = str  # of new weights, by path or hub name
+    refuses_paused: bool = False  # requests get 503 while the model is paused or asleep
     created: int = field(default_factory=lambda: int(time.time()))
-    scanning: asyncio.Lock = field(default_factory=asyncio.Lock)  # a slice in a turn of the loop
+    scanning: asyncio.Lock = field(
+        default_factory=asyncio.Lock
+    )  # one slice of a body per iteration of the loop
+
+    @property
+    def is_refusing(self) -> bool:
+        """True if new requests get 503 because the model is paused or asleep."""
+        if not self.refuses_paused:
+            return False
+        state = self.client.state
+        return state.is_paused or state.is_sleeping
 
     @property
     def model_name(self) -> str:
@@ -98,15 +124,18 @@ class Service:
             chat_special_tokens=self.chat_special_tokens,
             auto_tool_parser=self.auto_tool_parser,
             reasoning_parser=self.reasoning_parser,
+            structured_output_strict=self.structured_output_strict,
             adapters=self.adapters.of_name,
+            media=self.media,
+            without_media=self.without_media,
         )
 
     def name_for(self, job: Job) -> str:
-        """What a reply calls the model: the adapter's name where the job has one."""
+        """Model name in a reply: the adapter's, if the job has one."""
         lora = job.handling.lora
         return self.model_name if lora is None else lora.lora_name
 
 
 def service_of(request: Request) -> Service:
-    """The service of the app that a request came to."""
+    """Service of the app that received a request."""
     return request.app.state.service

@@ -1,4 +1,4 @@
-"""SpeculativeConfig: what --speculative-config says. The keys are vLLM's. Loads no torch."""
+"""SpeculativeConfig: the settings of --speculative-config. The keys are vLLM's."""
 
 import difflib
 import json
@@ -11,18 +11,19 @@ from formats.errors import InputError
 
 FLAG = "--speculative-config"
 METHODS = ("ngram", "suffix", "mtp", "draft_model", "eagle", "eagle3", "medusa")
-WITHOUT_MODEL, WITH_MODEL = METHODS[:2], METHODS[3:]  # mtp: the served one's, or another's
+# mtp works with and without: the served model's layer, or another's
+WITHOUT_MODEL, WITH_MODEL = METHODS[:2], METHODS[3:]
 MAX_TOKENS = 128
 DEFAULT_TOKENS = 3
-LEVELS = (1, 3, 5, 7)  # what adaptive depth chooses from, up to num_speculative_tokens
+LEVELS = (1, 3, 5, 7)  # depths of adaptive speculation, up to num_speculative_tokens
 MAX_ROWS = 256
-# What vLLM takes as well and what is not here, and what to do about it.
+# Keys of vLLM that are not supported, with the alternative.
 NOT_HERE = {
-    "draft_tensor_parallel_size": "a drafter runs on every rank as it is; leave it out",
-    "quantization": "the drafter's folder says it; leave it out",
-    "revision": "give a folder as model",
+    "draft_tensor_parallel_size": "a drafter runs unsharded on every rank; remove it",
+    "quantization": "the drafter's folder determines it; remove it",
+    "revision": "write it into model: ORG/NAME@REVISION",
     "attention_backend": "see --kernel attention=NAME",
-    "disable_padded_drafter_batch": "drafters always run padded; leave it out",
+    "disable_padded_drafter_batch": "drafters always run padded; remove it",
     "parallel_drafting": "drafters of this kind are not supported",
     "use_heterogeneous_vocab": "use a drafter with the model's tokenizer",
     "draft_lm_head_quantization": "quantize the drafter's folder: qserve quantize",
@@ -32,8 +33,8 @@ NOT_HERE = {
 REJECTION_METHODS = {"exact": "exact", "standard": "rejection", "synthetic": "synthetic"}
 SAMPLE_METHODS = ("coupled", "greedy")
 ACCEPTANCES = ("exact", "rejection", "typical", "synthetic")
-BY_ROW = ACCEPTANCES[1:3]  # drafts are judged by what each row's token is drawn from
-POSTERIOR = {"posterior_threshold": 0.09, "posterior_alpha": 0.3}  # Medusa's own
+BY_ROW = ACCEPTANCES[1:3]  # drafts are judged by the distribution of each row's token
+POSTERIOR = {"posterior_threshold": 0.09, "posterior_alpha": 0.3}  # Medusa's own defaults
 
 
 def _key(default: Any, help: str, low: float | None = None, high: float | None = None) -> Any:
@@ -42,34 +43,40 @@ def _key(default: Any, help: str, low: float | None = None, high: float | None =
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """Which drafter, and how far it looks ahead."""
+    """The drafter and the number of draft tokens."""
 
     method: str
-    model: str | None = _key(None, "the drafter's folder; mtp: the model's own, if not given")
-    num_speculative_tokens: int = _key(DEFAULT_TOKENS, "drafts of one step", 1, MAX_TOKENS)
-    prompt_lookup_min: int = _key(5, "ngram: fewest tokens that must agree", 1)
-    prompt_lookup_max: int = _key(5, "ngram: most tokens that are compared", 1)
-    suffix_decoding_max_tree_depth: int = _key(24, "suffix: most tokens that are compared", 2)
-    suffix_decoding_max_cached_requests: int = _key(10000, "suffix: past outputs kept", 0)
-    suffix_decoding_max_spec_factor: float = _key(1.0, "suffix: drafts for each agreeing token", 0)
-    suffix_decoding_min_token_prob: float = _key(0.1, "suffix: drafts less sure are left out", 0, 1)
-    num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = _key(
-        (), "[[first, last, drafts], ...] by requests of a step, the first from 1"
+    model: str | None = _key(
+        None, "the drafter's folder or hub name; mtp: default is the served model"
     )
-    adaptive: bool = _key(True, "fewer drafts where more would cost more than they bring")
+    num_speculative_tokens: int = _key(DEFAULT_TOKENS, "draft tokens per step", 1, MAX_TOKENS)
+    prompt_lookup_min: int = _key(5, "ngram: minimum number of matching tokens", 1)
+    prompt_lookup_max: int = _key(5, "ngram: maximum number of compared tokens", 1)
+    suffix_decoding_max_tree_depth: int = _key(24, "suffix: maximum number of compared tokens", 2)
+    suffix_decoding_max_cached_requests: int = _key(10000, "suffix: number of past outputs kept", 0)
+    suffix_decoding_max_spec_factor: float = _key(1.0, "suffix: drafts per matching token", 0)
+    suffix_decoding_min_token_prob: float = _key(
+        0.1, "suffix: minimum probability of a draft", 0, 1
+    )
+    num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = _key(
+        (), "[[first, last, drafts], ...]: drafts by number of requests in a step, from 1 on"
+    )
+    adaptive: bool = _key(True, "use fewer drafts when more would not pay off")
     draft_sample_method: str = _key("coupled", f"one of {', '.join(SAMPLE_METHODS)}")
     acceptance: str = _key("exact", f"one of {', '.join(ACCEPTANCES)}")
     posterior_threshold: float | None = _key(
-        None, "typical: a draft of such a probability passes (0.09)", 0, 1
+        None, "typical: accept a draft of at least this probability (0.09)", 0, 1
     )
     posterior_alpha: float | None = _key(
-        None, "typical: and one of so much of exp(-entropy) (0.3)", 0, 1
+        None, "typical: or of at least this multiple of exp(-entropy) (0.3)", 0, 1
     )
     synthetic_acceptance_rates: tuple[float, ...] = _key(
-        (), "synthetic: for each position the share of drafts that pass as far"
+        (), "synthetic: for each position, the share of verifies that accept drafts up to it"
     )
     synthetic_acceptance_length: float = _key(
-        0.0, "synthetic: tokens of a verify of num_speculative_tokens drafts, in place of rates", 1
+        0.0,
+        "synthetic: mean tokens per verify of num_speculative_tokens drafts, instead of rates",
+        1,
     )
 
     @property
@@ -78,9 +85,9 @@ class SpeculativeConfig:
 
     @classmethod
     def parse(cls, text: str, acceptance: str = "exact") -> "SpeculativeConfig":
-        """Of a JSON object. Raises InputError, which names an unknown key and the nearest known.
+        """Parse a JSON object. Raises InputError; for an unknown key, with the nearest known one.
 
-        `acceptance`: what --spec-acceptance says, where that is not the default.
+        `acceptance`: the value of --spec-acceptance.
         """
         try:
             found = json.loads(text)
@@ -92,9 +99,10 @@ class SpeculativeConfig:
 
     @classmethod
     def of(cls, found: dict[str, Any], acceptance: str = "exact") -> "SpeculativeConfig":
-        """Raises InputError."""
+        """Create the config of parsed keys. Raises InputError."""
         found = {name: value for name, value in found.items() if value is not None}
-        method = found.pop("rejection_sample_method", None)  # vLLM's name of three of these
+        # vLLM's name for three of the acceptances
+        method = found.pop("rejection_sample_method", None)
         if method is not None:
             if method not in REJECTION_METHODS:
                 expected = f"expected one of {', '.join(REJECTION_METHODS)}, found {method!r}"
@@ -103,13 +111,15 @@ class SpeculativeConfig:
         if acceptance != "exact" and found.setdefault("acceptance", acceptance) != acceptance:
             raise InputError(
                 f"--spec-acceptance {acceptance}",
-                f"{FLAG} says {found['acceptance']!r:.80}",
-                "leave one of them out",
+                f"conflicts with acceptance {found['acceptance']!r:.80} in {FLAG}",
+                "remove one of them",
             )
         known = {each.name: each for each in fields(cls)}
         for name in found:
             if name in NOT_HERE:
-                raise InputError(FLAG, f"{name} is a key of vLLM that is not here", NOT_HERE[name])
+                raise InputError(
+                    FLAG, f"{name} is a key of vLLM that is not supported", NOT_HERE[name]
+                )
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1, 0)
                 raise InputError(FLAG, f"has the unknown key {name!r}", f"did you mean {near[0]}?")
@@ -124,7 +134,7 @@ class SpeculativeConfig:
             found["method"] = guess_method(found.get("model"))
         lookup = [f"prompt_lookup_{end}" for end in ("min", "max")]
         given = [name for name in lookup if name in found]
-        if len(given) == 1:  # the other is equal
+        if len(given) == 1:  # the other one is equal
             found |= dict.fromkeys(lookup, found[given[0]])
         return cls(**found)
 
@@ -133,9 +143,11 @@ class SpeculativeConfig:
             expected = f"expected one of {', '.join(METHODS)}"
             raise InputError(f"{FLAG} method", f"{expected}, found {self.method!r}")
         if self.method in WITH_MODEL and self.model is None:
-            raise InputError(self.subject, "needs a drafter", "give its folder as model")
+            raise InputError(
+                self.subject, "requires a drafter", "pass its folder or hub name as model"
+            )
         if self.method in WITHOUT_MODEL and self.model is not None:
-            raise InputError(self.subject, "takes no model", "leave model out")
+            raise InputError(self.subject, "takes no model", "remove model")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise InputError(
                 f"{FLAG} prompt_lookup_min",
@@ -151,22 +163,22 @@ class SpeculativeConfig:
             if self.acceptance != "typical" and getattr(self, name) is not None:
                 raise InputError(
                     f"{FLAG} {name}",
-                    f"is of typical acceptance, found {self.acceptance}",
-                    "give --spec-acceptance typical, or leave it out",
+                    f"requires typical acceptance, found {self.acceptance}",
+                    "add --spec-acceptance typical, or remove it",
                 )
         self._check_table()
         rates = self.synthetic_acceptance_rates
         if (self.acceptance == "synthetic") != bool(rates):
             raise InputError(
                 f"{FLAG} synthetic_acceptance_rates",
-                "expected with acceptance synthetic, and not without",
+                "is required with acceptance synthetic, and not allowed otherwise",
             )
         falling = all(1 >= a >= b >= 0 for a, b in zip(rates, rates[1:] or rates, strict=False))
         if rates and (len(rates) < self.num_speculative_tokens or not falling):
             raise InputError(
                 f"{FLAG} synthetic_acceptance_rates",
                 f"expected a share for each of {self.num_speculative_tokens} positions, none"
-                f" greater than the one before it, found {list(rates)}",
+                f" greater than the previous one, found {list(rates)}",
             )
 
     def _check_table(self) -> None:
@@ -176,14 +188,30 @@ class SpeculativeConfig:
             if first != expected_first or last < first or not 0 <= count <= MAX_TOKENS:
                 raise InputError(
                     f"{FLAG} num_speculative_tokens_per_batch_size",
-                    f"expected rows [first, last, drafts] that follow each other from 1 on, found"
+                    f"expected consecutive rows [first, last, drafts] starting at 1, found"
                     f" {list(row)}",
                 )
             expected_first = last + 1
 
+    def make_speculation(self, *, max_model_len: int, looks_ahead: bool) -> Any:
+        """Make the host's side of speculation (engine/scheduling/speculation.py)."""
+        from qserve.speculation.speculation import make_speculation  # needs the engine's types
+
+        return make_speculation(self, max_model_len=max_model_len, looks_ahead=looks_ahead)
+
+    def make_speculator(self, engine: Any, target: Any, *, max_model_len: int, ranks: Any) -> Any:
+        """Make the device's side of speculation of one rank (engine/runner/speculator.py).
+
+        `engine`: its EngineConfig. `target`: the rank's Decoder. Raises InputError or
+        CheckpointError.
+        """
+        from qserve.speculation.speculator import make_speculator  # loads torch
+
+        return make_speculator(self, engine, target, max_model_len=max_model_len, ranks=ranks)
+
     @property
     def judges_by_row(self) -> bool:
-        """Whether drafts are judged by what the token of each row is drawn from."""
+        """True if drafts are judged by the distribution of each row's token."""
         return self.acceptance in BY_ROW
 
     @property
@@ -194,12 +222,12 @@ class SpeculativeConfig:
 
     @property
     def draws_drafts(self) -> bool:
-        """Whether what a draft was drawn from must be kept."""
+        """True if the distributions of drafts must be kept."""
         return self.acceptance == "rejection" and self.draft_sample_method != "greedy"
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Numbers of drafts that steps hold, but for 0, the least first."""
+        """Possible numbers of drafts, without 0, ascending."""
         table = [row[2] for row in self.num_speculative_tokens_per_batch_size]
         most = self.most_tokens
         levels = [each for each in LEVELS if each < most and self.adaptive and not table]
@@ -207,9 +235,10 @@ class SpeculativeConfig:
 
     @property
     def max_rows(self) -> int:
-        """Rows of a step whose requests have drafts: beyond, they have fewer, or none.
+        """Maximum of rows of a step with drafts; more requests get fewer drafts, or none.
 
-        A product of as many rows has no weights left to wait for, and each row costs its own.
+        A matrix product of this many rows is no longer bound by reading the weights, so each row
+        adds cost.
         """
         table = self.num_speculative_tokens_per_batch_size
         rows = [last * (1 + count) for _, last, count in table if count]
@@ -217,15 +246,15 @@ class SpeculativeConfig:
 
     @property
     def most_tokens(self) -> int:
-        """Drafts that a request may have at once."""
+        """Maximum number of drafts of a request."""
         table = self.num_speculative_tokens_per_batch_size
         return max((row[2] for row in table), default=self.num_speculative_tokens)
 
 
 def guess_method(model: str | None) -> str:
-    """What a drafter's folder holds. Raises InputError where there is none."""
+    """Method of the head or model in a drafter's folder. Raises InputError without a folder."""
     if model is None:
-        raise InputError(FLAG, "names no method", f"give one of {', '.join(METHODS)}")
+        raise InputError(FLAG, "has no method", f"set method to one of {', '.join(METHODS)}")
     try:
         values = json.loads((Path(model) / "config.json").read_text())
     except (OSError, ValueError):
@@ -247,12 +276,12 @@ def guess_method(model: str | None) -> str:
             return method
     from formats.heads.folder import kind_of_folder  # loads torch
 
-    # the first EAGLE heads have a plain Llama config: their tensors tell
+    # the first EAGLE heads have a plain Llama config: only their tensors identify them
     return kind_of_folder(model) or "draft_model"
 
 
 def _rates(length: float, count: int) -> tuple[float, ...]:
-    """Shares of each position, the same at each given those before, whose sum is length - 1."""
+    """Shares of each position with a constant conditional rate, whose sum is length - 1."""
     if not 1 <= length <= 1 + count:
         raise InputError(
             f"{FLAG} synthetic_acceptance_length", f"expected 1 to {1 + count}, found {length}"
@@ -268,7 +297,7 @@ def _rates(length: float, count: int) -> tuple[float, ...]:
 
 
 def _checked(known: Any, value: Any) -> Any:
-    """A value of the field's type and range. Raises InputError."""
+    """Validate a value's type and range. Raises InputError."""
     subject, low, high = f"{FLAG} {known.name}", None, None
     if known.metadata:
         low, high = known.metadata["low"], known.metadata["high"]
@@ -296,5 +325,5 @@ def _checked(known: Any, value: Any) -> Any:
                 raise InputError(subject, f"expected a list of [first, last, drafts], found {row}")
         return tuple(map(tuple, rows))
     if type(value) is not str:
-        raise InputError(subject, f"expected a text, found {value!r}")
+        raise InputError(subject, f"expected a string, found {value!r}")
     return value

@@ -1,9 +1,9 @@
-"""Depth: how many drafts a step may hold for each of its requests. Knows counts, no requests.
+"""Depth: how many drafts a step uses for each of its requests.
 
-The number is chosen that gives the most tokens a second: what is expected to come true, over the
-time that such a step takes. Both are measured while the engine runs: the share of drafts that pass
-at each position, given that those before it did, and the seconds of steps by their requests and
-drafts. What was not measured lately is tried now and then, for a few steps.
+It chooses the number with the most expected tokens per second: the expected number of accepted
+tokens over the duration of such a step. Both are measured while the engine runs: the acceptance
+rate at each position, given that all before it were accepted, and the duration of steps by their
+requests and drafts. A number that was not measured recently is tried for a few steps now and then.
 """
 
 import statistics
@@ -11,41 +11,41 @@ from typing import NamedTuple
 
 from qserve.speculation.config import SpeculativeConfig
 
-NEWEST_DRAFTS = 1 / 256  # the least weight of the newest verify in a share
-NEWEST_STEP = 0.1  # and of the newest step in its seconds
-FIRST_SHARE = 0.7  # of drafts that pass, until there are any
-TRIAL_STEPS = 4  # of a number of drafts whose seconds are not known
-TRIALS_EVERY = 400  # steps between trials: they cost a percent where drafts do not pay
-MAX_SURPRISE = 4.0  # a step that took so many times longer was held up by something else
-KEPT_FOR = 1.02  # another number of drafts must be better by so much
-# And any must be better than none by so much: with drafts requests that came together end one by
-# one, the last in steps that hold few.
+NEWEST_DRAFTS = 1 / 256  # minimum weight of the newest verify in an acceptance rate
+NEWEST_STEP = 0.1  # weight of the newest step in a duration
+FIRST_SHARE = 0.7  # acceptance rate before any verify
+TRIAL_STEPS = 4  # steps with a number of drafts of unknown duration
+TRIALS_EVERY = 400  # steps between trials, which cost a percent if drafts do not pay off
+MAX_SURPRISE = 4.0  # a step that took this many times longer was delayed by something else
+KEPT_FOR = 1.02  # another number of drafts must be better by this factor
+# Any drafts must be better than none by this factor: with drafts, requests that arrived together
+# finish one by one, the last of them in small steps.
 WORTH = 1.05
 
 
 class Choice(NamedTuple):
-    """Of one step."""
+    """Decision for one step."""
 
     num_drafts: int
     runs_drafter: bool = True
 
 
 class _Size:
-    """What is known of steps of about as many requests."""
+    """Measurements of steps with about as many requests."""
 
     def __init__(self) -> None:
         self.seconds: dict[int, float] = {}  # by number of drafts
         self.num_measured: dict[int, int] = {}
         self.chosen: int | None = None
         self.trial: int | None = None
-        self.num_left = 0  # steps of the trial
-        self.of_trial: list[float] = []  # their seconds so far
-        self.num_steps = 0  # since the last
-        self.goes_up = False  # the last one was of more drafts
+        self.num_left = 0  # remaining steps of the trial
+        self.of_trial: list[float] = []  # durations of its steps so far
+        self.num_steps = 0  # since the last trial
+        self.goes_up = False  # the last trial used more drafts
 
 
 class Depth:
-    """Of one engine."""
+    """The adaptive depth of one engine."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._adaptive = config.adaptive and not config.num_speculative_tokens_per_batch_size
@@ -57,14 +57,14 @@ class Depth:
         self._sizes: dict[int, _Size] = {}
 
     def choose(self, num_requests: int) -> Choice:
-        """For a step of so many requests."""
+        """Choose for a step of `num_requests`."""
         count = self._most(num_requests)
         if self._adaptive and count and num_requests:
             count = self._best(num_requests, count)
         return Choice(count, runs_drafter=count > 0)
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
-        """Learn from a verify: all drafts up to the first that did not pass were judged."""
+        """Record a verify: all drafts up to the first rejected one were judged."""
         for position in range(min(num_accepted + 1, num_drafts)):
             self._num_seen[position] += 1
             weight = max(1 / self._num_seen[position], NEWEST_DRAFTS)
@@ -72,13 +72,13 @@ class Depth:
             self._shares[position] += weight * (passed - self._shares[position])
 
     def observe_seconds(self, num_requests: int, num_drafts: int, seconds: float) -> None:
-        """Learn how long a step took whose requests had so many drafts each."""
+        """Record the duration of a step whose requests had `num_drafts` drafts each."""
         size = self._size(num_requests)
         known = size.seconds.get(num_drafts)
         size.num_measured[num_drafts] = size.num_measured.get(num_drafts, 0) + 1
         if num_drafts == size.trial:
-            # Not a mean: the first steps may have captured graphs, and one that was read late
-            # makes the next one look short.
+            # Not a mean: the first steps may have captured graphs, and a late read makes the next
+            # step look short.
             size.of_trial.append(seconds)
             size.seconds[num_drafts] = statistics.median_low(size.of_trial)
         elif known is None:
@@ -87,7 +87,7 @@ class Depth:
             size.seconds[num_drafts] += NEWEST_STEP * (seconds - known)
 
     def expected_tokens(self, num_drafts: int) -> float:
-        """Of a verify: the drafts that pass, and the token behind them."""
+        """Expected tokens of a verify: the accepted drafts and the bonus token."""
         total = share = 1.0
         for position in range(num_drafts):
             share *= self._shares[position]
@@ -101,7 +101,7 @@ class Depth:
         return max(k for k in self._levels if not k or num_requests * (1 + k) <= self._max_rows)
 
     def _size(self, num_requests: int) -> _Size:
-        """Sizes are powers of two: what is learnt at 33 holds for 64."""
+        """Measurements by power of two: those of 33 requests also hold for 64."""
         return self._sizes.setdefault((num_requests - 1).bit_length(), _Size())
 
     def _best(self, num_requests: int, most: int) -> int:
@@ -114,10 +114,10 @@ class Depth:
         size.trial = None
         missing = [k for k in levels if size.num_measured.get(k, 0) < TRIAL_STEPS // 2]
         if missing and size.num_steps > 1:
-            self._try(size, missing[-1])  # the most drafts first
+            self._try(size, missing[-1])  # most drafts first
             return size.trial
         if size.num_steps >= TRIALS_EVERY:
-            # one draft number up or down, in turns: the farther ones would cost more
+            # one level up or down, in turns: more distant ones would cost more
             at = levels.index(size.chosen) if size.chosen in levels else len(levels) - 1
             size.goes_up = not size.goes_up
             near = at + 1 if (size.goes_up and at + 1 < len(levels)) or at == 0 else at - 1
@@ -133,7 +133,7 @@ class Depth:
         return size.chosen
 
     def _rate(self, num_drafts: int, seconds: float) -> float:
-        """Tokens a second of each request."""
+        """Tokens per second of each request."""
         rate = self.expected_tokens(num_drafts) / seconds
         return rate / WORTH if num_drafts else rate
 

@@ -1,4 +1,4 @@
-"""DraftModelDrafter: a smaller model with the same tokenizer, its keys on the same pages.
+"""DraftModelDrafter: a smaller model with the same tokenizer, its keys in the same pages.
 
 Legend: T tokens of the step, D requests that draft, K drafts, V vocabulary.
 """
@@ -25,13 +25,13 @@ class DraftModelDrafter:
     looks_ahead = False
 
     def __init__(self, decoder: Decoder, vocab_size: int) -> None:
-        """`vocab_size`: the model's, which may have more or fewer rows of padding."""
+        """`vocab_size`: the target's, which may have more or fewer rows of padding."""
         self._decoder = decoder
         self._vocab_size = vocab_size
         self.attentions = tuple(layer.attention for layer in decoder.layers)
 
     def propose(self, step: DraftStep) -> torch.Tensor:
-        """As DeviceDrafter: all rows of the step, then one row for each draft."""
+        """See DeviceDrafter. A pass over all rows of the step, then one pass per draft."""
         self._decoder(step.batch.token_ids_T, step.batch, step.caches)
         tokens_D, drafts = step.tokens_D, []
         if not len(step.last_rows_D):
@@ -44,7 +44,7 @@ class DraftModelDrafter:
         return torch.stack(drafts, 1) if drafts else tokens_D.new_empty(len(tokens_D), 0)
 
     def _logits(self, hidden_DC: torch.Tensor) -> torch.Tensor:
-        """Of the model's vocabulary: [D, V]."""
+        """Logits over the target's vocabulary: [D, V]."""
         logits_DV = self._decoder.logits(hidden_DC)
         missing = self._vocab_size - logits_DV.shape[1]
         if missing > 0:
@@ -53,28 +53,30 @@ class DraftModelDrafter:
 
 
 def build(context: BuildContext) -> DraftModelDrafter:
-    """Load the drafter's folder. Raises InputError where it has another tokenizer."""
+    """Load the drafter's folder. Raises InputError, such as for another tokenizer."""
     config = context.config
-    check_tokenizer(config.subject, config.model, context.target_folder)
-    model = ModelConfig.from_folder(config.model)
+    check_tokenizer(config.subject, config.model, context.tokenizer_folder)
+    model = ModelConfig.from_folder(
+        config.model, activation_bits=context.activation_bits, is_drafter=True
+    )
     if model.has_states:
         raise InputError(
             config.subject,
-            f"expected a drafter whose layers have keys alone, found {model.family.architecture},"
+            f"expected a drafter without recurrent states, found {model.family.architecture},"
             " whose layers have states",
             "use another drafter",
         )
     if model.context.length < context.max_model_len:
         raise InputError(
             config.subject,
-            f"{config.model} takes {model.context.length} tokens, and requests may have"
+            f"{config.model} supports {model.context.length} tokens, but requests may have"
             f" {context.max_model_len}",
             "lower --max-model-len, or use another drafter",
         )
     if model.longest_window != context.target.config.longest_window:
         raise InputError(
             config.subject,
-            f"its layers see {model.longest_window or 'all'} keys back, the model's"
+            f"its layers attend to {model.longest_window or 'all'} keys, the model's to"
             f" {context.target.config.longest_window or 'all'}",
             "use a drafter with the model's window: they share pages",
         )
@@ -90,7 +92,7 @@ def build(context: BuildContext) -> DraftModelDrafter:
 
 
 def check_tokenizer(subject: str, folder: str, target_folder: str) -> None:
-    """Raise InputError where two folders' tokenizers do not give a token the same id."""
+    """Raise InputError if two folders' tokenizers do not give each token the same id."""
     found, expected = _vocabulary(folder), _vocabulary(target_folder)
     if found == expected:
         return
@@ -107,20 +109,20 @@ def check_tokenizer(subject: str, folder: str, target_folder: str) -> None:
     raise InputError(
         subject,
         f"expected the model's tokenizer, found another: {text!r} has the id {found.get(text)} in"
-        f" {folder} and {expected.get(text)} in the model's folder, one of {len(differing)} tokens"
-        " that differ",
+        f" {folder} and {expected.get(text)} in the model's folder; {len(differing)} tokens"
+        " differ",
         "use a drafter of the same family",
     )
 
 
 def _vocabulary(folder: str) -> dict[str, int] | None:
-    """Token -> id, with the added ones. None where there is no tokenizer.json."""
+    """Token -> id, including added tokens. None if there is no tokenizer.json."""
     path = Path(folder) / "tokenizer.json"
     if not path.exists():
         return None
     values = json.loads(path.read_text())
     vocabulary = values.get("model", {}).get("vocab", {})
-    if isinstance(vocabulary, list):  # a Unigram's: [token, score] by id
+    if isinstance(vocabulary, list):  # Unigram: [token, score] by id
         vocabulary = {each[0]: index for index, each in enumerate(vocabulary)}
     added = {each["content"]: each["id"] for each in values.get("added_tokens", ())}
     return {**vocabulary, **added}

@@ -1,4 +1,4 @@
-"""DraftStep: what a device drafter is given of a step, on the device. Knows no requests.
+"""DraftStep: inputs of a device drafter for one step.
 
 Legend: T tokens of the step, C hidden size, D requests that draft, X longest block table, K drafts,
 V vocabulary.
@@ -8,43 +8,43 @@ from dataclasses import dataclass
 
 import torch
 
-from qkernels.attention.cache import PagedKv
 from qkernels.drafts.chunks import DraftPlaces
-from qserve.engine.batch import Batch
+from qserve.engine.step.device_step import Batch
+from qserve.model.cache_spec import Cache
 from qserve.speculation.draws import Draws
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftStep:
-    """A step that the model has computed and whose tokens are drawn.
+    """A step that the model has computed and sampled.
 
-    Rows of a verify that was refused stand in `batch` as they were: what is computed of them lies
-    beyond the request's end and is overwritten.
+    `batch` still contains the rows of rejected drafts: their results are beyond the request's end
+    and are overwritten.
     """
 
     batch: Batch  # the model's own: tokens, positions, slots of the T rows, and their requests
-    hidden_TC: torch.Tensor  # after the model's last norm: what its head reads
-    taps: tuple[torch.Tensor, ...]  # [T, C] for each layer that the drafter asks for
-    next_tokens_T: torch.Tensor  # int64: the token behind each row, as far as it is settled
-    last_rows_D: torch.Tensor  # int64, of T: the row that each request's newest token follows
-    tables_DX: torch.Tensor  # int32: the pages of the requests that draft
+    hidden_TC: torch.Tensor  # after the model's last norm: the input of its head
+    taps: tuple[torch.Tensor, ...]  # auxiliary hidden states [T, C] that the drafter asks for
+    next_tokens_T: torch.Tensor  # int64: the token after each row, as far as it is known
+    last_rows_D: torch.Tensor  # int64, of T: the row before each request's newest token
+    tables_DX: torch.Tensor  # int32: block tables of the requests that draft
     starts_D1: torch.Tensor  # int32: 0, 1 .. D
-    places: DraftPlaces  # of the rows behind last_rows_D
+    places: DraftPlaces  # of the rows after last_rows_D
     num_drafts: int  # K
-    max_context_len: int  # at most so many keys, drafts included, as far as there are pages
-    caches: list[PagedKv]  # of the drafter's layers
+    max_context_len: int  # upper bound of the keys, drafts included
+    caches: list[Cache]  # of the drafter's layers
     draws: Draws
 
     @property
     def tokens_D(self) -> torch.Tensor:
-        """The newest token of each request that drafts: no row of the step was its own."""
+        """The newest token of each request that drafts; no row of the step contains it."""
         return self.next_tokens_T[self.last_rows_D]
 
     def ahead(self, tokens_D: torch.Tensor, count: int) -> Batch:
-        """A step of one row for each request that drafts, at `count` positions after last_rows_D.
+        """A step of one row per request that drafts, at `count` positions after last_rows_D.
 
-        With count 1 the row of the newest token, with 2 that of the first draft, and so on. A row
-        without a place in the request's pages is written nowhere.
+        Count 1 is the row of the newest token, 2 that of the first draft, and so on. A row without
+        a slot in the request's pages is not written.
         """
         positions_KD, slots_KD, lengths_KD = self.places
         return Batch(
@@ -60,10 +60,10 @@ class DraftStep:
         )
 
     def draw(self, logits_DV: torch.Tensor, index: int) -> torch.Tensor:
-        """The draft number `index` (0 the first) of each request, int64 [D], from its logits.
+        """Sample draft number `index` (0 is the first) of each request from its logits, int64 [D].
 
-        With the request's temperature, filters and noise of that position, so that the model is
-        likely to draw the same. Logits are of the model's vocabulary, -inf where a drafter has no
-        such token.
+        Uses the request's temperature, filters and noise of that position, so that the model
+        probably samples the same token. Logits cover the model's vocabulary; -inf for tokens that a
+        drafter lacks.
         """
         return self.draws.draw(logits_DV, index)

@@ -1,8 +1,8 @@
-"""Drafters: what proposes tokens, in two kinds, and the table of them.
+"""Drafters: the two kinds, and the table of methods.
 
-A host drafter reads token ids that the host knows: its requests wait for the tokens of a step
-before the next is planned. A device drafter runs behind the model in the same step, on the device,
-and reads the model's hidden states; its drafts stay there, so a step may be in flight.
+A host drafter reads token ids on the host: its requests wait for the tokens of a step before the
+next one is planned. A device drafter runs after the model in the same step, on the device, and
+reads the model's hidden states; its drafts stay there, so steps can overlap.
 
 Legend: T tokens of the step, D requests of it that draft, K drafts, V vocabulary of the model.
 """
@@ -22,57 +22,58 @@ from qserve.speculation.draft_step import DraftStep
 
 
 class HostDrafter(Protocol):
-    """Proposes from token ids. Knows no tensors."""
+    """Proposes draft tokens from token ids."""
 
     def propose(self, request_id: str, token_ids: Sequence[int], most: int) -> list[int]:
-        """Up to `most` tokens that may follow; `token_ids` are prompt and output so far."""
+        """Up to `most` tokens that may follow `token_ids`: prompt and output so far."""
 
     def finish(self, request_id: str, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
-        """A request ended: forget it, or learn from its output."""
+        """Forget a finished request, or learn from its output."""
 
 
 class DeviceDrafter(Protocol):
-    """Proposes behind the model's own pass, in the same step."""
+    """Proposes after the model's own forward pass, in the same step."""
 
-    # Layers before which the model's residual stream (x + residual, not normed) is read: DraftStep
-    # has a tensor [T, C] for each, from Decoder.forward_tapped(token_ids_T, step, caches, taps) ->
-    # (hidden_TC, tapped). (): none.
+    # Layers whose input (the residual stream x + residual, before the norm) is read: the auxiliary
+    # hidden states. DraftStep has a tensor [T, C] for each, from
+    # Decoder.forward_tapped(token_ids_T, step, caches, taps) -> (hidden_TC, tapped). (): none.
     taps: tuple[int, ...]
-    # Its layers with keys and values, in order. Each gets pages of the same numbers as the model's
-    # (one allocator, the same block tables) with its own heads: DraftStep.caches[i].
+    # Its layers with keys and values, in order. Each uses the model's page numbers (one allocator,
+    # the same block tables) with its own heads: DraftStep.caches[i].
     attentions: tuple[Attention, ...]
-    # Whether its keys at a position depend on the token after it: then the last page of a cached
-    # prefix, whose next token may be another one, is computed again.
+    # Whether its keys at a position depend on the next token. Then the last page of a cached
+    # prefix, whose next token may differ, is recomputed.
     looks_ahead: bool
 
     def propose(self, step: DraftStep) -> torch.Tensor:
-        """Draft step.num_drafts tokens for each request that drafts: int64 [D, K], of the model's
-        vocabulary.
+        """Draft step.num_drafts tokens per request, int64 [D, K], in the model's vocabulary.
 
-        First writes the drafter's keys of all the step's rows, from the true states: also where an
-        earlier draft wrote others. Called in every step, also with D = 0 (amid a prompt), where it
-        writes the keys and returns [0, K].
+        First writes the drafter's keys of all the step's rows, from the true states, even where an
+        earlier draft wrote others. Called in every step, also with D = 0 (within a prompt), where
+        it writes the keys and returns [0, K].
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildContext:
-    """What a drafter is built with."""
+    """Inputs for building a drafter."""
 
     config: SpeculativeConfig
-    target: Decoder  # whose embedding and head it may share; target.config is its ModelConfig
+    target: Decoder  # its embedding and head may be shared; target.config is its ModelConfig
     target_folder: str
+    tokenizer_folder: str  # of the target, with its tokenizer.json
     device: torch.device
     dtype: torch.dtype  # of activations
     max_model_len: int
     block_size: int  # tokens of one KV page
-    kernels: Any = None  # asked for or forbidden by name, as loader.load takes them
-    ranks: Ranks = ALONE  # over which the target is shared out
-    dummy_seed: int | None = None  # of weights at random, where the target's are
+    kernels: Any = None  # kernels required or forbidden by name, as for loader.load
+    ranks: Ranks = ALONE  # ranks of the target
+    activation_bits: int | None = None  # what 4-bit activations run with
+    dummy_seed: int | None = None  # seed of random weights, if the target's are random
 
 
 # method -> "module:function": HostDrafter from SpeculativeConfig, DeviceDrafter from BuildContext.
-# Imported when asked for.
+# Imported on demand.
 HOST_DRAFTERS = {
     "ngram": "qserve.speculation.ngram:NgramDrafter",
     "suffix": "qserve.speculation.suffix:SuffixDrafter",
@@ -87,13 +88,16 @@ DEVICE_DRAFTERS = {
 
 
 def build_host_drafter(config: SpeculativeConfig) -> HostDrafter | None:
-    """None where the method is a device drafter's."""
+    """Build the host drafter, or return None for a device method."""
     path = HOST_DRAFTERS.get(config.method)
     return None if path is None else _load(path)(config)
 
 
 def build_device_drafter(context: BuildContext) -> DeviceDrafter | None:
-    """None where the method is a host drafter's. Raises InputError or CheckpointError."""
+    """Build the device drafter, or return None for a host method.
+
+    Raises InputError or CheckpointError.
+    """
     path = DEVICE_DRAFTERS.get(context.config.method)
     return None if path is None else _load(path)(context)
 

@@ -1,7 +1,7 @@
-"""Draws: how a device drafter's tokens are drawn, with the noise of the requests that they are for.
+"""Draws: sampling of a device drafter's tokens, with the noise of their requests.
 
-The model draws the token of a position as argmax(logits + noise(seed, position, token)). A draft
-that is drawn with the same noise agrees far more often than one that is not (Daliri, Musco, Suresh,
+The model samples the token of a position as argmax(logits + noise(seed, position, token)). A draft
+sampled with the same noise agrees far more often than one with other noise (Daliri, Musco, Suresh,
 arXiv 2408.07978). Legend: D requests that draft, K drafts, P words of sampling, V vocabulary.
 """
 
@@ -16,17 +16,17 @@ from qserve.speculation.rejection import DRAFT_SALT, probabilities, salted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draws:
-    """Of the requests of one step."""
+    """Sampling settings of the requests of one step."""
 
-    words_KDP: torch.Tensor  # int64, as SampleSettings has them, of each draft
+    words_KDP: torch.Tensor  # int64, of each draft, in the layout of SampleSettings
     any_random: bool
     any_filter: bool
-    is_greedy: bool = False  # the likeliest token, whatever the request asks for
-    # with `rejection`: filled with what each draft was drawn from, [D, V]
+    is_greedy: bool = False  # the most likely token, whatever the request's settings
+    # with `rejection`: collects the distribution of each draft, [D, V]
     kept: list[torch.Tensor] | None = None
 
     def draw(self, logits_DV: torch.Tensor, index: int) -> torch.Tensor:
-        """The tokens of draft number `index`, int64 [D]."""
+        """Sample draft number `index`: token ids, int64 [D]."""
         if self.is_greedy:
             return logits_DV.argmax(-1)
         words_DP = self.words_KDP[index]

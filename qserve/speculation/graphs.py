@@ -1,9 +1,9 @@
-"""SpeculativeGraphs: what goes with decodes and verifies, as CUDA graphs beside the model's own.
+"""SpeculativeGraphs: CUDA graphs for the speculative parts of decodes and verifies.
 
-A step whose requests have equally many rows runs as: a graph that fills tokens and positions in,
-the model's graph (engine/cuda_graphs.py), and a graph that draws, judges the drafts and runs the
-drafter. What needs more than its words to be drawn is drawn between the two. Legend as in
-speculative_step.py; what the step lacks of its graph's size is padding.
+A step whose requests have equally many rows runs as three graphs: one that fills in tokens and
+positions, the model's (engine/runner/cuda_graphs.py), and one that samples, judges the drafts and
+runs the drafter. Sampling that needs more than the sampling words runs between the last two. Legend
+as in speculative_step.py; rows beyond the step are padding.
 """
 
 import logging
@@ -18,14 +18,13 @@ from qkernels import ops
 from qkernels.drafts.chunks import Settled
 from qkernels.sampling.settings import Samples, SampleSettings
 from qkernels.sampling.words import NUM_WORDS, SampleRow, pack_row
-from qserve.engine.batch import Batch
-from qserve.engine.capture import capture
-from qserve.engine.cuda_graphs import StepGraphs, ran_out_of_memory
-from qserve.engine.draft_rows import DraftRows
-from qserve.engine.step_buffers import GraphKey
-from qserve.engine.step_input import StepInput
-from qserve.engine.step_outputs import StepOutputs
-from qserve.engine.transfer import HostCopy, PinnedCopies, to_device
+from qserve.engine.runner.capture import capture
+from qserve.engine.runner.cuda_graphs import StepGraphs, ran_out_of_memory
+from qserve.engine.runner.step_buffers import GraphKey, StepOutputs
+from qserve.engine.step.device_step import Batch
+from qserve.engine.step.draft_rows import DraftRows
+from qserve.engine.step.step_input import StepInput
+from qserve.engine.step.transfer import HostCopy, PinnedCopies, to_device
 from qserve.parallel.pipeline import Pipeline
 from qserve.speculation.speculative_step import (
     DrawRows,
@@ -39,18 +38,18 @@ from qserve.speculation.speculative_step import (
 
 logger = logging.getLogger(__name__)
 
-# What differs between the steps of one graph; all other rows follow from its size.
+# Inputs that differ between the steps of one graph; the other rows follow from its size.
 CHANGING = ("rows_R", "known_R", "capacity_R")
 PADDING_WORDS = np.array((*pack_row(SampleRow()), 0, 0), np.int64)
-# Rows with a filter need room for all of the vocabulary, which each graph keeps.
+# Filtered rows need a buffer of the vocabulary's size, which each graph would keep.
 MOST_FILTERED = 32
 RUNS_BEFORE_CAPTURE = 2
 
 
 class Captured:
-    """Work that is launched at once: from its third run on, since a capture takes as long as ten.
+    """Work that is captured at its third run, since a capture takes as long as ten runs.
 
-    Where there is no CUDA it runs each time: for tests.
+    Without CUDA it runs eagerly each time, for tests.
     """
 
     def __init__(self, work: Callable[[], object], device: torch.device, pool: object) -> None:
@@ -63,7 +62,7 @@ class Captured:
         return self._graph is not None
 
     def run(self) -> object:
-        """The result, valid until the next run."""
+        """Run the work. The result is valid until the next run."""
         is_due = self._num_runs >= RUNS_BEFORE_CAPTURE and self._device.type == "cuda"
         if is_due and self._graph is None:
             self.capture()
@@ -75,7 +74,7 @@ class Captured:
         return self._result
 
     def capture(self) -> None:
-        """Be ready to launch it at once. It has run before: a capture cannot compile kernels."""
+        """Capture the work. It must have run before: a capture cannot compile kernels."""
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with capture(graph, self._pool):
@@ -85,28 +84,28 @@ class Captured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """Of one of the model's graphs."""
+    """The graphs that belong to one of the model's graphs."""
 
     batch: Batch
     rows: Rows
-    changing: torch.Tensor  # int64: the places of CHANGING, then of words_SP
-    words_SP: torch.Tensor  # positions corrected, once `fill` has run
-    tokens_S: torch.Tensor  # where they are drawn outside
+    changing: torch.Tensor  # int64: the values of CHANGING, then of words_SP
+    words_SP: torch.Tensor  # positions are corrected once `fill` has run
+    tokens_S: torch.Tensor  # for tokens that are sampled outside of the graph
     fill: Captured
-    behind: dict["_Sort", Captured]
+    tails: dict["_Variant", Captured]
 
 
-class _Sort(NamedTuple):
-    """What the graphs behind one model graph differ in."""
+class _Variant(NamedTuple):
+    """Variant of the graph that follows a model graph."""
 
     num_drafts: int
     runs_drafter: bool
     any_filter: bool
-    draws: bool  # it begins with the sampler
+    draws: bool  # it includes the sampler
 
 
 class SpeculativeGraphs:
-    """By the keys of the model's graphs."""
+    """Speculative graphs, by the keys of the model's graphs."""
 
     def __init__(self, state: State, graphs: StepGraphs, device: torch.device) -> None:
         """`graphs`: the model's."""
@@ -116,8 +115,13 @@ class SpeculativeGraphs:
         self._is_full = False
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
+    def close(self) -> None:
+        """Free the graphs, for the reason given at `StepGraphs.close`."""
+        self._is_full = True
+        self._entries.clear()
+
     def begin(self, key: GraphKey, step: StepInput, batch: Batch) -> "GraphedStep":
-        """Copies what a step tells of drafts to where its graphs read it."""
+        """Copy the speculation inputs of a step to the buffers of its graphs."""
         entry = self._entry(key, batch)
         self._copies.send_(self._packed(key, step), entry.changing)
         return GraphedStep(self, key, entry, step.draft_rows)
@@ -127,19 +131,19 @@ class SpeculativeGraphs:
         return next(self._missing(), None) is not None
 
     def capture_next(self) -> bool:
-        """Capture a graph that will be needed, in an idle moment. Returns False: there is none.
+        """Capture a graph that will be needed, while idle. Returns False if there is none.
 
-        Where the device has no memory for it, there will be no more.
+        If the device has no memory for it, no further graphs are captured.
         """
         found = next(self._missing(), None)
         if found is None:
             return False
-        key, sort = found
+        key, variant = found
         entry = self._entry(key, self._graphs.padded(key))
         self._copies.send_(self._packed(key), entry.changing)
         try:
-            self._graphs.replay(key)  # whose results are read below
-            for captured in (entry.fill, self.behind(key, entry, sort)):
+            self._graphs.replay(key)  # its results are read below
+            for captured in (entry.fill, self.tail(key, entry, variant)):
                 if not captured.is_captured:
                     captured.run()
                     captured.capture()
@@ -147,33 +151,35 @@ class SpeculativeGraphs:
             if self._graphs.in_step or not ran_out_of_memory(error):
                 raise
             self._is_full = True
-            logger.warning("No memory for more CUDA graphs of drafts; what lacks one runs without")
+            logger.warning(
+                "No memory for more CUDA graphs of drafts; their steps run without graphs"
+            )
             return False
         return True
 
-    def _missing(self) -> Iterator[tuple[GraphKey, "_Sort"]]:
-        """What steps need once all requests have as many drafts as are drafted."""
+    def _missing(self) -> Iterator[tuple[GraphKey, "_Variant"]]:
+        """Graphs that steps need once all requests have the full number of drafts."""
         if self._is_full:
             return
         for key in self._graphs.decode_keys:
             entry = self._entries.get(key)
             for any_filter in (False, True):
-                sort = _Sort(
+                variant = _Variant(
                     num_drafts=key.count - 1,
                     runs_drafter=key.count > 1,
                     any_filter=any_filter,
                     draws=not any_filter or key.num_tokens <= MOST_FILTERED,
                 )
-                captured = None if entry is None else entry.behind.get(sort)
+                captured = None if entry is None else entry.tails.get(variant)
                 if captured is None or not captured.is_captured:
-                    yield key, sort
+                    yield key, variant
 
     def fetch(self, words: torch.Tensor) -> HostCopy:
         """Copy numbers of a step to the host."""
         return self._copies.fetch(words)
 
     def _packed(self, key: GraphKey, step: StepInput | None = None) -> np.ndarray:
-        """All of `changing`, for a step; None: for one of nothing."""
+        """Contents of `changing` for a step; None: padding only."""
         lines = np.empty((len(CHANGING), _aligned(key.num_requests)), np.int64)
         words_SP = np.empty((key.num_tokens, NUM_WORDS), np.int64)
         num_chunks = num_rows = 0
@@ -181,7 +187,7 @@ class SpeculativeGraphs:
             num_chunks, num_rows = step.num_requests, step.num_sampled
             words_SP[:num_rows] = step.sample_words_SP
         words_SP[num_rows:] = PADDING_WORDS
-        # the tables' last row is nobody's
+        # the tables' last row is reserved for padding
         padding = len(self.state.tables.refused_N) - 1, 1, 0
         for line, name, value in zip(lines, CHANGING, padding, strict=True):
             if step is not None:
@@ -227,17 +233,17 @@ class SpeculativeGraphs:
             words_SP=words_SP,
             tokens_S=torch.zeros(T, dtype=torch.int64, device=device),
             fill=Captured(fill, device, self._pool),
-            behind={},
+            tails={},
         )
 
-    def behind(self, key: GraphKey, entry: _Entry, sort: _Sort) -> Captured:
-        """The graph that follows the model's, or the sampler: (Settled, drafts [D, K] or None)."""
-        if sort not in entry.behind:
+    def tail(self, key: GraphKey, entry: _Entry, variant: _Variant) -> Captured:
+        """The graph after the model's, or after the sampler: (Settled, drafts [D, K] or None)."""
+        if variant not in entry.tails:
             settings = SampleSettings(
                 words_SP=entry.words_SP,
                 bias_E=entry.words_SP.new_zeros(0),
                 any_random=True,
-                any_filter=sort.any_filter,
+                any_filter=variant.any_filter,
                 num_logprobs=-1,
             )
             rows, batch = entry.rows, entry.batch
@@ -245,25 +251,30 @@ class SpeculativeGraphs:
 
             def work() -> tuple[Settled, torch.Tensor | None]:
                 tokens_S = entry.tokens_S
-                if sort.draws:
+                if variant.draws:
                     tokens_S = ops.sample_(
                         self._graphs.outputs(key).logits_SV, settings, None
                     ).tokens_S
-                settled = settle_(self.state, chunks, sort.num_drafts, tokens_S, settings)
-                if not sort.runs_drafter:
+                settled = settle_(self.state, chunks, variant.num_drafts, tokens_S, settings)
+                if not variant.runs_drafter:
                     return settled, None
                 drafts_DK = propose(
-                    *(self.state, rows, batch, self._graphs.outputs(key), settled, sort.num_drafts),
+                    self.state,
+                    rows,
+                    batch,
+                    self._graphs.outputs(key),
+                    settled,
+                    variant.num_drafts,
                     settings,
                 )
                 return settled, drafts_DK
 
-            entry.behind[sort] = Captured(work, self.device, self._pool)
-        return entry.behind[sort]
+            entry.tails[variant] = Captured(work, self.device, self._pool)
+        return entry.tails[variant]
 
 
 class GraphedStep(SpeculativeStep):
-    """One that runs in graphs."""
+    """A step that runs in graphs."""
 
     def __init__(
         self, graphs: SpeculativeGraphs, key: GraphKey, entry: _Entry, rows: DraftRows
@@ -273,7 +284,7 @@ class GraphedStep(SpeculativeStep):
         self._drafts_DK: torch.Tensor | None = None
 
     def fill_(self, pipeline: Pipeline | None = None) -> None:
-        """As SpeculativeStep. There are no graphs where there are stages."""
+        """See SpeculativeStep. Graphs are not used with pipeline stages."""
         assert pipeline is None
         self.back_R = self._entry.fill.run()
 
@@ -284,23 +295,23 @@ class GraphedStep(SpeculativeStep):
         draw_rows: DrawRows,
         history_WV: torch.Tensor | None,
     ) -> Samples:
-        """Also proposes, and draws where that needs nothing of the host: one graph does all."""
+        """Also run the drafter, and the sampler if it needs no input of the host: in one graph."""
         entry, rows, count = self._entry, self.rows, len(settings.words_SP)
-        sort = _Sort(
+        variant = _Variant(
             num_drafts=rows.num_drafts,
             runs_drafter=rows.runs_drafter,
             any_filter=settings.any_filter,
-            # masks that came since `begin` are in bias_E
+            # masks that arrived since `begin` are in bias_E
             draws=not (settings.any_history or settings.num_logprobs >= 0 or len(settings.bias_E))
             and (not settings.any_filter or self._key.num_tokens <= MOST_FILTERED),
         )
         samples = Samples(entry.tokens_S, None, None, None)
-        if not sort.draws:
+        if not variant.draws:
             settings = self._corrected(settings.to(logits_SV.device))
             samples = self._draw(logits_SV, settings, draw_rows)
             entry.tokens_S[:count] = samples.tokens_S
             entry.words_SP[:count] = settings.words_SP
-        settled, self._drafts_DK = self._graphs.behind(self._key, entry, sort).run()
+        settled, self._drafts_DK = self._graphs.tail(self._key, entry, variant).run()
         self._tell(settled, self._graphs.fetch(settled.told), count)
         return samples._replace(tokens_S=settled.told[:count])
 
@@ -311,5 +322,5 @@ class GraphedStep(SpeculativeStep):
 
 
 def _aligned(count: int) -> int:
-    """The next even number: kernels want addresses that 16 divides."""
+    """Round up to an even number: kernels require addresses divisible by 16."""
     return count + count % 2

@@ -1,13 +1,14 @@
-"""The rejection sampler of the literature (Leviathan et al., arXiv 2211.17192; Chen et al.,
-2302.01318): `--spec-acceptance rejection`.
+"""Rejection sampling: `--spec-acceptance rejection`.
 
-A draft x that was drawn from q passes with the probability min(1, p(x) / q(x)), p being the model's
-distribution of its row, with all filters and penalties. At the first that does not, the token is
-drawn from what p has more than q; behind the last, from p. What comes out has the model's
-distribution, whatever q is, but is another text than without drafts. More drafts pass than with the
-shared noise of `exact`. A draft that was not drawn (n-gram, greedy) is a point mass: q is 1 there.
+It is the sampler of Leviathan et al. (arXiv 2211.17192) and Chen et al. (2302.01318). A draft x
+sampled from q is accepted with probability min(1, p(x) / q(x)), where p is the model's distribution
+of its row, with all filters and penalties. At the first rejected draft, the token is sampled from
+the normalized positive part of p - q; after the last accepted one, from p. The output has the
+model's distribution, whatever q is, but is another text than without drafts. More drafts are
+accepted than with the shared noise of `exact`. A draft that was not sampled (n-gram, greedy) is a
+point mass: q is 1 there.
 
-Legend: S rows that sample, D chunks that sample, V vocabulary, N rows of the tables, K drafts.
+Legend: S sampled rows, D chunks that sample, V vocabulary, N rows of the tables, K drafts.
 """
 
 from collections.abc import Callable
@@ -31,8 +32,8 @@ from qserve.speculation.config import SpeculativeConfig
 # p_DV, q_DV, drafts_D, is_draft_D, seed_D, position_D -> (tokens_D, passes_D), as `judge`
 Judge = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
-# One noise for the draft and for what is drawn in its place would bias the output: the token that
-# the draft's noise made likely is the one that was refused.
+# Sampling the draft and its replacement with the same noise would bias the output: the token that
+# the draft's noise made likely is the rejected one.
 DRAFT_SALT = 0x5DEECE66D
 CHANCE_SALT = 0x2545F4914F6CDD1D
 
@@ -40,7 +41,7 @@ CHANCE_SALT = 0x2545F4914F6CDD1D
 def probabilities(
     logits_SV: torch.Tensor, settings: SampleSettings, history_WV: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What each row's token is drawn from, float32 [S, V]: of temperature 0 a point mass."""
+    """Sampling distribution of each row's token, float32 [S, V]; a point mass at temperature 0."""
     adjusted_SV = adjust(logits_SV.float(), settings, history_WV)
     temperature_S1 = settings.column("temperature")[:, None]
     scaled_SV = adjusted_SV / temperature_S1.clamp(min=MIN_TEMPERATURE)
@@ -53,7 +54,7 @@ def probabilities(
 
 
 def salted(words_SP: torch.Tensor, salt: int) -> torch.Tensor:
-    """Settings of the same rows with a noise of their own."""
+    """Settings of the same rows with independent noise."""
     words_SP = words_SP.clone()
     words_SP[:, SEED] ^= salt
     return words_SP
@@ -67,7 +68,7 @@ def judge(
     seed_D: torch.Tensor,
     position_D: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The token of each row, int64 [D], and whether it is the draft that came true.
+    """The token of each row, int64 [D], and whether it is the accepted draft.
 
     `is_draft_D` False: the row is the last of its chunk. `q_DV` None: all drafts are point masses.
     """
@@ -79,7 +80,7 @@ def judge(
     chance_D = torch.exp(-torch.exp(-gumbel_D1[:, 0]))  # uniform
     p_D, q_D = p_DV.gather(1, drafts_D1)[:, 0], q_DV.gather(1, drafts_D1)[:, 0]
     passes_D = is_draft_D & (chance_D * q_D < p_D)
-    # rounding may leave nothing where p and q are equal; then no draft is refused but by rounding
+    # If p and q are equal, rounding may leave nothing; a rejection is then a rounding error.
     more_DV = (p_DV - q_DV).clamp(min=0)
     left_DV = torch.where(more_DV.sum(1, keepdim=True) > 0, more_DV, p_DV)
     from_DV = torch.where(is_draft_D[:, None], left_DV, p_DV)
@@ -88,7 +89,7 @@ def judge(
 
 
 def judge_of(config: SpeculativeConfig) -> Judge:
-    """The rule of a configuration whose drafts are judged row by row."""
+    """The acceptance rule of a configuration that judges drafts row by row."""
     return partial(typical.judge, config=config) if config.acceptance == "typical" else judge
 
 
@@ -100,17 +101,17 @@ def draw_verify(
     q_DKV: torch.Tensor | None,
     judge: Judge = judge,
 ) -> tuple[Samples, torch.Tensor]:
-    """The tokens of all rows, and how many drafts of each chunk come true, int64 [D].
+    """The tokens of all rows, and the number of accepted drafts of each chunk, int64 [D].
 
-    Row by row of the chunks, as what penalties count follows from the rows before. What is emitted
-    is added to `history_WV`; rows beyond mean nothing.
+    Works row by row of the chunks, as penalties depend on the rows before. The emitted tokens are
+    added to `history_WV`; rows after the first rejection are meaningless.
     """
     words_SP, position_S = settings.words_SP, settings.column("position")
     tokens_S = torch.zeros(len(words_SP), dtype=torch.int64, device=words_SP.device)
     alive_D = torch.ones_like(verify.first_D, dtype=torch.bool)
     accepted_D = torch.zeros_like(verify.first_D)
     for column in range(verify.most):
-        # chunks that end before: their last row again, for nothing
+        # shorter chunks repeat their last row without effect
         exists_D = alive_D & (column < verify.count_D)
         row_D = verify.first_D + verify.count_D.sub(1).clamp(max=column)
         words_DP = words_SP[row_D]

@@ -1,20 +1,17 @@
-"""Speculation: how many drafts each request gets in a step, and what became of them.
-
-The host's side, which the scheduler asks. Knows requests and pages, no tensors.
-"""
+"""Speculation: the host's side, number of drafts of each request in a step and their acceptance."""
 
 from collections.abc import Iterable
 
-from qserve.engine.kv_pages import PagePool
+from qserve.engine.kv_cache.block_pool import BlockPool
 from qserve.engine.request import Request
-from qserve.engine.step_plan import Chunk, Drafting, StepPlan
+from qserve.engine.scheduling.plan import Chunk, Drafting, StepPlan
 from qserve.speculation.config import SpeculativeConfig
 from qserve.speculation.depth import Depth
 from qserve.speculation.drafter import HostDrafter, build_host_drafter
 
 
 class Speculation:
-    """Of one engine."""
+    """Speculation of one engine (engine/scheduling/speculation.py)."""
 
     def __init__(
         self,
@@ -25,7 +22,7 @@ class Speculation:
         host_drafter: HostDrafter | None = None,
         looks_ahead: bool = False,
     ) -> None:
-        """`looks_ahead`: whether a drafter's keys follow from the next token, too."""
+        """`looks_ahead`: True if a drafter's keys depend on the next token, too."""
         self.looks_ahead = looks_ahead
         self.config = config
         self.depth = depth
@@ -36,7 +33,7 @@ class Speculation:
         self._counts = [0] * (2 + config.most_tokens)
 
     def add(self, request: Request) -> None:
-        """A request came. What it may sample at a position must be known to the host then."""
+        """Note a new request. With min_tokens the host must know the tokens before a position."""
         if self._host is None and request.params.min_tokens:
             request.follows_last = True
 
@@ -48,7 +45,7 @@ class Speculation:
         runs = self._host is None and choice.runs_drafter
         self._drafting = Drafting(choice.num_drafts if runs else 0, runs)
 
-    def num_rows(self, request: Request, num_tokens: int, pool: PagePool) -> int:
+    def num_rows(self, request: Request, num_tokens: int, pool: BlockPool) -> int:
         """Rows of a request that decodes: its newest token and drafts; 0: it has to wait.
 
         `num_tokens`: prompt and output, as many as there can be. Takes pages for the drafts, but
@@ -72,8 +69,8 @@ class Speculation:
         request.drafts = ()
         return 1
 
-    def take_pages_ahead(self, request: Request, num_tokens: int, pool: PagePool) -> bool:
-        """Own pages for keys that a device drafter writes behind the step, of what it proposes.
+    def take_pages_ahead(self, request: Request, num_tokens: int, pool: BlockPool) -> bool:
+        """Allocate pages for keys of drafts, which a device drafter writes after the step.
 
         `num_tokens`: that the request has by then. Returns False where too few pages are free.
         """
@@ -84,7 +81,7 @@ class Speculation:
         return True
 
     def end_step(self, chunks: Iterable[Chunk]) -> Drafting:
-        """What the planned step does for the next. Notes which requests have drafts then."""
+        """Return what the planned step drafts for the next one; note the requests with drafts."""
         drafting = self._drafting
         if self._host is not None:
             return drafting
@@ -94,14 +91,14 @@ class Speculation:
         return drafting
 
     def take_drafts(self, chunks: Iterable[Chunk], drafts: list[list[int]]) -> None:
-        """Learn what a device drafter proposed for each chunk of a step that sampled."""
+        """Note the drafts of a device drafter, for each chunk of a step that sampled."""
         sampled = [chunk.request for chunk in chunks if chunk.num_sampled]
         for request, proposed in zip(sampled, drafts, strict=True):
             if request.follows_last and request.num_drafts:
                 request.drafts = tuple(proposed)
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
-        """Count a verify."""
+        """Count a verification."""
         counts = self._counts
         counts[0] += 1
         counts[1] += num_drafts
@@ -110,22 +107,22 @@ class Speculation:
         self.depth.observe(num_drafts, num_accepted)
 
     def observe_step(self, plan: StepPlan, seconds: float) -> None:
-        """Learn how long a step took: one of decodes alone, each with as many drafts."""
+        """Note the duration of a step, if it has decodes only, with equally many drafts."""
         counts = {(count, num_sampled) for _, _, count, num_sampled in plan.chunks}
         if len(counts) != 1:
             return
         ((count, num_sampled),) = counts
-        # A step that ran the drafter for nothing is none of those to choose from.
+        # A step that ran the drafter without using its drafts is not one of the choices.
         if count == num_sampled and (self._host or plan.drafting.num_drafts == count - 1):
             self.depth.observe_seconds(len(plan.chunks), count - 1, seconds)
 
     def take_counts(self) -> tuple[int, ...]:
-        """Verifies, drafts, and of each position the drafts that came true, since the last call."""
+        """Verifications, drafts, and accepted drafts by position, since the last call."""
         counts, self._counts = self._counts, [0] * len(self._counts)
         return tuple(counts)
 
     def finish(self, request: Request) -> None:
-        """A request ended."""
+        """Note the end of a request."""
         if self._host is not None:
             self._host.finish(request.request_id, request.token_ids, request.num_prompt_tokens)
 
@@ -147,10 +144,10 @@ class Speculation:
 
 
 def make_speculation(
-    config: SpeculativeConfig | None, *, max_model_len: int, looks_ahead: bool
-) -> Speculation | None:
-    """What an engine asks, where it was told to draft."""
-    return config and Speculation(
+    config: SpeculativeConfig, *, max_model_len: int, looks_ahead: bool
+) -> Speculation:
+    """Make the host's side, with the drafter if the method has one there."""
+    return Speculation(
         config,
         Depth(config),
         max_model_len=max_model_len,

@@ -1,7 +1,7 @@
-"""SpeculativeStep: what goes with the model's pass of one step: fill, draw, propose.
+"""SpeculativeStep: the speculative parts of one step: fill, draw, propose.
 
-Legend: T tokens of the step, R its requests, S rows that sample, D requests that sample, N rows of
-the tables, K drafts, V vocabulary, P words of sampling.
+Legend: T tokens of the step, R its requests, S sampled rows, D requests that sample, N rows of the
+tables, K drafts, V vocabulary, P words of sampling.
 """
 
 from collections.abc import Callable
@@ -11,14 +11,14 @@ from typing import ClassVar
 import torch
 
 from qkernels import ops
-from qkernels.attention.cache import PagedKv
 from qkernels.drafts.chunks import DraftChunks, DraftTables, Settled
 from qkernels.sampling.settings import Samples, SampleSettings
 from qkernels.sampling.words import HISTORY_ROW, POSITION
-from qserve.engine.batch import Batch
-from qserve.engine.draft_rows import DraftRows
-from qserve.engine.step_outputs import StepOutputs
-from qserve.engine.transfer import HostCopy, to_device
+from qserve.engine.runner.step_buffers import StepOutputs
+from qserve.engine.step.device_step import Batch
+from qserve.engine.step.draft_rows import DraftRows
+from qserve.engine.step.transfer import HostCopy, to_device
+from qserve.model.cache_spec import Cache
 from qserve.parallel.pipeline import Pipeline
 from qserve.speculation.acceptance import Verify, passes_by_chance
 from qserve.speculation.config import SpeculativeConfig
@@ -32,17 +32,17 @@ DrawRows = Callable[[torch.Tensor, SampleSettings], Samples]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """What lasts from step to step."""
+    """State that persists between steps."""
 
     config: SpeculativeConfig
     drafter: DeviceDrafter | None
     tables: DraftTables
     max_model_len: int
     page_size: int
-    caches: list[PagedKv] = field(default_factory=list)  # of the drafter's layers
-    # float32 [N, K, V], with `rejection`: what each draft was drawn from; None: point masses
+    caches: list[Cache] = field(default_factory=list)  # of the drafter's layers
+    # float32 [N, K, V], with `rejection`: the distribution of each draft; None: point masses
     draft_shares: torch.Tensor | None = None
-    synthetic_shares_K: torch.Tensor | None = None  # with `synthetic`: of drafts that come true
+    synthetic_shares_K: torch.Tensor | None = None  # with `synthetic`: acceptance rates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +65,8 @@ class Rows:
     logits_rows_S: torch.Tensor
     starts_D1: torch.Tensor  # int32: 0, 1 .. D
     most_sampled: int
-    has_unknown: bool = True  # some tokens are on the device alone
-    has_pending: bool = True  # and lengths
+    has_unknown: bool = True  # some tokens are only on the device
+    has_pending: bool = True  # some sequence lengths are only on the device
 
     def chunks(self, batch: Batch) -> DraftChunks:
         return DraftChunks(
@@ -89,21 +89,22 @@ class Rows:
 
 
 class SpeculativeStep:
-    """One step's. First `fill_`, then the model runs, then `draw`, then `propose`."""
+    """One step. Call `fill_`, run the model, then call `draw` and `propose`."""
 
     def __init__(self, state: State, found: Rows, rows: DraftRows, batch: Batch) -> None:
         self.state, self.found, self.rows, self.batch = state, found, rows, batch
         self.chunks = found.chunks(batch)
-        self.back_R: torch.Tensor | None = None  # how much too high positions were; None: not
+        self.back_R: torch.Tensor | None = None  # excess of the planned positions; None: zero
         self._settings: SampleSettings | None = None
         self._settled: Settled | None = None
-        self.tokens: HostCopy | None = None  # of all rows that sample; `draw` sets both
+        self.tokens: HostCopy | None = None  # of all sampled rows; `draw` sets both
         self.num_emitted: HostCopy | None = None  # of each chunk that samples; None: all
 
     def fill_(self, pipeline: Pipeline | None = None) -> None:
-        """Put tokens that the device knows alone into their places, and correct positions.
+        """Fill in tokens that only the device knows, and correct positions.
 
-        Of a model in stages the first alone knows what became of drafts, and tells the others.
+        In a pipeline, only the first stage knows which drafts were accepted, and sends that to the
+        others.
         """
         state, found, back_R = self.state, self.found, None
         is_first = pipeline is None or pipeline.is_first
@@ -128,10 +129,10 @@ class SpeculativeStep:
         draw_rows: DrawRows,
         history_WV: torch.Tensor | None,
     ) -> Samples:
-        """Draw all rows, and judge the drafts.
+        """Sample all rows, and judge the drafts.
 
-        `draw_rows` draws with the history table, to which it adds what it draws. `settings` are on
-        the host.
+        `draw_rows` samples with the history table, to which it adds the sampled tokens. `settings`
+        are on the host.
         """
         settings = self._settings = self._corrected(settings.to(logits_SV.device))
         state, found, accepted_D = self.state, self.found, None
@@ -151,11 +152,11 @@ class SpeculativeStep:
         return samples
 
     def propose(self, outputs: StepOutputs) -> HostCopy | None:
-        """Run the drafter. Returns its drafts [D, K] where the host asks for them."""
+        """Run the drafter. Returns its drafts [D, K] if the host needs them."""
         if self.state.drafter is None or not self.rows.runs_drafter:
             return None
         settled = self._settled
-        if settled is None:  # amid a prompt: no row samples
+        if settled is None:  # within a prompt: no row samples
             settled = settle_(self.state, self.chunks, self.rows.num_drafts)
         drafts_DK = propose(
             self.state,
@@ -169,14 +170,14 @@ class SpeculativeStep:
         return HostCopy(drafts_DK) if self.rows.tells_drafts else None
 
     def _tell(self, settled: Settled, told: HostCopy, num_sampled: int) -> None:
-        """Take what the host asks. Behind the step's rows and chunks there may be padding."""
+        """Keep the results that the host needs, without the padding after rows and chunks."""
         first = len(settled.told) - len(settled.last_rows_D)
         self.tokens = told.part(0, num_sampled)
         if self.rows.verifies:
             self.num_emitted = told.part(first, first + len(self.rows.chunk_D))
 
     def _corrected(self, settings: SampleSettings) -> SampleSettings:
-        """With the positions that the tokens have."""
+        """The settings with corrected positions."""
         if self.back_R is None:
             return settings
         words_SP = settings.words_SP.clone()
@@ -186,10 +187,11 @@ class SpeculativeStep:
     def _draw(
         self, logits_SV: torch.Tensor, settings: SampleSettings, draw_rows: DrawRows
     ) -> Samples:
-        """The tokens of all rows, each drawn as if the drafts before it had come true.
+        """Sample all rows, each as if the drafts before it were accepted.
 
-        Penalties follow from what was drawn before: with them the first rows of all chunks are
-        drawn, then the second, and so on. A chunk whose draft was refused counts no more tokens.
+        Penalties depend on the previous samples: with them, the first rows of all chunks are
+        sampled, then the second ones, and so on. A chunk whose draft was rejected counts no more
+        tokens.
         """
         if not (self.rows.verifies and settings.any_history):
             return draw_rows(logits_SV, settings)
@@ -213,12 +215,12 @@ class SpeculativeStep:
 
 
 def starts(count: int, device: torch.device) -> torch.Tensor:
-    """Of so many chunks of one row each, int32 [count + 1]."""
+    """Row offsets of chunks of one row each, int32 [count + 1]."""
     return torch.arange(count + 1, dtype=torch.int32, device=device)
 
 
 def verify_of(found: Rows, batch: Batch) -> Verify:
-    # The last row of a chunk judges no draft: what stands behind it does not matter.
+    # The last row of a chunk verifies no draft: the token after it is ignored.
     behind_S = (found.logits_rows_S + 1).clamp(max=len(batch.token_ids_T) - 1)
     return Verify(
         first_D=found.first_D,
@@ -236,10 +238,10 @@ def settle_(
     settings: SampleSettings | None = None,
     accepted_D: torch.Tensor | None = None,
 ) -> Settled:
-    """Judge drafts by what was drawn, and keep what follows. Without tokens no row samples.
+    """Judge drafts against the sampled tokens, and keep the results. None: no row samples.
 
-    `accepted_D`: how many came true, where they were judged already. `synthetic`, in whose drafts
-    nobody believes, writes to `tokens_S`.
+    `accepted_D`: numbers of accepted drafts, if already judged. With `synthetic`, accepted drafts
+    overwrite `tokens_S`.
     """
     passes_DK = None
     num_judged = chunks.most_sampled - 1
@@ -267,9 +269,9 @@ def propose(
     num_drafts: int,
     settings: SampleSettings | None,
 ) -> torch.Tensor:
-    """Run the drafter behind a step; its drafts [D, K] are kept, too.
+    """Run the drafter after a step; its drafts [D, K] are kept as well.
 
-    `settings` None: no row of the step sampled, amid a prompt.
+    `settings` None: no row of the step sampled (within a prompt).
     """
     tables_DX = batch.block_tables_RX[: len(found.rows_R)]
     if len(found.chunk_D) < len(found.rows_R):
@@ -285,7 +287,7 @@ def propose(
         starts_D1=found.starts_D1,
         places=settled.places,
         num_drafts=num_drafts,
-        # what has no place in the pages is not there to be seen
+        # keys without a slot in the pages do not exist
         max_context_len=min(longest, tables_DX.shape[1] * state.page_size),
         caches=state.caches,
         draws=Draws(

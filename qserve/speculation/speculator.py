@@ -1,34 +1,36 @@
-"""Speculator: the device's side of speculation: the drafter, its pages, and what requests await.
+"""Speculator: the device's side of speculation, with the drafter, its pages, and pending tokens.
 
-It holds, for each running request, its newest token, its drafts, and how many drafts of its last
-verify came to nothing. The host plans a step as if all of them had come true; the step itself
-(speculative_step.py) puts the tokens in their places and moves positions back by those that did
-not. Legend: N rows of the tables, K drafts.
+It holds, for each running request, its newest token, its drafts, and the number of rejected drafts
+of its last verification. The host plans a step as if all drafts were accepted. The step itself
+(speculative_step.py) fills in the tokens and moves positions back by the rejected drafts.
+Legend: N rows of the tables, K drafts.
 """
 
 from dataclasses import replace
 
 import torch
 
-from qkernels.attention.cache import PagedKv
 from qkernels.drafts.chunks import DraftTables
 from qkernels.gpu.launch import launches_nothing
-from qserve.engine.batch import Batch
-from qserve.engine.cuda_graphs import StepGraphs
-from qserve.engine.step_buffers import GraphKey
-from qserve.engine.step_input import StepInput
-from qserve.engine.step_plan import Drafting
-from qserve.engine.transfer import all_to_device, to_device
-from qserve.model.kv_format import KvFormat, new_cache
+from qserve.config import EngineConfig
+from qserve.engine.runner.cuda_graphs import StepGraphs
+from qserve.engine.runner.step_buffers import GraphKey
+from qserve.engine.scheduling.plan import Drafting
+from qserve.engine.step.device_step import Batch
+from qserve.engine.step.step_input import StepInput
+from qserve.engine.step.transfer import all_to_device, to_device
+from qserve.model.cache_spec import Cache, CacheSpec, KvFormat
+from qserve.model.decoder import Decoder
+from qserve.parallel.ranks import Ranks
 from qserve.speculation.acceptance import synthetic_shares
 from qserve.speculation.config import SpeculativeConfig
-from qserve.speculation.drafter import DeviceDrafter
+from qserve.speculation.drafter import BuildContext, DeviceDrafter, build_device_drafter
 from qserve.speculation.graphs import SpeculativeGraphs
 from qserve.speculation.speculative_step import Rows, SpeculativeStep, State, starts
 
 
 class Speculator:
-    """Of one worker."""
+    """Drafter of one worker, its caches, and the tokens that requests have on the device."""
 
     def __init__(
         self,
@@ -70,18 +72,18 @@ class Speculator:
 
     @property
     def drafting(self) -> Drafting:
-        """The most that a step does for drafts."""
+        """Most drafts of a step."""
         has_drafter = self.drafter is not None
         return Drafting(self.state.config.most_tokens if has_drafter else 0, has_drafter)
 
     @property
     def row_counts(self) -> tuple[int, ...]:
-        """Rows that a request that decodes may have."""
+        """Possible numbers of rows of a request that decodes."""
         return tuple(1 + count for count in (0, *self.state.config.depths))
 
     @property
     def max_rows(self) -> int:
-        """Of all requests of a step, where they have drafts."""
+        """Most rows of a step whose requests have drafts."""
         return self.state.config.max_rows
 
     @property
@@ -89,33 +91,27 @@ class Speculator:
         return self.drafter is not None and self.drafter.looks_ahead
 
     @property
-    def caches(self) -> list[PagedKv]:
-        """Of the drafter's layers."""
+    def caches(self) -> list[Cache]:
+        """Caches of the drafter's layers."""
         return self.state.caches
 
     def bytes_per_page(self, kv_format: KvFormat) -> int:
-        """Keys and values of one page, the drafter's layers."""
-        attentions = () if self.drafter is None else self.drafter.attentions
-        kv_format = replace(kv_format, static_scales=False)
-        return sum(
-            2 * self.state.page_size * each.num_kv_heads * kv_format.bytes_per_head(each.head_dim)
-            for each in attentions
-        )
+        """Bytes of one page of the drafter's layers."""
+        return sum(spec.bytes_per_page for spec in self._cache_specs(kv_format))
 
     def allocate_pages(self, num_pages: int, kv_format: KvFormat) -> None:
-        """Make the drafter's pages, of the same numbers as the model's."""
-        attentions = () if self.drafter is None else self.drafter.attentions
-        kv_format = replace(kv_format, static_scales=False)  # which the model's checkpoint has
-        size = self.state.page_size
-        self.state.caches[:] = [
-            new_cache(
-                each, kv_format, (num_pages, size, each.num_kv_heads, each.head_dim), self.device
-            )
-            for each in attentions
-        ]
+        """Make the drafter's pages, which have the numbers of the model's."""
+        specs = self._cache_specs(kv_format)
+        self.state.caches[:] = [spec.make(num_pages, 0, self.device) for spec in specs]
+
+    def _cache_specs(self, kv_format: KvFormat) -> list[CacheSpec]:
+        mixers = () if self.drafter is None else self.drafter.attentions
+        # static scales are of the model's checkpoint; a drafter's has none
+        kv_format = replace(kv_format, static_scales=False)
+        return [mixer.cache_spec(kv_format, self.state.page_size) for mixer in mixers]
 
     def begin(self, step: StepInput, batch: Batch, key: GraphKey | None) -> SpeculativeStep:
-        """What goes with a step. `key`: of the graph that it runs in."""
+        """Prepare the speculative part of a step. `key`: of the CUDA graph that it runs in."""
         rows = step.draft_rows
         if self.graphs is not None and key is not None and rows.is_uniform and not key.is_chunk:
             return self.graphs.begin(key, step, batch)
@@ -125,22 +121,64 @@ class Speculator:
             logits_rows_S=to_device(step.logits_rows_S, self.device),
             starts_D1=starts(len(rows.chunk_D), self.device),
             most_sampled=rows.most_sampled,
-            # while launches are recorded a step stands for those that have some
+            # a step whose launches are recorded represents steps with unknown tokens
             has_unknown=launches_nothing() or bool(rows.known_R.sum() < step.num_tokens),
             has_pending=not rows.known_R.all(),
         )
         return SpeculativeStep(self.state, found, rows, batch)
 
     def use_graphs(self, graphs: StepGraphs) -> None:
-        """Run what goes with steps in graphs, too."""
+        """Run the speculative part of steps in CUDA graphs, too."""
         if self.drafter is not None and not self.state.config.judges_by_row:
             self.graphs = SpeculativeGraphs(self.state, graphs, self.device)
 
     @property
     def can_capture_next(self) -> bool:
-        """Whether a graph is left to capture in an idle moment."""
+        """True if a graph is left to capture in an idle moment."""
         return self.graphs is not None and self.graphs.can_capture_next
 
     def capture_next(self) -> bool:
-        """Capture one more. Returns False where there is none left."""
+        """Capture one more graph. Returns False where none is left."""
         return self.graphs is not None and self.graphs.capture_next()
+
+    def close(self) -> None:
+        """Free the CUDA graphs."""
+        if self.graphs is not None:
+            self.graphs.close()
+
+
+def make_speculator(
+    config: SpeculativeConfig,
+    engine: EngineConfig,
+    target: Decoder,
+    *,
+    max_model_len: int,
+    ranks: Ranks,
+) -> Speculator:
+    """Make the speculator of one rank.
+
+    Each rank that samples has a whole drafter, except that `mtp` is sharded as the model is.
+    """
+    context = BuildContext(
+        config=config,
+        target=target,
+        target_folder=engine.model,
+        tokenizer_folder=engine.tokenizer_folder,
+        device=target.device,
+        dtype=target.dtype,
+        max_model_len=max_model_len,
+        block_size=engine.block_size,
+        kernels=engine.kernels,
+        ranks=ranks,
+        activation_bits=engine.activation_bits,
+        dummy_seed=engine.seed if engine.load_format == "dummy" else None,
+    )
+    return Speculator(
+        config,
+        build_device_drafter(context) if target.head is not None else None,
+        vocab_size=target.config.vocab_size,
+        max_num_seqs=engine.max_num_seqs,
+        max_model_len=max_model_len,
+        page_size=engine.block_size,
+        device=target.device,
+    )

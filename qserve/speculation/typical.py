@@ -1,14 +1,14 @@
 """Typical acceptance (Medusa, arXiv 2401.10774, section 2.3.1): `--spec-acceptance typical`. Lossy.
 
-A draft x passes where the model finds it likely enough for how sure the model is:
+A draft x is accepted if its probability is high enough for the model's certainty:
 
     p(x) > min(posterior_threshold, posterior_alpha * exp(-H(p)))        H in nats
 
-p being what the row's token would be drawn from: with temperature, filters, penalties and masks. At
-the first that does not pass the token is drawn from p, as the request asks. Nothing makes up for
-the drafts that passed, so what comes out has not the model's distribution: the drafter's favourites
-are in it more often. At temperature 0 p is a point mass, and only the likeliest token passes: the
-text is the one without drafts.
+p is the sampling distribution of the row's token: with temperature, filters, penalties and masks.
+At the first rejected draft the token is sampled from p, as usual. Nothing corrects for the accepted
+drafts, so the output does not have the model's distribution: the drafter's favourites are
+over-represented. At temperature 0, p is a point mass and only the most likely token is accepted:
+the text is the one without drafts.
 
 Legend: D chunks that sample, V vocabulary.
 """
@@ -20,7 +20,7 @@ from qserve.speculation.config import SpeculativeConfig
 
 
 def least_likelihood(p_DV: torch.Tensor, config: SpeculativeConfig) -> torch.Tensor:
-    """What a draft's probability must exceed in each row, [D]."""
+    """Minimum probability of a draft in each row, [D]."""
     threshold, alpha = config.posterior
     entropy_D = torch.special.entr(p_DV).sum(-1)
     return (alpha * torch.exp(-entropy_D)).clamp(max=threshold)
@@ -35,7 +35,7 @@ def judge(
     position_D: torch.Tensor,
     config: SpeculativeConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As rejection.judge. `q_DV`, what drafts were drawn from, does not matter."""
+    """See rejection.judge. `q_DV`, the drafts' distribution, is ignored."""
     p_D = p_DV.gather(1, drafts_D[:, None])[:, 0]
     passes_D = is_draft_D & (p_D > least_likelihood(p_DV, config))
     drawn_D = (p_DV.log() + gumbel_noise(seed_D, position_D, p_DV.shape[1])).argmax(-1)

@@ -1,113 +1,339 @@
-"""GrammarCompiler: makes constraints of grammars, in threads. Knows no request.
+"""GrammarCompiler: compiles grammars in threads and creates constraints from them.
 
-The library lets go of the interpreter's lock while it compiles, so steps go on meanwhile.
+A grammar is compiled twice: first in a trial process with limits on memory and time (trial.py),
+then here, at the cost measured by the trial. Tenants take turns. The size of the cache is limited
+in bytes. A rejected grammar is cached as text, since an error keeps alive everything in its
+traceback.
 """
 
-from collections import OrderedDict
+import threading
+import time
+import weakref
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from time import perf_counter
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from formats.errors import InputError, one_line
-from qserve.load_tokenizer import load_tokenizer
-from qserve.structured.backend import library, limits
+from qserve.errors import BusyError
+from qserve.structured.backend import call, library, limits
 from qserve.structured.constraint import Constraint, num_mask_words
-from qserve.structured.grammar import grammar_text, refusal
+from qserve.structured.grammar import refusal
+from qserve.structured.heap import return_free_memory
 from qserve.structured.params import FIELD, StructuredOutputsParams
+from qserve.structured.trial import CancelledTrial, TrialCompiler, tokenizer_text
 
-NUM_THREADS = 2
-MAX_CACHED = 128  # grammars
-MAX_CACHED_CHARS = 8 * 2**20  # of their texts
-MAX_QUEUED = 256  # grammars that are being compiled or wait for it
-# Of the first mask, which a few regular expressions make the whole cost.
-MAX_FIRST_MASK_SECONDS = 1.0
+NUM_THREADS = 3
+MAX_RUNNING_PER_TENANT = 2  # so that one tenant leaves a thread to the others
+MAX_WAITING = 1024  # grammars that are being compiled or wait for it
+MAX_WAITING_PER_TENANT = 256
+MAX_CACHED_BYTES = 32 * 2**20  # a typical schema takes 100 KiB, one with 500 properties 2 MiB
+MAX_REFUSALS, MAX_REFUSED_CHARS = 1024, 4 * 2**20
+MAX_REFUSAL_SECONDS = 60.0  # after this, a rejected grammar is compiled again
+# Grammars in use, including the outputs' copies. Above this, only small grammars are accepted.
+MAX_USED_BYTES = 1024 * 2**20
+MAX_USED_BYTES_PER_TENANT = 256 * 2**20
+SMALL_BYTES = 2**20
+# After evicting this many bytes of grammars, free memory is returned to the system.
+TRIM_BYTES = 16 * 2**20
+
+
+@dataclass(eq=False)
+class CompiledGrammar:
+    """A compiled grammar in its initial state. No thread changes the matcher: outputs copy it."""
+
+    matcher: Any
+    num_bytes: int
+    copy_bytes: int  # of an output's copy
+
+
+@dataclass(eq=False)
+class _Job:
+    params: StructuredOutputsParams
+    future: Future = field(default_factory=Future)
+    tenants: set[str] = field(default_factory=set)
+    is_wanted: bool = True
+    is_started: bool = False
 
 
 class GrammarCompiler:
-    """Compiles for one model's vocabulary; keeps the grammars that were used last."""
+    """Compiles grammars for one model's vocabulary; caches the most recently used ones."""
 
     def __init__(self, folder: str, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        """Takes no time: the vocabulary is read for the first grammar."""
+        """Returns immediately: the vocabulary is read for the first grammar."""
         self._folder = folder
         self._vocab_size = vocab_size
-        self._eos_token_ids = sorted(eos_token_ids)
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "grammars")
-        self._tokenizer: Future | None = None
-        self._compiled: OrderedDict[str, Future] = OrderedDict()  # by text, the last used last
-        self._num_chars = 0
+        self._eos_token_ids = tuple(sorted(eos_token_ids))
+        self._trial = TrialCompiler(folder, vocab_size, self._eos_token_ids)
+        self._end = weakref.finalize(self, self._trial.close)
+        self._tokenizer: Any = None
+        self._reading = threading.Lock()  # protects reading the tokenizer
+        self._lock = threading.RLock()  # protects everything below
+        self._compiled: OrderedDict[StructuredOutputsParams, CompiledGrammar] = OrderedDict()
+        self._num_bytes = 0  # size of the cache
+        self._num_evicted = 0  # evicted bytes since memory was last returned
+        self._refusals = _Refusals()
+        self._jobs: dict[StructuredOutputsParams, _Job] = {}  # waiting or being compiled
+        self._queues: OrderedDict[str, deque[_Job]] = OrderedDict()  # by tenant, next turn first
+        self._running: list[str] = []  # the tenant of each thread's job
+        self._used = _UsedBytes()
 
-    def submit(self, params: StructuredOutputsParams) -> Future:
-        """Start to compile. The result is for `constraint`; raises InputError, as this does."""
-        text = grammar_text(params)
-        library()  # says at once where it is not installed
-        known = self._compiled.pop(text, None)
-        # One that failed is tried again: the reason may have been the time that it took.
-        if known is not None and not (known.done() and known.exception()):
-            self._compiled[text] = known
-            return known
-        if known is not None:
-            self._num_chars -= len(text)
-        if sum(not future.done() for future in self._compiled.values()) >= MAX_QUEUED:
-            raise InputError(FIELD, "too many grammars are being compiled", "try again later")
-        if self._tokenizer is None or (self._tokenizer.done() and self._tokenizer.exception()):
-            self._tokenizer = self._threads.submit(self._read_tokenizer)
-        future = self._threads.submit(self._compile, self._tokenizer, text, params)
-        self._compiled[text] = future
-        self._num_chars += len(text)
-        self._forget()
-        return future
+    def submit(self, params: StructuredOutputsParams, tenant: str = "") -> Future:
+        """Start to compile a grammar. The result is an argument of `constraint`.
 
-    def constraint(self, compiled: Any) -> Constraint:
-        """A new constraint at its beginning."""
-        return Constraint(compiled.deep_copy(), self._vocab_size, self._eos_token_ids)
+        Raises InputError, as the result may. Equal grammars get the same future until it is done.
+        """
+        library()  # fails immediately if it is not installed
+        with self._lock:
+            found = self._known(params)
+            if found is not None:
+                return found
+            job = self._jobs.get(params)
+            if job is not None and (job.is_started or tenant in job.tenants):
+                return job.future
+            waiting = self._queues.get(tenant, ())
+            if len(waiting) >= MAX_WAITING_PER_TENANT or len(self._jobs) >= MAX_WAITING:
+                raise BusyError(FIELD, "too many grammars are being compiled", "try again later")
+            if job is None:
+                job = self._jobs[params] = _Job(params)
+            job.tenants.add(tenant)
+            self._queues.setdefault(tenant, deque()).append(job)
+            if len(self._running) < NUM_THREADS:
+                _start_thread(self)
+            return job.future
 
-    def _forget(self) -> None:
-        """Drop what was used longest ago; a copy that is in use lives on."""
-        while len(self._compiled) > MAX_CACHED or self._num_chars > MAX_CACHED_CHARS:
-            text = next((text for text, future in self._compiled.items() if future.done()), None)
-            if text is None:
+    def cancel(self, params: StructuredOutputsParams) -> None:
+        """Cancel a compilation: the last request that waited for it has ended."""
+        with self._lock:
+            job = self._jobs.pop(params, None)
+            if job is None:
                 return
-            del self._compiled[text]
-            self._num_chars -= len(text)
+            job.is_wanted = False
+            for tenant in job.tenants:
+                self._leave_queue(tenant, job)
+
+    def constraint(self, compiled: CompiledGrammar, tenant: str = "") -> Constraint:
+        """Create a constraint in its initial state. Raises BusyError if memory for it is short."""
+        if compiled.num_bytes + compiled.copy_bytes > SMALL_BYTES:
+            self._used.check(compiled, tenant)
+        made = Constraint(compiled.matcher, self._vocab_size, self._eos_token_ids)
+        self._used.add(made, compiled, tenant)
+        return made
+
+    def close(self) -> None:
+        """Stop the trial process. Waiting grammars are never compiled."""
+        with self._lock:
+            for job in self._jobs.values():
+                job.is_wanted = False
+            self._jobs.clear()
+            self._queues.clear()
+        self._end()
+
+    def _known(self, params: StructuredOutputsParams) -> Future | None:
+        """Cached result of a grammar that was compiled or rejected recently."""
+        compiled = self._compiled.get(params)
+        if compiled is not None:
+            self._compiled.move_to_end(params)
+            return _done(compiled)
+        refused = self._refusals.find(params)
+        return None if refused is None else _failed(refused)
+
+    def next_job(self) -> tuple[_Job, str] | None:
+        """Next job with its tenant. None: this thread has nothing to do."""
+        with self._lock:
+            if len(self._running) >= NUM_THREADS or not threading.main_thread().is_alive():
+                return None  # other threads work, or the program ends
+            for tenant, queue in self._queues.items():
+                if self._running.count(tenant) >= MAX_RUNNING_PER_TENANT:
+                    continue
+                job = queue.popleft()
+                del self._queues[tenant]
+                if queue:
+                    self._queues[tenant] = queue  # last in turn
+                for other in job.tenants - {tenant}:
+                    self._leave_queue(other, job)
+                self._running.append(tenant)
+                job.is_started = True
+                return job, tenant
+            return None
+
+    def run(self, job: _Job, tenant: str) -> None:
+        """Compile a job and set the result of its future."""
+        error: InputError | None = None
+        compiled = None
+        try:
+            compiled = self._compile(job)
+        except CancelledTrial:
+            job.future.cancel()
+        except InputError as raised:
+            error = _bare(raised)
+        except OSError as raised:  # of this machine, not of the grammar
+            problem = f"the grammar could not be compiled: {one_line(raised)}"
+            error = BusyError(FIELD, problem, "try again later")
+        except BaseException as raised:  # any failure must end only the requests of this grammar
+            error = refusal(job.params, f"{type(raised).__name__}: {one_line(raised)}")
+        with self._lock:
+            self._running.remove(tenant)
+            if self._jobs.get(job.params) is job:
+                del self._jobs[job.params]
+            if compiled is not None:
+                self._keep(job.params, compiled)
+            elif error is not None and not isinstance(error, BusyError):
+                self._refusals.keep(job.params, error)
+        self._return_memory()
+        if compiled is not None:
+            job.future.set_result(compiled)
+        elif error is not None:
+            job.future.set_exception(error)
+
+    def _leave_queue(self, tenant: str, job: _Job) -> None:
+        queue = self._queues.get(tenant)
+        if queue is not None and job in queue:
+            queue.remove(job)
+            if not queue:
+                del self._queues[tenant]
+
+    def _keep(self, params: StructuredOutputsParams, compiled: CompiledGrammar) -> None:
+        """Cache a compiled grammar; the least recently used ones are evicted."""
+        self._compiled[params] = compiled
+        self._num_bytes += compiled.num_bytes
+        while self._num_bytes > MAX_CACHED_BYTES:
+            _, oldest = self._compiled.popitem(last=False)
+            self._num_bytes -= oldest.num_bytes
+            self._num_evicted += oldest.num_bytes
+
+    def _return_memory(self) -> None:
+        with self._lock:
+            if self._num_evicted < TRIM_BYTES:
+                return
+            self._num_evicted = 0
+        return_free_memory()
+
+    def _compile(self, job: _Job) -> CompiledGrammar:
+        tokenizer = self._read_tokenizer()
+
+        def is_wanted() -> bool:
+            return job.is_wanted and threading.main_thread().is_alive()
+
+        found = self._trial.compile(job.params, is_wanted)
+        matcher = call(library().LLMatcher, tokenizer, found.text, limits=limits(), log_level=0)
+        if not matcher.is_error():
+            # Copies inherit what this mask computes.
+            words = np.empty(num_mask_words(self._vocab_size), np.int32)
+            call(matcher.unsafe_compute_mask_ptr, words.ctypes.data, words.nbytes)
+        if matcher.is_error():
+            raise refusal(job.params, matcher.get_error())
+        return CompiledGrammar(matcher, found.num_bytes, found.copy_bytes)
 
     def _read_tokenizer(self) -> Any:
-        try:
-            return library().LLTokenizer(
-                _tokenizer_text(self._folder),
-                n_vocab=self._vocab_size,
-                eos_token=self._eos_token_ids or None,
-            )
-        except InputError:
-            raise
-        except Exception as error:  # from Rust, of any kind
-            raise InputError(
-                FIELD, f"the model's tokenizer cannot be used: {one_line(error)}"
-            ) from error
-
-    def _compile(self, tokenizer: Future, text: str, params: StructuredOutputsParams) -> Any:
-        matcher = library().LLMatcher(tokenizer.result(), text, limits=limits(), log_level=0)
-        if not matcher.is_error():
-            # Copies begin with what this mask finds out.
-            words = np.empty(num_mask_words(self._vocab_size), np.int32)
-            started = perf_counter()
-            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-            if perf_counter() - started > MAX_FIRST_MASK_SECONDS:
-                raise refusal(params, "it is too complex")
-        if matcher.is_error():
-            raise refusal(params, matcher.get_error())
-        return matcher
+        with self._reading:
+            if self._tokenizer is None:
+                text = tokenizer_text(self._folder)
+                ends = list(self._eos_token_ids) or None
+                make = library().LLTokenizer
+                try:
+                    self._tokenizer = call(make, text, n_vocab=self._vocab_size, eos_token=ends)
+                except Exception as error:  # from Rust, of any kind
+                    problem = f"the model's tokenizer cannot be used: {one_line(error)}"
+                    raise InputError(FIELD, problem) from None
+            return self._tokenizer
 
 
-def _tokenizer_text(folder: str) -> str:
-    """The model's tokenizer as the library tokenizers writes it."""
-    path = Path(folder) / "tokenizer.json"
-    if path.exists():
-        return path.read_text(encoding="utf-8")
-    backend = getattr(load_tokenizer(folder), "backend_tokenizer", None)
-    if backend is None:
-        raise InputError(FIELD, "the model's tokenizer is none of the library tokenizers")
-    return backend.to_str()
+class _Refusals:
+    """Recently rejected grammars with their reasons."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[StructuredOutputsParams, tuple[InputError, float]] = OrderedDict()
+        self._num_chars = 0
+
+    def keep(self, params: StructuredOutputsParams, error: InputError) -> None:
+        self._drop(params)
+        self._found[params] = _bare(error), time.monotonic() + MAX_REFUSAL_SECONDS
+        self._num_chars += _num_chars(params)
+        while len(self._found) > MAX_REFUSALS or self._num_chars > MAX_REFUSED_CHARS:
+            self._drop(next(iter(self._found)))
+
+    def find(self, params: StructuredOutputsParams) -> InputError | None:
+        error, until = self._found.get(params, (None, 0.0))
+        if error is not None and until <= time.monotonic():
+            self._drop(params)
+            return None
+        return error and _bare(error)
+
+    def _drop(self, params: StructuredOutputsParams) -> None:
+        if self._found.pop(params, None) is not None:
+            self._num_chars -= _num_chars(params)
+
+
+class _UsedBytes:
+    """Memory of the grammars in use, in total and by tenant."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # garbage collection may end constraints at any time
+        self._num_users: Counter[CompiledGrammar] = Counter()
+        self._by_tenant: Counter[str] = Counter()
+
+    def check(self, compiled: CompiledGrammar, tenant: str) -> None:
+        """Raise BusyError if one more output with this grammar exceeds the limit."""
+        with self._lock:
+            more = compiled.copy_bytes + (0 if compiled in self._num_users else compiled.num_bytes)
+            if (
+                self._by_tenant[tenant] + more > MAX_USED_BYTES_PER_TENANT
+                or self._by_tenant.total() + more > MAX_USED_BYTES
+            ):
+                problem = "large grammars of running requests use all the memory for grammars"
+                raise BusyError(FIELD, problem, "try again when some requests have finished")
+
+    def add(self, constraint: Constraint, compiled: CompiledGrammar, tenant: str) -> None:
+        """Count an output until its constraint is garbage-collected."""
+        with self._lock:
+            size = compiled.copy_bytes
+            if compiled not in self._num_users:
+                size += compiled.num_bytes
+            self._num_users[compiled] += 1
+            self._by_tenant[tenant] += size
+        weakref.finalize(constraint, self._remove, compiled, tenant, size).atexit = False
+
+    def _remove(self, compiled: CompiledGrammar, tenant: str, size: int) -> None:
+        with self._lock:
+            self._num_users[compiled] -= 1
+            if not self._num_users[compiled]:
+                del self._num_users[compiled]
+            self._by_tenant[tenant] -= size
+            if not self._by_tenant[tenant]:
+                del self._by_tenant[tenant]
+
+
+def _start_thread(compiler: GrammarCompiler) -> None:
+    """Start a thread that compiles until no job is left. Not a daemon: Rust must not be cut off."""
+
+    def work() -> None:
+        while found := compiler.next_job():
+            compiler.run(*found)
+
+    threading.Thread(target=work, name="grammars").start()
+
+
+def _bare(error: InputError) -> InputError:
+    """An equal error without a traceback, and so without a matcher."""
+    return type(error)(error.subject, error.problem, error.remedy)
+
+
+def _num_chars(params: StructuredOutputsParams) -> int:
+    texts = (params.json, params.regex, params.grammar, params.structural_tag, *params.choice)
+    return sum(len(text) for text in texts if text) + len(params.prefix)
+
+
+def _done(compiled: CompiledGrammar) -> Future:
+    future: Future = Future()
+    future.set_result(compiled)
+    return future
+
+
+def _failed(error: InputError) -> Future:
+    future: Future = Future()
+    future.set_exception(error)
+    return future

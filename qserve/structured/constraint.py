@@ -1,6 +1,6 @@
-"""Constraint: one output's grammar and how far the output has got in it. Knows no request.
+"""Constraint: the grammar of one output and the output's position in it.
 
-A mask is a row of int32 words, a bit for each token: token t is bit t & 31 of word t >> 5, and 1
+A mask is a row of int32 words with one bit per token: token t is bit t & 31 of word t >> 5, and 1
 allows it.
 """
 
@@ -10,21 +10,27 @@ from typing import Any
 
 import numpy as np
 
-# Of all masks of one output, of a processor. One takes 10 to 100 us; a grammar made to be slow
-# takes a thread (engine/mask_jobs.py) for so long at most, and one mask more.
+from formats.errors import one_line
+from qserve.structured.backend import call
+
+# CPU seconds for all masks of one output. A mask takes 10 to 100 us; a maliciously slow grammar
+# occupies a thread (engine/step/mask_jobs.py) for at most this time plus one mask.
 MAX_MASK_SECONDS = 2.0
 SLOW_MASK_SECONDS = 0.005
 
 
 class SlowMasks:
-    """Of an output and its drafts: the seconds of masks that took long."""
+    """Seconds spent in slow masks of an output and its drafts."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
 
 class Constraint:
-    """A matcher of llguidance. Made by GrammarCompiler."""
+    """A matcher of llguidance. Created by GrammarCompiler.
+
+    An error of the library affects only this output: it is stored in `error`.
+    """
 
     def __init__(
         self,
@@ -33,39 +39,41 @@ class Constraint:
         model_ends: Iterable[int],
         slow: SlowMasks | None = None,
     ) -> None:
-        self._matcher = matcher
+        self._compiled = matcher  # initial state, shared with other outputs
+        self._own: Any = None  # a copy, made on first use
         self._vocab_size = vocab_size
-        self._model_ends = tuple(model_ends)  # which the matcher allows where it accepts
+        self._model_ends = tuple(model_ends)  # allowed by the matcher where it accepts
         self._slow = slow or SlowMasks()
-        self.error = ""  # why the output cannot go on, once that is so
+        self.error = ""  # reason why the output cannot continue, or empty
 
     @property
     def is_slow(self) -> bool:
-        """Whether any of its masks took long."""
+        """True if any of its masks was slow."""
         return self._slow.seconds > 0
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing may follow any more."""
-        return not self.error and self._matcher.is_stopped()
+        """True if no further token is possible."""
+        return not self.error and bool(self._call("is_stopped"))
 
     def take(self, token: int) -> None:
-        """Go on by a token of the output."""
-        if not self.error and not self._matcher.consume_token(token):
+        """Advance by a token of the output."""
+        if not self.error and not self._call("consume_token", token) and not self.error:
             self._fail(self._matcher.get_error())
 
     def copy(self) -> "Constraint":
-        """One that goes on by itself: along drafts."""
-        copy = Constraint(self._matcher.deep_copy(), self._vocab_size, self._model_ends, self._slow)
-        copy.error = self.error
+        """A copy that advances independently, along drafts."""
+        matcher = self._matcher if self.error else self._call("deep_copy")
+        copy = Constraint(matcher, self._vocab_size, self._model_ends, self._slow)
+        copy._own, copy.error = matcher, self.error
         return copy
 
     def num_valid(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens may follow, one after the other."""
-        return 0 if self.error else self._matcher.validate_tokens(list(tokens))
+        """Number of leading tokens that the grammar accepts in sequence."""
+        return 0 if self.error else self._call("validate_tokens", list(tokens)) or 0
 
     def mask(self, ends: Iterable[int], may_end: bool) -> np.ndarray:
-        """The mask of the next token, in words of 64 bits."""
+        """Mask of the next token, in 64-bit words."""
         words = np.zeros(2 * -(-self._vocab_size // 64), np.int32)
         self.fill_(words[: num_mask_words(self._vocab_size)], ends, may_end)
         return words.view(np.int64)
@@ -73,13 +81,13 @@ class Constraint:
     def fill_(self, words: np.ndarray, ends: Iterable[int], may_end: bool) -> None:
         """Write the mask of the next token; `ends` are the tokens that end the output.
 
-        They are allowed where the grammar may end, and `may_end` False forbids them as long as
-        something else is allowed. Where there is an error the mask allows all.
+        End tokens are allowed where the grammar may end. `may_end` False forbids them as long as
+        another token is allowed. After an error the mask allows all tokens.
         """
         started = thread_time()
         if not self.error:
-            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-            if self._matcher.is_error():
+            self._call("unsafe_compute_mask_ptr", words.ctypes.data, words.nbytes)
+            if not self.error and self._matcher.is_error():
                 self._fail(self._matcher.get_error())
         if self.error:
             words[:] = -1
@@ -88,7 +96,7 @@ class Constraint:
         self._watch(thread_time() - started)
 
     def _set_ends_(self, words: np.ndarray, ends: tuple[int, ...], may_end: bool) -> None:
-        if not self._matcher.is_accepting():
+        if not self._call("is_accepting"):
             return
         for token in self._model_ends:
             words[token >> 5] &= ~_bit(token)
@@ -97,6 +105,21 @@ class Constraint:
             return
         for token in ends or (() if goes_on else self._model_ends):
             words[token >> 5] |= _bit(token)
+
+    @property
+    def _matcher(self) -> Any:
+        # Waiting requests need no copy: thousands of copies would take gigabytes.
+        if self._own is None:
+            self._own = self._compiled.deep_copy()
+        return self._own
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """Call the matcher; an exception ends the output and returns None."""
+        try:
+            return call(getattr(self._matcher, method), *arguments)
+        except Exception as error:
+            self._fail(f"{type(error).__name__}: {one_line(error)}")
+            return None
 
     def _watch(self, seconds: float) -> None:
         if seconds < SLOW_MASK_SECONDS:

@@ -1,34 +1,52 @@
-"""From StructuredOutputsParams to the text that llguidance compiles. Knows no tokens."""
+"""Convert StructuredOutputsParams to the grammar text that llguidance compiles."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from qserve.errors import ParameterError
 from qserve.structured import structural_tag
 from qserve.structured.backend import library, limits
 from qserve.structured.params import FIELD, StructuredOutputsParams
+from qserve.structured.pattern_algebra import UnsupportedPattern
+from qserve.structured.pattern_rewrite import has_look_around, rewrite
+from qserve.structured.schema_facts import Unsupported
+from qserve.structured.schema_rewrite import enforceable
 
-# Models that were trained on JSON in lines write it so. Without a bound, weak ones fill the
-# output with white space.
+# Models trained on indented JSON write line breaks. Without a bound, weak models fill the output
+# with white space.
 SHORT_WHITESPACE = r"( |\n[ \t]{0,40})"
-# The library builds an automaton of so many states: seconds beyond.
+# The library builds an automaton with this many states, which takes seconds above the limit.
 MAX_MULTIPLE_OF = 100_000
-MAX_REASON = 300  # characters of the library's own message
+MAX_REASON = 300  # characters of the library's message
 
 
 def grammar_text(params: StructuredOutputsParams) -> str:
-    """The grammar in llguidance's JSON. Raises ParameterError; InputError without llguidance."""
+    """Grammar in llguidance's JSON. Raises ParameterError; InputError without llguidance."""
+    if params.only_calls:
+        return _dump([{"lark_grammar": f"start: {_prefix(params)} calls\n{_rules(params)}"}])
     body = _BODIES[params.kind](params)
-    if not params.prefix:
+    if not params.prefix and not params.calls and not params.opening:
         return _dump([body])
-    start = {"lark_grammar": f"start: prefix @body\n{params.prefix}"}
+    choice = f"{'opening' if params.opening else ''} @body"
+    if params.calls:
+        choice = f"({choice} | calls)"
+    start = {"lark_grammar": f"start: {_prefix(params)} {choice}\n{_rules(params)}"}
     return _dump([start, body | {"name": "body"}])
 
 
-def check_grammar(params: StructuredOutputsParams) -> None:
-    """Raise ParameterError where the library refuses the grammar, with its reason.
+def _prefix(params: StructuredOutputsParams) -> str:
+    return "prefix" if params.prefix else ""
 
-    Takes about a millisecond; a schema of thousands of properties, half a second.
+
+def _rules(params: StructuredOutputsParams) -> str:
+    return "\n".join(filter(None, (params.prefix, params.opening, params.calls)))
+
+
+def check_grammar(params: StructuredOutputsParams) -> None:
+    """Raise ParameterError, with the reason, if the library rejects the grammar.
+
+    This takes about a millisecond; a schema with thousands of properties takes half a second.
     """
     text = grammar_text(params)
     is_wrong, messages = library().LLMatcher.validate_grammar_with_warnings(text, limits=limits())
@@ -36,8 +54,13 @@ def check_grammar(params: StructuredOutputsParams) -> None:
         raise refusal(params, messages[0])
 
 
+def json_rule(params: StructuredOutputsParams, schema: dict | bool) -> str:
+    """Lark rule of a JSON value of a schema, with the white space that the parameters allow."""
+    return f"%json {json.dumps(_schema(params, schema)['json_schema'])}"
+
+
 def refusal(params: StructuredOutputsParams, reason: str) -> ParameterError:
-    """The library's reason as an error of the parameter."""
+    """Convert the library's reason to an error of the parameter."""
     line = " ".join(reason.split("<state>")[0].split("<non-verbose/>")[0].split())
     return ParameterError(f"{FIELD}.{params.kind}", f"cannot be used: {line[:MAX_REASON]}")
 
@@ -51,12 +74,32 @@ def _json_object(params: StructuredOutputsParams) -> dict[str, Any]:
 
 
 def _schema(params: StructuredOutputsParams, schema: dict | bool) -> dict[str, Any]:
+    rewritten, _ = _enforceable(params, schema)
+    schema = json.loads(rewritten)
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
+    return {"json_schema": schema | {"x-guidance": whitespace(params)}}
+
+
+def _enforceable(params: StructuredOutputsParams, schema: dict | bool) -> tuple[str, Sequence[str]]:
     _check_schema(schema)
     if params.disable_additional_properties:
         schema = _closed(schema)
-    return {"json_schema": schema | {"x-guidance": whitespace(params)}}
+    try:
+        return enforceable(json.dumps(schema, ensure_ascii=False))
+    except Unsupported as error:
+        raise refusal(params, str(error)) from None
+
+
+def unenforced(params: StructuredOutputsParams) -> Sequence[str]:
+    """Keywords of the schemas that the grammar does not enforce. Raises ParameterError."""
+    if params.kind == "json":
+        return _enforceable(params, json.loads(params.json))[1]
+    if params.kind != "structural_tag":
+        return ()
+    tags = structural_tag.read(params.structural_tag).tags
+    schemas = [tag.content for tag in tags if isinstance(tag.content, dict)]
+    return [each for schema in schemas for each in _enforceable(params, schema)[1]]
 
 
 def whitespace(params: StructuredOutputsParams) -> dict[str, Any]:
@@ -69,8 +112,14 @@ def whitespace(params: StructuredOutputsParams) -> dict[str, Any]:
 
 
 def _regex(params: StructuredOutputsParams) -> dict[str, Any]:
-    # of Rust: ^ and $ are at the ends anyway, as the whole output has to match
-    pattern = params.regex.removeprefix("^")
+    # Rust needs no ^ and $ at the ends, as the whole output has to match.
+    pattern = params.regex
+    if has_look_around(pattern):
+        try:
+            pattern = rewrite((f"^(?:{pattern})$",))
+        except UnsupportedPattern as error:
+            raise refusal(params, str(error)) from None
+    pattern = pattern.removeprefix("^")
     if pattern.endswith("$") and not pattern.endswith(r"\$"):
         pattern = pattern[:-1]
     return {"lark_grammar": f"start: /{library().regex_to_lark(pattern, '')}/"}
@@ -85,7 +134,7 @@ def _grammar(params: StructuredOutputsParams) -> dict[str, Any]:
 
     try:
         return {"lark_grammar": any_to_lark(params.grammar)}
-    except Exception as error:  # its parser raises whatever it meets
+    except Exception as error:  # its parser raises exceptions of any kind
         raise refusal(params, str(error)) from None
 
 
@@ -95,7 +144,7 @@ def _structural_tag(params: StructuredOutputsParams) -> dict[str, Any]:
             return quoted(tag.content) if tag.content else ""
         if tag.kind == "regex":
             return f"/{library().regex_to_lark(tag.content, '')}/"
-        return f"%json {json.dumps(_schema(params, tag.content)['json_schema'])}"
+        return json_rule(params, tag.content)
 
     return {"lark_grammar": structural_tag.read(params.structural_tag).lark(body)}
 
@@ -111,7 +160,7 @@ _BODIES = {
 
 
 def quoted(text: str) -> str:
-    """A text as Lark writes it."""
+    """Quote a text for Lark."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -120,7 +169,7 @@ def _dump(grammars: list[dict]) -> str:
 
 
 def _check_schema(value: Any) -> None:
-    """Refuse what takes the library seconds."""
+    """Reject schemas that take the library seconds."""
     if isinstance(value, list):
         for each in value:
             _check_schema(each)
@@ -137,7 +186,7 @@ def _check_schema(value: Any) -> None:
 
 
 def _closed(value: Any) -> Any:
-    """A copy of a schema in which objects have no other properties than those it names."""
+    """Copy a schema with additionalProperties false in all objects that do not set it."""
     if isinstance(value, list):
         return [_closed(each) for each in value]
     if not isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""StructuredOutputsParams: what form an output must have. Loads nothing; field names are vLLM's."""
+"""StructuredOutputsParams: the format of an output. Imports no package; field names are vLLM's."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -9,30 +9,36 @@ from qserve.errors import ParameterError
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 MAX_SCHEMA_CHARS = 512 * 1024
-MAX_GRAMMAR_CHARS = 64 * 1024  # of a grammar, a regex, all choices
+MAX_GRAMMAR_CHARS = 64 * 1024  # for a grammar, a regex, and all choices together
 MAX_CHOICES = 4096
-MAX_DEPTH = 64  # brackets within brackets
+MAX_DEPTH = 64  # nested brackets
 FIELD = "structured_outputs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """Exactly one of the kinds. Raises ParameterError.
+    """Exactly one of the kinds must be set. Raises ParameterError.
 
-    White space between the parts of a JSON text is free but short: none, a space, or a line break
-    and an indentation. `disable_any_whitespace` forbids it, `whitespace_pattern` replaces it.
+    White space between the parts of a JSON text is optional and short: none, a space, or a line
+    break with indentation. `disable_any_whitespace` forbids it; `whitespace_pattern` replaces it.
     """
 
-    json: str | None = None  # a JSON schema: its text, or a dict
+    json: str | Mapping[str, Any] | bool | None = None  # a JSON schema: its text, or a dict
     regex: str | None = None  # of the whole output; Rust's syntax, without look-around
-    choice: tuple[str, ...] = ()  # one of these texts
+    choice: Sequence[str] = ()  # one of these texts
     grammar: str | None = None  # Lark, or GBNF (llama.cpp's)
     json_object: bool = False  # any JSON object
-    structural_tag: str | None = None  # free text with tags of a form: JSON text, or a dict
+    structural_tag: str | Mapping[str, Any] | None = (
+        None  # free text with tags of a form: JSON text, or a dict
+    )
     disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False  # where the schema does not say
+    disable_additional_properties: bool = False  # default for schemas that do not say
     whitespace_pattern: str | None = None
-    prefix: str = ""  # Lark with a rule `prefix`: what comes before, such as a model's reasoning
+    # Lark with a rule `calls`: an alternative to the format, such as tool calls.
+    calls: str = ""
+    only_calls: bool = False  # `calls` replaces the format
+    prefix: str = ""  # Lark with a rule `prefix`: precedes the format, such as a model's reasoning
+    opening: str = ""  # Lark with a rule `opening`: precedes the format, but not `calls`
 
     def __post_init__(self) -> None:
         if isinstance(self.json, Mapping | bool):
@@ -51,7 +57,7 @@ class StructuredOutputsParams:
 
     @property
     def kind(self) -> str:
-        """Which of KINDS is given."""
+        """The kind that is set, one of KINDS."""
         return next(name for name in KINDS if getattr(self, name) not in (None, (), False))
 
     def _check_types(self) -> None:
@@ -65,11 +71,12 @@ class StructuredOutputsParams:
                     raise ParameterError(f"{FIELD}.{field.name}", "expected true or false")
             elif value is not None and not isinstance(value, str):
                 raise ParameterError(f"{FIELD}.{field.name}", "expected a text")
-        for name in ("whitespace_pattern", "prefix"):
+        for name in ("whitespace_pattern", "prefix", "opening"):
             self._limit(name, getattr(self, name) or "", MAX_GRAMMAR_CHARS)
+        self._limit("calls", self.calls, MAX_SCHEMA_CHARS)
 
     def _check_json(self) -> None:
-        # Depth first: the parser of deep JSON recurses.
+        # Depth first: the parser recurses on deep JSON.
         self._limit("json", self.json, MAX_SCHEMA_CHARS)
         try:
             schema = json.loads(self.json)
@@ -116,7 +123,7 @@ def _dump(schema: object) -> str:
 
 
 def _depth(text: str) -> int:
-    """The most brackets within brackets, also of those that are quoted: at least the true depth."""
+    """Maximum nesting of brackets, including quoted ones: at least the true depth."""
     depth = deepest = 0
     for character in text:
         if character in "([{":
@@ -128,7 +135,7 @@ def _depth(text: str) -> int:
 
 
 def as_structured_outputs(value: Any) -> StructuredOutputsParams | None:
-    """What SamplingParams was given: nothing, the parameters, or a dict of their fields."""
+    """Normalize what SamplingParams was given: None, the parameters, or a dict of their fields."""
     if value is None or isinstance(value, StructuredOutputsParams):
         return value
     if not isinstance(value, Mapping):

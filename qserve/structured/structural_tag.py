@@ -1,12 +1,12 @@
-"""Structural tags: free text in which tags have a form, such as calls of tools. Knows no tokens.
+"""Structural tags: free text that contains tags with a format, such as tool calls.
 
-Two ways to write them are read, vLLM's older one and xgrammar's `triggered_tags`:
+Two notations are read, vLLM's older one and xgrammar's `triggered_tags`:
 
     {"structures": [{"begin": "<f=a>", "schema": {...}, "end": "</f>"}], "triggers": ["<f="]}
     {"format": {"type": "triggered_tags", "triggers": ["<f="], "tags": [{"type": "tag", "begin":
      "<f=a>", "content": {"type": "json_schema", "json_schema": {...}}, "end": "</f>"}]}}
 
-Once a text has a trigger, one of the tags that begin with it has to follow.
+After a trigger in the text, one of the tags that begin with it must follow.
 """
 
 import json
@@ -24,14 +24,14 @@ CONTENTS = {"json_schema": "json_schema", "regex": "pattern", "const_string": "v
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tag:
     begin: str
-    kind: str  # of its content: one of CONTENTS
+    kind: str  # kind of content, one of CONTENTS
     content: Any
     end: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuralTag:
-    """Raises ParameterError where a tag begins with none of the triggers, or with several."""
+    """Tags and triggers. Raises ParameterError unless each tag begins with exactly one trigger."""
 
     triggers: tuple[str, ...]
     tags: tuple[Tag, ...]
@@ -48,14 +48,14 @@ class StructuralTag:
             self.trigger_of(tag)
 
     def trigger_of(self, tag: Tag) -> int:
-        """The index of the trigger with which a tag begins."""
+        """Index of the trigger with which a tag begins."""
         found = [i for i, text in enumerate(self.triggers) if tag.begin.startswith(text)]
         if len(found) != 1:
             raise _wrong(f"{tag.begin!r:.100} begins with {len(found)} of the triggers, expected 1")
         return found[0]
 
     def lark(self, body_of: Callable[[Tag], str]) -> str:
-        """The grammar; `body_of` gives what may stand between a tag's begin and its end."""
+        """The grammar; `body_of` gives the rule of a tag's content."""
         some = " | ".join(f"tag_{number}" for number in range(len(self.tags)))
         many = "+" if self.at_least_one else "*"
         start = f"({some}){many} rest"
@@ -75,7 +75,7 @@ class StructuralTag:
 
 
 def read(text: str) -> StructuralTag:
-    """The tags of a JSON text. Raises ParameterError."""
+    """Parse the tags of a JSON text. Raises ParameterError."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:

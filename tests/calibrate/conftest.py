@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from calibrate.capture import HiddenStates, LayerRunner, collect_statistics
+from calibrate.calibration.capture import HiddenStates, LayerRunner, collect_statistics
 from calibrate.float_model import FloatModel
 from calibrate.layer import load_transforms
 from calibrate.pipeline import _rewrite_model
 from calibrate.recipe import Recipe
-from calibrate.solving import LayerContext
+from calibrate.solvers.solving import LayerContext
 from formats.scheme import QuantSpec
 
 torch.set_num_threads(1)

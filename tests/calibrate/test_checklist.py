@@ -177,6 +177,7 @@ def test_tokenizer_and_template_come_along_and_nothing_else(written, shards, doc
         "quantize_config.json",
         "quantization_report.html",
         "quantization_report.json",
+        "quality.json",
         "README.md",  # the model card
         "model.safetensors.index.json",
     }

@@ -9,14 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from calibrate import devices, gptq
-from calibrate.data import CalibrationData
+from calibrate import devices
+from calibrate.calibration.kv_range import KvRange
+from calibrate.calibration.stream import windows_of_lanes
 from calibrate.devices import Devices, Stopped, Turns
-from calibrate.kv_range import KvRange
 from calibrate.pipeline import quantize_checkpoint
+from calibrate.quality.evaluation import Evaluation
 from calibrate.recipe import RECIPES, Recipe
-from calibrate.solving import Tuning
-from calibrate.stream import windows_of_lanes
+from calibrate.solvers import gptq
+from calibrate.solvers.solving import Tuning
+from calibrate.texts.data import CalibrationData
 from formats.errors import InputError
 from formats.scheme import Scheme
 
@@ -30,7 +32,7 @@ DATA = CalibrationData(ids_WS=IDS, source="random ids", seed=0)
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
     """Two windows of 64 tokens a batch: with 7 of them, four batches, the last of one window."""
-    monkeypatch.setattr("calibrate.capture.BATCH_TOKENS", 128)
+    monkeypatch.setattr("calibrate.calibration.capture.BATCH_TOKENS", 128)
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +78,8 @@ def test_several_devices_write_what_one_does(
     if "kv_cache" in options:
         options = {**options, "output_format": "compressed-tensors"}
     monkeypatch.setattr(
-        "calibrate.pipeline._read_evaluation", lambda _, text: None if text is None else EVALUATED
+        "calibrate.pipeline.read_evaluation",
+        lambda _, text, *__: text and Evaluation(ids_WS=EVALUATED, text=text),
     )
     one = quantize(tiny_model(family), tmp_path / "one", "cpu", **options)
     several = quantize(tiny_model(family), tmp_path / "several", devices, **options)
@@ -86,8 +89,8 @@ def test_several_devices_write_what_one_does(
         assert torch.equal(left[name], right[name]), name
     for each, other in zip(one.linears, several.linears, strict=True):
         assert replace(each, seconds=0) == replace(other, seconds=0)
-    assert one.perplexity == several.perplexity
-    assert (one.perplexity is not None) == ("eval_text" in options)
+    assert one.quality == several.quality
+    assert (one.quality is not None) == ("eval_text" in options)
 
 
 def test_tuning_sees_the_windows_in_their_order(tiny_model, tmp_path, monkeypatch):
@@ -237,7 +240,7 @@ def test_gpus_by_name(monkeypatch):
     with pytest.raises(InputError, match="of a kind"):
         Devices.parse("cuda:0,cpu")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(InputError, match="'all': there is no GPU"):
+    with pytest.raises(InputError, match="'all': no GPU is visible"):
         Devices.parse("all")
 
 

@@ -4,9 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from formats.inspect import inspect_checkpoint
+from formats.inspection.inspect import inspect_checkpoint
 from qserve.llm import LLM
-from qserve.sampling_params import SamplingParams
+from qserve.params.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 

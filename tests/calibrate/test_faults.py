@@ -10,16 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from calibrate import rtn
-from calibrate.data import CalibrationData
 from calibrate.pipeline import quantize_checkpoint
 from calibrate.recipe import Recipe, default_recipe, find_recipe
-from calibrate.solving import SolverError
+from calibrate.solvers import rtn
+from calibrate.solvers.solving import SolverError
+from calibrate.texts.data import CalibrationData
 from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError, InputError, RangeError
-from formats.fp8 import Fp8Weight
-from formats.inspect import inspect_checkpoint
-from formats.packed import PackedWeight
+from formats.in_memory.fp8 import Fp8Weight
+from formats.in_memory.packed import PackedWeight
+from formats.inspection.inspect import inspect_checkpoint
 from formats.scheme import Scheme
 
 SCHEME = Scheme.parse("w4a16-sym")
@@ -274,7 +274,7 @@ def test_a_text_that_fills_no_window_is_named_with_what_helps(docs_5m, tmp_path)
     short.write_text("hello")
     for sequence_length in (2048, 2):  # a smaller --sequence-length would not help
         options = {**FAST, "sequence_length": sequence_length, "eval_text": str(short)}
-        with pytest.raises(InputError, match="short.txt: its .* tokens do not fill .*no flag"):
+        with pytest.raises(InputError, match="short.txt: its .* tokens do not fill .*is fixed"):
             quantize_checkpoint(docs_5m, tmp_path / "out", recipe="rtn", **options)
     assert [path.name for path in tmp_path.iterdir()] == ["short.txt"]
 
@@ -306,10 +306,10 @@ def test_report_has_what_a_repetition_needs(docs_5m, tmp_path):
     assert stored["calibration"]["windows"] == 2
     assert len(stored["calibration"]["sha256"]) == len(stored["source_sha256"]) == 64
     assert stored["versions"]["transformers"]
-    assert 1 < stored["perplexity"]["before"] < 200
-    assert abs(stored["perplexity"]["after"] / stored["perplexity"]["before"] - 1) < 0.5
+    assert 1 < stored["quality"]["float_perplexity"] < 200
+    assert abs(stored["quality"]["perplexity"] / stored["quality"]["float_perplexity"] - 1) < 0.5
     assert set(stored["seconds_by_stage"]) >= {"statistics", "solving", "writing"}
-    assert any("--calibration" in warning for warning in stored["warnings"])
+    assert any("calibration data" in warning for warning in stored["warnings"])
     for linear in report.linears:
         assert 0 < linear.output_error < linear.relative_error * 2
         assert linear.input_absmax > 0 and linear.weight_absmax > 0
@@ -362,7 +362,7 @@ def test_config_that_transformers_refuses_is_one_line(docs_5m, tmp_path, change)
         (
             "gptq",
             {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
-            "config.json rope_parameters.rope_theta: expected a number above 0, found 0 .mend",
+            "config.json rope_parameters.rope_theta: expected a number above 0, found 0 .fix",
         ),
     ],
 )

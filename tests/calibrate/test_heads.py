@@ -150,7 +150,7 @@ def test_medusa_is_quantized_by_the_command_line(trained, docs_5m, tmp_path, cap
 @pytest.mark.parametrize(
     "more, problem",
     [
-        (["--recipe", "gptq"], "give --target MODEL"),
+        (["--recipe", "gptq"], "add --target MODEL"),
         (["--recipe", "awq"], "use gptq or rtn"),
         (["--pad"], "--pad: .* is a draft head"),
     ],
@@ -165,7 +165,7 @@ def test_settings_that_a_head_does_not_take(more, problem, trained, tmp_path, ca
 def test_a_target_is_for_heads_alone(docs_5m, tmp_path, capsys):
     arguments = ["quantize", str(docs_5m), "-o", str(tmp_path / "x"), "--target", str(docs_5m)]
     assert cli.main(arguments) == 1
-    assert "is no draft head" in capsys.readouterr().err
+    assert "is not a draft head" in capsys.readouterr().err
 
 
 def test_another_models_head_is_not_calibrated(trained, tiny_model, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 
 from calibrate.pipeline import quantize_checkpoint
 from formats.checkpoint import CheckpointReader
-from formats.inspect import inspect_checkpoint
+from formats.inspection.inspect import inspect_checkpoint
 from formats.quant_config import BLOCK
 from formats.scheme import Scheme
 

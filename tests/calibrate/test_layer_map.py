@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from calibrate.data import CalibrationData
 from calibrate.layer_map import find_layer_map
 from calibrate.pipeline import quantize_checkpoint
+from calibrate.texts.data import CalibrationData
 from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
 from formats.quant_config import BLOCK, QuantConfig
@@ -74,7 +74,7 @@ def test_factors_move_and_the_model_stays_the_same(tiny_model, tmp_path):
 
 
 def test_rotation_is_refused(tiny_model, tmp_path):
-    with pytest.raises(InputError, match="norms, routers or gates.*no rotation can be folded"):
+    with pytest.raises(InputError, match="norms, routers or gates.*rotations cannot be folded"):
         quantize_checkpoint(
             tiny_model("qwen3_5"),
             tmp_path / "x",
@@ -83,3 +83,28 @@ def test_rotation_is_refused(tiny_model, tmp_path):
             calibration=CalibrationData(ids_WS=torch.ones(1, 8).long(), source="test", seed=0),
             progress=False,
         )
+
+
+def test_no_factor_moves_through_an_activation_that_is_not_relu():
+    config = {"architectures": ["OPTForCausalLM"], "num_hidden_layers": 1}
+    kinds = {
+        activation: [
+            pair.kind
+            for pair in find_layer_map(config).scale_pairs(
+                {**config, "activation_function": activation}, 0
+            )
+        ]
+        for activation in ("relu", "gelu")
+    }
+    assert kinds == {"relu": ["norm", "values", "norm", "up"], "gelu": ["norm", "values", "norm"]}
+
+
+def test_a_parallel_block_has_one_input_for_attention_and_feed_forward():
+    config = {"architectures": ["CohereForCausalLM"], "num_hidden_layers": 1}
+    names = find_layer_map(config)
+    first, out, down = names.inputs(config, 0)
+    assert [name.rpartition(".")[2] for name in first] == [
+        *("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    ]
+    assert (out, down) == (("self_attn.o_proj",), ("mlp.down_proj",))
+    assert names.scale_pairs(config, 0)[0].linears == first

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from formats import awq, compressed_tensors, gptq
-from formats.packed import PackedWeight
+from formats.codecs import awq, compressed_tensors, gptq
+from formats.in_memory.packed import PackedWeight
+from formats.in_memory.weights import round_to_nearest, with_activation
 from formats.quant_config import BLOCK, QuantConfig
 from formats.scheme import QuantSpec, Scheme
-from formats.weights import round_to_nearest, with_activation
 
 torch.set_num_threads(1)
 

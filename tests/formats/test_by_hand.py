@@ -7,7 +7,7 @@ outputs, K inputs, G groups.
 import pytest
 import torch
 
-from formats import awq, compressed_tensors, gptq
+from formats.codecs import awq, compressed_tensors, gptq
 from formats.layouts import decode_linear
 from formats.quant_config import QuantConfig
 from formats.scheme import CHANNEL, FIXED_SCHEMES, QuantSpec, Scheme

@@ -184,7 +184,7 @@ def test_name_in_two_shards_is_refused(float_model, write_folder):
     tensors = {name: CheckpointReader(folder).get(name) for name in read_header(shard)}
     name = next(iter(read_header(folder / "model-00001-of-00002.safetensors")))
     save_file({**tensors, name: torch.zeros(3)}, shard)
-    with pytest.raises(CheckpointError, match="stands in two shards") as caught:
+    with pytest.raises(CheckpointError, match="is in two shards") as caught:
         CheckpointReader(folder)
     assert name in str(caught.value)
 
@@ -215,15 +215,13 @@ def test_unknown_tensor_is_named(float_model, write_folder):
         CheckpointReader(write_folder(*float_model)).get("nothing")
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model-q4.gguf"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth"])
 def test_weights_in_another_form_are_named(tmp_path, name):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="model.safetensors: not found"):
         CheckpointReader(tmp_path)
     (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(
-        CheckpointError, match=f"no model.safetensors, but {name} .(write|GGUF is not)"
-    ):
+    with pytest.raises(CheckpointError, match=f"no model.safetensors, but {name} .write"):
         CheckpointReader(tmp_path)
     (tmp_path / "gptq_model-4bit-128g.safetensors").write_bytes(b"x")
     with pytest.raises(CheckpointError, match="but gptq_model-4bit-128g.safetensors .rename it"):

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +13,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from formats import folder_lock
 from formats.checkpoint import CheckpointReader, CheckpointWriter
 from formats.convert import convert_checkpoint
 from formats.errors import CheckpointError
+from formats.files import folder_lock
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {"architectures": ["LlamaForCausalLM"]}
@@ -103,7 +104,7 @@ def test_folder_that_holds_something_is_refused_and_left_alone(tmp_path, source)
     (target / "precious").write_text("x")
     with pytest.raises(CheckpointError, match="not empty"):
         CheckpointWriter(target)
-    with pytest.raises(CheckpointError, match="precious: is no folder"):
+    with pytest.raises(CheckpointError, match="precious: is not a folder"):
         CheckpointWriter(target / "precious")
     assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".partial")] == []
     assert (target / "precious").read_text() == "x"
@@ -300,14 +301,49 @@ def test_side_file_that_cannot_be_read_is_named_before_the_work(
     assert not (tmp_path / "out").exists()
 
 
-def test_side_files_that_are_links_are_copied_and_folders_left(tmp_path, source):
-    (source / "tokenizer.json").rename(tmp_path / "blob")
-    (source / "tokenizer.json").symlink_to("../blob")
+@pytest.mark.parametrize("place", ["elsewhere in the folder", "blobs of the hub's cache"])
+def test_side_files_that_are_links_are_copied_and_folders_left(tmp_path, source, place):
+    if place == "elsewhere in the folder":
+        (source / "tokenizer.json").rename(source / "blob")
+        (source / "tokenizer.json").symlink_to("blob")
+    else:
+        (tmp_path / "models--a--b" / "snapshots").mkdir(parents=True)
+        (tmp_path / "models--a--b" / "blobs").mkdir()
+        source = source.rename(tmp_path / "models--a--b" / "snapshots" / "0123")
+        (source / "tokenizer.json").rename(tmp_path / "models--a--b" / "blobs" / "4567")
+        (source / "tokenizer.json").symlink_to("../../blobs/4567")
     (source / "vocab.json").mkdir()
     write(tmp_path / "out", source)
     assert not (tmp_path / "out" / "tokenizer.json").is_symlink()
     assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"a": 1}'
     assert not (tmp_path / "out" / "vocab.json").exists()
+
+
+@pytest.mark.parametrize("link", ["a file", "a folder", "a file of another model's cache"])
+def test_link_to_a_private_file_is_refused_before_the_work(tmp_path, source, link):
+    """A hostile folder would have its text published with the model."""
+    private = tmp_path / "blobs" / "private"
+    private.parent.mkdir()
+    private.write_text("secret")
+    name = "merges.txt"
+    if link == "a folder":
+        (source / "modules.json").write_text('[{"path": "1_Pooling"}]')
+        (private.parent / "config.json").write_text('"secret"')
+        (source / "1_Pooling").symlink_to(private.parent)
+        name = "config.json"
+    else:
+        (source / "merges.txt").symlink_to("../blobs/private" if link != "a file" else private)
+    with pytest.raises(CheckpointError, match=f"{name}: is a link out of the model's folder"):
+        write(tmp_path / "out", source)
+    assert not list((tmp_path / "out").glob("*"))
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o644, 0o400])
+def test_copies_are_readable_by_whom_the_file_is(tmp_path, source, mode):
+    (source / "tokenizer.json").chmod(mode)
+    write(tmp_path / "out", source)
+    found = stat.S_IMODE((tmp_path / "out" / "tokenizer.json").stat().st_mode)
+    assert found & 0o077 == mode & 0o077 and found & 0o600 == 0o600
 
 
 def test_how_vectors_are_made_goes_along(tmp_path, source):

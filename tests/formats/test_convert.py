@@ -12,11 +12,11 @@ from formats import convert
 from formats.checkpoint import CheckpointReader
 from formats.convert import convert_checkpoint
 from formats.errors import CheckpointError, InputError, SchemeError
-from formats.inspect import inspect_checkpoint
+from formats.in_memory.weights import same_weight
+from formats.inspection.inspect import inspect_checkpoint
 from formats.layouts import LAYOUTS, decode_linear, default_format, encode_linear, tensor_names
 from formats.quant_config import BLOCK, QuantConfig
 from formats.scheme import Scheme
-from formats.weights import same_weight
 
 # scheme -> the formats that hold it; the first is the default
 WRITABLE = {
@@ -104,7 +104,7 @@ def weights_of(folder):
 
 
 def files(folder):
-    reports = ("quantization_report.json", "quantization_report.html", "README.md")
+    reports = ("quantization_report.json", "quantization_report.html", "README.md", "quality.json")
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in reports}
 
 
@@ -118,7 +118,7 @@ def test_every_writable_pair_reads_back_equal(written, source, scheme, output_fo
     folder = written(scheme, output_format)
     weights, float_model = weights_of(folder), CheckpointReader(source)
     assert len(weights) == 14
-    from formats.weights import round_to_nearest
+    from formats.in_memory.weights import round_to_nearest
 
     for module, weight in weights.items():
         spec = Scheme.parse(scheme).weight
@@ -178,7 +178,7 @@ def test_conversion_in_shards_keeps_every_other_tensor(written, source, tmp_path
     [
         ("w8a16-sym-channel", "gptq", "awq", "holds 4-bit weights"),
         ("w3a16-sym-g32", "gptq", "awq", "holds 4-bit weights"),
-        ("w8a8-static", "compressed-tensors", "gptq", "no place for a static activation scale"),
+        ("w8a8-static", "compressed-tensors", "gptq", "cannot store a static activation scale"),
         ("w8a8-fp8", "compressed-tensors", "gptq", "integer codes, not float"),
     ],
 )

@@ -5,12 +5,13 @@ import json
 
 import pytest
 
+from formats.architecture.family import Projection
+from formats.architecture.padding import WIDENED
+from formats.architecture.sizes import num_experts, size
 from formats.checkpoint import CheckpointReader
 from formats.families import FAMILIES, checked_family
-from formats.family import Projection, num_experts, size
 from formats.heads.folder import is_head_folder
-from formats.padding import WIDENED
-from formats.parallel import SPLIT_BY_INPUTS
+from formats.inspection.parallel import SPLIT_BY_INPUTS
 from formats.rules import FUSED
 from tests.conftest import ROOT, TINY_FAMILIES
 
@@ -39,7 +40,7 @@ def test_row_names_every_tensor_of_a_tiny_model(tiny_model, name):
     family = check_names_and_shapes(folder)
     config = json.loads((folder / "config.json").read_text())
     assert family.model_type == config["model_type"]
-    assert config[family.activation_key] == family.activation
+    assert config[family.activation_key] == family.activations[0]
 
 
 @pytest.mark.parametrize("folder", BUNDLED, ids=lambda path: path.name)
@@ -65,8 +66,19 @@ def test_what_other_modules_make_of_the_rows():
         "mlp.up_proj": (0, 1),
         "mlp.down_proj": (1, 1),
         "mlp.gate_up_proj": (0, 2),
+        "mlp.c_fc": (0, 1),
+        "mlp.c_proj": (1, 1),
+        "fc1": (0, 1),
+        "fc2": (1, 1),
+        "mlp.fc1": (0, 1),
+        "mlp.fc2": (1, 1),
+        "mlp.dense_h_to_4h": (0, 1),
+        "mlp.dense_4h_to_h": (1, 1),
+        "mlp.fc_in": (0, 1),
+        "mlp.fc_out": (1, 1),
     }
-    assert set(SPLIT_BY_INPUTS) == {".o_proj", ".down_proj", ".w2"}
+    names = ("o_proj", "down_proj", "w2", "out_proj", "fc2", "c_proj", "dense", "dense_4h_to_h")
+    assert set(SPLIT_BY_INPUTS) == {f".{name}" for name in (*names, "fc_out")}
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)

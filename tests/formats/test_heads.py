@@ -110,7 +110,7 @@ def test_kinds_that_are_not_served_are_named(kind, tmp_path):
 def test_unknown_tensors_are_refused_by_name(tmp_path):
     tensors = tensors_of(read_head_config(FLAT, EAGLE3), mask_hidden=torch.zeros(1, 96))
     write(tmp_path, FLAT, tensors)
-    with pytest.raises(CheckpointError, match="mask_hidden: has no place in a head of the kind"):
+    with pytest.raises(CheckpointError, match="mask_hidden: does not belong in a head of the kind"):
         HeadFolder(tmp_path)
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from formats.checkpoint import CheckpointReader, read_header, read_json
 from formats.convert import convert_checkpoint
 from formats.errors import CheckpointError, InputError
-from formats.inspect import inspect_checkpoint
+from formats.inspection.inspect import inspect_checkpoint
 from formats.layouts import LAYOUTS, decode_linear, quantized_modules, tensor_names
 from formats.quant_config import BLOCK, QuantConfig
 from tests.formats.limits import cpu_seconds

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from formats.architecture.padding import make_padding
 from formats.errors import CheckpointError, InputError, SchemeError
-from formats.padding import make_padding
-from formats.plan import fits, make_plan, parse_override
+from formats.plan import fits, fitted_scheme, make_plan, parse_override
 from formats.quant_config import QuantConfig
 from formats.scheme import Scheme
 
@@ -72,7 +72,7 @@ def test_config_of_every_format_says_what_stays_in_float(name):
     [
         ({"ignore": ["nothing"]}, "fits no linear"),
         ({"overrides": [("nothing", G32)]}, "fits no linear"),
-        ({"ignore": ["re:("]}, "no regular expression"),
+        ({"ignore": ["re:("]}, "not a regular expression"),
         ({"ignore": ["model"]}, "no linear can be quantized"),
         ({"output_format": "awq", "overrides": [("*.o_proj", Scheme.parse("w8a8"))]}, "4-bit"),
         (
@@ -174,3 +174,52 @@ def test_what_nobody_quantizes_unasked():
         SHAPES, G32, unasked={name: reason}, overrides=[("layers.0.self_attn.o", wide)]
     )
     assert asked.schemes[name] == wide and name not in asked.reasons
+
+
+def wide_shapes(inputs: int, inner: int) -> dict[str, tuple[int, int]]:
+    """Two linears of `inputs` inputs, one of `inner`."""
+    prefix = "model.layers.0"
+    return {
+        f"{prefix}.self_attn.q_proj": (inputs, inputs),
+        f"{prefix}.self_attn.o_proj": (inputs, inputs),
+        f"{prefix}.mlp.down_proj": (inputs, inner),
+    }
+
+
+def test_sizes_that_do_not_fit_say_which_groups_do():
+    plan = make_plan(wide_shapes(576, 1536), Scheme.parse("w4a16-sym"))
+    assert list(plan.quantized) == ["model.layers.0.mlp.down_proj"]
+    (remark,) = plan.misfits
+    assert "2 linears of 576 inputs have no whole groups of 128 and stay in float" in remark
+    assert "a group size of 64, or auto" in remark
+    assert "vLLM and SGLang take 128, 64, 32 or -1" in remark
+    assert make_plan(wide_shapes(576, 1536), Scheme.parse("w4a16-sym-g64")).misfits == ()
+
+
+def test_where_nothing_fits_the_error_names_the_groups():
+    with pytest.raises(SchemeError, match="a group size of 64, or auto, fits every linear"):
+        make_plan(wide_shapes(576, 192), Scheme.parse("w4a16-sym"))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "inner", "expected"),
+    [
+        (512, 1536, "w4a16-sym"),
+        (576, 1536, "w4a16-sym-g64"),
+        (576, 96, "w4a16-sym-g32"),
+        (1000, 4096, "w4a16-sym-channel"),
+    ],
+)
+def test_auto_groups_are_the_largest_that_servers_take(inputs, inner, expected):
+    found = fitted_scheme(Scheme.parse("w4a16-sym"), wide_shapes(inputs, inner))
+    assert str(found) == expected
+
+
+def test_auto_groups_look_only_at_what_is_quantized_so():
+    shapes = wide_shapes(512, 96)
+    scheme = Scheme.parse("w4a16-sym")
+    assert str(fitted_scheme(scheme, shapes, ignore=["down_proj"])) == "w4a16-sym"
+    other = [("down_proj", Scheme.parse("w8a16-sym-g32"))]
+    assert str(fitted_scheme(scheme, shapes, overrides=other)) == "w4a16-sym"
+    with pytest.raises(SchemeError, match="its scales are fixed"):
+        fitted_scheme(Scheme.parse("w8a8"), shapes)

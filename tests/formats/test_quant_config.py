@@ -21,7 +21,7 @@ def test_block_round_trips(name):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("quant_method", "bitsandbytes"),
+        ("quant_method", "exl3"),
         ("quant_method", ["gptq"]),
         ("quant_method", None),
         ("bits", 5),
@@ -90,6 +90,28 @@ def compressed(name: str = "w4a16-sym", **changes) -> dict:
     return block
 
 
+def rotation(*locations: str) -> dict:
+    applied = [{"targets": ["re:.*o_proj$"], "location": place} for place in locations]
+    return {"type": "hadamard", "apply": applied, "head_dim": 16}
+
+
+@pytest.mark.parametrize(
+    "locations", [["weight_input"], ["weight_output", "weight_input"], ["input"], ["q_attn"]]
+)
+def test_rotations_of_weights_alone_are_read(locations):
+    """The library's own TransformArgs.is_online is the judge of what is left to do."""
+    transform = pytest.importorskip("compressed_tensors.transform")
+    block = {"config_groups": {"R1": rotation("weight_output"), "R2": rotation(*locations)}}
+    theirs = transform.TransformConfig.model_validate(block)
+    online = any(a.is_online() for group in theirs.config_groups.values() for a in group.apply)
+    if not online:
+        config = QuantConfig.from_dict(compressed(transform_config=block))
+        assert config == QuantConfig.from_dict(compressed())
+        return
+    with pytest.raises(CheckpointError, match=f"R2: 'hadamard' at '{locations[0]}' is applied at"):
+        QuantConfig.from_dict(compressed(transform_config=block))
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -117,6 +139,8 @@ def test_compressed_blocks_of_other_writers(name, changes):
         ("w4a16-sym", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         ("w4a16-sym", {"transform_config": {"config_groups": {"a": 1}}}, "transform_config"),
         ("w4a16-sym", {"transform_config": ["x"]}, "transform_config"),
+        ("w4a16-sym", {"transform_config": {"groups": {"a": {}}}}, "transform_config"),
+        ("w4a16-sym", {"transform_config": {"config_groups": {"a": {}}}}, "groups.a.apply"),
         ("w4a16-sym", {"group__format": "nvfp4-pack-quantized"}, "group_0.format"),
         ("w4a16-sym", {"group__format": "marlin-24"}, "config_groups.group_0.format"),
         ("w4a16-sym", {"config_groups": {}}, "config_groups"),
@@ -138,7 +162,7 @@ def test_compressed_blocks_of_other_writers(name, changes):
         ("w8a8-fp8", {"weights__symmetric": False}, "weights.num_bits"),
         ("w8a8-fp8-block", {"weights__block_structure": "128x"}, "weights.block_structure"),
         ("w8a8-fp8-block", {"weights__block_structure": [4, 4]}, "weights.block_structure"),
-        ("w8a8", {"input_activations__num_bits": 4}, "input_activations"),
+        ("w8a8", {"input_activations__num_bits": 5}, "input_activations"),
         ("w8a8", {"input_activations__dynamic": "local"}, "input_activations"),
         ("w8a8", {"input_activations__dynamic": False}, "input_activations"),
     ],

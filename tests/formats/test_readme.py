@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from formats import compressed_tensors, gptq
-from formats.bits import pack
+from formats.codecs import compressed_tensors, gptq
+from formats.codecs.kv_cache import kv_scale, round_kv, write_kv_scheme
 from formats.families import FAMILIES
-from formats.kv_cache import kv_scale, round_kv, write_kv_scheme
-from formats.packed import PackedWeight
+from formats.in_memory.packed import PackedWeight
+from formats.numerics.bits import pack
 from formats.quant_config import QuantConfig
 from formats.scheme import QuantSpec, Scheme
 
@@ -73,7 +73,7 @@ def test_three_bit_words_stand_in_the_page():
 
 
 def test_awq_example():
-    from formats import awq
+    from formats.codecs import awq
 
     assert "0x75316420, 1966171168" in README
     tensors = {
@@ -90,7 +90,7 @@ def test_awq_example():
 
 def compressed_example(scheme: str, tensors: dict[str, torch.Tensor], weights: list[float]) -> None:
     """The tensors of one row mean the weights, which stand in the page, and are written again."""
-    from formats import compressed_tensors
+    from formats.codecs import compressed_tensors
 
     decoded = compressed_tensors.decode(tensors, Scheme.parse(scheme))
     assert decoded.dequantize()[0].tolist() == weights

@@ -10,14 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from formats import affine, awq
 from formats.checkpoint import CheckpointReader
+from formats.codecs import awq
 from formats.errors import InputError
-from formats.inspect import inspect_checkpoint
+from formats.in_memory.packed import PackedWeight
+from formats.inspection.inspect import inspect_checkpoint
 from formats.layouts import decode_linear, layout_of, tensor_names
-from formats.packed import PackedWeight
+from formats.numerics import affine
+from formats.plan import make_plan
 from formats.quant_config import BLOCK, QuantConfig
-from formats.save import save_quantized
+from formats.save import Saved, save_quantized
 from formats.scheme import QuantSpec, Scheme
 from qkernels.quant_linear import QuantLinear
 
@@ -27,6 +29,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 @pytest.fixture
 def source(float_model, write_folder):
     return write_folder(*float_model)
+
+
+Q0 = "model.layers.0.self_attn.q_proj"
 
 
 def names_of(folder):
@@ -91,6 +96,70 @@ def test_the_largest_code_says_how_many_bits(source, tmp_path, largest, bits):
     assert set(saved.schemes.values()) == {f"w{bits}a16-sym-g32"}
 
 
+def scaled_by_row(folder):
+    """name -> (8-bit codes, a scale for each output)."""
+    spec = QuantSpec(bits=8, symmetric=True, group_size=-1)
+    return {name: (codes, scales) for name, (codes, scales, _) in codes_of(folder, spec).items()}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "spec", "expected"),
+    [
+        ("w8a8", QuantSpec(bits=8, symmetric=True, group_size=-1), "compressed-tensors"),
+        ("w8a16-sym-channel", QuantSpec(bits=8, symmetric=True, group_size=-1), "gptq"),
+        ("w4a16-asym", QuantSpec(bits=4, symmetric=False, group_size=32), "awq"),
+        ("w4a16-sym", QuantSpec(bits=4, symmetric=True, group_size=32), "gptq"),
+    ],
+)
+def test_the_default_format_is_that_of_the_command_line(source, tmp_path, scheme, spec, expected):
+    given = codes_of(source, spec)
+    saved = save_quantized(tmp_path / "out", source, given, scheme=scheme)
+    shapes = {n: (c.shape[0], c.shape[1]) for n, (c, _, _) in given.items()}
+    plan = make_plan(shapes, Scheme.of_scales(scheme, given[Q0][1].shape[1], 64))
+    assert saved.format == plan.layout.name == expected
+    assert {v.answer for v in inspect_checkpoint(tmp_path / "out").loads_in} <= {"yes", "slow"}
+
+
+def test_linears_that_differ_default_to_what_every_reader_takes(source, tmp_path):
+    given = {n: v for n, v in codes_of(source).items() if "down_proj" not in n}
+    saved = save_quantized(tmp_path / "out", source, given, readers=("transformers", "vLLM"))
+    assert saved.format == "compressed-tensors"
+
+
+def test_w8a8_by_default_is_run_with_8_bit_inputs(source, tmp_path):
+    save_quantized(tmp_path / "out", source, scaled_by_row(source), scheme="w8a8")
+    block = CheckpointReader(tmp_path / "out").config[BLOCK]
+    assert block["config_groups"]["group_0"]["input_activations"]["num_bits"] == 8
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-sym", "w4a16-sym-g32", None])
+def test_groups_follow_from_the_scales(source, tmp_path, scheme):
+    saved = save_quantized(tmp_path / "out", source, codes_of(source), scheme=scheme)
+    assert set(saved.schemes.values()) == {"w4a16-sym-g32"}
+
+
+def test_groups_that_are_stated_must_be_those_of_the_scales(source, tmp_path):
+    with pytest.raises(InputError, match=r"scales: expected floating point \[\d+, \d+\]"):
+        save_quantized(tmp_path / "out", source, codes_of(source), scheme="w4a16-sym-g16")
+
+
+def test_the_summary_names_each_kind_of_linear_once():
+    left = tuple(f"model.layers.{i}.mlp.{n}_proj" for i in range(60) for n in ("gate", "up"))
+    saved = Saved(
+        folder="out",
+        format="gptq",
+        schemes={f"model.layers.{i}.self_attn.q_proj": "w4a16-sym" for i in range(60)},
+        left_in_float=left,
+        num_bytes=10,
+        loads_in=(),
+    )
+    assert saved.to_text().splitlines() == [
+        "60 linears, w4a16-sym, as gptq: 10 B in out",
+        "left in float: model.layers.*.mlp.gate_proj (60), model.layers.*.mlp.up_proj (60)",
+    ]
+    assert str(saved) == repr(saved) == saved.to_text()
+
+
 def test_a_stored_copy_of_a_tied_head_is_left_out(tmp_path, float_model, write_folder):
     tensors, config = float_model
     tied = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
@@ -118,7 +187,7 @@ def test_tensors_replace_those_of_the_source(source, tmp_path):
 def test_asymmetric_codes_are_refused_as_gptq_before_anything_is_written(source, tmp_path):
     given = codes_of(source, QuantSpec(bits=4, symmetric=False, group_size=32))
     with pytest.raises(InputError, match="vLLM takes symmetric.*write format='awq'"):
-        save_quantized(tmp_path / "out", source, given)
+        save_quantized(tmp_path / "out", source, given, format="gptq")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
     save_quantized(tmp_path / "out", source, given, format="awq")
     assert {v.answer for v in inspect_checkpoint(tmp_path / "out").loads_in} == {"yes"}
@@ -127,7 +196,7 @@ def test_asymmetric_codes_are_refused_as_gptq_before_anything_is_written(source,
 def test_exceptions_as_gptq_are_refused_for_transformers(source, tmp_path):
     given = {n: v for n, v in codes_of(source).items() if "down_proj" not in n}
     with pytest.raises(InputError, match="transformers ignores dynamic.*compressed-tensors"):
-        save_quantized(tmp_path / "out", source, given, readers=("transformers",))
+        save_quantized(tmp_path / "out", source, given, format="gptq", readers=("transformers",))
 
 
 def test_members_of_a_fused_matrix_must_agree(source, tmp_path):
@@ -136,7 +205,6 @@ def test_members_of_a_fused_matrix_must_agree(source, tmp_path):
         save_quantized(tmp_path / "out", source, given)
 
 
-Q0 = "model.layers.0.self_attn.q_proj"
 WRONG = [
     (lambda g: {}, "expected one or more"),
     (
@@ -156,7 +224,7 @@ WRONG = [
     (lambda g: [(Q0, g[Q0])], "in a mapping, found list"),
     (
         lambda g: {"model.embed_tokens": (torch.ones(40, 64).byte(), torch.ones(40, 2))},
-        "model.embed_tokens: is no linear of a layer",
+        "model.embed_tokens: is not a linear of a layer",
     ),
     (lambda g: {f"{Q0}.weight": g[Q0]}, "one of its linears is .*_proj"),
 ]
@@ -277,3 +345,28 @@ def test_an_example_writes_a_sound_folder(name, docs_5m, tmp_path, capsys):
     assert found.problems == () and len(found.linears) == 28
     assert {verdict.answer for verdict in found.loads_in} == {"yes"}
     assert "28 linears" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def odd_model(tmp_path_factory):
+    """A model of 576 inputs, which groups of 128 do not divide."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 576, "intermediate_size": 192, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, vocab_size=32))
+    folder = tmp_path_factory.mktemp("odd") / "model"
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["own_solver.py", "lora_corrected.py"])
+def test_an_example_takes_sizes_that_128_does_not_divide(name, odd_model, tmp_path):
+    inputs = [] if name == "own_solver.py" else [tmp_path / "none.safetensors"]
+    if inputs:
+        save_file({"none": torch.ones(1)}, inputs[0])
+    run_example(name, odd_model, *inputs, tmp_path / "out")
+    found = inspect_checkpoint(tmp_path / "out")
+    assert found.scheme == "w4a16-sym-g64"
+    assert all(verdict.answer in ("yes", "slow") for verdict in found.loads_in)

@@ -45,6 +45,19 @@ def test_unknown_scheme_names_the_known_ones(text):
         Scheme.parse(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("w4a16-g64", "give w4a16-sym-g64 or w4a16-asym-g64"),
+        ("w4a16-g100", "multiple of 8, found 100"),
+        ("w5a16-g64", "unknown"),
+    ],
+)
+def test_a_scheme_that_is_almost_right_is_told_what_is_wrong(text, message):
+    with pytest.raises(SchemeError, match=message):
+        Scheme.parse(text)
+
+
 def test_suffix_against_another_group_size_is_refused():
     with pytest.raises(SchemeError, match="another group size"):
         Scheme.parse("w4a16-sym-g64", group_size=128)

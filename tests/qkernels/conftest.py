@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from formats.bits import pack
-from formats.packed import PackedWeight
+from formats.in_memory.packed import PackedWeight
+from formats.numerics.bits import pack
 from formats.scheme import QuantSpec
 from qkernels.gpu.device import lacks_arch
 from tests.qkernels.parameter_pairs import diagonal, with_every_pair

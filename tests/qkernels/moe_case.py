@@ -2,8 +2,8 @@
 
 import torch
 
+from formats.in_memory.weights import round_to_nearest, with_activation
 from formats.scheme import Scheme
-from formats.weights import round_to_nearest, with_activation
 from qkernels.moe.experts import ExpertWeights
 from qkernels.moe.routing import Glu
 

@@ -1,8 +1,12 @@
-"""A limit for engines that would step for ever."""
+"""Fixtures of all product tests: a limit on steps without events, and a byte-fallback tokenizer."""
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from qserve.engine.engine import Engine
+from qserve.text.tokenizer import Tokenizer
 
 MOST_STEPS_WITHOUT_EVENTS = 1000
 
@@ -20,3 +24,27 @@ def step_limit(monkeypatch):
         return events
 
     monkeypatch.setattr(Engine, "step", counted)
+
+
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory) -> Tokenizer:
+    """A tokenizer like Llama 2's: spaces are part of words, rare characters are bytes."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    for token in ["\u2581", "a", "b", "\u2581a", "ab", "\u2581ab", "!"]:
+        vocab[token] = len(vocab)
+    merges = [("\u2581", "a"), ("a", "b"), ("\u2581a", "b")]
+    backend = Backend(models.BPE(vocab, merges, byte_fallback=True, fuse_unk=True))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    folder = tmp_path_factory.mktemp("byte_fallback")
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(folder)
+    return Tokenizer(folder)

@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from formats.errors import InputError
-from qserve.beam_outputs import sampling_params as of_search
-from qserve.beam_search_params import BeamSearchParams
 from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
 from qserve.errors import ParameterError
-from qserve.handling import Handling
+from qserve.library.beam_outputs import sampling_params as of_search
 from qserve.lora.request import LoRARequest
-from qserve.pooling_params import PoolingParams
-from qserve.sampling_params import SamplingParams
+from qserve.params.beam_search_params import BeamSearchParams
+from qserve.params.handling import Handling
+from qserve.params.sampling_params import SamplingParams
+from qserve.pooling.params import PoolingParams
 
 MAX_LEN = 72
 MAX_STEPS = 6000  # against hanging; an engine that waits for threads takes up to 10 ms each
@@ -106,7 +106,7 @@ class Got:
         assert len(event.logprobs) in (0, len(event.token_ids))
         self.tokens += event.token_ids
         self.logprobs += event.logprobs
-        self.num_cached = event.num_cached
+        self.num_cached = event.facts.num_cached
         if event.prompt_logprobs is not None:
             assert self.prompt_logprobs is None
             self.prompt_logprobs = event.prompt_logprobs
@@ -119,6 +119,8 @@ def draw(seed: int, *, vocab_size: int, drafters=DRAFTERS, has_forms=True, has_a
     """`drafters` empty: no speculation. `has_forms`: the model has a tokenizer."""
     rng = random.Random(seed)
     settings = _settings(rng, drafters, has_adapters)
+    if seed % 4:
+        settings["admission"] = "fits"  # so that requests are preempted
     shared = [[rng.randrange(3, vocab_size) for _ in range(length)] for length in (9, 17, 40)]
     requests, step = [], 0
     for number in range(rng.choice([4, 7, 10])):
@@ -301,7 +303,7 @@ def run(drawn: Draw, folder, path, adapters=()) -> tuple[dict[str, Got], set[str
         steps += 1
     pool, report = engine.scheduler.pool, engine.report()
     assert pool.num_free == pool.num_pages and not engine._requests
-    assert not (engine._masks._requests or engine._flights._telling)
+    assert not (engine._masks._requests or engine._in_flight._reporting)
     assert not (report.num_running or report.num_waiting or report.running_adapters)
     assert not report.waiting_adapters
     assert all(each.end is not None for name, each in found.items() if name not in aborted)

@@ -9,33 +9,72 @@ import signal
 import time
 
 from formats.errors import InputError
-from qserve.engine import messages
+from qserve.engine.ipc import messages
 from qserve.engine.report import EngineReport
-from qserve.engine.request import RequestEvent
-from qserve.handling import DEFAULT
+from qserve.engine.token_event import TokenEvent
+from qserve.params.handling import DEFAULT
 
 REFUSED, STEP_FAILS, PROCESS_DIES, STEP_HANGS, STEP_IS_SLOW = 100, 101, 102, 103, 104
-OUT_OF_MEMORY, EATS_MEMORY = 105, 106
+OUT_OF_MEMORY, EATS_MEMORY, CANNOT_BE_ADDED = 105, 106, 107
 VOCAB_SIZE = 8192
 NUM_PAGES = 77
 
 
 class FakeAdapters:
-    """Reads a folder once there is one; a folder that is a file is none."""
+    """Reads a folder once there is one; a folder that is a file is none.
+
+    The name says what goes wrong: "raises" in reading, "refused" in put.
+    """
 
     def __init__(self, journal) -> None:
         self._journal = journal
 
-    def read(self, path):
+    def read(self, path, is_wanted):
         self._journal(f"reads {os.path.basename(path)}")
+        if os.path.basename(path) == "raises":
+            raise OverflowError("int too large to convert to float")
         while not os.path.exists(path):
+            if not is_wanted():
+                self._journal(f"leaves {os.path.basename(path)}")
+                raise InputError(path, "is not wanted")
             time.sleep(0.005)
         if not os.path.isdir(path):
             raise InputError(path, "is no adapter")
         return path
 
     def put(self, name, path, packed, number) -> None:
+        if name == "refused":
+            raise RuntimeError("value cannot be converted to type float without overflow")
         self._journal(f"puts {name} {number}")
+
+
+class FakeOperations:
+    """Takes new weights of any folder but one called "wrong"."""
+
+    is_sleeping = False
+
+    def __init__(self, journal) -> None:
+        self._journal = journal
+        self.version = "0"
+
+    def stage(self, *, folder, version, digests):
+        if os.path.basename(folder) == "wrong":
+            raise InputError(folder, "holds another model")
+        if os.path.basename(folder) == "raises":
+            raise OverflowError("int too large to convert to float")
+        return folder, version or "1"
+
+    def commit(self, update) -> None:
+        folder, self.version = update
+        self._journal(f"uses {folder}")
+
+
+class FakeProfiler:
+    def start(self, config):
+        raise RuntimeError("the profiler cannot start\nand a long explanation")
+
+    def stop(self):
+        pass
 
 
 class FakeEngine:
@@ -58,6 +97,9 @@ class FakeEngine:
             messages.receive = self._no_room
         self._running = {}
         self.adapters = FakeAdapters(self._journal)
+        self.profiler = FakeProfiler()
+        self.operations = FakeOperations(self._journal)
+        self.is_paused = False
         self._journal(f"pid {os.getpid()}")
         self._journal(f"cpu_threads {config.cpu_threads}")
 
@@ -88,12 +130,29 @@ class FakeEngine:
     ) -> None:
         if prompt_token_ids[0] == REFUSED:
             raise InputError(f"request {request_id}", "can never run", "shorten it")
+        if prompt_token_ids[0] == CANNOT_BE_ADDED:
+            raise OverflowError("int too large to convert to float")
         self._journal(f"add {request_id}")
         if client or group:
             self._journal(f"{request_id} is of {client}, {group}")
         if handling != DEFAULT:
             self._journal(f"{request_id}: {handling}")
         self._running[request_id] = [list(prompt_token_ids), 0, params]
+
+    @property
+    def is_drained(self) -> bool:
+        return self.is_paused and not self._running
+
+    def pause(self, mode) -> None:
+        self._journal(f"pause {mode}")
+        self.is_paused = True
+
+    def resume(self) -> None:
+        self._journal("resume")
+        self.is_paused = False
+
+    def recompute_all(self) -> None:
+        self._journal("recompute")
 
     def reset_prefix_cache(self) -> None:
         self._journal("reset")
@@ -111,7 +170,7 @@ class FakeEngine:
     def report(self) -> EngineReport:
         return EngineReport(num_running=len(self._running), num_pages=NUM_PAGES)
 
-    def step(self) -> list[RequestEvent]:
+    def step(self) -> list[TokenEvent]:
         time.sleep(0.001)
         events = []
         for request_id, state in list(self._running.items()):
@@ -131,7 +190,7 @@ class FakeEngine:
             state[1] = count = count + 1
             last = count == (params.max_tokens or 1000)
             events.append(
-                RequestEvent(
+                TokenEvent(
                     request_id=request_id,
                     token_ids=((prompt[-1] + count) % VOCAB_SIZE,),
                     finish_reason="length" if last else None,

@@ -30,7 +30,7 @@ class PageEngine(Engine):
         held = {
             "pages": pool.num_pages - pool.num_free,
             "requests": len(self._requests),
-            "preempted": sum(request.num_preemptions for request in self.seen),
+            "preempted": sum(request.facts.num_preemptions for request in self.seen),
         }
         path = Path(os.environ["PAGE_ENGINE_REPORT"])
         path.with_suffix(".partial").write_text(json.dumps(held))

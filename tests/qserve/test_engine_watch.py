@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from qserve.config import EngineConfig
-from qserve.engine.client import EngineClient, Limits
-from qserve.engine.request import RequestEvent
-from qserve.sampling_params import SamplingParams
+from qserve.engine.ipc.client import EngineClient, Limits
+from qserve.engine.token_event import TokenEvent
+from qserve.params.sampling_params import SamplingParams
 
 STEP_HANGS = 103  # of fake_engine
 FAKE = "fake_engine:FakeEngine"
@@ -31,7 +31,7 @@ def start(limits: Limits | None = None):
     return EngineClient.start(EngineConfig(model="fine"), engine=FAKE, limits=limits)
 
 
-async def collect(client, request_id, prompt, params) -> list[RequestEvent]:
+async def collect(client, request_id, prompt, params) -> list[TokenEvent]:
     return [event async for event in client.generate(request_id, prompt, params)]
 
 
@@ -67,7 +67,7 @@ def test_stopped_process_is_noticed_and_killed(journal, busy):
             await until(lambda: "add r" in journal())
         os.kill(client._process.pid, signal.SIGSTOP)
         cause = await asyncio.wait_for(client.wait_until_dead(), GUARD)
-        assert "no sign of life for 2 s" in cause
+        assert "sent no message for 2 s" in cause
         if run:
             assert cause in (await run)[-1].error
         assert await asyncio.wait_for(client._process.wait(), GUARD) == -signal.SIGKILL
@@ -90,7 +90,7 @@ def test_step_without_end_is_noticed_and_the_process_killed(journal):
 
 
 def test_idle_and_busy_engines_are_not_taken_for_dead(monkeypatch):
-    monkeypatch.setattr("qserve.engine.client.WATCH_SECONDS", 0.01)
+    monkeypatch.setattr("qserve.engine.ipc.client.WATCH_SECONDS", 0.01)
 
     async def scenario():
         client = await start(Limits(silence=3, step=3))

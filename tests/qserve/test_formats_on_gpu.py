@@ -9,13 +9,13 @@ import re
 import pytest
 import torch
 
-from calibrate.data import read_calibration
 from calibrate.pipeline import quantize_checkpoint
+from calibrate.texts.data import read_calibration
 from formats.layouts import LAYOUTS
 from formats.scheme import SCHEMES, Scheme
 from qkernels import QuantLinear
 from qserve.llm import LLM
-from qserve.sampling_params import SamplingParams
+from qserve.params.sampling_params import SamplingParams
 from tests.qserve import hand_made
 from tests.qserve.hand_made import HandMade, float_grid, integer_grid
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qserve.llm import LLM
-from qserve.sampling_params import SamplingParams
+from qserve.params.sampling_params import SamplingParams
 
 NUM_PROMPTS, NUM_TOKENS = 20, 24
 
@@ -15,11 +15,15 @@ MODES = {
     "alone": ({}, 1, 0),
     "eight at once": ({}, 8, 0),
     "chunked prompts": ({"max_num_batched_tokens": 11, "max_num_seqs": 8}, 20, 0),
-    "preempted": ({"num_gpu_blocks_override": 22, "block_size": 8, "max_num_seqs": 6}, 20, 0),
+    "preempted": (
+        {"num_gpu_blocks_override": 22, "admission": "fits", "block_size": 8, "max_num_seqs": 6},
+        20,
+        0,
+    ),
     "asked for a second time": ({"block_size": 8}, 20, 1),
     "one step in flight": ({"max_num_batched_tokens": 32, "max_num_seqs": 8}, 20, 1),
     "preempted in flight": (
-        {"num_gpu_blocks_override": 22, "block_size": 8, "max_num_seqs": 6},
+        {"num_gpu_blocks_override": 22, "admission": "fits", "block_size": 8, "max_num_seqs": 6},
         20,
         1,
     ),
@@ -81,7 +85,12 @@ def test_tokens_equal_transformers(family, mode, references, monkeypatch):
     settings, at_once, in_flight = MODES[mode]
     if family == "mistral" and "preempted" in mode:
         # its layers all have a window, whose pages are soon given back
-        settings = {**settings, "num_gpu_blocks_override": 15, "max_num_seqs": 20}
+        settings = {
+            **settings,
+            "num_gpu_blocks_override": 15,
+            "admission": "fits",
+            "max_num_seqs": 20,
+        }
     llm = LLM(folder, device="cpu", dtype="float32", **settings)
     llm.engine._max_in_flight = in_flight
     preemptions = 0
@@ -95,20 +104,20 @@ def test_tokens_equal_transformers(family, mode, references, monkeypatch):
         return plan
 
     monkeypatch.setattr(llm.engine.scheduler, "schedule", counting_schedule)
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, detokenize=False)
     if "second time" in mode:
-        llm.generate(prompts, params, use_tqdm=False, detokenize=False)
+        llm.generate(prompts, params, use_tqdm=False)
         admitted = llm.engine.scheduler.cache.take_
         hits = []
         monkeypatch.setattr(
             llm.engine.scheduler.cache,
             "take_",
-            lambda request: (admitted(request), hits.append(request.num_cached)),
+            lambda request: (admitted(request), hits.append(request.facts.num_cached)),
         )
     got = []
     for start in range(0, len(prompts), at_once):
         batch = prompts[start : start + at_once]
-        outputs = llm.generate(batch, params, use_tqdm=False, detokenize=False)
+        outputs = llm.generate(batch, params, use_tqdm=False)
         got += [output.outputs[0].token_ids for output in outputs]
     assert got == expected
     if "second time" in mode:

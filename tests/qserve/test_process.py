@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import queue
 import signal
 import socket
 import subprocess
@@ -15,14 +14,14 @@ from types import SimpleNamespace
 import pytest
 
 from formats.errors import InputError
-from qserve import frames
 from qserve.config import EngineConfig
-from qserve.engine import messages
-from qserve.engine import process as process_module
-from qserve.engine.client import EngineClient, RefusedError, _Output
+from qserve.engine.ipc import messages
+from qserve.engine.ipc import process as process_module
+from qserve.engine.ipc.client import EngineClient, RefusedError, _Output
 from qserve.engine.report import EngineReport
-from qserve.engine.request import RequestEvent, TokenLogprobs
-from qserve.sampling_params import SamplingParams
+from qserve.engine.token_event import TokenEvent, TokenLogprobs
+from qserve.params.sampling_params import SamplingParams
+from qserve.processes import frames
 
 HERE = Path(__file__).parent
 REFUSED, STEP_FAILS, PROCESS_DIES, STEP_HANGS, OUT_OF_MEMORY = (
@@ -59,11 +58,11 @@ def start(model: str = "fine"):
     return EngineClient.start(EngineConfig(model=model), engine=FAKE)
 
 
-async def collect(client, request_id, prompt, params) -> list[RequestEvent]:
+async def collect(client, request_id, prompt, params) -> list[TokenEvent]:
     return [event async for event in client.generate(request_id, prompt, params)]
 
 
-def tokens(events: list[RequestEvent]) -> list[int]:
+def tokens(events: list[TokenEvent]) -> list[int]:
     return [token for event in events for token in event.token_ids]
 
 
@@ -112,7 +111,7 @@ def test_messages_to_the_engine_survive_the_trip(message):
 
 def event_of(token, logprob, top_logprob):
     found = TokenLogprobs(logprob, (token, 3), (logprob, top_logprob))
-    return RequestEvent(request_id="r", token_ids=(token,), logprobs=(found,))
+    return TokenEvent(request_id="r", token_ids=(token,), logprobs=(found,))
 
 
 def test_events_with_logprobs_survive_the_trip():
@@ -141,7 +140,7 @@ def test_events_taken_slowly_keep_every_logprob():
 
 
 def test_events_survive_the_trip():
-    event = RequestEvent(
+    event = TokenEvent(
         request_id="r", token_ids=(1, 2), finish_reason="stop", stop_token=2, ended_by_token=True
     )
     frame = messages.encode(messages.Events(events=[event], report=REPORT))
@@ -386,8 +385,8 @@ def test_output_that_was_complete_before_the_death_stays_complete():
     [
         ("unusable", "unusable/config.json: no such architecture (use another)"),
         ("broken", "broken: RuntimeError: out of memory"),
-        ("dies", "ended with exit code 7 while it was starting (its own messages are above)"),
-        ("killed", "exit code -9 while it was starting (the system kills what needs more memory"),
+        ("dies", "ended with exit code 7 while it was starting (see its messages above)"),
+        ("killed", "exit code -9 while it was starting (the system probably killed it"),
     ],
 )
 def test_failed_start_is_one_line_and_leaves_no_process(model, message):
@@ -410,7 +409,7 @@ def test_cancelled_start_leaves_no_process():
 
 
 def test_engine_that_ignores_everything_is_killed(monkeypatch, journal):
-    monkeypatch.setattr("qserve.engine.client.EXIT_TIMEOUT", 0.3)
+    monkeypatch.setattr("qserve.engine.ipc.client.EXIT_TIMEOUT", 0.3)
 
     async def scenario():
         client = await start()
@@ -427,7 +426,7 @@ def test_engine_that_ignores_everything_is_killed(monkeypatch, journal):
 def raw_process() -> tuple[subprocess.Popen, socket.socket]:
     ours, theirs = socket.socketpair()
     environment = {**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parents[1]}"}
-    command = ["-m", "qserve.engine.process", f"--fd={theirs.fileno()}", f"--engine={FAKE}"]
+    command = ["-m", "qserve.engine.ipc.process", f"--fd={theirs.fileno()}", f"--engine={FAKE}"]
     with theirs:
         process = subprocess.Popen(
             [sys.executable, *command], pass_fds=(theirs.fileno(),), env=environment
@@ -479,9 +478,70 @@ def test_process_package_is_ours_wherever_the_user_stands(monkeypatch, tmp_path)
     asyncio.run(scenario())
 
 
+def add(name: str) -> messages.Add:
+    return messages.Add(request_id=name, prompt_token_ids=[1], params=ENDLESS, sent=0.0)
+
+
+def busy_engine() -> tuple[SimpleNamespace, list[str]]:
+    """An engine that always has work, and the calls that it got."""
+    told: list[str] = []
+    engine = SimpleNamespace(
+        has_work=lambda: True,
+        abort=lambda name: told.append(f"abort {name}"),
+        add_request=lambda name, *_, **__: told.append(f"add {name}"),
+    )
+    return engine, told
+
+
 def test_crowd_of_messages_waits_for_the_next_step():
-    inbox, work = queue.SimpleQueue(), SimpleNamespace(has_work=lambda: True, abort=lambda name: 0)
-    for _ in range(process_module.MESSAGES_PER_STEP + 5):
-        inbox.put(messages.Abort(request_id="r"))
-    process_module._take_messages(work, SimpleNamespace(busy_since=None), inbox)
-    assert inbox.qsize() == 5
+    inbox, (engine, told) = process_module.Inbox(), busy_engine()
+    for index in range(process_module.MESSAGES_PER_STEP + 5):
+        inbox.put(add(str(index)))
+    process_module._take_messages(engine, SimpleNamespace(busy_since=None), inbox, None)
+    assert len(inbox) == 5 and len(told) == process_module.MESSAGES_PER_STEP
+
+
+def test_aborts_overtake_what_waits_and_take_it_with_them():
+    """A client that asked for much and left: nothing of it is begun."""
+    inbox, (engine, told) = process_module.Inbox(), busy_engine()
+    line = SimpleNamespace(busy_since=None)
+    names = [str(index) for index in range(3 * process_module.MESSAGES_PER_STEP)]
+    for name in names:
+        inbox.put(add(name))
+    process_module._take_messages(engine, line, inbox, None)
+    begun = [line.removeprefix("add ") for line in told]
+    told.clear()
+    inbox.put(add("of another"))
+    for name in names:
+        inbox.put(messages.Abort(request_id=name))
+    assert len(inbox) == len(begun) + 1
+    process_module._take_messages(engine, line, inbox, None)
+    assert told == [*(f"abort {name}" for name in begun), "add of another"]
+    assert len(inbox) == 0
+
+
+def test_name_that_comes_again_is_not_aborted_by_the_abort_before_it():
+    inbox, (engine, told) = process_module.Inbox(), busy_engine()
+    for message in (add("a"), messages.Abort(request_id="a"), add("a")):
+        inbox.put(message)
+    process_module._take_messages(engine, SimpleNamespace(busy_since=None), inbox, None)
+    assert told == ["add a"] and len(inbox) == 0
+
+
+def test_events_too_large_for_one_message_go_one_by_one_and_the_largest_is_refused(monkeypatch):
+    """Vectors of each token of a long prompt: the engine continues with the others."""
+    monkeypatch.setattr(frames, "MAX_PAYLOAD_BYTES", 3000)
+    sent, (engine, told) = [], busy_engine()
+    engine.report = lambda: REPORT
+    line = SimpleNamespace(send=lambda message: sent.append(messages.encode(message)))
+    sizes = {"a": 1000, "b": 4000, "c": 1500, "d": 1500}
+    events = [
+        TokenEvent(request_id=name, token_ids=(), finish_reason="stop", pooled=b"x" * size)
+        for name, size in sizes.items()
+    ]
+    process_module._send(line, events, engine)
+    found = [messages.decode(data[4:], messages.FromEngine).events for data in sent]
+    ends = {event.request_id: event for part in found for event in part}
+    assert {name: len(ends[name].pooled) for name in "acd"} == {"a": 1000, "c": 1500, "d": 1500}
+    assert ends["b"].finish_reason == "error" and ends["b"].is_asked_for
+    assert told == ["abort b"]

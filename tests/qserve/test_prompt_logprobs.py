@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-import qserve.engine.prompt_logprobs as module
+import qserve.engine.runner.prompt_logprobs as module
 from qserve.engine.request import Request
-from qserve.engine.step_plan import Chunk, StepPlan
+from qserve.engine.scheduling.plan import Chunk, StepPlan
 from qserve.llm import LLM
-from qserve.sampling_params import ParameterError, SamplingParams
+from qserve.params.sampling_params import ParameterError, SamplingParams
 
 PROMPTS = [[(7 * i + 3 * j) % 500 + 3 for j in range(n)] for i, n in enumerate((1, 2, 33, 57, 9))]
-SCORE = SamplingParams(max_tokens=0, prompt_logprobs=3, temperature=0)
+SCORE = SamplingParams(max_tokens=0, prompt_logprobs=3, temperature=0, detokenize=False)
 # the engine's settings, steps in flight
 MODES = {
     "whole": ({}, 0),
@@ -19,6 +19,7 @@ MODES = {
     "preempted": (
         {
             "num_gpu_blocks_override": 12,
+            "admission": "fits",
             "block_size": 8,
             "max_num_batched_tokens": 16,
             "max_num_seqs": 4,
@@ -40,10 +41,14 @@ def check(found, ids, reference_SV):
     assert found[0] is None and len(found) == len(ids)
     for position, entry in enumerate(found[1:], start=1):
         values = reference_SV[position - 1]
-        assert entry.logprob == pytest.approx(values[ids[position]].item(), abs=2e-4)
-        assert entry.rank == (values > values[ids[position]]).sum() + 1
-        assert list(entry.top_logprobs) == pytest.approx(values.topk(3).values.tolist(), abs=2e-4)
-        assert list(entry.top_tokens) == values.topk(3).indices.tolist()
+        token = ids[position]
+        rank = int((values > values[token]).sum()) + 1
+        assert next(iter(entry)) == token and entry[token].rank == rank
+        want = {each: place for place, each in enumerate(values.topk(3).indices.tolist(), start=1)}
+        assert {each: told.rank for each, told in entry.items()} == {token: rank} | want
+        for each, told in entry.items():
+            assert told.logprob == pytest.approx(values[each].item(), abs=2e-4)
+            assert told.decoded_token is None  # detokenize=False
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -56,9 +61,11 @@ def test_they_are_transformers(docs_5m, references, mode, monkeypatch):
     params = [SCORE] * len(PROMPTS)
     if mode == "preempted":
         params = [
-            SamplingParams(max_tokens=24, prompt_logprobs=3, temperature=0, ignore_eos=True)
+            SamplingParams(
+                max_tokens=24, prompt_logprobs=3, temperature=0, ignore_eos=True, detokenize=False
+            )
         ] * len(PROMPTS)
-    outputs = llm.generate(PROMPTS, params, use_tqdm=False, detokenize=False)
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     for output, reference_SV in zip(outputs, references, strict=True):
         check(output.prompt_logprobs, output.prompt_token_ids, reference_SV)
         (completion,) = output.outputs
@@ -71,7 +78,9 @@ def test_they_are_transformers(docs_5m, references, mode, monkeypatch):
 def test_the_preempted_mode_preempts(docs_5m):
     settings, _ = MODES["preempted"]
     llm = LLM(docs_5m, device="cpu", **settings)
-    params = SamplingParams(max_tokens=24, prompt_logprobs=0, temperature=0, ignore_eos=True)
+    params = SamplingParams(
+        max_tokens=24, prompt_logprobs=0, temperature=0, ignore_eos=True, detokenize=False
+    )
     for i, prompt in enumerate(PROMPTS):
         llm.engine.add_request(str(i), prompt, params)
     num_preempted = 0
@@ -83,11 +92,9 @@ def test_the_preempted_mode_preempts(docs_5m):
 
 def test_who_does_not_ask_gets_none(docs_5m, references):
     llm = LLM(docs_5m, device="cpu")
-    plain = SamplingParams(max_tokens=3, temperature=0, logprobs=2)
-    asking = SamplingParams(max_tokens=3, temperature=0, prompt_logprobs=3, n=2)
-    first, second = llm.generate(
-        [PROMPTS[2], PROMPTS[3]], [plain, asking], use_tqdm=False, detokenize=False
-    )
+    plain = SamplingParams(max_tokens=3, temperature=0, logprobs=2, detokenize=False)
+    asking = SamplingParams(max_tokens=3, temperature=0, prompt_logprobs=3, n=2, detokenize=False)
+    first, second = llm.generate([PROMPTS[2], PROMPTS[3]], [plain, asking], use_tqdm=False)
     assert first.prompt_logprobs is None and len(first.outputs[0].logprobs) == 3
     check(second.prompt_logprobs, PROMPTS[3], references[3])
     assert second.outputs[0].token_ids == second.outputs[1].token_ids
@@ -95,9 +102,9 @@ def test_who_does_not_ask_gets_none(docs_5m, references):
 
 def test_no_tokens_only_with_prompt_logprobs():
     with pytest.raises(ParameterError, match="max_tokens.*1 or more, found 0"):
-        SamplingParams(max_tokens=0)
+        SamplingParams(max_tokens=0, detokenize=False)
     with pytest.raises(ParameterError, match="prompt_logprobs.*0 to 20, found 21"):
-        SamplingParams(prompt_logprobs=21)
+        SamplingParams(prompt_logprobs=21, detokenize=False)
 
 
 def request(length, prompt_logprobs=0):
@@ -106,7 +113,7 @@ def request(length, prompt_logprobs=0):
         token_ids=list(range(100, 100 + length)),
         num_prompt_tokens=length,
         max_tokens=4,
-        params=SamplingParams(prompt_logprobs=prompt_logprobs),
+        params=SamplingParams(prompt_logprobs=prompt_logprobs, detokenize=False),
         seed=0,
         stop_token_ids=frozenset(),
         eos_token_ids=frozenset(),
@@ -132,20 +139,20 @@ def test_rows_are_taken_once_though_the_prompt_is_computed_again():
 
 
 def test_steps_are_not_searched_for_prompts_that_nobody_asks_of(tiny_model, monkeypatch):
-    from qserve.engine import flights
+    from qserve.engine import in_flight
 
     searched = []
-    plan = flights.plan_prompt_rows
+    plan = in_flight.plan_prompt_rows
     monkeypatch.setattr(
-        flights, "plan_prompt_rows", lambda step: (searched.append(step), plan(step))[1]
+        in_flight, "plan_prompt_rows", lambda step: (searched.append(step), plan(step))[1]
     )
     llm = LLM(str(tiny_model("llama")), device="cpu", max_model_len=64)
-    quiet = SamplingParams(max_tokens=4, temperature=0)
-    llm.generate([[5, 6, 7]], quiet, use_tqdm=False, detokenize=False)
+    quiet = SamplingParams(max_tokens=4, temperature=0, detokenize=False)
+    llm.generate([[5, 6, 7]], quiet, use_tqdm=False)
     assert not searched
-    asking = SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=0)
-    llm.generate([[5, 6, 7]], asking, use_tqdm=False, detokenize=False)
+    asking = SamplingParams(max_tokens=4, temperature=0, prompt_logprobs=0, detokenize=False)
+    llm.generate([[5, 6, 7]], asking, use_tqdm=False)
     count = len(searched)
     assert count > 0
-    llm.generate([[5, 6, 7]], quiet, use_tqdm=False, detokenize=False)
+    llm.generate([[5, 6, 7]], quiet, use_tqdm=False)
     assert len(searched) == count

@@ -1,10 +1,12 @@
 """Penalties, bias and log probabilities through the whole engine, against the model's logits."""
 
 import pytest
-import torch
 
+import qkernels.sampling.settings
 from formats.errors import InputError
 from qserve import LLM, SamplingParams
+from qserve.errors import ParameterError
+from qserve.params.sampling_params import MAX_LOGPROBS
 
 PROMPTS = ["A process is a process is", "The standard library", "the " * 20]
 PENALTIES = {
@@ -76,7 +78,12 @@ def test_preempted_requests_keep_their_counts(llm, docs_5m, in_flight):
     params = greedy(frequency_penalty=0.9)
     want = [completion.token_ids for completion in run(llm, params, PROMPTS * 2)]
     small = LLM(
-        docs_5m, device="cpu", max_num_batched_tokens=64, max_num_seqs=6, num_gpu_blocks_override=9
+        docs_5m,
+        device="cpu",
+        max_num_batched_tokens=64,
+        max_num_seqs=6,
+        num_gpu_blocks_override=9,
+        admission="fits",
     )
     small.engine._max_in_flight = in_flight
     preempted = []
@@ -108,19 +115,25 @@ def test_logprobs_are_the_models(llm):
     want = llm.logits(ids + completion.token_ids).log_softmax(-1)[len(ids) - 1 :]
     assert len(completion.logprobs) == 6
     for token, found, row in zip(completion.token_ids, completion.logprobs, want, strict=False):
-        values, tokens = row.topk(3)
-        assert found.logprob == pytest.approx(float(row[token]), abs=1e-4)
-        assert found.top_tokens == tuple(tokens.tolist())
-        torch.testing.assert_close(torch.tensor(found.top_logprobs), values, atol=1e-4, rtol=0)
+        ranks = {each: place for place, each in enumerate(row.topk(3).indices.tolist(), start=1)}
+        assert next(iter(found)) == token
+        assert {each: told.rank for each, told in found.items()} == {token: None} | ranks
+        for each, told in found.items():
+            assert told.logprob == pytest.approx(float(row[each]), abs=1e-4)
+    texts = [
+        found[token].decoded_token
+        for token, found in zip(completion.token_ids, completion.logprobs, strict=True)
+    ]
+    assert "".join(texts) == completion.text
 
 
 def test_only_who_asks_gets_logprobs(llm):
     params = [greedy(), greedy(logprobs=0), greedy(logprobs=2)]
     without, none, two = run(llm, params, [PROMPTS[0]] * 3)
     assert without.logprobs is None
-    assert all(found.top_tokens == () for found in none.logprobs)
-    assert [found.logprob for found in none.logprobs] == [found.logprob for found in two.logprobs]
-    assert [found.top_tokens[0] for found in two.logprobs] == two.token_ids
+    for token, alone, found in zip(none.token_ids, none.logprobs, two.logprobs, strict=True):
+        assert [*alone] == [token] and alone[token].logprob == found[token].logprob
+        assert [*found][0] == token and [each.rank for each in found.values()] == [1, 2]
 
 
 def test_a_forced_token(llm):
@@ -149,3 +162,25 @@ def test_the_ends_of_every_range_are_sampled(llm, temperature, extreme):
     params = SamplingParams(temperature=temperature, max_tokens=3, ignore_eos=True, **extreme)
     for completion in run(llm, params):
         assert len(completion.token_ids) == 3
+
+
+def test_what_the_server_refuses_runs_in_python(llm):
+    """More stop strings and hotter than its clients may ask for; 20 alternatives, the kernel's."""
+    assert MAX_LOGPROBS == qkernels.sampling.settings.MAX_LOGPROBS
+    stops = [f"<{i}>" for i in range(100)]
+    params = SamplingParams(
+        temperature=50.0, seed=1, stop=stops, logprobs=MAX_LOGPROBS, max_tokens=4, ignore_eos=True
+    )
+    (completion,) = run(llm, params, PROMPTS[:1])
+    assert all(len(found) >= MAX_LOGPROBS for found in completion.logprobs)
+    ranks = [told.rank for told in completion.logprobs[0].values() if told.rank is not None]
+    assert sorted(ranks) == list(range(1, MAX_LOGPROBS + 1))
+
+
+def test_without_text(llm):
+    with pytest.raises(ParameterError, match="stop: is searched in the text"):
+        SamplingParams(stop="a", detokenize=False)
+    (completion,) = run(llm, greedy(detokenize=False, logprobs=1), PROMPTS[:1])
+    assert completion.text == "" and len(completion.token_ids) == 24
+    told = [each for found in completion.logprobs for each in found.values()]
+    assert told and all(each.decoded_token is None for each in told)

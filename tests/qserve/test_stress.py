@@ -10,10 +10,10 @@ import httpx
 import uvicorn
 
 from qserve.config import EngineConfig, ServerConfig
-from qserve.engine.client import EngineClient
-from qserve.sampling_params import SamplingParams
+from qserve.engine.ipc.client import EngineClient
+from qserve.params.sampling_params import SamplingParams
 from qserve.server.app import build_app
-from qserve.text import Tokenizer
+from qserve.text.tokenizer import Tokenizer
 
 NUM_PAGES = 40
 NUM_CLIENTS, NUM_VISITS = 10, 4

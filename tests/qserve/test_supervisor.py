@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from qserve.config import EngineConfig
-from qserve.engine import supervisor as module
-from qserve.engine.supervisor import EngineSupervisor
-from qserve.sampling_params import SamplingParams
+from qserve.engine.control.commands import EngineState, PauseGeneration, UpdateWeights
+from qserve.engine.ipc import supervisor as module
+from qserve.engine.ipc.supervisor import EngineSupervisor
+from qserve.params.sampling_params import SamplingParams
 
 STEP_FAILS, PROCESS_DIES = 101, 102  # of fake_engine
 GUARD = 60  # seconds, against hanging
@@ -105,3 +106,36 @@ def test_system_that_starts_no_process_is_no_reason_to_hang(monkeypatch):
         await engine.wait_until_dead()
 
     run(scenario, restarts=2)
+
+
+def test_commands_reach_the_engine_and_a_restart_repeats_the_update(tmp_path):
+    """A failed command ends nothing; a restarted engine has the last weights, or is none."""
+    journal = tmp_path / "journal"
+
+    async def scenario(engine):
+        _, problem = await engine.operate(UpdateWeights(folder="/models/wrong"))
+        assert "holds another model" in problem and engine.state == EngineState()
+        _, problem = await engine.operate(UpdateWeights(folder="/models/raises"))
+        assert problem == "OverflowError: int too large to convert to float"
+        running = asyncio.create_task(last_event(engine, "r", 1, 200))
+        await asyncio.sleep(0.02)
+        outcome, problem = await engine.operate(UpdateWeights(folder="/models/b", version="7"))
+        assert not problem and outcome.state.weight_version == engine.state.weight_version == "7"
+        assert running.done() and (await running).finish_reason == "length"
+        os.kill(pids(journal)[-1], signal.SIGKILL)
+        while engine.is_alive:
+            await asyncio.sleep(0.01)
+        assert engine.is_restarting
+        _, problem = await engine.operate(PauseGeneration())
+        assert "exit code" in problem  # it says so
+        await until_alive(engine)
+        assert engine.state == EngineState(weight_version="7")
+        assert journal.read_text().count("uses /models/b\n") == 2
+
+    run(scenario, restarts=1)
+
+
+def pids(journal: Path) -> list[int]:
+    """Process ids of the engines, oldest first."""
+    lines = journal.read_text().splitlines()
+    return [int(line.removeprefix("pid ")) for line in lines if line.startswith("pid ")]

@@ -53,12 +53,12 @@ def test_help_has_the_commands_own_flags_first(capsys):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--kv-per-head", "--recipe", "rtn"], "--kv-per-head: expected with --kv-cache-scheme"),
+        (["--kv-per-head", "--recipe", "rtn"], "--kv-per-head: requires --kv-cache-scheme"),
         (["--bits", "99"], "--bits: expected 2 to 9, found 99"),
         (["--samples", "0"], "--samples: expected 1 or more, found 0"),
         (["--eval-text", "/nowhere"], "/nowhere: No such file"),
         (["--config", "/nowhere"], "/nowhere: No such file"),
-        (["-o", "pyproject.toml"], "pyproject.toml: is no folder"),
+        (["-o", "pyproject.toml"], "pyproject.toml: is not a folder"),
         (["-o", "tests"], "tests: already exists and is not empty"),
     ],
 )
@@ -100,11 +100,17 @@ def test_no_tokenizer_is_told_in_few_words(capsys, docs_5m, tmp_path):
         (tmp_path / name).symlink_to(docs_5m / name)
     text = tmp_path / "text.txt"
     text.write_text("a few words")
-    fails_with(capsys, ["eval", str(tmp_path), "--text", str(text)], "has no tokenizer: none of")
+    fails_with(
+        capsys,
+        ["eval", str(tmp_path), "--text", str(text)],
+        "has no tokenizer: it contains none of",
+    )
 
 
 def test_inspect_deep_looks_for_the_other_model_first(capsys, quantized_5m):
-    fails_with(capsys, ["inspect", str(quantized_5m), "--deep", "nowhere"], "nowhere: is not a fol")
+    fails_with(
+        capsys, ["inspect", str(quantized_5m), "--deep", "nowhere"], "nowhere: no such folder"
+    )
 
 
 def test_bench_of_no_requests_does_not_wait_for_them(capsys):
@@ -120,7 +126,7 @@ def test_interrupt_that_an_import_drops(tmp_path):
     )
     code = (
         "import os, signal\n"
-        "from qserve.interrupts import end_while_importing\n"
+        "from qserve.command_line.interrupts import end_while_importing\n"
         # a shell that runs the tests in the background has them ignore it
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "with end_while_importing():\n"

@@ -1,1 +1,1 @@
-"""What decoders are made of, one noun a file. A block knows its weights, and no checkpoint."""
+"""Building blocks of decoders, one per file; they hold weights, and know no checkpoint."""

@@ -1,29 +1,116 @@
-"""Attention over paged keys and values. Knows pages, not requests."""
+"""Attention over paged keys and values, and the spec of its cache."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from formats.architecture.family import ATTENTION
+from formats.errors import CheckpointError, InputError
 from qkernels import ops
 from qkernels.attention.cache import PagedKv
 from qkernels.attention.step import AttentionStep
-from qkernels.linear.plan import LinearInput
+from qkernels.gpu.device import lacks_arch, sm_count
+from qkernels.operands.forms import LinearInput
 from qkernels.operands.limbs import LimbForm
 from qkernels.operands.split_k import Consumer, LinearOutput, reduced, split_heads
+from qkernels.operations import explain
+from qkernels.warm_up import decode_boundaries, prefill_boundaries
+from qserve.model.axis_ropes import RowRopes
 from qserve.model.blocks.linear import Linear, LinearPlan, Product, products_of
 from qserve.model.blocks.rotary import Rotary
+from qserve.model.cache_spec import CacheSpec, KvFormat, StepLimits, WarmUpShape
 from qserve.model.model_config import ModelConfig
 from qserve.parallel.norm import NormOverRanks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InputEmbeds:
+    """Embeddings that replace those of some rows' tokens. Legend: M such rows."""
+
+    rows_M: torch.Tensor  # int64, of T
+    values_MC: torch.Tensor
+    # what is added to the residual stream of these rows after the first layers (deepstack)
+    added_MC: tuple[torch.Tensor, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs(AttentionStep):
-    """What attention needs to know of a step (engine/batch.py makes it)."""
+    """Tensors of a step that mixers read (engine/step/device_step.py makes them)."""
 
     positions_T: torch.Tensor
     slots_T: torch.Tensor
-    state_slots_R: torch.Tensor | None = None  # int32; None: no layer has a state
+    state_slots_R: torch.Tensor | None = None  # int32; None: no layer has a recurrent state
+    embeds: InputEmbeds | None = None  # None: each row has its token's embedding
+    row_ropes: RowRopes | None = None  # None: each position is one number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedKvSpec(CacheSpec):
+    """Keys and values of each token, by KV head."""
+
+    kv_format: KvFormat
+    page_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+    has_soft_cap: bool
+    has_sinks: bool
+    kernel: str | None  # asked for or forbidden by name
+    scales: tuple[torch.Tensor, torch.Tensor] | None = field(compare=False)  # static, of k and v
+
+    def make(self, num_pages: int, num_slots: int, device: torch.device) -> PagedKv:
+        shape = num_pages, self.page_size, self.num_kv_heads, self.head_dim
+        return PagedKv.zeros(shape, self.kv_format.dtype, device, self.scales)
+
+    def check_graphs(self, dtype: torch.dtype, device: str) -> None:
+        choices = explain(
+            "paged_attention",
+            device=device,
+            dtype=dtype,
+            requested=self.kernel,
+            head_dim=self.head_dim,
+            page_size=self.page_size,
+            pages_dtype=self.kv_format.dtype,
+            soft_cap=self.has_soft_cap,
+            sinks=self.has_sinks,
+        )
+        if not any(each.taken for each in choices if each.name != "reference"):
+            portable = next(each for each in choices if each.name == "triton")
+            raise InputError(
+                f"attention over pages of {self.page_size} tokens, heads of {self.head_dim}",
+                f"plain torch would do it, which CUDA graphs cannot hold: triton {portable.reason}",
+                "give --block-size 16, or --enforce-eager to run it slowly",
+            )
+
+    def warm_up_shapes(
+        self, limits: StepLimits, dtype: torch.dtype, device: torch.device
+    ) -> Iterator[WarmUpShape]:
+        page_element_size = self.kv_format.dtype.itemsize
+        sizes = {
+            "num_kv_heads": self.num_kv_heads,
+            "heads_per_kv_head": self.num_heads // self.num_kv_heads,
+            "max_tokens": limits.max_tokens,
+            "max_context_len": limits.max_model_len,
+            "window": self.window,
+            "sm_count": sm_count(device),
+        }
+        for tokens, keys in prefill_boundaries(**sizes):
+            yield 1, tokens, keys
+        yield from decode_boundaries(
+            max_requests=limits.max_num_seqs,
+            page_size=self.page_size,
+            head_dim=self.head_dim,
+            element_size=dtype.itemsize,
+            page_element_size=page_element_size,
+            gluon=page_element_size < dtype.itemsize and lacks_arch(device, "sm_90") is None,
+            **sizes,
+        )
+
+
+def _whole_norm(x_TN: torch.Tensor, spec: ops.NormSpec) -> torch.Tensor:
+    return ops.norm(x_TN, None, spec)[0]
 
 
 class Attention(torch.nn.Module):
@@ -39,51 +126,86 @@ class Attention(torch.nn.Module):
         o_proj: Linear,
         scale: float | None = None,  # of scores; None: head_dim^-0.5
         soft_cap: float | None = None,  # of scores
-        q_norm: torch.Tensor | None = None,  # of each head [D], or of all of a token's [H D]
+        q_norm: torch.Tensor | None = None,  # per head [D], or over all of a token's [H D]
         k_norm: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,  # float32 [H]
-        query_scales: torch.Tensor | None = None,  # float32 [positions], of rotated queries
+        query_scales: torch.Tensor | None = None,  # float32 [positions], for rotated queries
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
-        is_gated: bool = False,  # qkv_proj makes gates, too, of what o_proj reads
-        kernel: str | None = None,  # asked for or forbidden by name
-        # of queries and of keys, where a norm is over all heads and other ranks have some of them
+        rotates_first: bool = False,  # the norms of heads come after the rotation
+        is_gated: bool = False,  # qkv_proj also produces gates for the input of o_proj
+        kernel: str | None = None,  # selected or excluded by name
+        # For queries and keys, if a norm covers all heads and other ranks hold some of them.
         norms_over_ranks: tuple[NormOverRanks, NormOverRanks] | None = None,
     ) -> None:
         super().__init__()
         self.kernel = kernel
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
-        self.head_dim, self.eps, self.window = config.head_dim, config.rms_norm_eps, window
+        self.head_dim, self.eps, self.window = config.head_dim, config.norm_eps, window
         self.scale = self.head_dim**-0.5 if scale is None else scale
         self.soft_cap, self.is_gated = soft_cap, is_gated
-        self.rotary = rotary
+        self.rotary, self.rotates_first = rotary, rotates_first
         self.qkv_proj = qkv_proj
         self.o_proj = o_proj
         self.register_buffer("q_norm", q_norm)
         self.register_buffer("k_norm", k_norm)
-        self.whole_norms = norms_over_ranks or (ops.rms_norm, ops.rms_norm)
+        self.whole_norms = norms_over_ranks or (_whole_norm, _whole_norm)
         self.norms_heads = (
             q_norm is not None and q_norm.shape[0] == self.head_dim and norms_over_ranks is None
         )
         self.register_buffer("query_scales", query_scales)
         self.register_buffer("sinks", sinks)
-        # float32 [], of a checkpoint calibrated for an 8-bit KV cache; other caches need none
+        # float32 [], from a checkpoint calibrated for an 8-bit KV cache; other caches need none.
         self.register_buffer("k_scale", k_scale)
         self.register_buffer("v_scale", v_scale)
 
+    @property
+    def has_kv_scales(self) -> bool:
+        """True if the checkpoint has the scales of an 8-bit KV cache."""
+        return self.k_scale is not None and self.v_scale is not None
+
+    def cache_spec(self, kv_format: KvFormat, page_size: int) -> PagedKvSpec:
+        """Return the spec of the layer's pages.
+
+        Raises CheckpointError where static scales are not one, or one for each KV head.
+        """
+        scales = (self.k_scale, self.v_scale) if kv_format.static_scales else None
+        for scale in scales or ():
+            if scale.numel() not in (1, self.num_kv_heads):
+                raise CheckpointError(
+                    f"{ATTENTION}.k_scale",
+                    f"expected one scale, or one for each of {self.num_kv_heads} KV heads, found"
+                    f" {scale.numel()}",
+                    "calibrate again",
+                )
+        return PagedKvSpec(
+            kv_format=kv_format,
+            page_size=page_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            window=self.window,
+            has_soft_cap=self.soft_cap is not None,
+            has_sinks=self.sinks is not None,
+            kernel=self.kernel,
+            scales=scales,
+        )
+
     def products(self) -> Iterator[Product]:
-        """The quantized products, and the operation that takes each one's result."""
+        """Quantized products, each with the operation that consumes its result."""
         yield from products_of(self.qkv_proj, self._qkv_consumer)
         yield from products_of(self.o_proj, "norm")
 
     def plan(self, rows: int) -> LinearPlan:
-        """Of the first linear: what the norm before this block should make."""
+        """Plan of the first linear: the form that the norm before this block outputs."""
         return self.qkv_proj.plan(rows, self._qkv_consumer)
 
     @property
     def _qkv_consumer(self) -> Consumer | None:
-        """The rotation adds split-K sums; a norm over all heads does not."""
-        return None if self._norms_whole else "rope"
+        """The rotation sums split-K partials, unless a norm over all heads precedes it or a norm
+        of heads follows it.
+        """
+        return None if self._norms_whole or self.rotates_first else "rope"
 
     @property
     def _norms_whole(self) -> bool:
@@ -92,23 +214,32 @@ class Attention(torch.nn.Module):
     def forward(
         self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: PagedKv
     ) -> LinearOutput:
-        """Attend from the step's tokens [T, C] to all of their requests'; writes their keys.
+        """Attend from the step's tokens [T, C] to all of their requests' tokens; store their keys.
 
-        The result is for the norm that follows.
+        The result goes to the norm that follows.
         """
         gates = (self.num_heads,) if self.is_gated else ()
         heads = (self.num_heads, *gates, self.num_kv_heads, self.num_kv_heads)
         q, *gate, k, v = split_heads(self.qkv_proj(x_TC, plan), heads, self.head_dim)
         if self._norms_whole:
             norm_q, norm_k = self.whole_norms
-            q = norm_q(q.flatten(1), self.q_norm, self.eps).view_as(q)
-            k = norm_k(k.flatten(1), self.k_norm, self.eps).view_as(k)
+            of_q, of_k = (
+                ops.NormSpec(weight_C=weight, eps=self.eps) for weight in (self.q_norm, self.k_norm)
+            )
+            q = norm_q(q.flatten(1), of_q).view_as(q)
+            k = norm_k(k.flatten(1), of_k).view_as(k)
+        cos_sin, positions_T = self.rotary.cos_sin, step.positions_T
+        if step.row_ropes is not None:
+            cos_sin, positions_T = step.row_ropes.tables[self.rotary], step.row_ropes.rows_T
+        if self.rotates_first:
+            q, k = ops.apply_rope(q, k, cos_sin, positions_T, self.rotary.interleaved)
+            cos_sin = cos_sin[:, :0]  # what writes the keys norms them and rotates nothing
         q = ops.rope_write_kv_(
             q,
             k,
             v,
-            self.rotary.cos_sin,
-            step.positions_T,
+            cos_sin,
+            positions_T,
             cache,
             step.slots_T,
             q_norm_D=self.q_norm if self.norms_heads else None,
@@ -116,7 +247,7 @@ class Attention(torch.nn.Module):
             eps=self.eps,
             interleaved=self.rotary.interleaved,
             query_scales=self.query_scales,
-            inputs_ready=True,  # a step's inputs are there before its embedding begins
+            inputs_ready=True,  # a step's inputs are ready before its embedding begins
         )
         output = self.o_proj.plan(q.shape[0], "norm")
         writes_limbs = isinstance(output.input, LimbForm) and not gate

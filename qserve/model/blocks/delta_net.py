@@ -1,4 +1,4 @@
-"""A gated delta net in place of attention. Knows slots of states, not requests.
+"""Gated delta net, a mixer over state slots instead of pages.
 
 Legend: T tokens of the step, C hidden size, H value heads, V value dim.
 """
@@ -10,10 +10,11 @@ import torch
 
 from qkernels import ops
 from qkernels.delta_net.state import StateSlots, StateStep
-from qkernels.linear.plan import LinearInput
+from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
 from qserve.model.blocks.attention import StepInputs
 from qserve.model.blocks.linear import FLOAT_PLAN, Linear, LinearPlan, Product, products_of
+from qserve.model.cache_spec import CacheSpec, KvFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,18 +37,37 @@ class DeltaShape:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
+        """Channels of the convolution: queries, keys and values."""
         return 2 * self.keys + self.values
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpec(CacheSpec):
+    """A state of fixed size in each slot, and no pages."""
+
+    shape: DeltaShape
+    dtype: torch.dtype  # of activations
+
+    def make(self, num_pages: int, num_slots: int, device: torch.device) -> StateSlots:
+        shape = self.shape
+        return StateSlots.zeros(
+            num_slots,
+            channels=shape.channels,
+            taps=shape.taps,
+            memory=(shape.value_heads, shape.key_dim, shape.value_dim),
+            dtype=self.dtype,
+            device=device,
+        )
+
+
 class DeltaNet(torch.nn.Module):
-    """The state's update and reading of one layer, between its projections."""
+    """Update and reading of one layer's state, with its projections."""
 
     def __init__(
         self,
         shape: DeltaShape,
         *,
-        in_proj: Linear,  # queries, keys, values, and the gate z of the norm, side by side
+        in_proj: Linear,  # concatenated queries, keys, values, and the norm's gate z
         gates: Linear,  # b and a of each value head
         out_proj: Linear,
         conv_weight: torch.Tensor,  # [channels, taps]
@@ -65,39 +85,27 @@ class DeltaNet(torch.nn.Module):
         self.register_buffer("norm", norm)
 
     def products(self) -> Iterator[Product]:
-        """The quantized products, and the operation that takes each one's result."""
+        """Quantized products, each with the operation that consumes its result."""
         yield from products_of(self.in_proj, None)
         yield from products_of(self.gates, None)
         yield from products_of(self.out_proj, "norm")
 
     def plan(self, rows: int) -> LinearPlan:
-        """The norm before this block makes a tensor: the gates read it, too."""
+        """The norm before this block outputs a tensor, since the gates read it, too."""
         return FLOAT_PLAN
 
-    def new_states(self, num_slots: int) -> StateSlots:
-        """Slots of this layer's states, zeros."""
-        shape = self.shape
-        return StateSlots.zeros(
-            num_slots,
-            channels=shape.channels,
-            taps=shape.taps,
-            memory=(shape.value_heads, shape.key_dim, shape.value_dim),
-            dtype=self.conv_weight.dtype,
-            device=self.conv_weight.device,
-        )
+    has_kv_scales = None
 
-    @property
-    def bytes_per_slot(self) -> int:
-        shape = self.shape
-        conv = shape.channels * (shape.taps - 1) * self.conv_weight.element_size()
-        return conv + shape.values * shape.key_dim * torch.float32.itemsize
+    def cache_spec(self, kv_format: KvFormat, page_size: int) -> CacheSpec:
+        """Return the spec of the layer's states; neither argument changes them."""
+        return StateSpec(shape=self.shape, dtype=self.conv_weight.dtype)
 
     def forward(
         self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: StateSlots
     ) -> LinearOutput:
-        """What the step's tokens read out of their requests' states, which they change.
+        """Update the requests' states by the step's tokens, and read the states.
 
-        The result is for the norm that follows.
+        The result goes to the norm that follows.
         """
         T, shape = x_TC.shape[0], self.shape
         rows = StateStep(

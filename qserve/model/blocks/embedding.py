@@ -5,7 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from formats.shares import Share
+from formats.in_memory.fp8 import Fp8Weight
+from formats.in_memory.shares import Share
+from formats.in_memory.slices import take_outputs
+from formats.in_memory.weights import Weight, tensors_of
 from qserve.parallel.communicator import Communicator
 from qserve.parallel.gather import gathered_columns
 
@@ -30,35 +33,77 @@ class VocabularyPart:
         return tuple(stop - start for start, stop in self.shares)
 
 
+class PackedTable(torch.nn.Module):
+    """A table [V, C] in codes, of which only the rows that are asked for are dequantized."""
+
+    def __init__(self, weight: Weight, dtype: torch.dtype) -> None:
+        super().__init__()
+        if isinstance(weight, Fp8Weight):  # with a scale for each row, or one for all
+            weight = weight.with_scales_of_rows()
+        self.packed, self.dtype, self.device = weight, dtype, weight.device
+        for name, tensor in tensors_of(weight).items():  # so that they count as memory
+            self.register_buffer(name.replace(" ", "_"), tensor, persistent=False)
+
+    def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """[T, C]."""
+        return take_outputs(self.packed, ids_T).dequantize(self.dtype)
+
+    def dense(self) -> torch.Tensor:
+        """All rows [V, C]."""
+        return self.packed.dequantize(self.dtype)
+
+
 class Embedding(torch.nn.Module):
-    """Rows of a table [V, C], times a factor. Ranks may have parts of the table."""
+    """Rows of a table [V, C], times a factor, plus a learned embedding of each token's position.
+
+    Ranks may have parts of the table.
+    """
 
     def __init__(
-        self, weight_VC: torch.Tensor, factor: float = 1.0, part: VocabularyPart | None = None
+        self,
+        table: torch.Tensor | PackedTable,
+        factor: float = 1.0,
+        part: VocabularyPart | None = None,
+        positions_PC: torch.Tensor | None = None,  # row 0: of position 0
     ) -> None:
         super().__init__()
-        self.register_buffer("weight", weight_VC)
+        self.packed = table if isinstance(table, PackedTable) else None
+        self.register_buffer("weight", None if self.packed else table)
+        self.register_buffer("positions", positions_PC)
+        self.dtype, self.device = table.dtype, table.device
         # rounded to the table's dtype, as transformers rounds Gemma's
-        self.factor = torch.tensor(factor, dtype=weight_VC.dtype).item()
+        self.factor = torch.tensor(factor, dtype=self.dtype).item()
         self.part = part
+
+    def dense(self) -> torch.Tensor:
+        """This rank's rows of the table."""
+        return self.weight if self.packed is None else self.packed.dense()
 
     def whole_table(self) -> torch.Tensor:
         """The table of all tokens, from all ranks. Each of them must ask."""
         if self.part is None:
-            return self.weight
-        whole_CV = gathered_columns(self.part.communicator, self.weight.T, self.part.widths)
+            return self.dense()
+        whole_CV = gathered_columns(self.part.communicator, self.dense().T, self.part.widths)
         return whole_CV.T.contiguous()
 
-    def forward(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+    def _rows(self, ids_T: torch.Tensor) -> torch.Tensor:
+        if self.packed is not None:
+            return self.packed.rows(ids_T)
+        return functional.embedding(ids_T, self.weight)
+
+    def forward(self, token_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         if self.part is None:
-            x_TC = functional.embedding(token_ids_T, self.weight)
+            x_TC = self._rows(token_ids_T)
         else:
             x_TC = self._gathered(token_ids_T, self.part)
-        return x_TC if self.factor == 1 else x_TC * self.factor
+        x_TC = x_TC if self.factor == 1 else x_TC * self.factor
+        if self.positions is None:
+            return x_TC
+        return x_TC + functional.embedding(positions_T, self.positions)
 
     def _gathered(self, token_ids_T: torch.Tensor, part: VocabularyPart) -> torch.Tensor:
         """One rank has a token's row, the others add zeros."""
         is_ours_T = (token_ids_T >= part.start) & (token_ids_T < part.stop)
         rows_T = torch.where(is_ours_T, token_ids_T - part.start, 0)
-        x_TC = functional.embedding(rows_T, self.weight)
+        x_TC = self._rows(rows_T)
         return part.communicator.all_reduce(x_TC.masked_fill(~is_ours_T[:, None], 0))

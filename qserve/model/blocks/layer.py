@@ -1,4 +1,4 @@
-"""A decoder layer whose halves, attention and feed-forward, each read the residual through a norm.
+"""Decoder layers: attention and feed-forward one after the other, or side by side.
 
 Legend: T tokens of the step, C hidden size.
 """
@@ -8,23 +8,25 @@ from typing import Protocol
 
 import torch
 
-from qkernels.attention.cache import PagedKv
-from qkernels.delta_net.state import StateSlots
-from qkernels.linear.plan import LinearInput
+from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput
 from qserve.model.blocks.attention import StepInputs
 from qserve.model.blocks.linear import LinearPlan, Product
-from qserve.model.blocks.norm import BranchEnd, BranchOutput, RmsNorm
-
-Cache = PagedKv | StateSlots  # what one layer keeps of requests
+from qserve.model.blocks.norm import BranchEnd, BranchOutput, Norm
+from qserve.model.cache_spec import Cache, CacheSpec, KvFormat
 
 
 class Mixer(Protocol):
-    """What stands behind the first norm: attention, or what has a state in its place."""
+    """Block after the first norm: attention, or one with a state in its place."""
+
+    # True if the checkpoint has scales for an 8-bit cache; None: the cache has no keys and values
+    has_kv_scales: bool | None
 
     def plan(self, rows: int) -> LinearPlan: ...
 
     def products(self) -> Iterator[Product]: ...
+
+    def cache_spec(self, kv_format: KvFormat, page_size: int) -> CacheSpec: ...
 
     def __call__(
         self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: Cache
@@ -47,9 +49,9 @@ class Layer(torch.nn.Module):
     def __init__(
         self,
         *,
-        attention_norm: RmsNorm,
+        attention_norm: Norm,
         attention: Mixer,
-        mlp_norm: RmsNorm,
+        mlp_norm: Norm,
         mlp: FeedForward,
         attention_end: BranchEnd | None = None,  # None: it is added as it is
         mlp_end: BranchEnd | None = None,
@@ -82,3 +84,43 @@ class Layer(torch.nn.Module):
         plan = self.mlp.plan(x_TC.shape[0])
         x_TC, residual_TC = self.mlp_norm(x_TC, residual_TC, plan.input)
         return self.mlp_end(self.mlp(x_TC, plan)), residual_TC
+
+
+class ParallelLayer(torch.nn.Module):
+    """x + attention(norm(x)) + mlp(norm(x)); the feed-forward may have a norm of its own."""
+
+    def __init__(
+        self,
+        *,
+        norm: Norm,
+        attention: Mixer,
+        mlp: FeedForward,
+        mlp_norm: Norm | None = None,  # None: it reads the norm of attention
+    ) -> None:
+        super().__init__()
+        self.norm, self.attention, self.mlp, self.mlp_norm = norm, attention, mlp, mlp_norm
+        self._sum = Norm(None, 0.0)
+
+    def forward(
+        self,
+        x_TC: BranchOutput,
+        residual_TC: torch.Tensor | None,
+        step: StepInputs,
+        cache: Cache,
+        taps: list[torch.Tensor] | None = None,
+    ) -> tuple[BranchOutput, torch.Tensor]:
+        """As Layer.forward."""
+        rows = x_TC.shape[0]
+        plan, mlp_plan = self.attention.plan(rows), self.mlp.plan(rows)
+        # where two readers of one norm take different forms each converts a tensor
+        is_alone = self.mlp_norm is not None
+        form = plan.input if is_alone or plan.input == mlp_plan.input else None
+        x_TC, residual_TC = self.norm(x_TC, residual_TC, form)
+        if taps is not None:
+            taps.append(residual_TC)
+        mlp_TC = x_TC
+        if is_alone:
+            mlp_TC, _ = self.mlp_norm(residual_TC, None, mlp_plan.input)
+        attention_TC = self.attention(x_TC, plan, step, cache)
+        _, residual_TC = self._sum(attention_TC, residual_TC, None)
+        return self.mlp(mlp_TC, mlp_plan), residual_TC

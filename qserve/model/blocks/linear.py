@@ -1,7 +1,7 @@
 """Linear layers of the decoder: float, or quantized and prepared for their kernel.
 
-`plan(rows, consumer)` says how a layer runs so many rows: what the operation before it makes, and
-what the consumer, the one operation that takes the result, gets.
+`plan(rows, consumer)` decides how a layer runs this many rows: the form of its input, and the form
+of its output for the consumer, the only operation that reads it.
 """
 
 from collections.abc import Iterator
@@ -11,11 +11,12 @@ import torch
 from torch.nn import functional
 
 from qkernels import QuantLinear, ops
-from qkernels.linear.plan import GemmPlan, InputForm, LinearInput
+from qkernels.linear.plan import GemmPlan
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.lora.weights import LoraWeights
 from qkernels.moe.experts import PreparedExperts
 from qkernels.operands.codes import InputRounding
+from qkernels.operands.forms import InputForm, LinearInput
 from qkernels.operands.limbs import Limbs
 from qkernels.operands.split_k import Consumer, LinearOutput
 from qserve.parallel.communicator import Communicator, RankPartial
@@ -26,13 +27,13 @@ FLOAT_PLAN = GemmPlan(variant="float")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitPlan:
-    """The plans of several layers that share an input."""
+    """Plans of several layers that share an input."""
 
     members: tuple[GemmPlan, ...]
 
     @property
     def input(self) -> InputForm:
-        """What all members take alike. A static input scale is each member's own."""
+        """Input form that suits all members. Each member has its own static input scale."""
         first, *others = (plan.input for plan in self.members)
         if isinstance(first, InputRounding) and first.scale is not None:
             return None
@@ -41,14 +42,14 @@ class SplitPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedPlan:
-    """The plan of a layer in a step that has adapters: they read its input as a tensor."""
+    """Plan of a layer in a step with adapters, which read its input as a tensor."""
 
-    base: GemmPlan | None  # None: that of any input
-    input: InputForm = None  # of the base, where that has the tensor, too
+    base: GemmPlan | None  # None: the plan for any input
+    input: InputForm = None  # of the base, if it includes the tensor
 
     @property
     def adds_adapters(self) -> bool:
-        """Whether the base's product does; else it is left to a kernel behind it."""
+        """True if the base's product adds the adapters; else a separate kernel does afterwards."""
         return self.base is not None and self.base.adds_adapters
 
 
@@ -70,7 +71,7 @@ class FloatLinear(torch.nn.Module):
         self.register_buffer("bias", bias_N)
 
     def plan(self, rows: int, consumer: Consumer | None = None) -> GemmPlan:
-        """A tensor in, a tensor out."""
+        """Plan with tensors as input and output."""
         return FLOAT_PLAN
 
     def forward(self, x: torch.Tensor, plan: LinearPlan | None = None) -> torch.Tensor:
@@ -78,14 +79,14 @@ class FloatLinear(torch.nn.Module):
 
 
 class SplitLinear(torch.nn.Module):
-    """Layers of one input whose weights cannot be one matrix: their outputs stand side by side."""
+    """Layers that share an input but cannot share a matrix: their outputs are concatenated."""
 
     def __init__(self, members: "list[FloatLinear | QuantLinear]") -> None:
         super().__init__()
         self.members = torch.nn.ModuleList(members)
 
     def plan(self, rows: int, consumer: Consumer | None = None) -> SplitPlan:
-        """None of the members knows the consumer, which takes all of their outputs."""
+        """No member gets the consumer, which reads the outputs of all."""
         return SplitPlan(members=tuple(member.plan(rows) for member in self.members))
 
     def forward(self, x: LinearInput, plan: SplitPlan | None = None) -> torch.Tensor:
@@ -96,14 +97,14 @@ class SplitLinear(torch.nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GatheredInput:
-    """Which inputs a layer reads that are made by other ranks, too."""
+    """Inputs of a layer that come from several ranks."""
 
-    widths: tuple[int, ...]  # channels that each rank makes
-    order_K: torch.Tensor  # those that this rank reads
+    widths: tuple[int, ...]  # channels that each rank produces
+    order_K: torch.Tensor  # channels that this rank reads
 
 
 class RowParallel(torch.nn.Module):
-    """A layer whose inputs are shared out over ranks: each has a part of the sum."""
+    """Layer whose inputs are divided among ranks: each rank computes a partial sum."""
 
     def __init__(
         self,
@@ -117,19 +118,19 @@ class RowParallel(torch.nn.Module):
         self.register_buffer("order", gathered.order_K if gathered is not None else None)
 
     def plan(self, rows: int, consumer: Consumer | None = None) -> LinearPlan:
-        """The inner layer's, of whose output the communicator takes the place of the consumer."""
+        """Plan of the inner layer, with the communicator as the consumer of its output."""
         plan = self.inner.plan(rows, consumer)
         return plan if self.order is None else replace(plan, input=None)
 
     def forward(self, x: LinearInput, plan: LinearPlan | None = None) -> RankPartial:
-        """The result is for the norm that follows."""
+        """The result goes to the norm that follows."""
         if self.order is not None:
             x = gathered_columns(self.communicator, x, self.widths)[:, self.order]
         return RankPartial(x=self.inner(x, plan), communicator=self.communicator)
 
 
 class GatheredLinear(torch.nn.Module):
-    """A layer whose outputs are shared out over ranks, and gathered on each: the head."""
+    """Layer whose outputs are divided among ranks and gathered on each: the head."""
 
     def __init__(
         self,
@@ -148,14 +149,14 @@ class GatheredLinear(torch.nn.Module):
 
 
 class AdaptedRows:
-    """Which adapter each row of the running step has. All adapted layers of a decoder share one."""
+    """Adapter slot of each row in the running step, shared by all adapted layers of a decoder."""
 
     def __init__(self) -> None:
-        self.slots_T: torch.Tensor | None = None  # int32, -1: none; None: no row has one
+        self.slots_T: torch.Tensor | None = None  # int32, -1: no adapter; None: no row has one
 
 
 class AdaptedLinear(torch.nn.Module):
-    """A layer, and what the adapters of a step's rows add to its result."""
+    """A layer plus the adapters of a step's rows."""
 
     def __init__(
         self,
@@ -168,7 +169,7 @@ class AdaptedLinear(torch.nn.Module):
         self.weights, self.rows = weights, rows
 
     def plan(self, rows: int, consumer: Consumer | None = None) -> LinearPlan:
-        """That of the base where no row has an adapter."""
+        """Plan of the base if no row has an adapter."""
         if self.rows.slots_T is None:
             return self.base.plan(rows, consumer)
         if not isinstance(self.base, QuantLinear):
@@ -181,7 +182,7 @@ class AdaptedLinear(torch.nn.Module):
         if slots_T is None:
             return self.base(x, plan)
         x_TK = x.tensor if isinstance(x, Limbs) else x
-        # Before the product, whose weights are on their way meanwhile.
+        # Launched before the product, whose weights are being loaded meanwhile.
         if plan is not None and plan.adds_adapters:
             term = ops.lora_term(x_TK, slots_T, self.weights)
             return self.base(x, plan.base, term)
@@ -196,7 +197,7 @@ Product = tuple[PreparedWeight | PreparedExperts, Consumer | None]
 
 
 def products_of(linear: Linear, consumer: Consumer | None) -> Iterator[Product]:
-    """The prepared weights of a linear, each with the operation that takes its result."""
+    """Prepared weights of a linear, each with the operation that consumes its result."""
     if isinstance(linear, AdaptedLinear):
         yield from products_of(linear.base, consumer)
     elif isinstance(linear, RowParallel | GatheredLinear):

@@ -1,4 +1,4 @@
-"""A mixture of experts in place of a feed-forward. Knows what follows it: a norm.
+"""Mixture of experts, in the place of a feed-forward.
 
 Legend: T tokens of the step, C hidden size, E experts.
 """
@@ -8,17 +8,17 @@ from collections.abc import Iterator
 import torch
 
 from qkernels import ops
-from qkernels.linear.plan import LinearInput
 from qkernels.moe.experts import PreparedExperts
 from qkernels.moe.routing import Routes, Routing
+from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
-from qserve.model.blocks.gated_mlp import GatedMlp
 from qserve.model.blocks.linear import FLOAT_PLAN, FloatLinear, LinearPlan, Product
+from qserve.model.blocks.mlp import Mlp
 from qserve.parallel.communicator import Communicator, RankPartial
 
 
 class Router(torch.nn.Module):
-    """The choice of each token's experts. Its weight's dtype is that of the product."""
+    """Selects each token's experts. The product runs in the dtype of its weight."""
 
     def __init__(
         self,
@@ -38,9 +38,9 @@ class Router(torch.nn.Module):
 
 
 class SharedExpert(torch.nn.Module):
-    """An expert of every token; a gate, where there is one, multiplies it by a sigmoid."""
+    """Expert for every token; its gate, if any, multiplies the output by a sigmoid."""
 
-    def __init__(self, mlp: GatedMlp, gate: FloatLinear | None = None) -> None:
+    def __init__(self, mlp: Mlp, gate: FloatLinear | None = None) -> None:
         super().__init__()
         self.mlp = mlp
         self.gate = gate
@@ -52,7 +52,7 @@ class SharedExpert(torch.nn.Module):
 
 
 class MoeMlp(torch.nn.Module):
-    """The sum over a token's experts of share * down(activation(gate(x)) * up(x))."""
+    """Sum over a token's experts of share * down(activation(gate(x)) * up(x))."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class MoeMlp(torch.nn.Module):
         router: Router,
         experts: PreparedExperts,
         shared: SharedExpert | None = None,
-        communicator: Communicator | None = None,  # of ranks that have parts of each expert
+        communicator: Communicator | None = None,  # of ranks that hold shards of each expert
     ) -> None:
         super().__init__()
         self.communicator = communicator
@@ -69,17 +69,17 @@ class MoeMlp(torch.nn.Module):
         self.shared = shared
 
     def products(self) -> Iterator[Product]:
-        """The products whose kernels depend on the number of tokens."""
+        """Products whose kernels depend on the number of tokens."""
         yield self.experts, "norm"
         if self.shared is not None:
             yield from self.shared.mlp.products()
 
     def plan(self, rows: int) -> LinearPlan:
-        """The norm before this block makes a tensor: the router reads it, too."""
+        """The norm before this block outputs a tensor, since the router reads it, too."""
         return FLOAT_PLAN
 
     def forward(self, x_TC: LinearInput, plan: LinearPlan) -> LinearOutput | RankPartial:
-        """The result is for the norm that follows."""
+        """The result goes to the norm that follows."""
         routes = self.router(x_TC)
         shared_TC = None if self.shared is None else self.shared(x_TC)
         out_TC = ops.experts(x_TC, routes, self.experts, None, shared_TC)

@@ -1,12 +1,13 @@
-"""RMS norm of what a layer adds to the residual, in the form that the next linear takes."""
+"""Norms of the residual stream, in the form that the next linear takes, and ends of branches."""
 
 from dataclasses import dataclass
 
 import torch
 
 from qkernels import ops
-from qkernels.linear.plan import InputForm, LinearInput
+from qkernels.operands.forms import InputForm, LinearInput
 from qkernels.operands.split_k import LinearOutput
+from qkernels.rowwise.spec import PLAIN, NormKind
 from qserve.parallel.communicator import RankPartial
 
 
@@ -25,47 +26,63 @@ class Changed:
 BranchOutput = LinearOutput | RankPartial | Changed
 
 
-class RmsNorm(torch.nn.Module):
-    """x / rms(x) * weight, of the sum of two tensors [T, C]; without a weight, the sum."""
+class Norm(torch.nn.Module):
+    """Norm of the sum of two tensors [T, C]; without a weight, the sum (ops.NormSpec)."""
 
-    def __init__(self, weight_C: torch.Tensor | None, eps: float) -> None:
+    def __init__(
+        self,
+        weight_C: torch.Tensor | None,
+        eps: float,
+        kind: NormKind = "rms",
+        bias_C: torch.Tensor | None = None,
+    ) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.kind = eps, kind
         self.register_buffer("weight", weight_C)
+        self.register_buffer("bias", bias_C)
+        self._spec = self._made_spec()
+
+    @property
+    def spec(self) -> ops.NormSpec | None:
+        """None: nothing is normalized."""
+        spec, weight_C = self._spec, self.weight
+        if spec is not None and (spec.weight_C is not weight_C or spec.bias_C is not self.bias):
+            self._spec = spec = self._made_spec()
+        return spec
+
+    def _made_spec(self) -> ops.NormSpec | None:
+        """Kept, since a step of 32 layers asks 65 times."""
+        if self.weight is None:
+            return None
+        return ops.NormSpec(kind=self.kind, weight_C=self.weight, bias_C=self.bias, eps=self.eps)
 
     def forward(
         self, x_TC: BranchOutput, residual_TC: torch.Tensor | None, form: InputForm
     ) -> tuple[LinearInput, torch.Tensor]:
-        """The norm of the sum, in a form, None for a tensor; the sum.
+        """Returns (the norm of the sum in a form, None for a tensor; the sum).
 
         `residual_TC` None: x is the sum.
         """
-        if residual_TC is None:
-            if self.weight is None:
-                return ops.in_form(x_TC, form), x_TC
-            return ops.rms_norm_into(x_TC, self.weight, self.eps, form), x_TC
-        branch = ops.Branch()
+        branch, spec = PLAIN, self.spec
         if isinstance(x_TC, Changed):
             x_TC, branch = x_TC.x_TC, x_TC.branch
-        add_rms_norm_into = ops.add_rms_norm_into
         if isinstance(x_TC, RankPartial):
-            x_TC, add_rms_norm_into = x_TC.x, x_TC.communicator.add_rms_norm_into
-        return add_rms_norm_into(x_TC, residual_TC, self.weight, self.eps, form, branch)
+            return x_TC.communicator.norm(x_TC.x, residual_TC, spec, form, branch)
+        if residual_TC is None and spec is None:
+            return ops.in_form(x_TC, form), x_TC
+        return ops.norm(x_TC, residual_TC, spec, form, branch)
 
 
 class BranchEnd(torch.nn.Module):
     """A norm and a factor of what attention or feed-forward gives; both may be missing."""
 
-    def __init__(
-        self, weight_C: torch.Tensor | None = None, eps: float = 0.0, factor: float = 1.0
-    ) -> None:
+    def __init__(self, norm: Norm | None = None, factor: float = 1.0) -> None:
         super().__init__()
-        self.eps, self.factor = eps, factor
-        self.register_buffer("weight", weight_C)
+        self.norm, self.factor = norm, factor
 
     def forward(self, x_TC: LinearOutput | RankPartial) -> BranchOutput:
         """Nothing is computed here: the norm that adds x to the residual does it on the way."""
-        if self.weight is None and self.factor == 1:
+        if self.norm is None and self.factor == 1:
             return x_TC
-        branch = ops.Branch(norm_C=self.weight, eps=self.eps, factor=self.factor)
-        return Changed(x_TC=x_TC, branch=branch)
+        spec = None if self.norm is None else self.norm.spec
+        return Changed(x_TC=x_TC, branch=ops.Branch(norm=spec, factor=self.factor))

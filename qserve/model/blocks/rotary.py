@@ -1,4 +1,4 @@
-"""The rotation of queries and keys by position: a table that layers share."""
+"""Rotation of queries and keys by position: a table shared by layers."""
 
 import torch
 
@@ -6,7 +6,7 @@ import torch
 class Rotary(torch.nn.Module):
     """`cos_sin`: float32 [positions, D], cosines of D/2 frequencies and then their sines.
 
-    D may be less than a head's channels, and 0 for layers that rotate nothing.
+    D may be smaller than a head's width, and is 0 for layers without rotation.
     """
 
     def __init__(self, cos_sin: torch.Tensor, interleaved: bool = False) -> None:

@@ -22,7 +22,7 @@ def build(config: ModelConfig, weights: Weights) -> Decoder:
 
 def build_layer(config: ModelConfig, weights: LayerWeights, **head_norms: Any) -> Layer:
     """`head_norms`: q_norm and k_norm of families that have them."""
-    values, eps = config.values, config.rms_norm_eps
+    values = config.values
     return Layer(
         attention_norm=llama.build_norm(config, weights, "input_layernorm"),
         attention=llama.build_attention(
@@ -32,10 +32,10 @@ def build_layer(config: ModelConfig, weights: LayerWeights, **head_norms: Any) -
             soft_cap=values["attn_logit_softcapping"],
             **head_norms,
         ),
-        attention_end=BranchEnd(weights.norm("post_attention_layernorm"), eps),
+        attention_end=BranchEnd(llama.build_norm(config, weights, "post_attention_layernorm")),
         mlp_norm=llama.build_norm(config, weights, "pre_feedforward_layernorm"),
         mlp=llama.build_mlp(config, weights),
-        mlp_end=BranchEnd(weights.norm("post_feedforward_layernorm"), eps),
+        mlp_end=BranchEnd(llama.build_norm(config, weights, "post_feedforward_layernorm")),
     )
 
 

@@ -17,12 +17,11 @@ def build(config: ModelConfig, weights: Weights) -> Decoder:
 
 
 def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
-    eps = config.rms_norm_eps
     return Layer(
         attention_norm=llama.build_norm(config, weights, "input_layernorm"),
         attention=llama.build_attention(config, weights),
-        attention_end=BranchEnd(weights.norm("post_self_attn_layernorm"), eps),
+        attention_end=BranchEnd(llama.build_norm(config, weights, "post_self_attn_layernorm")),
         mlp_norm=llama.build_norm(config, weights, "post_attention_layernorm"),
         mlp=llama.build_mlp(config, weights),
-        mlp_end=BranchEnd(weights.norm("post_mlp_layernorm"), eps),
+        mlp_end=BranchEnd(llama.build_norm(config, weights, "post_mlp_layernorm")),
     )

@@ -1,9 +1,10 @@
-"""Llama, Mistral, Ministral, Qwen2, Phi-3, SmolLM3 and Seed-OSS: one module for all.
+"""Llama, Mistral, Ministral, Qwen2, Phi-3, SmolLM3, Seed-OSS, StarCoder 2, Nemotron, Gemma,
+StableLM, Arcee, ERNIE 4.5 and GLM.
 
 Columns of formats/families.py hold what differs: biases, windows, layers without rotation, ties,
-matrices that are one on disk.
+matrices that are one on disk, kinds of norms, activations, feed-forwards without a gate.
 
-The other families are made of the same parts: each says what it has in place of Llama's.
+The other families are made of the same parts: each says what it has instead of Llama's.
 """
 
 from collections.abc import Callable
@@ -12,12 +13,12 @@ from typing import Any
 
 import torch
 
-from formats.slices import Rows
+from formats.in_memory.slices import Rows
 from qserve.model.blocks.attention import Attention
 from qserve.model.blocks.embedding import Embedding
-from qserve.model.blocks.gated_mlp import GatedMlp
 from qserve.model.blocks.layer import Layer
-from qserve.model.blocks.norm import RmsNorm
+from qserve.model.blocks.mlp import Mlp
+from qserve.model.blocks.norm import Norm
 from qserve.model.decoder import Decoder
 from qserve.model.model_config import ModelConfig
 from qserve.model.weights import LayerWeights, Weights
@@ -37,13 +38,16 @@ def build_layer(config: ModelConfig, weights: LayerWeights, **attention: Any) ->
     )
 
 
-def build_norm(config: ModelConfig, weights: LayerWeights, name: str) -> RmsNorm:
-    return RmsNorm(weights.norm(name), config.rms_norm_eps)
+def build_norm(config: ModelConfig, weights: LayerWeights, name: str) -> Norm:
+    family = config.family
+    return Norm(weights.norm(name), config.norm_eps, family.norm_kind, weights.norm_bias(name))
 
 
 def build_attention(config: ModelConfig, weights: LayerWeights, **different: Any) -> Attention:
     orders = None
-    if config.family.gated_attention:
+    if config.family.qkv.by_head:
+        orders = {config.family.qkv.name: weights.sharing.rows_by_head()}
+    elif config.family.gated_attention:
         # of each head its queries and its gate; the block takes all queries first
         (name, _), *_ = config.family.qkv.members
         orders = {name: parts_together((config.head_dim, config.head_dim), config.num_heads)}
@@ -71,12 +75,13 @@ def parts_together(sizes: tuple[int, ...], heads: int) -> Rows:
     ]
 
 
-def build_mlp(config: ModelConfig, weights: LayerWeights) -> GatedMlp:
+def build_mlp(config: ModelConfig, weights: LayerWeights) -> Mlp:
     family = config.family
-    return GatedMlp(
-        gate_up_proj=weights.linear(family.gate_up, down=family.down),
+    return Mlp(
+        up_proj=weights.linear(family.gate_up, down=family.down),
         down_proj=weights.linear(family.down),
-        activation=family.activation,
+        activation=config.activation,
+        gated=family.gated,
     )
 
 
@@ -89,12 +94,13 @@ def build_decoder(
     embedding = norm = head = None
     if weights.has_ends:
         table = weights.embedding()
-        embedding = Embedding(table, family.embedding_factor(values), weights.vocabulary)
+        factor = family.embedding_factor(values)
+        embedding = Embedding(table, factor, weights.vocabulary, weights.positions())
     with closing(weights.layers()) as each:  # ends its progress bar where a layer is refused
-        layers = [build_layer(config, layer) for layer in each]
+        layers = [weights.finished(build_layer(config, layer)) for layer in each]
     if weights.has_ends:
         head = weights.head(table)
-        norm = RmsNorm(weights.last_norm(), config.rms_norm_eps)
+        norm = weights.last_norm()
     return Decoder(
         config,
         embedding=embedding,
@@ -104,5 +110,6 @@ def build_decoder(
         pipeline=weights.pipeline,
         like=torch.empty(0, dtype=weights.dtype, device=weights.device),
         logits_divisor=values.get(family.logits_divisor_key, 1.0),
+        logits_factor=values.get(family.logits_factor_key, 1.0),
         logits_cap=values.get(family.logits_cap_key),
     )

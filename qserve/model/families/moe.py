@@ -1,11 +1,12 @@
-"""Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss and GLM-4.5: experts in place of a feed-forward.
+"""Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, MiniMax-M2, gpt-oss, GLM-4.5 and dots.llm1: experts in
+place of a feed-forward.
 
 Columns of formats/families.py hold what differs: the router's rule, the shared expert, the layers
 without experts, norms over heads.
 """
 
-from qserve.model.blocks.gated_mlp import GatedMlp
 from qserve.model.blocks.layer import FeedForward, Layer
+from qserve.model.blocks.mlp import Mlp
 from qserve.model.blocks.moe import MoeMlp, SharedExpert
 from qserve.model.decoder import Decoder
 from qserve.model.families import llama
@@ -32,13 +33,13 @@ def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
 
 
 def build_mlp(config: ModelConfig, weights: LayerWeights) -> FeedForward:
-    experts, activation = config.family.experts, config.family.activation
+    experts, activation = config.family.experts, config.activation
     if not experts.stand_in(weights.number, config.values):
         return llama.build_mlp(config, weights)
     shared = None
     if experts.shared is not None:
-        mlp = GatedMlp(
-            gate_up_proj=weights.linear(experts.shared.gate_up, down=experts.shared.down),
+        mlp = Mlp(
+            up_proj=weights.linear(experts.shared.gate_up, down=experts.shared.down),
             down_proj=weights.linear(experts.shared.down, summed=False),
             activation=activation,
         )

@@ -5,7 +5,7 @@ and which layers rotate and how, stand in config.json and formats/families.py.
 """
 
 from qserve.model.blocks.layer import Layer
-from qserve.model.blocks.norm import BranchEnd, RmsNorm
+from qserve.model.blocks.norm import BranchEnd, Norm
 from qserve.model.decoder import Decoder
 from qserve.model.families import llama
 from qserve.model.model_config import ModelConfig
@@ -17,17 +17,17 @@ def build(config: ModelConfig, weights: Weights) -> Decoder:
 
 
 def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
-    eps = config.rms_norm_eps
+    eps = config.norm_eps
     return Layer(
-        attention_norm=RmsNorm(None, eps),
+        attention_norm=Norm(None, eps),
         attention=llama.build_attention(
             config,
             weights,
             q_norm=weights.norm("self_attn.q_norm"),
             k_norm=weights.norm("self_attn.k_norm"),
         ),
-        attention_end=BranchEnd(weights.norm("post_attention_layernorm"), eps),
-        mlp_norm=RmsNorm(None, eps),
+        attention_end=BranchEnd(llama.build_norm(config, weights, "post_attention_layernorm")),
+        mlp_norm=Norm(None, eps),
         mlp=llama.build_mlp(config, weights),
-        mlp_end=BranchEnd(weights.norm("post_feedforward_layernorm"), eps),
+        mlp_end=BranchEnd(llama.build_norm(config, weights, "post_feedforward_layernorm")),
     )

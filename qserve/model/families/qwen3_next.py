@@ -58,7 +58,7 @@ def build_delta_net(config: ModelConfig, weights: LayerWeights) -> DeltaNet:
         in_proj=weights.linear(family.inputs, orders=orders),
         gates=weights.linear(family.gates, orders=orders),
         out_proj=weights.linear(family.out),
-        eps=config.rms_norm_eps,
+        eps=config.norm_eps,
         **weights.delta_net(),
     )
 

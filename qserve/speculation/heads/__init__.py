@@ -1,1 +1,1 @@
-"""Draft heads as the engine runs them: EAGLE-3, EAGLE and Medusa, a module each."""
+"""Draft heads in the engine: EAGLE, EAGLE-3, Medusa and MTP."""

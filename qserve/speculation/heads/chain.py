@@ -1,8 +1,8 @@
-"""A chain of drafts from a head with keys and values: the drafter of EAGLE, EAGLE-3 and MTP.
+"""Chain of drafts from a head with keys and values: the drafter of EAGLE, EAGLE-3 and MTP.
 
-Row i holds the state of position i and the token of position i + 1, at position i; what it gives
-stands for the token of position i + 2. Legend: T tokens of the step, D requests that draft, K
-drafts, C hidden size, V vocabulary.
+Row i holds the state of position i and the token of position i + 1, at position i; its output
+predicts the token of position i + 2. Legend: T tokens of the step, D requests that draft, K drafts,
+C hidden size, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from qserve.speculation.draft_step import DraftStep
 
 
 class ChainHead(Protocol):
-    """What a chain asks of a head."""
+    """Interface of a head that drafts a chain."""
 
     attentions: Sequence[Attention]  # of its layers, in order
 
@@ -30,14 +30,14 @@ class ChainHead(Protocol):
         step: StepInputs,
         caches: list[PagedKv],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the state that recurs, what `logits` reads) [T, C]; writes the rows' keys and values."""
+        """(recurrent state, input of `logits`) [T, C]; writes the rows' keys and values."""
 
     def logits(self, read_DC: torch.Tensor) -> torch.Tensor:
-        """[D, V] over the model's vocabulary."""
+        """Logits [D, V] over the model's vocabulary."""
 
 
 class ChainDrafter:
-    """Drafts a chain. See DeviceDrafter. `taps`: the states of the model that the head reads."""
+    """Drafts a chain. See DeviceDrafter. `taps`: layers of the auxiliary hidden states."""
 
     looks_ahead = True
 
@@ -51,12 +51,12 @@ class ChainDrafter:
 def chain(head: ChainHead, step: DraftStep) -> torch.Tensor:
     """Drafts int64 [D, K].
 
-    The first pass covers all of the step's rows: it rewrites, from the model's true states, what
-    earlier drafts left in the pages.
+    The first pass covers all of the step's rows: it overwrites, from the model's true states, the
+    keys that earlier drafts left in the pages.
     """
     state_TC, read_TC = head(step.next_tokens_T, head.start(step), step.batch, step.caches)
     state_DC, read_DC = state_TC[step.last_rows_D], read_TC[step.last_rows_D]
-    if not len(step.last_rows_D) or not step.num_drafts:  # no kernel takes no rows
+    if not len(step.last_rows_D) or not step.num_drafts:  # kernels require at least one row
         return step.last_rows_D.new_zeros(len(step.last_rows_D), step.num_drafts)
     drafts: list[torch.Tensor] = []
     for index in range(step.num_drafts):

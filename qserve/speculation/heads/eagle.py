@@ -1,7 +1,7 @@
-"""The EAGLE head (arXiv 2401.15077, and EAGLE-2, which has the same weights). It drafts a chain.
+"""The EAGLE head (arXiv 2401.15077; EAGLE-2 has the same weights), which drafts a chain.
 
-Its layer has no norm before attention, and there is none behind it: the model's own output matrix
-reads the sum. Legend: T rows, C hidden size, D requests that draft, V vocabulary.
+Its first layer has no norm before attention, and there is no final norm: the target's output matrix
+reads the sum directly. Legend: T rows, C hidden size, D requests that draft, V vocabulary.
 """
 
 import torch
@@ -12,7 +12,7 @@ from qkernels.attention.cache import PagedKv
 from qserve.model.blocks.attention import Attention, StepInputs
 from qserve.model.blocks.layer import Layer
 from qserve.model.blocks.linear import Linear
-from qserve.model.blocks.norm import RmsNorm
+from qserve.model.blocks.norm import Norm
 from qserve.model.decoder import Decoder
 from qserve.speculation.draft_step import DraftStep
 from qserve.speculation.drafter import BuildContext
@@ -21,7 +21,7 @@ from qserve.speculation.heads.loading import HeadWeights, check_fits, open_head
 
 
 class EagleHead(torch.nn.Module):
-    """The target's last state and a token to the next state."""
+    """Maps the target's last state and a token to the next state."""
 
     def __init__(
         self,
@@ -35,17 +35,17 @@ class EagleHead(torch.nn.Module):
         super().__init__()
         self.config, self.fc = config, fc
         self.layers = torch.nn.ModuleList(layers)
-        self.end = RmsNorm(None, config.rms_norm_eps)
+        self.end = Norm(None, config.norm_eps)
         self.register_buffer("embedding", embedding_VC)
         self.logits = target.logits
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
-        """Of the layers, in order."""
+        """Attention of the layers, in order."""
         return tuple(layer.attention for layer in self.layers)
 
     def start(self, step: DraftStep) -> torch.Tensor:
-        """What the target's output matrix reads."""
+        """The input of the target's output matrix."""
         return step.hidden_TC
 
     def forward(
@@ -55,7 +55,7 @@ class EagleHead(torch.nn.Module):
         step: StepInputs,
         caches: list[PagedKv],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next state [T, C], twice: it recurs, and logits are made of it."""
+        """The next state [T, C], twice: as recurrent state and as input of the logits."""
         embedded_TC = functional.embedding(tokens_T, self.embedding)
         x, residual_TC = self.fc(torch.cat([embedded_TC, state_TC], -1)), None
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -65,20 +65,20 @@ class EagleHead(torch.nn.Module):
 
 
 def build(context: BuildContext) -> ChainDrafter:
-    """From a folder as its authors write them. Raises InputError or CheckpointError."""
+    """Build from a folder in its authors' layout. Raises InputError or CheckpointError."""
     folder = open_head(context, EAGLE)
     check_fits(folder.config, context)
     return ChainDrafter(load_head(HeadWeights(folder, context), folder.config))
 
 
 def load_head(weights: HeadWeights, config: EagleConfig) -> EagleHead:
-    """The head. The target's output matrix reads its states, also where the file has a copy."""
-    rotary, eps = weights.rotary(config), config.rms_norm_eps
+    """Load the head. It uses the target's output matrix, even if the file has a copy."""
+    rotary, eps = weights.rotary(config), config.norm_eps
 
-    def attention_norm(number: int) -> RmsNorm:
+    def attention_norm(number: int) -> Norm:
         if number == 0:
-            return RmsNorm(None, eps)
-        return RmsNorm(weights.tensor(f"layers.{number}.input_layernorm.weight"), eps)
+            return Norm(None, eps)
+        return Norm(weights.tensor(f"layers.{number}.input_layernorm.weight"), eps)
 
     head = EagleHead(
         config,
@@ -88,7 +88,7 @@ def load_head(weights: HeadWeights, config: EagleConfig) -> EagleHead:
             Layer(
                 attention_norm=attention_norm(number),
                 attention=weights.attention(config, number, rotary),
-                mlp_norm=RmsNorm(
+                mlp_norm=Norm(
                     weights.tensor(f"layers.{number}.post_attention_layernorm.weight"), eps
                 ),
                 mlp=weights.mlp(number),

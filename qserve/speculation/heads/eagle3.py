@@ -1,6 +1,6 @@
-"""The EAGLE-3 head of the decoder's blocks (arXiv 2503.01840). It drafts a chain.
+"""The EAGLE-3 head (arXiv 2503.01840), made of the decoder's blocks; it drafts a chain.
 
-Legend: T rows, C hidden size, F what `fc` reads, D requests that draft, V vocabulary, U draft
+Legend: T rows, C hidden size, F input of `fc`, D requests that draft, V vocabulary, U draft
 vocabulary.
 """
 
@@ -14,10 +14,10 @@ from formats.heads.config import EAGLE3, EagleConfig
 from qkernels import ops
 from qkernels.attention.cache import PagedKv
 from qserve.model.blocks.attention import Attention, StepInputs
-from qserve.model.blocks.gated_mlp import GatedMlp
 from qserve.model.blocks.layer import Layer
 from qserve.model.blocks.linear import Linear
-from qserve.model.blocks.norm import RmsNorm
+from qserve.model.blocks.mlp import Mlp
+from qserve.model.blocks.norm import Norm
 from qserve.speculation.draft_step import DraftStep
 from qserve.speculation.drafter import BuildContext
 from qserve.speculation.heads.chain import ChainDrafter
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class FirstLayer(torch.nn.Module):
-    """The layer that reads the token's embedding beside the state: twice as wide as others."""
+    """The first layer: its input is the embedding and the state, twice the usual width."""
 
     def __init__(
         self,
@@ -36,11 +36,11 @@ class FirstLayer(torch.nn.Module):
         input_norm_C: torch.Tensor,
         hidden_norm_C: torch.Tensor,
         attention: Attention,
-        mlp_norm: RmsNorm,
-        mlp: GatedMlp,
+        mlp_norm: Norm,
+        mlp: Mlp,
     ) -> None:
         super().__init__()
-        self.eps, self.norm_before_residual = config.rms_norm_eps, config.norm_before_residual
+        self.eps, self.norm_before_residual = config.norm_eps, config.norm_before_residual
         self.register_buffer("input_norm", input_norm_C)
         self.register_buffer("hidden_norm", hidden_norm_C)
         self.attention, self.mlp_norm, self.mlp = attention, mlp_norm, mlp
@@ -53,10 +53,10 @@ class FirstLayer(torch.nn.Module):
         step: StepInputs,
         cache: PagedKv,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the layer adds, and the residual it is to be added to."""
+        """The layer's output, and the residual to add it to."""
         plan = self.attention.plan(state_TC.shape[0])
         norms = self.input_norm, state_TC, self.hidden_norm, self.eps
-        x, normed_TC = ops.embed_norms_into(tokens_T, embedding_VC, *norms, plan.input)
+        x, normed_TC = ops.embed_norms(tokens_T, embedding_VC, *norms, plan.input)
         residual_TC = normed_TC if self.norm_before_residual else state_TC
         x = self.attention(x, plan, step, cache)
         plan = self.mlp.plan(state_TC.shape[0])
@@ -65,7 +65,7 @@ class FirstLayer(torch.nn.Module):
 
 
 class Eagle3Head(torch.nn.Module):
-    """Three of the target's states and a token to the next token's logits."""
+    """Maps three of the target's states and a token to the next token's logits."""
 
     def __init__(
         self,
@@ -73,10 +73,10 @@ class Eagle3Head(torch.nn.Module):
         *,
         embedding_VC: torch.Tensor,
         fc: Linear,
-        fc_norms: list[torch.Tensor],  # of each tap, of all taps together, or empty
+        fc_norms: list[Norm],  # one per auxiliary state, one for all of them, or empty
         first: FirstLayer,
         others: list[Layer],
-        norm: RmsNorm,
+        norm: Norm,
         head: Linear,
         target_ids_U: torch.Tensor | None,  # None: draft ids are the target's
     ) -> None:
@@ -84,11 +84,9 @@ class Eagle3Head(torch.nn.Module):
         self.config = config
         self.fc, self.first, self.norm, self.head = fc, first, norm, head
         self.others = torch.nn.ModuleList(others)
-        self.fc_norms = torch.nn.ParameterList(
-            torch.nn.Parameter(each, requires_grad=False) for each in fc_norms
-        )
+        self.fc_norms = torch.nn.ModuleList(fc_norms)
         self.register_buffer("embedding", embedding_VC)
-        columns_V = None  # of the target's tokens: the draft's id of each
+        columns_V = None  # the draft id of each of the target's tokens
         if target_ids_U is not None:
             columns_V = target_ids_U.new_full((config.vocab_size,), -1, dtype=torch.int32)
             columns_V[target_ids_U] = torch.arange(
@@ -98,18 +96,17 @@ class Eagle3Head(torch.nn.Module):
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
-        """Of the layers, in order."""
+        """Attention of the layers, in order."""
         return (self.first.attention, *(layer.attention for layer in self.others))
 
     def fused(self, taps: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """The head's first state [T, C] of the target's [T, C] each."""
-        eps = self.config.rms_norm_eps
+        """The head's first state [T, C] from the auxiliary hidden states, [T, C] each."""
         if self.config.fc_norm:
             pairs = zip(taps, self.fc_norms, strict=True)
-            taps = tuple(ops.rms_norm(tap, norm, eps) for tap, norm in pairs)
+            taps = tuple(norm(tap, None, None)[0] for tap, norm in pairs)
         taps_TF = torch.cat(taps, -1)
         if self.config.norm_before_fc:
-            taps_TF = ops.rms_norm(taps_TF, self.fc_norms[0], eps)
+            taps_TF, _ = self.fc_norms[0](taps_TF, None, None)
         return self.fc(taps_TF)
 
     def start(self, step: DraftStep) -> torch.Tensor:
@@ -122,7 +119,7 @@ class Eagle3Head(torch.nn.Module):
         step: StepInputs,
         caches: list[PagedKv],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the state that recurs, what `logits` reads) [T, C]; writes the rows' keys and values."""
+        """(recurrent state, input of `logits`) [T, C]; writes the rows' keys and values."""
         x, residual_TC = self.first(tokens_T, self.embedding, state_TC, step, caches[0])
         for layer, cache in zip(self.others, caches[1:], strict=True):
             x, residual_TC = layer(x, residual_TC, step, cache)
@@ -130,7 +127,7 @@ class Eagle3Head(torch.nn.Module):
         return (read_TC if self.config.norm_output else total_TC), read_TC
 
     def logits(self, read_DC: torch.Tensor) -> torch.Tensor:
-        """[D, V] over the target's vocabulary, -inf where the head has no such token."""
+        """Logits [D, V] over the target's vocabulary, -inf for tokens that the head lacks."""
         logits_DU = self.head(read_DC)
         if self.columns is None:
             return logits_DU
@@ -138,7 +135,7 @@ class Eagle3Head(torch.nn.Module):
 
 
 def build(context: BuildContext) -> ChainDrafter:
-    """From a folder in any of its layouts. Raises InputError or CheckpointError."""
+    """Build from a folder in any of its layouts. Raises InputError or CheckpointError."""
     folder = open_head(context, EAGLE3)
     config = folder.config
     check_fits(config, context)
@@ -155,20 +152,20 @@ def build(context: BuildContext) -> ChainDrafter:
 
 
 def load_head(weights: HeadWeights, config: EagleConfig) -> Eagle3Head:
-    """The head, with the target's embedding and output matrix where it has none of its own."""
-    rotary, eps = weights.rotary(config), config.rms_norm_eps
+    """Load the head, with the target's embedding and output matrix if it lacks its own."""
+    rotary, eps = weights.rotary(config), config.norm_eps
 
-    def norm(name: str) -> RmsNorm:
-        return RmsNorm(weights.tensor(f"{name}.weight"), eps)
+    def norm(name: str) -> Norm:
+        return Norm(weights.tensor(f"{name}.weight"), eps)
 
     fc_norms = []
     if config.fc_norm:
-        fc_norms = [weights.tensor(f"fc_norm.{tap}.weight") for tap in range(config.num_taps)]
+        fc_norms = [norm(f"fc_norm.{tap}") for tap in range(config.num_taps)]
     if config.norm_before_fc:
-        fc_norms.append(weights.tensor("input_norm.weight"))
+        fc_norms.append(norm("input_norm"))
     if len(fc_norms) > 1 and config.norm_before_fc:
         raise InputError(
-            str(weights.folder.folder), "has a norm of each tap and one of all of them"
+            str(weights.folder.folder), "has a norm of each auxiliary state and one of all of them"
         )
     head = Eagle3Head(
         config,
@@ -192,7 +189,7 @@ def load_head(weights: HeadWeights, config: EagleConfig) -> Eagle3Head:
             )
             for number in range(1, config.num_layers)
         ],
-        norm=RmsNorm(weights.tensor(names.NORM), eps),
+        norm=Norm(weights.tensor(names.NORM), eps),
         head=(
             weights.linear("lm_head")
             if weights.folder.has_linear("lm_head")

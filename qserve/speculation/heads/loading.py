@@ -1,4 +1,4 @@
-"""From a head's folder to its parts on the device. Names and shapes are formats/heads'.
+"""Loads the parts of a head from its folder. Names and shapes are defined in formats/heads.
 
 Legend: N outputs, K inputs, C hidden size, V vocabulary, U draft vocabulary.
 """
@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
+from formats.architecture.family import Family
 from formats.errors import CheckpointError, InputError
 from formats.families import FAMILIES
-from formats.family import Family
 from formats.heads import tensors as names
 from formats.heads.config import EagleConfig, HeadConfig
 from formats.heads.folder import HeadFolder
 from formats.quant_config import QuantConfig
 from qserve.model.blocks.attention import Attention
-from qserve.model.blocks.gated_mlp import GatedMlp
 from qserve.model.blocks.linear import Linear
+from qserve.model.blocks.mlp import Mlp
 from qserve.model.blocks.rotary import Rotary
 from qserve.model.filled_config import filled_config
 from qserve.model.rope import RopeConfig, cos_sin_table
@@ -37,7 +37,7 @@ ROPE_KEYS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SourceConfig:
-    """What Weights and WeightSource ask of a model: of a head, whose layers are Llama's."""
+    """The model config that Weights and WeightSource expect, for a head with Llama's layers."""
 
     values: Mapping[str, Any]
     quant: QuantConfig | None
@@ -52,7 +52,7 @@ class _SourceConfig:
 
 
 class HeadWeights:
-    """A head's tensors and matrices by canonical name. `audit` comes last."""
+    """A head's tensors and matrices by canonical name. Call `audit` last."""
 
     def __init__(self, folder: HeadFolder, context: BuildContext) -> None:
         self.folder, self.context = folder, context
@@ -77,7 +77,7 @@ class HeadWeights:
         return self._weights.tensor(stored, self.folder.entries[stored].shape)
 
     def linear(self, *members: str, shape: names.Shape | None = None) -> Linear:
-        """The one matrix of members that share an input. `shape`: of one whose config has none."""
+        """One fused matrix of members that share an input. `shape`: if the config defines none."""
         shapes = names.linears(self.folder.config)
         outs = [shapes[name][0] if shape is None else shape[0] for name in members]
         ins = shapes[members[0]][1] if shape is None else shape[1]
@@ -105,16 +105,16 @@ class HeadWeights:
             **norms,
         )
 
-    def mlp(self, layer: int) -> GatedMlp:
+    def mlp(self, layer: int) -> Mlp:
         prefix = f"layers.{layer}.mlp"
-        return GatedMlp(
-            gate_up_proj=self.linear(f"{prefix}.gate_proj", f"{prefix}.up_proj"),
+        return Mlp(
+            up_proj=self.linear(f"{prefix}.gate_proj", f"{prefix}.up_proj"),
             down_proj=self.linear(f"{prefix}.down_proj"),
             activation="silu",
         )
 
     def rotary(self, config: EagleConfig) -> Rotary:
-        """Of all positions that the engine serves: a head's own limit is what it was trained on."""
+        """Rotary embedding of all served positions; a head's own limit is its training length."""
         stated = {key: config.values[key] for key in ROPE_KEYS if config.values.get(key)}
         filled = filled_config({"model_type": "llama", **stated})
         rope = RopeConfig.from_dict(
@@ -125,17 +125,17 @@ class HeadWeights:
         return Rotary(cos_sin_table(rope, self.context.max_model_len, self.context.device))
 
     def audit(self) -> None:
-        """Raise CheckpointError where a tensor was left over."""
+        """Raise CheckpointError if a tensor was not used."""
         self._weights.audit()
 
     def skip(self, name: str) -> None:
-        """Count a tensor as used that is not needed, if it is there."""
+        """Mark an unneeded tensor as used, if present."""
         if self.has(name):
             stored = self.folder.stored(name)
             self._source.tensor(stored, self.folder.entries[stored].shape)
 
     def embedding(self) -> torch.Tensor:
-        """The head's table of tokens [V, C], or the target's."""
+        """The head's embedding table [V, C], or the target's."""
         if self.has(names.EMBEDDING):
             return self.tensor(names.EMBEDDING)
         return self.context.target.embedding.whole_table()
@@ -147,8 +147,8 @@ class HeadWeights:
             if config.draft_vocab_size != config.vocab_size:
                 raise CheckpointError(
                     f"{self.folder.folder}: {names.TO_TARGET}",
-                    f"is missing, and {config.draft_vocab_size} draft tokens are not the"
-                    f" {config.vocab_size} of the vocabulary",
+                    f"is missing, but the draft vocabulary has {config.draft_vocab_size} tokens and"
+                    f" the model's {config.vocab_size}",
                 )
             return None
         stored = self.folder.stored(names.TO_TARGET)
@@ -157,30 +157,30 @@ class HeadWeights:
         if not bool(((ids_U >= 0) & (ids_U < config.vocab_size)).all()):
             raise CheckpointError(
                 f"{self.folder.folder}: {stored}",
-                f"names tokens beyond the vocabulary of {config.vocab_size}",
-                "it holds what is to be added to each draft id",
+                f"maps to tokens outside the vocabulary of {config.vocab_size}",
+                "it must hold the offset to add to each draft id",
             )
         if len(ids_U.unique()) != len(ids_U):
             raise CheckpointError(
-                f"{self.folder.folder}: {stored}", "gives one token to several draft ids"
+                f"{self.folder.folder}: {stored}", "maps several draft ids to one token"
             )
         return ids_U
 
 
 def open_head(context: BuildContext, kind: str) -> HeadFolder:
-    """The folder of a head of that kind. Raises InputError."""
+    """Open the folder of a head of that kind. Raises InputError."""
     folder = HeadFolder(context.config.model)
     if folder.config.kind != kind:
         raise InputError(
             f"--speculative-config method {kind}",
-            f"{folder.folder} is a head of the kind {folder.config.kind}",
+            f"{folder.folder} contains a head of kind {folder.config.kind}",
             f"use method {folder.config.kind}",
         )
     return folder
 
 
 def check_fits(config: HeadConfig, context: BuildContext) -> None:
-    """Raise CheckpointError where an EAGLE head was made for another model."""
+    """Raise CheckpointError if an EAGLE head was made for another model."""
     target = context.target.config
     for key, found, expected in (
         ("target_hidden_size", config.target_hidden_size, target.hidden_size),
@@ -189,6 +189,6 @@ def check_fits(config: HeadConfig, context: BuildContext) -> None:
         if found != expected:
             raise CheckpointError(
                 f"{context.config.model}: config.json {key}",
-                f"expected {expected} as the model's, found {found}",
-                "is this the model that the head was trained for?",
+                f"expected {expected} to match the model, found {found}",
+                "use a head that was trained for this model",
             )

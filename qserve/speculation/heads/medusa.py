@@ -1,8 +1,8 @@
 """Medusa's heads (arXiv 2401.10774), and their drafter: a chain of each head's token.
 
-Each head guesses from the target's last state alone: none knows what the one before it drew. The
-verify is the same as of other drafters, so nothing is lost.
-Legend: D requests that draft, K drafts, C hidden size, V vocabulary.
+Each head predicts from the target's last state alone, independently of the previous head's token.
+The verify is that of other drafters, so the output is not affected. Legend: D requests that draft,
+K drafts, C hidden size, V vocabulary.
 """
 
 import torch
@@ -32,7 +32,7 @@ class MedusaHead(torch.nn.Module):
 
 
 class MedusaDrafter:
-    """Head k drafts the token k + 1 places behind the newest. See DeviceDrafter."""
+    """Head k drafts the token k + 1 positions after the newest. See DeviceDrafter."""
 
     looks_ahead, taps, attentions = False, (), ()
 
@@ -40,7 +40,7 @@ class MedusaDrafter:
         self.heads = heads
 
     def propose(self, step: DraftStep) -> torch.Tensor:
-        if not len(step.last_rows_D) or not step.num_drafts:  # no kernel takes no rows
+        if not len(step.last_rows_D) or not step.num_drafts:  # kernels require at least one row
             return step.last_rows_D.new_zeros(len(step.last_rows_D), step.num_drafts)
         hidden_DC = step.hidden_TC[step.last_rows_D]
         drafts = [
@@ -51,13 +51,13 @@ class MedusaDrafter:
 
 
 def build(context: BuildContext) -> MedusaDrafter:
-    """From a folder as its authors write them. Raises InputError or CheckpointError."""
+    """Build from a folder in its authors' layout. Raises InputError or CheckpointError."""
     folder = open_head(context, MEDUSA)
     wanted, config = context.config.most_tokens, folder.config
     if wanted > config.num_heads:
         raise InputError(
             "--speculative-config num_speculative_tokens",
-            f"expected {config.num_heads} or fewer, one of each Medusa head, found {wanted}",
+            f"expected at most {config.num_heads}, one per Medusa head, found {wanted}",
         )
     target = context.target.config
     weights = HeadWeights(folder, context)
@@ -78,12 +78,12 @@ def build(context: BuildContext) -> MedusaDrafter:
 
 
 def _check_sizes(weights: HeadWeights, hidden_size: int, vocab_size: int) -> None:
-    """Raise CheckpointError where the heads were made for another model."""
+    """Raise CheckpointError if the heads were made for another model."""
     for name, found in weights.folder.linear_shapes().items():
         outs = hidden_size if name.endswith(".linear") else vocab_size
         if tuple(found) != (outs, hidden_size):
             raise CheckpointError(
                 f"{weights.folder.folder}: {weights.folder.stored(f'{name}.weight')}",
                 f"expected {[outs, hidden_size]} for this model, found {list(found)}",
-                "is this the model that the heads were trained for?",
+                "use heads that were trained for this model",
             )

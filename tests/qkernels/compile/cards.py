@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from formats.packed import PackedWeight
+from formats.in_memory.packed import PackedWeight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,15 +12,17 @@ from typing import Literal
 
 import torch
 
-from formats.fp8 import Fp8Weight
-from formats.packed import PackedWeight
+from formats.in_memory.fp8 import Fp8Weight
+from formats.in_memory.packed import PackedWeight
+from formats.in_memory.weights import with_activation
 from formats.scheme import ActivationSpec, Scheme
-from formats.weights import with_activation
 from qkernels import ops
 from qkernels.linear.prepared import PreparedWeight
+from qkernels.operands.codes import InputRounding
+from qkernels.operands.forms import InputForm
 from qkernels.operands.limbs import LIMBS_MAX_ROWS, LimbForm
 from qkernels.operands.split_k import Consumer, SplitKPartials
-from qkernels.rowwise.branch import PLAIN
+from qkernels.rowwise.spec import PLAIN, ActKind
 from qkernels.sampling.settings import SampleSettings
 from qkernels.sampling.words import SampleRow
 from tests.qkernels.compile import collective_cases as ranks
@@ -34,6 +36,7 @@ from tests.qkernels.compile.lora_cases import adapted_product, lora
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
 INTEGERS, FLOATS = ActivationSpec(), ActivationSpec(type="float")
+ROUNDED = InputRounding(INTEGERS, None)
 ADAPTED = (  # scheme, M, linear, outputs of those beside each other, K, consumer
     ("w4a16-sym", 1, "qkv", (4096, 1024, 1024), 4096, "rope"),
     ("w4a16-asym", 2, "down", (4096,), 14336, "norm"),
@@ -114,39 +117,36 @@ def norm(
     x = empty(M, C)
     if splits:
         x = SplitKPartials(parts=empty(splits, M, C, dtype=FP32), dtype=BF16)
-    inputs = x, empty(M, C), empty(C, dtype=dtype) if weighted else None, 1e-5
-    if rounding is None:
-        ops.add_rms_norm(*inputs, branch=branch)
-    else:
-        ops.add_rms_norm_quantize(*inputs, rounding, None, branch=branch)
+    spec = ops.NormSpec(weight_C=empty(C, dtype=dtype), eps=1e-5) if weighted else None
+    form = None if rounding is None else InputRounding(rounding, None)
+    ops.norm(x, empty(M, C), spec, form, branch)
+
+
+def layer_norm(C: int, form: InputForm = None, M: int = 1) -> None:
+    spec = ops.NormSpec(kind="layer", weight_C=empty(C), bias_C=empty(C), eps=1e-5)
+    ops.norm(empty(M, C), empty(M, C), spec, form)
 
 
 def norm_behind(C: int, dtype: torch.dtype = BF16) -> ops.Branch:
     """A norm of what is added."""
-    return ops.Branch(norm_C=empty(C, dtype=dtype), eps=1e-5)
+    return ops.Branch(norm=ops.NormSpec(weight_C=empty(C, dtype=dtype), eps=1e-5))
 
 
-def limbs(
-    op: str, form: LimbForm, M: int = 4, K: int = 4096, splits: int = 0, **branch: ops.Branch
+def norm_to_limbs(
+    form: LimbForm, M: int = 4, K: int = 4096, splits: int = 0, branch: ops.Branch = PLAIN
 ) -> None:
     x = empty(M, K)
     if splits:
         x = SplitKPartials(parts=empty(splits, M, K, dtype=FP32), dtype=BF16)
-    inputs = {
-        "to_limbs": (empty(M, K),),
-        "add_rms_norm_limbs": (x, empty(M, K), empty(K), 1e-5),
-        "silu_and_mul_limbs": (empty(M, 2 * K),),
-        "gelu_and_mul_limbs": (empty(M, 2 * K),),
-    }
-    getattr(ops, op)(*inputs[op], form, **branch)
+    ops.norm(x, empty(M, K), ops.NormSpec(weight_C=empty(K), eps=1e-5), form, branch)
+
+
+def activate(kind: ActKind, M: int, width: int, form: InputForm = None, gated: bool = True) -> None:
+    ops.activate(empty(M, width), ops.ActSpec(kind=kind, gated=gated), form)
 
 
 def quantize(C: int, spec: ActivationSpec = INTEGERS) -> None:
     ops.quantize_input(empty(1, C), spec)
-
-
-def silu_and_quantize(M: int, C: int) -> None:
-    ops.silu_and_mul_quantize(empty(M, C), INTEGERS, None)
 
 
 def sample() -> None:
@@ -323,32 +323,32 @@ ROWWISE = {
     "norm of a norm and quantize, widest": Case(
         run=lambda: norm(2**14, rounding=INTEGERS, branch=norm_behind(2**14))
     ),
-    "norm of a norm to limbs": Case(
-        run=lambda: limbs("add_rms_norm_limbs", SYMMETRIC, branch=norm_behind(4096))
-    ),
-    "gelu": Case(run=lambda: ops.gelu_and_mul(empty(1, 28672))),
-    "gelu and quantize": Case(
-        run=lambda: ops.gelu_and_mul_quantize(empty(1000, 28672), INTEGERS, None)
-    ),
-    "gelu to limbs": Case(run=lambda: limbs("gelu_and_mul_limbs", SYMMETRIC)),
-    "silu": Case(run=lambda: ops.silu_and_mul(empty(1, 28672))),
-    "silu and quantize": Case(run=lambda: silu_and_quantize(1000, 28672)),
-    "silu and quantize, few rows": Case(run=lambda: silu_and_quantize(1, 28672)),
+    "norm of a norm to limbs": Case(run=lambda: norm_to_limbs(SYMMETRIC, branch=norm_behind(4096))),
+    "gelu": Case(run=lambda: activate("gelu_tanh", 1, 28672)),
+    "gelu and quantize": Case(run=lambda: activate("gelu_tanh", 1000, 28672, ROUNDED)),
+    "gelu to limbs": Case(run=lambda: activate("gelu_tanh", 4, 8192, SYMMETRIC)),
+    "silu": Case(run=lambda: activate("silu", 1, 28672)),
+    "silu and quantize": Case(run=lambda: activate("silu", 1000, 28672, ROUNDED)),
+    "silu and quantize, few rows": Case(run=lambda: activate("silu", 1, 28672, ROUNDED)),
     "silu and quantize, widest": Case(
-        run=lambda: silu_and_quantize(1, 2**16), quick=("sm_80", "sm_120")
+        run=lambda: activate("silu", 1, 2**16, ROUNDED), quick=("sm_80", "sm_120")
     ),
-    "limbs": Case(run=lambda: limbs("to_limbs", SYMMETRIC)),
-    "limbs, asymmetric": Case(run=lambda: limbs("to_limbs", ASYMMETRIC)),
-    "norm to limbs": Case(run=lambda: limbs("add_rms_norm_limbs", SYMMETRIC)),
-    "norm of parts to limbs": Case(
-        run=lambda: limbs("add_rms_norm_limbs", SYMMETRIC, K=2048, splits=16)
+    "limbs": Case(run=lambda: ops.to_limbs(empty(4, 4096), SYMMETRIC)),
+    "limbs, asymmetric": Case(run=lambda: ops.to_limbs(empty(4, 4096), ASYMMETRIC)),
+    "norm to limbs": Case(run=lambda: norm_to_limbs(SYMMETRIC)),
+    "norm of parts to limbs": Case(run=lambda: norm_to_limbs(SYMMETRIC, K=2048, splits=16)),
+    "norm of parts to limbs, wide": Case(run=lambda: norm_to_limbs(SYMMETRIC, splits=16)),
+    "norm to limbs, asymmetric": Case(run=lambda: norm_to_limbs(ASYMMETRIC)),
+    "silu to limbs": Case(run=lambda: activate("silu", 4, 8192, SYMMETRIC)),
+    "silu to limbs, asymmetric": Case(run=lambda: activate("silu", 4, 8192, ASYMMETRIC)),
+    "layer norm": Case(run=lambda: layer_norm(4096), quick=SM90),
+    "layer norm and quantize": Case(run=lambda: layer_norm(4096, ROUNDED)),
+    "layer norm to limbs": Case(run=lambda: layer_norm(4096, SYMMETRIC)),
+    "relu, not gated": Case(run=lambda: activate("relu", 1, 16384, gated=False), quick=SM90),
+    "gelu by erf and quantize": Case(
+        run=lambda: activate("gelu", 1000, 16384, ROUNDED, gated=False)
     ),
-    "norm of parts to limbs, wide": Case(
-        run=lambda: limbs("add_rms_norm_limbs", SYMMETRIC, splits=16)
-    ),
-    "norm to limbs, asymmetric": Case(run=lambda: limbs("add_rms_norm_limbs", ASYMMETRIC)),
-    "silu to limbs": Case(run=lambda: limbs("silu_and_mul_limbs", SYMMETRIC)),
-    "silu to limbs, asymmetric": Case(run=lambda: limbs("silu_and_mul_limbs", ASYMMETRIC)),
+    "relu to limbs": Case(run=lambda: activate("relu", 4, 4096, SYMMETRIC, gated=False)),
     "sampling": Case(run=sample, quick=SM90),
 }
 EXPERTS = {

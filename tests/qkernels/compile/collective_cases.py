@@ -14,7 +14,7 @@ from qkernels.collective.config import KIB, Limits, Way
 from qkernels.operands.codes import InputRounding
 from qkernels.operands.limbs import LimbForm
 from qkernels.operands.split_k import SplitKPartials
-from qkernels.rowwise.branch import Branch
+from qkernels.rowwise.spec import Branch, NormSpec
 from tests.qkernels.compile.cards import empty
 from tests.qkernels.virtual_ranks import virtual_ranks
 
@@ -44,5 +44,6 @@ def norm(
         x = SplitKPartials(parts=empty(splits, M, C, dtype=torch.float32), dtype=x.dtype)
     if isinstance(form, ActivationSpec):
         form = InputRounding(form, None if form.dynamic else torch.ones(()))
-    behind = Branch(norm_C=empty(C), eps=1e-5, factor=0.5) if branch else Branch()
-    ops.all_reduce_add_rms_norm_into(x, empty(M, C), empty(C), 1e-5, form, peers(ranks, C), behind)
+    spec = NormSpec(weight_C=empty(C), eps=1e-5)
+    behind = Branch(norm=NormSpec(weight_C=empty(C), eps=1e-5), factor=0.5) if branch else Branch()
+    ops.all_reduce_norm(x, empty(M, C), spec, peers(ranks, C), form, behind)

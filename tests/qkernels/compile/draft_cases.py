@@ -55,8 +55,5 @@ def draft_input(M: int, C: int, form: LimbForm | None = None) -> None:
     """What a draft head reads of M tokens and states, and its logits in the model's places."""
     tokens = torch.zeros(M, dtype=torch.int64)
     inputs = tokens, empty(64, C), empty(C), empty(M, C), empty(C), 1e-5
-    if form is None:
-        ops.embed_norms(*inputs)
-    else:
-        ops.embed_norms_limbs(*inputs, form)
+    ops.embed_norms(*inputs, form)
     ops.spread_logits(empty(M, 32000), torch.zeros(128256, dtype=torch.int32))

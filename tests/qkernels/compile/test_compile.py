@@ -1,6 +1,7 @@
 """What each card would run compiles, fits it and keeps its sums in registers; no GPU is needed.
 
-A few cases of each card are compiled in every run, all of them with --exhaustive.
+A few cases of each card are compiled in every run; with --exhaustive, every second one of the card
+that has kernels of its own; with --all-cards, all.
 """
 
 import json
@@ -20,6 +21,7 @@ from tests.qkernels.compile.cases import CASES
 ROOT = Path(__file__).resolve().parents[3]
 # A process of its own each, which starts in seconds; what cases share is compiled and dumped once.
 CASES_OF_ITEM = 40
+EXHAUSTIVE_CARD, EXHAUSTIVE_CASES = "sm_90", tuple(CASES)[::2]  # the others take minutes
 REGISTERS_OF_SM = 65536
 
 # The loading warps of sm90_prefill keep 24 registers each and spill; of the loops that multiply,
@@ -49,8 +51,8 @@ SPILLS = (
     (("sm_80", "sm_89", "sm_100", "sm_120"), "attention.triton_paged", "", 64, 0),
     (("sm_100", "sm_120"), "w8a8.triton_gemm", "", 16, 0),
     (("sm_80", "sm_89", "sm_100", "sm_120"), "moe.triton_packed", "", 16, 0),
-    (("sm_100",), "rowwise.norm_act_quantize", "silu and quantize", 2, 0),
-    (("sm_100", "sm_120"), "rowwise.norm_act_quantize", "gelu and quantize", 2, 0),
+    (("sm_100",), "rowwise.activate", "silu and quantize", 2, 0),
+    (("sm_100", "sm_120"), "rowwise.activate", "gelu and quantize", 2, 0),
     # the addresses of seven slots, once for each tile
     (
         ("sm_80", "sm_89", "sm_120"),
@@ -76,12 +78,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "names" not in metafunc.fixturenames:
         return
     items = []
+    option = metafunc.config.getoption
+    whole = {card: tuple(CASES) for card in CARDS} if option("--all-cards") else {}
+    if option("--exhaustive"):
+        whole.setdefault(EXHAUSTIVE_CARD, EXHAUSTIVE_CASES)
     for card, of_card in CARDS.items():
         names = [
             name
             for name, case in CASES.items()
-            if case.least <= of_card.arch
-            and (metafunc.config.getoption("--exhaustive") or card in case.quick)
+            if case.least <= of_card.arch and (name in whole.get(card, ()) or card in case.quick)
         ]
         for first in range(0, len(names), CASES_OF_ITEM):
             of_item = names[first : first + CASES_OF_ITEM]

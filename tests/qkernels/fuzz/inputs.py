@@ -2,12 +2,12 @@
 
 import torch
 
-from formats.activation import quantize_input
+from formats.numerics.activation import quantize_input
 from formats.scheme import ActivationSpec
 from qkernels import ops, reference
+from qkernels.operands.codes import InputRounding
 from qkernels.operands.limbs import LimbForm
 from qkernels.operands.limbs_reference import from_limbs, to_limbs
-from qkernels.rowwise import reference as rowwise_reference
 from tests.qkernels.fuzz.fuzzer import FuzzedOp
 from tests.qkernels.fuzz.values import (
     BOOLS,
@@ -30,6 +30,7 @@ def activation_of(kind: str) -> tuple[ActivationSpec, torch.Tensor | None]:
     return ActivationSpec(type=number, dynamic=False, per="tensor"), torch.tensor(0.05)
 
 
+SILU = ops.ActSpec(kind="silu")
 ACTIVATIONS = ("int8", "int8 static", "float8", "float8 static")
 
 
@@ -46,17 +47,17 @@ def fuzz_quantize_input(*, M, C, activation, dtype, strided, spread, seed):
 
 def fuzz_fused_quantize(*, op, M, C, activation, dtype, spread, seed):
     spec, scale = activation_of(activation)
-    scale = None if scale is None else scale.to(DEVICE)
-    if op == "silu_and_mul_quantize":
-        inputs = (rows((M, 2 * C), dtype, seed, spread=spread),)
+    form = InputRounding(spec, None if scale is None else scale.to(DEVICE))
+    x = rows((M, 2 * C if op == "silu" else C), dtype, seed, spread=spread)
+    if op == "silu":
+        codes, scales = ops.activate(x, SILU, form, kernel="triton")
+        want_codes, want_scales = reference.activate(x, SILU, form)
     else:
-        inputs = (rows((M, C), dtype, seed, spread=spread), rows((C,), dtype, seed + 2), 1e-5)
-        if op == "add_rms_norm_quantize":
-            inputs = (inputs[0], rows((M, C), dtype, seed + 3, spread=2), *inputs[1:])
-    codes, scales, *total = getattr(ops, op)(*inputs, spec, scale, kernel="triton")
-    want_codes, want_scales, *want_total = getattr(reference, op)(*inputs, spec, scale)
-    if total:
-        assert torch.equal(total[0], want_total[0]), "the sum differs from the reference's"
+        norm = ops.NormSpec(weight_C=rows((C,), dtype, seed + 2), eps=1e-5)
+        residual = rows((M, C), dtype, seed + 3, spread=2) if op == "norm of a sum" else None
+        (codes, scales), total = ops.norm(x, residual, norm, form, kernel="triton")
+        (want_codes, want_scales), want_total = reference.norm(x, residual, norm, form)
+        assert torch.equal(total, want_total), "the sum differs from the reference's"
     # another order of the sum of squares, or another exp, may move a value by one rounding
     eps = EPS[dtype]
     torch.testing.assert_close(scales, want_scales, rtol=max(4 * eps, 1e-5), atol=0)
@@ -65,24 +66,23 @@ def fuzz_fused_quantize(*, op, M, C, activation, dtype, spread, seed):
     assert_near(op, want, got, step * 1.001 + 4 * eps * want.abs())
 
 
-DIGIT_OPS = ("to_limbs", "rms_norm_limbs", "add_rms_norm_limbs", "silu_and_mul_limbs")
+DIGIT_OPS = ("to_limbs", "norm", "norm of a sum", "silu")
 
 
 def fuzz_digits(*, op, M, steps, bits, with_sums, dtype, strided, spread, seed):
     """Values near those of the plain operation, and the very limbs of these values."""
     form, K = LimbForm(bits=bits, with_sums=with_sums), 128 * steps
-    x = rows((M, 2 * K if "silu" in op else K), dtype, seed, strided, spread)
-    if "norm" in op:
-        plain = (rows((K,), dtype, seed + 2), 1e-5)
-        if op == "add_rms_norm_limbs":
-            plain = (rows((M, K), dtype, seed + 3, spread=2), *plain)
-        want = getattr(reference, op.removesuffix("_limbs"))(x, *plain)
+    x = rows((M, 2 * K if op == "silu" else K), dtype, seed, strided, spread)
+    if op == "to_limbs":
+        want, limbs = x, ops.to_limbs(x, form, kernel="triton")
+    elif op == "silu":
+        want = reference.activate(x, SILU)
+        limbs = ops.activate(x, SILU, form, kernel="triton")
     else:
-        plain = ()
-        want = rowwise_reference.silu_and_mul(x) if "silu" in op else x
-    limbs = getattr(ops, op)(x, *plain, form, kernel="triton")
-    if op == "add_rms_norm_limbs":
-        (limbs, total), (want, want_total) = limbs, want
+        norm = ops.NormSpec(weight_C=rows((K,), dtype, seed + 2), eps=1e-5)
+        residual = rows((M, K), dtype, seed + 3, spread=2) if op == "norm of a sum" else None
+        want, want_total = reference.norm(x, residual, norm)
+        limbs, total = ops.norm(x, residual, norm, form, kernel="triton")
         assert torch.equal(total, want_total), "the sum differs from torch's"
     got = written(limbs)
     exact = from_limbs(limbs)
@@ -116,7 +116,7 @@ INPUTS: dict[str, FuzzedOp] = {
     "fused_quantize": FuzzedOp(
         run=fuzz_fused_quantize,
         fields={
-            "op": ("rms_norm_quantize", "add_rms_norm_quantize", "silu_and_mul_quantize"),
+            "op": DIGIT_OPS[1:],
             "M": ROWS,
             "C": WIDTHS,
             "activation": ACTIVATIONS,

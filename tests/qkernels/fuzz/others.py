@@ -5,9 +5,9 @@ import torch
 from qkernels.attention import reference as attention_reference
 from qkernels.attention import rope
 from qkernels.attention import rope_write_kv as kv_cache
-from qkernels.rowwise import norm_act
+from qkernels.rowwise import activate, norm
 from qkernels.rowwise import reference as rowwise_reference
-from qkernels.rowwise.branch import Branch
+from qkernels.rowwise.spec import ActSpec, Branch, NormSpec
 from qkernels.sampling import reference as reference_sampling
 from qkernels.sampling import triton_sample as sampling
 from qkernels.sampling.settings import SampleSettings
@@ -28,43 +28,55 @@ from tests.qkernels.fuzz.values import (
     rows,
 )
 
+KINDS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")
 
-def fuzz_rms_norm(*, M, C, reduced, parts, branch, wide, dtype, strided, seed):
+
+def fuzz_norm(*, M, C, kind, reduced, parts, branch, wide, dtype, strided, seed):
     x = rows((M, C), dtype, seed, strided, 3)
     weights = "float32" if wide else dtype
     weight = rows((C,), weights, seed + 1)
+    bias = rows((C,), weights, seed + 4) if kind == "layer, bias" else None
+    spec = NormSpec(kind=kind.partition(",")[0], weight_C=weight, bias_C=bias, eps=1e-5)
     if reduced:
         residual = rows((M, C), dtype, seed + 2, strided)
         given = in_parts(x, parts, seed)
+        of_branch = NormSpec(weight_C=rows((C,), weights, seed + 3), eps=1e-3)
         end = Branch(
-            norm_C=rows((C,), weights, seed + 3) if "norm" in branch else None,
-            eps=1e-3,
+            norm=of_branch if "norm" in branch else None,
             factor=0.22 if "factor" in branch else 1.0,
         )
-        got, x = norm_act.add_rms_norm(given, residual, weight, 1e-5, end)
-        total = rowwise_reference.add_rms_norm(given, residual, None, 0.0, end)[1]
+        got, x = norm.norm(given, residual, spec, None, end)
+        total = rowwise_reference.norm(given, residual, None, None, end)[1]
         if branch == "plain":
             assert torch.equal(x, total), "the sum differs from torch's"
         size = total.double().abs() + (total - residual).double().abs()
         assert_near("sum", total.double(), x, (4 * EPS[dtype] + 1e-6) * size + 1e-6)
     else:
-        got = norm_act.rms_norm(x, weight, 1e-5)
-    want = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-    want = want * weight.double()
-    assert_near("rms_norm", want, got, (2 * EPS[dtype] + 1e-5) * want.abs() + 1e-7)
+        got, _ = norm.norm(x, None, spec)
+    want, mean = x.double(), 0
+    if kind != "rms":
+        mean = want.mean(-1, keepdim=True)
+        want = want - mean
+    inverse = (want.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    want = want * inverse * weight.double()
+    # what the mean loses in float32, and the bias after it
+    lost = 1e-6 * (x.double().abs() + abs(mean)) * inverse * weight.double().abs()
+    if bias is not None:
+        want = want + bias.double()
+        lost = lost + (EPS[dtype] + 1e-6) * bias.double().abs()
+    assert_near("norm", want, got, (2 * EPS[dtype] + 1e-5) * want.abs() + lost + 1e-7)
 
 
-def fuzz_act_and_mul(*, M, C, gelu, dtype, seed):
-    x = rows((M, 2 * C), dtype, seed, spread=2)
-    gate, up = x.double().chunk(2, dim=-1)
-    if gelu:
-        activated = torch.nn.functional.gelu(gate, approximate="tanh")
-        got = norm_act.gelu_and_mul(x)
-    else:
-        activated, got = torch.nn.functional.silu(gate), norm_act.silu_and_mul(x)
-    want = activated * up
+def fuzz_activate(*, M, C, kind, gated, dtype, seed):
+    x = rows((M, C * (1 + gated)), dtype, seed, spread=2)
+    gate, up = x.double().chunk(2, dim=-1) if gated else (x.double(), torch.ones(()).double())
+    spec = ActSpec(kind=kind, gated=gated)
+    want = rowwise_reference.activate(gate, ActSpec(kind=kind, gated=False)) * up
+    got = activate.activate(x, spec)
     bound = (2 * EPS[dtype] + 1e-5) * want.abs() + EPS[dtype] * 1e-2 * (1 + up.abs())
-    assert_near("act_and_mul", want, got, bound)
+    if kind == "gelu":  # 1 + erf cancels below 0 in float32, in torch too
+        bound = bound + 2**-23 * gate.abs() * up.abs()
+    assert_near("activate", want, got, bound)
 
 
 def fuzz_apply_rope(*, T, H, J, D, width, neighbours, index, dtype, seed):
@@ -124,11 +136,12 @@ def fuzz_sample(*, S, V, temperature, top_k, top_p, min_p, spread, dtype, seed):
 
 
 OTHERS: dict[str, FuzzedOp] = {
-    "rms_norm": FuzzedOp(
-        run=fuzz_rms_norm,
+    "norm": FuzzedOp(
+        run=fuzz_norm,
         fields={
             "M": ROWS,
             "C": WIDTHS,
+            "kind": ("rms", "layer", "layer, bias"),
             "reduced": BOOLS,
             "parts": PARTS,
             "branch": ("plain", "norm", "factor", "norm, factor"),
@@ -139,9 +152,9 @@ OTHERS: dict[str, FuzzedOp] = {
         dynamic=("M", "strided"),
         cost=lambda *, M, C, parts, **_: M * C * (10 + parts),
     ),
-    "act_and_mul": FuzzedOp(
-        run=fuzz_act_and_mul,
-        fields={"M": ROWS, "C": WIDTHS, "gelu": BOOLS, "dtype": FLOAT},
+    "activate": FuzzedOp(
+        run=fuzz_activate,
+        fields={"M": ROWS, "C": WIDTHS, "kind": KINDS, "gated": BOOLS, "dtype": FLOAT},
         dynamic=("M", "C"),
         cost=lambda *, M, C, **_: M * C * 10,
     ),

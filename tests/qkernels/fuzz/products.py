@@ -4,11 +4,11 @@ import random
 
 import torch
 
-from formats.activation import quantize_input
-from formats.bits import pack
-from formats.packed import PackedWeight
+from formats.in_memory.packed import PackedWeight
+from formats.in_memory.weights import round_to_nearest, with_activation
+from formats.numerics.activation import quantize_input
+from formats.numerics.bits import pack
 from formats.scheme import CHANNEL, QuantSpec, Scheme
-from formats.weights import round_to_nearest, with_activation
 from qkernels import ops
 from qkernels.gpu import device
 from qkernels.operands.split_k import reduced

@@ -2,7 +2,7 @@
 
 import torch
 
-from formats.packed import PackedWeight
+from formats.in_memory.packed import PackedWeight
 from qkernels import ops
 from tests.qkernels.plans import multiply
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from qkernels.rowwise.spec import NormSpec
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -61,11 +63,11 @@ def test_a_lost_rank_ends_the_wait():
     peers = Peers(virtual_ranks(2, layout.num_bytes, device)[0], layout, spin_limit=1000)
     ops.all_reduce(x, peers)
     torch.cuda.synchronize()
-    with pytest.raises(PeerLostError, match="rank 1 did not send its part"):
+    with pytest.raises(PeerLostError, match="rank 1 did not send its data"):
         peers.check()
 
     waiting = Peers(virtual_ranks(2, layout.num_bytes, device)[0], layout)
-    ops.all_reduce_add_rms_norm_into(x, x, x[0], 1e-5, None, waiting)
+    ops.all_reduce_norm(x, x, NormSpec(weight_C=x[0], eps=1e-5), waiting)
     done = torch.cuda.Event()
     done.record()
     assert not done.query()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from formats.bits import pack
+from formats.numerics.bits import pack
 from qkernels import ops
 from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig
 from qkernels.wna16.sm90_small_m_config import SMALL_M_ROWS, SmallMConfig

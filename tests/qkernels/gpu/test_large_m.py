@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from formats.bits import pack
+from formats.numerics.bits import pack
 from qkernels import ops
 from qkernels.gpu.workspace import workspace
 from qkernels.wna16.sm90_large_m_config import LargeMConfig, default_large_m_config
@@ -215,7 +215,7 @@ def test_chosen_and_captured(make_weight, half, M, bits):
 
 @pytest.mark.parametrize("M", [520, 1032, 1088])
 def test_a_few_rows_behind_whole_tiles(make_weight, half, M):
-    """Two kernels' work (row_split.py), in a graph, too."""
+    """Two kernels' work (`rows_of_tiles`), in a graph, too."""
     packed = make_weight(4096, 14336, 128)
     weight = ops.prepare_weight(packed, half)
     plan = ops.plan_linear(weight, M)

@@ -187,7 +187,7 @@ def test_layers_in_a_graph_replayed_with_new_tokens(half, M):
     routing = Routing(num_experts=E, top_k=K, normalized=True)
     layers = [prepare("w4a16-sym", half, seed=seed) for seed in range(2)]
     routers = [random_x(E, HIDDEN, half) for _ in layers]
-    norm = torch.ones(HIDDEN, device="cuda", dtype=half)
+    spec = ops.NormSpec(weight_C=torch.ones(HIDDEN, device="cuda", dtype=half), eps=1e-6)
     x = random_x(M, HIDDEN, half)
 
     def both():
@@ -196,7 +196,7 @@ def test_layers_in_a_graph_replayed_with_new_tokens(half, M):
             routes = ops.route_tokens(normed, router, routing)
             out = ops.experts(normed, routes, prepared)
             seen.append((normed, routes, out))
-            normed, total = ops.add_rms_norm(out, total, norm, 1e-6)
+            normed, total = ops.norm(out, total, spec)
         return seen
 
     both()

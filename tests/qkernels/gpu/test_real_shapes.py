@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from formats.activation import quantize_input
-from formats.packed import PackedWeight
+from formats.in_memory.packed import PackedWeight
+from formats.in_memory.weights import round_to_nearest, with_activation
+from formats.numerics.activation import quantize_input
 from formats.scheme import ActivationSpec, QuantSpec, Scheme
-from formats.weights import round_to_nearest, with_activation
 from qkernels import QuantLinear, ops, reference
 from qkernels.attention import reference as attention_reference
 from qkernels.gpu.workspace import workspace
@@ -306,11 +306,11 @@ def test_a_captured_decode_step_follows_its_inputs(half):
     angle = torch.rand(B * X, D // 2, device="cuda") * 6
     cos_sin = torch.cat([angle.cos(), angle.sin()], dim=1)
     x = torch.randn(R, (H + 2 * J) * D, device="cuda", dtype=half)
-    norm = torch.ones(D, device="cuda", dtype=half)
+    spec = ops.NormSpec(weight_C=torch.ones(D, device="cuda", dtype=half), eps=1e-5)
 
     def step(module):
         q, k, v = x.view(R, -1, D).split([H, J, J], dim=1)
-        q, k = module.rms_norm(q, norm, 1e-5), module.rms_norm(k, norm, 1e-5)
+        q, k = module.norm(q, None, spec)[0], module.norm(k, None, spec)[0]
         q, k = module.apply_rope(q, k, cos_sin, positions)
         module.write_kv_(k, v, paged_kv(k_pages, v_pages), slots)
         out = run_attention(
@@ -326,7 +326,7 @@ def test_a_captured_decode_step_follows_its_inputs(half):
             max_query_len=1,
             max_context_len=B * X,
         )
-        return module.silu_and_mul(out.flatten(1))
+        return module.activate(out.flatten(1), ops.ActSpec(kind="silu"))
 
     step(ops)
     graph = torch.cuda.CUDAGraph()

@@ -95,14 +95,14 @@ def test_splits_for_the_next_operation(make_weight, half, consumer, M):
     first, second = (ops.prepare_weight(each, half) for each in packed)
     bias = torch.randn(1024, device="cuda").to(half)
     x, residual = random_x(M, 2048, half), random_x(M, 1024, half)
-    norm = torch.rand(1024, device="cuda").to(half) + 0.5
+    spec = ops.NormSpec(weight_C=torch.rand(1024, device="cuda").to(half) + 0.5, eps=1e-5)
     pages = [torch.zeros(8, 16, 2, 64, device="cuda", dtype=half) for _ in range(2)]
     cos_sin = torch.rand(64, 64, device="cuda")
     places = torch.arange(M, device="cuda")
 
     def read(y):
         if consumer == "norm":
-            y = ops.add_rms_norm(y, residual, norm, 1e-5)[0][:, :512]
+            y = ops.norm(y, residual, spec)[0][:, :512]
         else:
             heads = split_heads(y, (12, 2, 2), 64)
             y = ops.rope_write_kv_(

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from formats.in_memory.weights import round_to_nearest, with_activation
 from formats.scheme import Scheme
-from formats.weights import round_to_nearest, with_activation
 from qkernels import ops
 from qkernels.gpu.workspace import workspace
 from qkernels.linear.prepared import PreparedWeight

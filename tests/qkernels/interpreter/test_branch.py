@@ -1,20 +1,19 @@
-"""Norms behind a branch, factors, float32 weights and GELU: kernels against their torch twins."""
+"""Norms of what is added, factors, float32 weights: kernels against their torch twins."""
 
 import pytest
 import torch
 
 from formats.scheme import ActivationSpec
-from qkernels import ops
+from qkernels.operands.codes import InputRounding
 from qkernels.operands.limbs import LimbForm
 from qkernels.operands.limbs_reference import from_limbs
 from qkernels.operands.split_k import SplitKPartials
-from qkernels.rowwise import norm_act, reference
-from qkernels.rowwise import norm_act_limbs as fused_limbs
-from qkernels.rowwise import norm_act_quantize as fused_quant
-from qkernels.rowwise.branch import PLAIN, Branch
+from qkernels.rowwise import reference
+from qkernels.rowwise.norm import norm
+from qkernels.rowwise.spec import PLAIN, Branch, NormSpec
 
 EPS, BRANCH_EPS = 1e-5, 0.3  # far apart, so that the one is not taken for the other
-KINDS = ["norm", "factor", "both", "none"]
+KINDS = ["norm", "layer norm", "factor", "both", "none"]
 
 
 @pytest.fixture
@@ -24,12 +23,23 @@ def randn(device, dtype):
 
 
 def make_branch(kind, norm_C):
+    of_branch = NormSpec(weight_C=norm_C, eps=BRANCH_EPS)
+    layer_norm = NormSpec(kind="layer", weight_C=norm_C, bias_C=norm_C.flip(0), eps=BRANCH_EPS)
     return {
-        "norm": Branch(norm_C=norm_C, eps=BRANCH_EPS),
+        "norm": Branch(norm=of_branch),
+        "layer norm": Branch(norm=layer_norm),
         "factor": Branch(factor=0.22),
-        "both": Branch(norm_C=norm_C, eps=BRANCH_EPS, factor=-3.0),
+        "both": Branch(norm=of_branch, factor=-3.0),
         "none": PLAIN,
     }[kind]
+
+
+def make_norm(kind, weight_C):
+    """The norm after the sum: none, of the plain kind, or a layer norm of a weighted kernel."""
+    if kind == "sum":
+        return None
+    bias_C = weight_C.flip(0) if kind == "layer" else None
+    return NormSpec(kind=kind, weight_C=weight_C, bias_C=bias_C, eps=EPS)
 
 
 def few_steps_apart(want, got, dtype):
@@ -39,30 +49,29 @@ def few_steps_apart(want, got, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("after", ["rms", "layer", "sum"])
 @pytest.mark.parametrize("parts", [0, 3])
-def test_branch_before_the_sum(randn, device, dtype, poison, kind, weighted, parts):
+def test_branch_before_the_sum(randn, device, dtype, poison, kind, after, parts):
     x, residual = randn(3, 200), 2 * randn(3, 200) + 1
-    branch, weight = make_branch(kind, randn(200)), randn(200) if weighted else None
+    branch, spec = make_branch(kind, randn(200)), make_norm(after, randn(200))
     if parts:
         x = SplitKPartials(parts=torch.stack([randn(3, 200).float()] * parts), dtype=dtype)
-    want, want_total = reference.add_rms_norm(x, residual, weight, EPS, branch)
-    got, total = norm_act.add_rms_norm(x, residual, weight, EPS, branch)
+    want, want_total = reference.norm(x, residual, spec, None, branch)
+    got, total = norm(x, residual, spec, None, branch)
     assert few_steps_apart(want_total, total, dtype)
     assert few_steps_apart(want, got, dtype)
-    if not weighted:
+    if after == "sum":
         assert got is total
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("weighted", [True, False])
-def test_branch_before_the_sum_and_rounding_to_codes(randn, device, half, kind, weighted):
+@pytest.mark.parametrize("after", ["rms", "layer", "sum"])
+def test_branch_before_the_sum_and_rounding_to_codes(randn, device, half, kind, after):
     x, residual = randn(3, 200).to(half), (2 * randn(3, 200) + 1).to(half)
     branch = make_branch(kind, randn(200).to(half))
-    weight = randn(200).to(half) if weighted else None
-    arguments = (x, residual, weight, EPS, ActivationSpec(), None, branch)
-    want, want_scales, want_total = reference.add_rms_norm_quantize(*arguments)
-    got, scales, total = fused_quant.add_rms_norm_quantize(*arguments)
+    spec, form = make_norm(after, randn(200).to(half)), InputRounding(ActivationSpec(), None)
+    (want, want_scales), want_total = reference.norm(x, residual, spec, form, branch)
+    (got, scales), total = norm(x, residual, spec, form, branch)
     assert few_steps_apart(want_total, total, half)
     assert few_steps_apart(want_scales, scales, half)
     # The branch is rounded between its parts: a last bit of bfloat16 is a whole code.
@@ -72,18 +81,18 @@ def test_branch_before_the_sum_and_rounding_to_codes(randn, device, half, kind, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("after", ["rms", "layer", "sum"])
 @pytest.mark.parametrize("C", [256, 1280])
-def test_branch_before_the_sum_and_limbs(device, half, kind, weighted, C):
+def test_branch_before_the_sum_and_limbs(device, half, kind, after, C):
     generator = torch.Generator().manual_seed(2)
-    x, residual, norm, weight = (
+    x, residual, of_branch, weight = (
         torch.randn(*shape, generator=generator).to(device, half)
         for shape in ((3, C), (3, C), (C,), (C,))
     )
-    branch, form = make_branch(kind, norm), LimbForm(bits=8, with_sums=True)
-    weight = weight if weighted else None
-    want, want_total = reference.add_rms_norm(x, residual, weight, EPS, branch)
-    got, total = fused_limbs.add_rms_norm_limbs(x, residual, weight, EPS, form, branch)
+    branch, form = make_branch(kind, of_branch), LimbForm(bits=8, with_sums=True)
+    spec = make_norm(after, weight)
+    want, want_total = reference.norm(x, residual, spec, None, branch)
+    got, total = norm(x, residual, spec, form, branch)
     assert few_steps_apart(want_total, total, half)
     assert few_steps_apart(want, from_limbs(got), half)
 
@@ -103,40 +112,17 @@ def test_a_float32_weight_is_multiplied_before_rounding(half, device):
     want = gemma_norm(total, weight, EPS).to(half)
     twice = (gemma_norm(total, 1, EPS).to(half) * weight).to(half)
     form = LimbForm(bits=8, with_sums=True)
+    spec = NormSpec(weight_C=weight, eps=EPS)
     found = {
-        "reference": reference.add_rms_norm(x, residual, weight, EPS)[0],
-        "norm": norm_act.add_rms_norm(x, residual, weight, EPS)[0],
-        "first norm": norm_act.rms_norm(total, weight, EPS),
-        "limbs": from_limbs(fused_limbs.add_rms_norm_limbs(x, residual, weight, EPS, form)[0]),
+        "reference": reference.norm(x, residual, spec)[0],
+        "norm": norm(x, residual, spec)[0],
+        "first norm": norm(total, None, spec)[0],
+        "limbs": from_limbs(norm(x, residual, spec, form)[0]),
     }
     for name, got in found.items():
         shares = [float((got.to(half) != each).float().mean()) for each in (want, twice)]
         assert shares[0] < 0.02 and shares[1] > 0.1, (name, shares)
-    codes, scales, _ = fused_quant.add_rms_norm_quantize(x, residual, weight, EPS, ActivationSpec())
+    (codes, scales), _ = norm(x, residual, spec, InputRounding(ActivationSpec(), None))
     wanted = reference.quantize_input(want, ActivationSpec())
     assert (codes != wanted[0]).float().mean() < 0.01
     assert (scales != wanted[1]).float().mean() < 0.2
-
-
-@pytest.mark.parametrize("width", [24, 1025])
-def test_gelu_and_mul(randn, assert_close, tolerance, dtype, poison, width):
-    """Gates far below 0 give 0, far above themselves."""
-    x = 3 * randn(3, 2 * width)
-    x[:, :3] = torch.tensor([-30.0, 30, 0], dtype=dtype)
-    want = reference.gelu_and_mul(x)
-    got = norm_act.gelu_and_mul(x)
-    assert_close("gelu_and_mul", want, got, tolerance(dtype))
-    assert (got[:, 0] == 0).all() and torch.equal(got[:, 1], want[:, 1])
-    silu = reference.silu_and_mul(x).float()
-    assert (silu - want.float()).abs().max() > 0.1
-
-
-def test_gelu_and_mul_to_codes_and_limbs(half, device):
-    generator = torch.Generator().manual_seed(1)
-    x = 2 * torch.randn(3, 512, generator=generator).to(device, half)
-    want, want_scales = reference.gelu_and_mul_quantize(x, ActivationSpec())
-    got, scales = fused_quant.gelu_and_mul_quantize(x, ActivationSpec())
-    assert (want.int() - got.int()).abs().max() <= 1 and (want != got).float().mean() < 0.02
-    assert few_steps_apart(want_scales, scales, half)
-    limbs = ops.gelu_and_mul_limbs(x, LimbForm(bits=8, with_sums=True), kernel="triton")
-    assert few_steps_apart(reference.gelu_and_mul(x), from_limbs(limbs), half)

@@ -13,7 +13,7 @@ from qkernels.collective.channels import PeerLostError
 from qkernels.operands.codes import Codes, InputRounding
 from qkernels.operands.limbs import LimbForm, Limbs
 from qkernels.operands.split_k import LinearOutput, SplitKPartials
-from qkernels.rowwise.branch import PLAIN, Branch
+from qkernels.rowwise.spec import PLAIN, Branch, NormSpec
 from tests.qkernels.conftest import ON_GPU
 from tests.qkernels.ranks import CHANNELS, results_of_ranks
 
@@ -83,9 +83,8 @@ def test_calls_of_all_kinds_by_turns(device):
                 time.sleep(0.02 * delays.random())
             x = given[i][peers.rank]
             if kind == "norm":
-                _, total = ops.all_reduce_add_rms_norm_into(
-                    x, residual[: rows[i]], weight, 1e-5, None, peers
-                )
+                spec = NormSpec(weight_C=weight, eps=1e-5)
+                _, total = ops.all_reduce_norm(x, residual[: rows[i]], spec, peers)
                 found.append(total)
             else:
                 found.append(ops.all_reduce(x, peers, "two_shot" if kind == "two_shot" else None))
@@ -125,7 +124,8 @@ def test_a_slow_reader_loses_nothing(device, half, kind):
             return [ops.all_reduce(x[peers.rank], peers, kind) for x in calls]
         totals = []
         for x in calls:
-            out = ops.all_reduce_add_rms_norm_into(x[peers.rank], zeros, ones, 1e-5, None, peers)
+            spec = NormSpec(weight_C=ones, eps=1e-5)
+            out = ops.all_reduce_norm(x[peers.rank], zeros, spec, peers)
             totals.append(out[1])
         return totals
 
@@ -179,7 +179,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("parts", [False, True], ids=["", "split-K"])
 @pytest.mark.parametrize("ranks, rows", [(2, 1), (2, 6), (3, 5), many(4, 3), many(8, 2)])
-@pytest.mark.parametrize("branch", ["", "branch"])
+@pytest.mark.parametrize("branch", ["", "branch", "layer norms"])
 def test_norm_of_a_sum_over_ranks(device, half, ranks, rows, parts, form, branch):
     form = FORMS[form]
     if isinstance(form, LimbForm):
@@ -191,20 +191,21 @@ def test_norm_of_a_sum_over_ranks(device, half, ranks, rows, parts, form, branch
     residual, weight, behind = (
         of_ranks(1, n, CHANNELS, dtype=half, device=device, seed=n)[0] for n in (rows, 1, 2)
     )
-    changes = Branch(norm_C=behind[1], eps=1e-5, factor=0.5) if branch else PLAIN
-    arguments = residual, weight[0], 1e-5, form
+    kind, bias_C = ("layer", behind[0]) if branch == "layer norms" else ("rms", None)
+    spec = NormSpec(kind=kind, weight_C=weight[0], bias_C=bias_C, eps=1e-5)
+    end = NormSpec(kind=kind, weight_C=behind[1], bias_C=bias_C, eps=1e-5)
+    changes = Branch(norm=end, factor=0.5) if branch else PLAIN
 
     def work(peers):
         assert ops.fuses(shares[peers.rank], form, peers)
-        out = ops.all_reduce_add_rms_norm_into(shares[peers.rank], *arguments, peers, changes)
-        return flat(out)
+        return flat(ops.all_reduce_norm(shares[peers.rank], residual, spec, peers, form, changes))
 
     first, *others = results_of_ranks(ranks, work, device)
     for found in others:
         defined = slice(-1, None) if isinstance(form, LimbForm) else slice(None)
         # what limbs hold beyond their rows is not defined
         assert all(map(same_bits, first[defined], found[defined]))
-    want = flat(reference.all_reduce_add_rms_norm_into(shares, *arguments, changes))
+    want = flat(reference.all_reduce_norm(shares, residual, spec, form, changes))
     total, want_total = first[-1], want[-1].cpu()
     eps = torch.finfo(half).eps
     exact = not branch and not (parts and ranks > 4)
@@ -241,9 +242,7 @@ def test_sum_without_norm(device, half):
     residual = of_ranks(1, 3, CHANNELS, dtype=half, device=device, seed=5)[0]
 
     def work(peers):
-        return flat(
-            ops.all_reduce_add_rms_norm_into(x[peers.rank], residual, None, 1e-5, None, peers)
-        )
+        return flat(ops.all_reduce_norm(x[peers.rank], residual, None, peers))
 
     want = reference.all_reduce(list(x)) + residual
     for normed, total in results_of_ranks(2, work, device):
@@ -256,11 +255,8 @@ def test_rows_beyond_the_channel_are_normed_apart(device, half):
 
     def work(peers):
         assert not ops.fuses(x[0], None, peers)
-        return flat(
-            ops.all_reduce_add_rms_norm_into(
-                x[peers.rank], torch.zeros_like(x[0]), weight, 1e-5, None, peers
-            )
-        )
+        spec = NormSpec(weight_C=weight, eps=1e-5)
+        return flat(ops.all_reduce_norm(x[peers.rank], torch.zeros_like(x[0]), spec, peers))
 
     want = reference.all_reduce(list(x)).cpu()
     for _, total in results_of_ranks(2, work, device):
@@ -278,9 +274,8 @@ def test_a_rank_that_does_not_come_is_named(device, half, kind, ranks):
     def work(peers):
         for _ in range(2):
             if kind == "norm":
-                ops.all_reduce_add_rms_norm_into(
-                    x[0], x[0], torch.ones_like(x[0, 0]), 1e-5, None, peers
-                )
+                spec = NormSpec(weight_C=torch.ones_like(x[0, 0]), eps=1e-5)
+                ops.all_reduce_norm(x[0], x[0], spec, peers)
             else:
                 ops.all_reduce(x[0], peers, kind)
             if peers.spin_limit:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from calibrate import gptq, triton_block
+from calibrate.solvers import gptq, triton_block
 from formats.scheme import QuantSpec
 
 

@@ -11,6 +11,7 @@ from qkernels.operands.limbs_reference import from_limbs, to_limbs
 from tests.qkernels.limb_bits import written
 
 FORMS = [(M, LimbForm(bits=bits, with_sums=M > 1)) for M in (1, 2, 3, 4) for bits in (4, 8)]
+SILU = ops.ActSpec(kind="silu")
 IDS = [f"{M} rows, {form.bits} bits" for M, form in FORMS]
 forms = pytest.mark.parametrize("M, form", FORMS, ids=IDS)
 
@@ -84,7 +85,7 @@ def test_embeddings_beside_states(half, device, M, form, C):
     tokens = torch.tensor([8, 0, 3, 5], device=device)[:M]
     inputs = tokens, table, norms[0], state, norms[1], 1e-5
     poison(device)
-    limbs, normed = ops.embed_norms_limbs(*inputs, form, kernel="triton")
+    limbs, normed = ops.embed_norms(*inputs, form, kernel="triton")
     both, want = ops.embed_norms(*inputs, kernel="reference")
     check_near(from_limbs(limbs), both)
     check_near(normed, want)
@@ -103,13 +104,10 @@ def test_norm(half, device, M, form, C, add):
     )
     weight = random_inputs(1, C, half)[0].to(device)
     poison(device)
-    if add:
-        limbs, total = ops.add_rms_norm_limbs(x, residual, weight, 1e-5, form, "triton")
-        want, want_total = ops.add_rms_norm(x, residual, weight, 1e-5)
-        assert torch.equal(total, want_total)
-    else:
-        limbs = ops.rms_norm_limbs(x, weight, 1e-5, form, "triton")
-        want = ops.rms_norm(x, weight, 1e-5)
+    inputs = x, residual if add else None, ops.NormSpec(weight_C=weight, eps=1e-5)
+    limbs, total = ops.norm(*inputs, form, kernel="triton")
+    want, want_total = ops.norm(*inputs)
+    assert torch.equal(total, want_total)
     values = from_limbs(limbs).to(half)
     check_near(values, want)
     check_equal(limbs, lambda: to_limbs(values, form))
@@ -117,34 +115,35 @@ def test_norm(half, device, M, form, C, add):
 
 @pytest.mark.parametrize("add", [False, True])
 def test_norm_of_a_row_that_registers_do_not_hold(half, device, add, monkeypatch):
-    from qkernels.rowwise import norm_act_limbs
+    from qkernels.rowwise import norm
 
-    monkeypatch.setattr(norm_act_limbs, "MOST_CHANNELS", 128)
+    monkeypatch.setattr(norm, "MOST_CHANNELS", 128)
     test_norm(half, device, 3, LimbForm(bits=4), 256, add)
 
 
 @forms
-def test_silu_and_mul(half, device, M, form):
+def test_silu(half, device, M, form):
     width = 640
     x = random_inputs(M, 2 * width, half).to(device)
-    want = ops.silu_and_mul(x)
+    want = ops.activate(x, SILU)
     poison(device)
-    limbs = ops.silu_and_mul_limbs(x, form, kernel="triton")
+    limbs = ops.activate(x, SILU, form, kernel="triton")
     values = from_limbs(limbs).to(half)
     check_near(values, want)
     check_equal(limbs, lambda: to_limbs(values, form))
 
 
 @pytest.mark.parametrize("M, form", FORMS[2:4] + FORMS[-2:], ids=IDS[2:4] + IDS[-2:])
-@pytest.mark.parametrize("op", ["to_limbs", "rms_norm", "add_rms_norm", "silu_and_mul"])
+@pytest.mark.parametrize("op", ["to_limbs", "norm", "norm of a sum", "silu"])
 def test_limbs_beside_their_tensor(half, device, M, form, op):
     """The limbs were made of the tensor that adapters read, and are those without it."""
     x, weight = random_inputs(M, 1152, half).to(device), random_inputs(1, 1152, half)[0].to(device)
+    spec = ops.NormSpec(weight_C=weight, eps=1e-5)
     calls = {
         "to_limbs": lambda form: ops.to_limbs(x, form, "triton"),
-        "rms_norm": lambda form: ops.rms_norm_limbs(x, weight, 1e-5, form, "triton"),
-        "add_rms_norm": lambda form: ops.add_rms_norm_limbs(x, x, weight, 1e-5, form, "triton")[0],
-        "silu_and_mul": lambda form: ops.silu_and_mul_limbs(torch.cat([x, x], 1), form, "triton"),
+        "norm": lambda form: ops.norm(x, None, spec, form, kernel="triton")[0],
+        "norm of a sum": lambda form: ops.norm(x, x, spec, form, kernel="triton")[0],
+        "silu": lambda form: ops.activate(torch.cat([x, x], 1), SILU, form, "triton"),
     }
     alone, both = calls[op](form), calls[op](replace(form, with_tensor=True))
     assert alone.tensor is None and both.tensor.shape == (M, 1152)

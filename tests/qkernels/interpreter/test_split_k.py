@@ -5,12 +5,12 @@ import torch
 
 from formats.scheme import ActivationSpec
 from qkernels.attention import rope_write_kv as kv_cache
+from qkernels.operands.codes import InputRounding
 from qkernels.operands.limbs import LimbForm
 from qkernels.operands.limbs_reference import from_limbs
 from qkernels.operands.split_k import SplitKPartials, split_heads
-from qkernels.rowwise import norm_act
-from qkernels.rowwise import norm_act_limbs as fused_limbs
-from qkernels.rowwise import norm_act_quantize as fused_quant
+from qkernels.rowwise.norm import norm
+from qkernels.rowwise.spec import NormSpec
 from tests.qkernels.flat_attention import paged_kv
 
 P, B, J, H = 4, 16, 2, 6
@@ -39,10 +39,10 @@ def same(got, want) -> bool:
 def test_norm(random_parts, device, dtype, poison, parts, rows, C):
     x = random_parts(parts, rows, C)
     residual, weight = (torch.randn(n, C, device=device).to(dtype) for n in (rows, 1))
-    norm = residual, weight[0], 1e-5
-    normed, total = norm_act.add_rms_norm(x, *norm)
+    rest = residual, NormSpec(weight_C=weight[0], eps=1e-5)
+    normed, total = norm(x, *rest)
     assert total.dtype == dtype
-    want, want_total = norm_act.add_rms_norm(x.total(), *norm)
+    want, want_total = norm(x.total(), *rest)
     assert torch.equal(total, want_total)
     # rows in more warps: sums of squares in another order, last bits of the result
     off = (normed.float() - want.float()).abs().max()
@@ -55,9 +55,9 @@ def test_norm_and_rounding(random_parts, half, device, poison, activation, rows,
     x = random_parts(3, rows, C)
     x = SplitKPartials(parts=x.parts, dtype=half)
     residual, weight = (torch.randn(n, C, device=device).to(half) for n in (rows, 1))
-    args = residual, weight[0], 1e-5, activation
-    codes, scales, total = fused_quant.add_rms_norm_quantize(x, *args)
-    want_codes, want_scales, want_total = fused_quant.add_rms_norm_quantize(x.total(), *args)
+    rest = residual, NormSpec(weight_C=weight[0], eps=1e-5), InputRounding(activation, None)
+    (codes, scales), total = norm(x, *rest)
+    (want_codes, want_scales), want_total = norm(x.total(), *rest)
     assert torch.equal(total, want_total)
     assert torch.allclose(scales, want_scales, rtol=4 * torch.finfo(half).eps)
     off = (codes.float() != want_codes.float()).float().mean()
@@ -71,8 +71,9 @@ def test_norm_and_limbs(random_parts, half, device, poison, bits, with_sums, par
     x = SplitKPartials(parts=x.parts, dtype=half)
     residual, weight = (torch.randn(n, C, device=device).to(half) for n in (rows, 1))
     form = LimbForm(bits=bits, with_sums=with_sums)
-    limbs, total = fused_limbs.add_rms_norm_limbs(x, residual, weight[0], 1e-5, form)
-    want, want_total = fused_limbs.add_rms_norm_limbs(x.total(), residual, weight[0], 1e-5, form)
+    rest = residual, NormSpec(weight_C=weight[0], eps=1e-5), form
+    limbs, total = norm(x, *rest)
+    want, want_total = norm(x.total(), *rest)
     assert torch.equal(total, want_total)
     got, want = from_limbs(limbs).float(), from_limbs(want).float()
     assert (got - want).abs().max() <= 8 * torch.finfo(half).eps * want.abs().max()

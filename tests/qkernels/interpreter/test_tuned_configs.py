@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
+from formats.in_memory.weights import with_activation
 from formats.scheme import CHANNEL, Scheme
-from formats.weights import with_activation
 from qkernels import ops
 from qkernels.attention import triton_paged as paged_attention
 from qkernels.attention.config import AttentionConfig

@@ -3,14 +3,15 @@
 import pytest
 import torch
 
-from formats.activation import quantize_input
-from formats.fp4 import is_fp4
-from formats.fp8 import Fp8Weight
-from formats.packed import PackedWeight
+from formats.in_memory.fp4 import is_fp4
+from formats.in_memory.fp8 import Fp8Weight
+from formats.in_memory.packed import PackedWeight
+from formats.in_memory.weights import round_to_nearest, with_activation
+from formats.numerics.activation import quantize_input
 from formats.scheme import FIXED_SCHEMES, ActivationSpec, Scheme
-from formats.weights import round_to_nearest, with_activation
 from qkernels import ops, reference
 from qkernels.gpu.workspace import workspace
+from qkernels.operands.codes import InputRounding
 from qkernels.rowwise import reference as rowwise_reference
 from qkernels.w8a8 import triton_gemm as w8a8
 from qkernels.w8a8.config import W8A8TritonConfig
@@ -295,23 +296,23 @@ def test_codes_may_be_given(device, half, name):
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("M, C", [(1, 64), (5, 200), (3, 1536), (2, 4160)])
-@pytest.mark.parametrize(
-    "op", ["rms_norm_quantize", "add_rms_norm_quantize", "silu_and_mul_quantize"]
-)
+@pytest.mark.parametrize("op", ["norm", "norm of a sum", "silu"])
 def test_fused_is_the_two_operations_in_turn(device, dtype, poison, op, name, M, C):
     activation = ACTIVATIONS[name]
     scale = None if activation.dynamic else torch.tensor(0.05, device=device)
-    if op == "silu_and_mul_quantize":
-        inputs = (random_x(M, 2 * C, dtype, device, spread=4),)
+    form = InputRounding(activation, scale)
+    x = random_x(M, 2 * C if op == "silu" else C, dtype, device, spread=4)
+    x[-1, 1] = 60  # the largest of a row may be in any chunk
+    if op == "silu":
+        inputs = x, ops.ActSpec(kind="silu"), form
+        codes, scales = ops.activate(*inputs, kernel="triton")
+        want_codes, want_scales = reference.activate(*inputs)
     else:
-        inputs = (random_x(M, C, dtype, device, spread=4), random_x(1, C, dtype, device)[0], 1e-5)
-        if op == "add_rms_norm_quantize":
-            inputs = (inputs[0], random_x(M, C, dtype, device) * 3, *inputs[1:])
-    inputs[0][-1, 1] = 60  # the largest of a row may stand in any chunk
-    codes, scales, *total = getattr(ops, op)(*inputs, activation, scale, kernel="triton")
-    want_codes, want_scales, *want_total = getattr(reference, op)(*inputs, activation, scale)
-    if total:
-        assert torch.equal(total[0], want_total[0])
+        residual = random_x(M, C, dtype, device) * 3 if op == "norm of a sum" else None
+        spec = ops.NormSpec(weight_C=random_x(1, C, dtype, device)[0], eps=1e-5)
+        (codes, scales), total = ops.norm(x, residual, spec, form, kernel="triton")
+        (want_codes, want_scales), want_total = reference.norm(x, residual, spec, form)
+        assert torch.equal(total, want_total)
     # another order of the sum of squares, or another exp, may move a value by one rounding
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(scales, want_scales, rtol=max(4 * eps, 1e-5), atol=0)
@@ -324,7 +325,7 @@ def test_fused_is_the_two_operations_in_turn(device, dtype, poison, op, name, M,
 
 def test_every_fixed_scheme_has_a_row_on_a_gpu():
     """The one that has none yet: float8 weights alone. 4-bit numbers become 8-bit codes before."""
-    from qkernels.dispatch import explain
+    from qkernels.operations import explain
 
     taken = {}
     for name, scheme in FIXED_SCHEMES.items():

@@ -128,7 +128,7 @@ def test_arguments_are_checked():
     with pytest.raises(KernelError, match=f"at most {SMALL.two_shot} bytes"):
         ops.all_reduce(too_large, peers)
     with pytest.raises(KernelError, match="residual: expected .2, 1024."):
-        ops.all_reduce_add_rms_norm_into(x, x[:1], None, 1e-5, None, peers)
+        ops.all_reduce_norm(x, x[:1], None, peers)
     with pytest.raises(KernelError, match="x: expected float16"):
         ops.all_reduce(x.long(), peers)
     with pytest.raises(KernelError, match="expected 2 to 8, found 9"):

@@ -140,9 +140,9 @@ def test_what_the_large_m_kernel_needs():
 
     assert fault() is None and fault(group=384, K=3840) is None
     # 32 tiles in 4 parts that wait for each other
-    assert fault({"blocks": 128}) is None and "at once" in fault({"blocks": 127})
-    assert "at once" in fault(M=129) and fault({"split": 1}, M=129) is None
-    assert "at once" in fault(K=256) and fault({"split": 2}, K=256) is None
+    assert fault({"blocks": 128}) is None and "resident" in fault({"blocks": 127})
+    assert "resident" in fault(M=129) and fault({"split": 1}, M=129) is None
+    assert "resident" in fault(K=256) and fault({"split": 2}, K=256) is None
     narrow = {"split": 1, "block_m": 64}
     assert fault(narrow, M=64) is None and "64 rows" in fault(narrow, M=65)
     assert fault({"split": 1, "block_m": 256, "tail_split": True}, M=4096) is None

@@ -8,18 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from formats.bits import pack
-from formats.packed import PackedWeight
+from formats.in_memory.packed import PackedWeight
+from formats.in_memory.weights import round_to_nearest, with_activation
+from formats.numerics.bits import pack
 from formats.scheme import CHANNEL, ActivationSpec, QuantSpec, Scheme
-from formats.weights import round_to_nearest, with_activation
 from qkernels import QuantLinear, dispatch, ops
-from qkernels.dispatch import explain
 from qkernels.errors import KernelError
+from qkernels.operations import explain
 from qkernels.w8a8 import cpu as cpu_w8a8
-from qkernels.wna16 import supports as wna16_supports
+from qkernels.wna16 import rows as wna16_rows
 
 packed_products = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in wna16_supports.FAST_CPUS,
+    torch.backends.cpu.get_cpu_capability() not in wna16_rows.FAST_CPUS,
     reason="torch has no fast packed products for this CPU",
 )
 exact_products = pytest.mark.skipif(

@@ -8,10 +8,12 @@ import torch
 from formats.scheme import ActivationSpec, QuantSpec, Scheme
 from qkernels import dispatch, explain
 from qkernels import problem as problem_module
-from qkernels.attention import supports as attention_supports
+from qkernels.attention import rows as attention_rows
 from qkernels.errors import KernelError
 from qkernels.gpu import device
 from qkernels.gpu import device as gpu_device
+from qkernels.linear.rows import LINEAR
+from qkernels.operations import OPERATIONS
 from qkernels.problem import Problem
 from qkernels.tuning import table as tuning_table
 from qkernels.tuning.table import TuningRow
@@ -186,14 +188,15 @@ def test_the_8_bit_row_says_why_it_cannot(changes, reason):
 
 def test_rounding_says_how_long_a_row_may_be():
     problem = {"device": "cuda", "dtype": torch.bfloat16, "activation": ActivationSpec()}
-    for op, longest in (("quantize_input", 2**15), ("rms_norm_quantize", 2**14)):
+    problem["form"] = "codes"
+    for op, longest in (("quantize_input", 2**15), ("norm", 2**14)):
         assert taken(explain(op, **problem, in_features=longest)) == ["triton"]
         explanation = explain(op, **problem, in_features=longest + 32)
         assert taken(explanation) == ["reference"] and str(longest) in explanation[0].reason
     silu = problem | {"in_features": 2**15}
-    assert taken(explain("silu_and_mul_quantize", **silu)) == ["triton"]
+    assert taken(explain("activate", **silu)) == ["triton"]
     silu["dtype"] = torch.float32
-    assert taken(explain("silu_and_mul_quantize", **silu)) == ["reference"]
+    assert taken(explain("activate", **silu)) == ["reference"]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +213,7 @@ def test_groups_of_inputs_are_rounded_by_a_kernel(changes, reason):
     explanation = explain("quantize_input", **problem)
     assert taken(explanation) == ["triton" if reason is None else "reference"]
     assert reason is None or reason in explanation[0].reason
-    assert taken(explain("rms_norm_quantize", **problem)) == ["reference"], "not fused"
+    assert taken(explain("norm", **problem, form="codes")) == ["reference"], "not fused"
 
 
 @pytest.mark.parametrize(
@@ -297,7 +300,7 @@ def test_gluon_needs_sm90_and_a_recent_triton(monkeypatch, capability, version, 
 
 def test_missing_triton_is_a_reason(monkeypatch):
     monkeypatch.setattr(problem_module, "has_triton", lambda: False)
-    for op in ("linear", "rms_norm", "paged_attention"):
+    for op in ("linear", "norm", "paged_attention"):
         explanation = explain(op, **linear_problem(head_dim=64, page_size=16))
         assert taken(explanation) == ["reference"]
         assert explanation[0].reason == "triton is not installed"
@@ -307,10 +310,16 @@ def test_every_row_has_its_module_and_function():
     pytest.importorskip("triton")
     import importlib
 
-    for row in dispatch.KERNELS:
-        module = importlib.import_module(f"qkernels.{row.module}")
-        functions = ("prepare_weight", "run") if row.op == "linear" else (row.op,)
-        assert all(callable(getattr(module, name)) for name in functions), row.name
+    for name, operation in OPERATIONS.items():
+        functions = ("prepare_weight", "run") if name == "linear" else (name,)
+        for row in operation.kernels:
+            module = importlib.import_module(f"qkernels.{row.module}")
+            assert all(callable(getattr(module, each)) for each in functions), (name, row.name)
+
+
+def test_an_unknown_operation_is_named_with_those_there_are():
+    with pytest.raises(KernelError, match="'rms_norm': unknown .known operations: linear, .*norm"):
+        explain("rms_norm", device="cpu", dtype=torch.float32)
 
 
 def test_dense_on_a_gpu_only_by_name():
@@ -323,9 +332,9 @@ def test_dense_on_a_gpu_only_by_name():
 def test_float8_pages_need_a_gpu_that_has_it(monkeypatch, op):
     problem = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 64, "page_size": 16}
     problem["pages_dtype"] = torch.float8_e4m3fn
-    monkeypatch.setattr(attention_supports, "has_float8_products", lambda: True)
+    monkeypatch.setattr(attention_rows, "has_float8_products", lambda: True)
     assert taken(explain(op, **problem)) == ["triton"]
-    monkeypatch.setattr(attention_supports, "has_float8_products", lambda: False)
+    monkeypatch.setattr(attention_rows, "has_float8_products", lambda: False)
     explanation = explain(op, **problem)
     reason = next(choice.reason for choice in explanation if choice.name == "triton")
     assert taken(explanation) == ["reference"] and "sm_89" in reason
@@ -337,6 +346,8 @@ def test_a_variant_that_nothing_can_run_is_called_as_it_was_asked_for():
     asked = linear_problem(device="cpu", dtype=torch.float32, requested="cpu")
     message = "kernel 'cpu': cpu_w4a16 takes bfloat16.*; cpu_w8a8 takes activations rounded"
     with pytest.raises(KernelError, match=message):
-        dispatch.choose("linear", Problem(**asked))
-    with pytest.raises(KernelError, match="kernel 'triton': runs on cuda, not on cpu .ask"):
-        dispatch.choose("linear", Problem(**asked | {"requested": "triton"}))
+        dispatch.choose(LINEAR, Problem(**asked))
+    with pytest.raises(
+        KernelError, match="kernel 'triton': runs on cuda, not on cpu .do not request"
+    ):
+        dispatch.choose(LINEAR, Problem(**asked | {"requested": "triton"}))

@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,6 +13,11 @@ triton = pytest.importorskip("triton")
 descriptors = pytest.importorskip("qkernels.gpu.tma")
 
 WIDE = 2**31
+
+
+class Struct(NamedTuple):
+    pointer: object
+    n: int
 
 
 class Compiled:
@@ -97,6 +103,15 @@ def test_another_device_or_kernel_compiles_its_own(kernel, monkeypatch):
     assert kernel.ways == ["triton"] * 2 and other.ways == ["triton"]
 
 
+def test_fields_of_a_struct_are_told_apart_as_arguments_are(kernel):
+    x = tensor()
+    structs = [Struct(x, 17), Struct(tensor(), 33), Struct(x, 16), Struct(None, 17)]
+    for struct in structs:
+        launch.launch(kernel, (1,), x, struct, BLOCK=1)
+    assert kernel.ways == ["triton", "compiled", "triton", "triton"]
+    assert kernel.calls[1][2][1] is structs[1], "the struct itself is passed on"
+
+
 UNTOLD = {
     "address": tensor(offset=1),
     "wide": WIDE,
@@ -119,6 +134,26 @@ def test_the_interpreter_is_left_alone(kernel, monkeypatch):
     for _ in range(2):
         launch.launch(kernel, (1,), tensor(), BLOCK=1)
     assert kernel.ways == ["triton"] * 2
+
+
+def test_plain_launches_go_to_triton_until_switched_off(kernel, monkeypatch):
+    monkeypatch.setattr(launch, "settle_cache_keys", None)  # a plain launch patches nothing
+    launch.set_plain_launches(True)
+    try:
+        for n in (17, 33):
+            launch.launch(kernel, (5,), tensor(), None, n, 0.5, BLOCK=128, num_warps=4)
+    finally:
+        launch.set_plain_launches(False)
+    assert kernel.ways == ["triton"] * 2
+    assert kernel.calls[1][3] == {"BLOCK": 128, "num_warps": 4}
+
+
+def test_fast_launches_return_after_plain_ones(kernel):
+    x = tensor()
+    for plain in (False, True, False):
+        launch.set_plain_launches(plain)
+        launch.launch(kernel, (1,), x, BLOCK=1)
+    assert kernel.ways == ["triton", "triton", "compiled"]
 
 
 def matrix(rows, columns, dtype=torch.bfloat16):
@@ -185,6 +220,7 @@ def test_what_counts_as_like_is_like_to_triton(monkeypatch):
     values += [0, 1, 2, 15, 16, 17, -1, -16, WIDE - 1, WIDE, -WIDE, -WIDE - 1, 2**63, 16 * WIDE]
     for describe, dtype, columns in itertools.product((portable, gluon), dtypes[:2], (64, 32)):
         values += [describe(matrix(rows, 128, dtype), (16, columns)) for rows in (16, 100)]
+    values += [Struct(value, 17) for value in values]
     found = {}
     for first, second in itertools.product(values, repeat=2):
         key = launch._launch_key(kernel, (first, second), {"N": 1})

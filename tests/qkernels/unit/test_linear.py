@@ -6,9 +6,9 @@ import io
 import pytest
 import torch
 
-from formats import gptq
+from formats.codecs import gptq
 from formats.errors import CheckpointError, InputError, RangeError, SchemeError
-from formats.packed import PackedWeight
+from formats.in_memory.packed import PackedWeight
 from formats.scheme import Scheme
 from qkernels import QuantLinear
 from qkernels.errors import KernelError
@@ -87,7 +87,7 @@ def test_from_codes_refuses_scales_that_no_file_can_hold(scale):
 
 
 def test_from_float_refuses_another_kind_of_layer():
-    with pytest.raises(InputError, match=r"conv: expected a torch Linear .* found Conv1d"):
+    with pytest.raises(InputError, match=r"conv: expected a torch.nn.Linear .* found Conv1d"):
         QuantLinear.from_float(torch.nn.Conv1d(64, 64, 1), "w4a16-sym-g32", name="conv")
 
 
@@ -178,6 +178,37 @@ def test_gradient_reaches_x_and_no_weight():
         layer(x)
     layer(x.requires_grad_()).sum().backward()
     torch.testing.assert_close(x.grad[0], layer.dequantize().sum(0))
+
+
+@pytest.mark.parametrize(
+    ("groups", "scheme", "expected"),
+    [
+        (9, "w4a16-sym", "w4a16-sym-g64"),
+        (9, "w4a16-sym-g64", "w4a16-sym-g64"),
+        (1, "w4a16-sym", "w4a16-sym-channel"),
+        (18, "w4a16-asym", "w4a16-asym-g32"),
+    ],
+)
+def test_groups_follow_from_the_scales_unless_the_scheme_states_them(groups, scheme, expected):
+    codes, scales = torch.randint(0, 16, (64, 576)), torch.rand(64, groups) + 0.1
+    zeros = None if "-sym" in scheme else torch.arange(64 * groups).view(64, groups) % 16
+    layer = QuantLinear.from_codes(codes, scales, zeros, scheme=scheme)
+    assert str(layer.scheme) == expected
+    assert torch.equal(layer.packed().codes(), codes.to(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("shape", "scheme", "text"),
+    [
+        ((64, 9), "w4a16-sym-g32", r"expected floating point \[64, 18\]"),
+        ((64, 10), "w4a16-sym", "do not make 10 equal groups"),
+        ((64, 9), "w8a8", r"expected floating point \[64, 1\]"),
+        ((64,), "w4a16-sym", "`group_size` 64 or 32, or 'auto'"),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused(shape, scheme, text):
+    with pytest.raises(InputError, match=text):
+        QuantLinear.from_codes(torch.randint(0, 16, (64, 576)), torch.rand(shape), scheme=scheme)
 
 
 def test_what_does_not_fit_is_refused():

@@ -8,9 +8,9 @@ import torch
 from formats.scheme import QuantSpec
 from qkernels import ops
 from qkernels.choice import parse_choice
-from qkernels.dispatch import explain
 from qkernels.errors import KernelError
 from qkernels.operands.limbs import LimbForm
+from qkernels.operations import explain
 from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig
 from qkernels.wna16.sm90_large_m_config import LargeMConfig
 from qkernels.wna16.sm90_small_m_config import SmallMConfig
@@ -154,7 +154,7 @@ def test_a_variant_takes_the_form_of_its_plan_and_no_other(monkeypatch, make_wei
             ops.linear(limbs, weight, None, plan)
             assert handed[-1] == (limbs, weight, None, config)
         else:
-            with pytest.raises(KernelError, match="linear x: expected it as"):
+            with pytest.raises(KernelError, match="linear x: expected the form"):
                 ops.linear(limbs, weight, None, plan)
 
 

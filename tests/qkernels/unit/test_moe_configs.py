@@ -5,11 +5,10 @@ import re
 import pytest
 import torch
 
+from formats.in_memory.weights import round_to_nearest
 from formats.scheme import Scheme
-from formats.weights import round_to_nearest
 from qkernels import ops
 from qkernels.choice import parse_choice
-from qkernels.dispatch import explain
 from qkernels.errors import KernelError
 from qkernels.moe.config import MOST_PARTIALS, MOST_PARTS, num_blocks, sort_chunk
 from qkernels.moe.experts import ExpertWeights
@@ -17,6 +16,7 @@ from qkernels.moe.routing import SILU, Routing
 from qkernels.moe.sm90_few_tokens_config import FewTokensConfig, few_tokens_config_fault
 from qkernels.moe.stack import glu_order, stack_fault
 from qkernels.moe.variants import Layer, plan_experts
+from qkernels.operations import explain
 
 # hidden size, inner size, experts, experts of a token
 MODELS = [(4096, 14336, 8, 2), (2048, 768, 128, 8), (2880, 2880, 32, 4), (4096, 1408, 128, 8)]

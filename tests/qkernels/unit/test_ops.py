@@ -7,13 +7,15 @@ import pytest
 import torch
 
 from formats.errors import InputError
-from formats.packed import PackedWeight
+from formats.in_memory.packed import PackedWeight
+from formats.in_memory.weights import round_to_nearest, with_activation
 from formats.scheme import CHANNEL, ActivationSpec, QuantSpec, Scheme
-from formats.weights import round_to_nearest, with_activation
 from qkernels import dispatch, explain, ops
 from qkernels.errors import KernelError
+from qkernels.operands.codes import InputRounding
 from tests.qkernels.flat_attention import paged_kv, run_attention
 
+SILU = ops.ActSpec(kind="silu")
 SPEC = QuantSpec(bits=4, symmetric=True, group_size=32)
 
 
@@ -42,22 +44,23 @@ def test_cpu_path_loads_no_triton():
 
 
 def test_quantize_checks_its_arguments():
-    x = torch.ones(2, 64)
+    x, rounding = torch.ones(2, 64), InputRounding(ActivationSpec(), None)
     static = ActivationSpec(dynamic=False, per="tensor")
     for spec, scale, match in (
         (static, None, "one number"),
         (ActivationSpec(), torch.tensor(1.0), "None"),
         (static, torch.ones(3), "scale"),
     ):
-        for call in (ops.quantize_input, ops.silu_and_mul_quantize):
-            with pytest.raises(KernelError, match=match):
-                call(x, spec, scale)
+        with pytest.raises(KernelError, match=match):
+            ops.quantize_input(x, spec, scale)
+        with pytest.raises(KernelError, match=match):
+            ops.activate(x, SILU, InputRounding(spec, scale))
     with pytest.raises(KernelError, match="2 dims"):
         ops.quantize_input(x[0], ActivationSpec())
     with pytest.raises(KernelError, match="even"):
-        ops.silu_and_mul_quantize(x[:, 1:], ActivationSpec())
+        ops.activate(x[:, 1:], SILU, rounding)
     with pytest.raises(KernelError, match="residual"):
-        ops.add_rms_norm_quantize(x, x[:1], x[0], 1e-5, ActivationSpec())
+        ops.norm(x, x[:1], ops.NormSpec(weight_C=x[0], eps=1e-5), rounding)
 
 
 def test_zero_points_are_checked():
@@ -145,6 +148,10 @@ def test_prepare_is_pure(packed):
 
 def zeros(*shape, dtype=torch.float32):
     return torch.zeros(*shape, dtype=dtype)
+
+
+def norm_spec(C, **different):
+    return ops.NormSpec(weight_C=zeros(C), eps=1e-5, **different)
 
 
 INT = torch.int32
@@ -239,10 +246,21 @@ def test_attention_arguments_fit():
         (lambda: write(v=zeros(2, 2, 8)), "v"),
         (lambda: write(slots=zeros(3, dtype=INT)), "slots"),
         (lambda: write(positions=zeros(3, dtype=INT)), "positions"),
-        (lambda: ops.rms_norm(zeros(2, 8), zeros(9), 1e-5), "rms_norm weight"),
-        (lambda: ops.rms_norm(zeros(2, 8, dtype=INT), zeros(8), 1e-5), "rms_norm x"),
-        (lambda: ops.add_rms_norm(zeros(2, 8), zeros(3, 8), zeros(8), 1e-5), "residual"),
-        (lambda: ops.silu_and_mul(zeros(2, 7)), "silu_and_mul x"),
+        (lambda: ops.norm(zeros(2, 8), None, norm_spec(9)), "norm weight"),
+        (lambda: ops.norm(zeros(2, 8), None, norm_spec(8, bias_C=zeros(8))), "norm bias"),
+        (
+            lambda: ops.norm(zeros(2, 8), None, norm_spec(8, kind="layer", bias_C=zeros(9))),
+            "norm bias",
+        ),
+        (
+            lambda: ops.norm(
+                *(zeros(2, 8), zeros(2, 8), None), branch=ops.Branch(norm=norm_spec(9))
+            ),
+            "norm branch weight",
+        ),
+        (lambda: ops.norm(zeros(2, 8, dtype=INT), None, norm_spec(8)), "norm x"),
+        (lambda: ops.norm(zeros(2, 8), zeros(3, 8), norm_spec(8)), "residual"),
+        (lambda: ops.activate(zeros(2, 7), SILU), "activate x"),
         (
             lambda: ops.apply_rope(zeros(2, 1, 8), zeros(2, 1, 8), zeros(9, 10), zeros(2)),
             "cos_sin",

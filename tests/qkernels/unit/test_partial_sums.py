@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from formats.packed import PackedWeight
+from formats.in_memory.packed import PackedWeight
 from formats.scheme import ActivationSpec, QuantSpec
 from qkernels import ops
 from qkernels.errors import KernelError
@@ -16,6 +16,7 @@ from qkernels.operands.split_k import SplitKPartials, reduced, split_heads
 from tests.qkernels.flat_attention import paged_kv
 
 H, J, D = 4, 2, 8
+ONES = ops.NormSpec(weight_C=torch.ones(16).bfloat16(), eps=1e-5)
 
 
 def random_parts(*shape, dtype=torch.bfloat16, parts=3) -> SplitKPartials:
@@ -51,7 +52,7 @@ def test_what_cannot_be_parts_is_refused(parts):
 
 def test_parts_beyond_32_bits_are_refused():
     SplitKPartials(parts=torch.zeros(1).expand(2, 2**15, 2**15 - 1), dtype=torch.float16)
-    with pytest.raises(KernelError, match=r"less than 2\^31.*add them first"):
+    with pytest.raises(KernelError, match=r"less than 2\^31.*total"):
         SplitKPartials(parts=torch.zeros(1).expand(2, 2**15, 2**15), dtype=torch.float16)
 
 
@@ -72,15 +73,14 @@ def rope(q, k, v):
 
 def test_every_reader_adds_them():
     x, residual = random_parts(5, 16), torch.ones(5, 16, dtype=torch.bfloat16)
-    norm = torch.rand(16).bfloat16()
-    for rounding in ((), (ActivationSpec(),)):
-        add = ops.add_rms_norm_quantize if rounding else ops.add_rms_norm
-        for got, want in zip(
-            add(x, residual, norm, 1e-5, *rounding),
-            add(reduced(x), residual, norm, 1e-5, *rounding),
-            strict=True,
-        ):
-            assert torch.equal(got, want)
+    spec = ops.NormSpec(weight_C=torch.rand(16).bfloat16(), eps=1e-5)
+    for form in (None, InputRounding(ActivationSpec(), None)):
+        (got, total), (want, want_total) = (
+            ops.norm(each, residual, spec, form) for each in (x, reduced(x))
+        )
+        assert torch.equal(total, want_total)
+        pairs = [(got, want)] if form is None else zip(got, want, strict=True)
+        assert all(torch.equal(*pair) for pair in pairs)
     qkv = random_parts(5, (H + 2 * J) * D)
     got = rope(*split_heads(qkv, (H, J, J), D))
     want = rope(*split_heads(reduced(qkv), (H, J, J), D))
@@ -88,14 +88,14 @@ def test_every_reader_adds_them():
 
 
 def test_forms_are_made_of_parts():
-    x, norm = random_parts(5, 16), torch.ones(16).bfloat16()
+    x, spec = random_parts(5, 16), ops.NormSpec(weight_C=torch.ones(16).bfloat16(), eps=1e-5)
     form = InputRounding(ActivationSpec(), None)
-    codes, total = ops.add_rms_norm_into(x, reduced(x), norm, 1e-5, form)
+    codes, total = ops.norm(x, reduced(x), spec, form)
     assert isinstance(codes, Codes) and torch.equal(total, reduced(x) + reduced(x))
-    x, norm = random_parts(3, 256), torch.ones(256).bfloat16()
+    x, spec = random_parts(3, 256), ops.NormSpec(weight_C=torch.ones(256).bfloat16(), eps=1e-5)
     form = LimbForm(bits=4)
-    limbs, total = ops.add_rms_norm_into(x, reduced(x), norm, 1e-5, form)
-    want, want_total = ops.add_rms_norm_into(reduced(x), reduced(x), norm, 1e-5, form)
+    limbs, total = ops.norm(x, reduced(x), spec, form)
+    want, want_total = ops.norm(reduced(x), reduced(x), spec, form)
     assert torch.equal(total, want_total)
     assert torch.equal(from_limbs(limbs), from_limbs(want))
 
@@ -103,13 +103,14 @@ def test_forms_are_made_of_parts():
 @pytest.mark.parametrize(
     "call",
     [
-        lambda x: ops.rms_norm(x, torch.ones(16).bfloat16(), 1e-5),
-        lambda x: ops.rms_norm_limbs(x, torch.ones(16).bfloat16(), 1e-5, LimbForm(bits=4)),
-        lambda x: ops.rms_norm_quantize(x, torch.ones(16).bfloat16(), 1e-5, ActivationSpec()),
+        lambda x: ops.norm(x, None, ONES),
+        lambda x: ops.norm(x, None, ONES, LimbForm(bits=4)),
+        lambda x: ops.norm(x, None, ONES, InputRounding(ActivationSpec(), None)),
         lambda x: ops.quantize_input(x, ActivationSpec()),
-        lambda x: ops.silu_and_mul(x),
-        lambda x: ops.silu_and_mul_quantize(x, ActivationSpec()),
-        lambda x: ops.silu_and_mul_into(x, LimbForm(bits=4)),
+        lambda x: ops.to_limbs(x, LimbForm(bits=4)),
+        lambda x: ops.activate(x, ops.ActSpec(kind="silu")),
+        lambda x: ops.activate(x, ops.ActSpec(kind="relu"), InputRounding(ActivationSpec(), None)),
+        lambda x: ops.activate(x, ops.ActSpec(kind="silu"), LimbForm(bits=4)),
         lambda x: ops.quantize_input_asymmetric(x),
         lambda x: ops.apply_rope(x, x, torch.zeros(9, 8), torch.arange(5)),
         lambda x: ops.write_kv_(x, x, paged_kv(x.parts, x.parts), torch.arange(5)),
@@ -117,7 +118,7 @@ def test_forms_are_made_of_parts():
     ],
 )
 def test_what_does_not_add_them_says_so(call):
-    with pytest.raises(KernelError, match=r"expected a tensor, found parts.*total\(\)"):
+    with pytest.raises(KernelError, match=r"expected a tensor, found split-K.*total\(\)"):
         call(random_parts(5, 16))
 
 

@@ -78,8 +78,8 @@ def test_float32_and_odd_shapes_are_refused():
     form = LimbForm(bits=4)
     with pytest.raises(KernelError, match="float16 or bfloat16"):
         ops.to_limbs(torch.zeros(1, 128), form)
-    with pytest.raises(KernelError, match="an odd width"):
-        ops.silu_and_mul_limbs(torch.zeros(1, 255, dtype=torch.float16), form)
+    with pytest.raises(KernelError, match="an even last dim"):
+        ops.activate(torch.zeros(1, 255, dtype=torch.float16), ops.ActSpec(kind="silu"), form)
     with pytest.raises(KernelError, match="expected 2 dims"):
         ops.to_limbs(torch.zeros(128, dtype=torch.float16), form)
 

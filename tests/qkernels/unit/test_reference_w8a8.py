@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from formats.activation import quantize_input
-from formats.fp8 import Fp8Weight
-from formats.packed import PackedWeight
+from formats.in_memory.fp8 import Fp8Weight
+from formats.in_memory.packed import PackedWeight
+from formats.in_memory.weights import merge, round_to_nearest, with_activation
+from formats.numerics.activation import quantize_input
 from formats.scheme import FIXED_SCHEMES, ActivationSpec, Scheme
-from formats.weights import merge, round_to_nearest, with_activation
-from qkernels import QuantLinear, dispatch, ops
+from qkernels import QuantLinear, explain, ops
 from qkernels.errors import KernelError
 from qkernels.linear import reference as linear_reference
 
@@ -126,7 +126,7 @@ def test_quant_linear_stores_w8a8_and_refuses_what_gptq_cannot():
 
 
 def test_rows_for_weights_alone_say_why_not():
-    explanation = dispatch.explain(
+    explanation = explain(
         "linear",
         device="cpu",
         dtype=torch.float32,
@@ -135,5 +135,7 @@ def test_rows_for_weights_alone_say_why_not():
         out_features=64,
         in_features=64,
     )
-    assert next(c for c in explanation if c.name == "dense").reason.startswith("takes activations")
+    assert next(c for c in explanation if c.name == "dense").reason.startswith(
+        "takes 16- or 32-bit"
+    )
     assert next(c for c in explanation if c.taken).name in ("cpu_w8a8", "reference")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from formats.activation import MIN_INPUT_SCALE
+from formats.numerics.activation import MIN_INPUT_SCALE
 
 
 def corrected_once(x, scale):

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from formats.packed import PackedWeight
+from formats.in_memory.packed import PackedWeight
 from formats.scheme import QuantSpec
 from qkernels.linear.ops import plan_linear
-from qkernels.wna16.row_split import rows_of_tiles
+from qkernels.wna16.gemm import rows_of_tiles
 from qkernels.wna16.sm90_large_m_config import default_large_m_config, large_m_time, other_time
 
 gemm = pytest.importorskip("qkernels.wna16.gemm", exc_type=ImportError)

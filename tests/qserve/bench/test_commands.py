@@ -6,9 +6,10 @@ import json
 import pytest
 
 from formats.errors import InputError
-from qserve.bench import forward, startup
 from qserve.bench.commands import BENCH_COMMANDS
-from qserve.bench.step_case import CaseRequests, StepCase
+from qserve.bench.offline import startup
+from qserve.bench.steps import forward
+from qserve.bench.steps.step_case import CaseRequests, StepCase
 from qserve.cli import build_parser, main
 from qserve.llm import LLM
 

@@ -70,7 +70,7 @@ def test_the_deployment_starts_a_server_with_flags_that_there_are(deployment):
 
 
 def test_probes_ask_routes_that_need_no_key(deployment):
-    from qserve.server.api_key import OPEN
+    from qserve.server.http.api_key import OPEN
 
     server = server_of(deployment)
     probes = {name: server[f"{name}Probe"]["httpGet"]["path"] for name in PROBES}

@@ -14,9 +14,9 @@ from qserve.deploy.routed_request import RoutedRequest
 from qserve.deploy.settings import DeploySettings
 
 REFUSED = {
-    "replicas alone": ({"replicas": 2}, "--replicas: expected with --backend"),
-    "most alone": ({"max_replicas": 2}, "--max-replicas: expected with --backend"),
-    "models alone": ({"multiplexed_model": ["a=b"]}, "expected with --backend"),
+    "replicas alone": ({"replicas": 2}, "--replicas: requires --backend"),
+    "most alone": ({"max_replicas": 2}, "--max-replicas: requires --backend"),
+    "models alone": ({"multiplexed_model": ["a=b"]}, "requires --backend"),
     "most below least": (
         {"backend": "ray", "replicas": 3, "max_replicas": 2},
         "expected at least --replicas",

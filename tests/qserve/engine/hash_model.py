@@ -1,7 +1,7 @@
 """A language model of hashes on a device of its own: each token depends on every key before it.
 
-In place of an engine's workers it makes steps cost little, and output tokens show whether every KV
-page held what it should: a wrong, lost or overwritten key anywhere changes what is drawn.
+It replaces an engine's workers, so that steps cost little. Its output tokens show whether every KV
+page has the right contents: a wrong, lost or overwritten key anywhere changes the sampled tokens.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ def draw(total, vocab_size):
 
 
 def continuation(prompt, num_tokens, vocab_size):
-    """What the model says after a prompt: the truth that no engine has touched."""
+    """The model's output after a prompt: the reference, independent of the engine."""
     total, position, output = 0, 0, []
     for token in prompt:
         total = (total + key_of(token, position, total)) & MASK

@@ -3,7 +3,7 @@
 import numpy as np
 
 from qkernels.sampling.words import NUM_WORDS, SampleRow, pack_row
-from qserve.engine.step_input import StepInput
+from qserve.engine.step.step_input import StepInput
 
 PER_TOKEN = ("token_ids_T", "positions_T", "slots_T")
 

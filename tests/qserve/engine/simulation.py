@@ -3,12 +3,12 @@
 import zlib
 from collections import defaultdict, deque
 
-from qserve.engine.host_pages import HostPages
-from qserve.engine.kv_pages import PagePool
-from qserve.engine.policies import Policy
+from qserve.engine.kv_cache.block_pool import BlockPool
+from qserve.engine.kv_cache.host_tier import HostTier
 from qserve.engine.request import Request, Status
-from qserve.engine.scheduler import Scheduler
-from qserve.sampling_params import SamplingParams
+from qserve.engine.scheduling.policies import Policy
+from qserve.engine.scheduling.scheduler import Scheduler
+from qserve.params.sampling_params import SamplingParams
 
 EOS = 7
 
@@ -37,9 +37,9 @@ def make_request(
 
 
 def make_scheduler(num_pages=16, page_size=4, max_num_seqs=4, budget=8, num_slots=0, **settings):
-    host = HostPages(num_slots) if num_slots else None
+    host = HostTier(num_slots) if num_slots else None
     return Scheduler(
-        PagePool(num_pages, page_size, host),
+        BlockPool(num_pages, page_size, host),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         **settings,
@@ -102,7 +102,7 @@ class Simulation:
             self.check_memory(plan)
         # Of those that gave way the one that loses least went first, which may not be the youngest.
         requests = (*self.scheduler.running, *self.scheduler.waiting)
-        requests = [request for request in requests if not request.num_preemptions]
+        requests = [request for request in requests if not request.facts.num_preemptions]
         names = [request.request_id for request in requests]
         is_numbered = all(name[:1] == "r" and name[1:].isdigit() for name in names)
         if len({request.flow for request in requests}) == 1 and is_numbered:
@@ -110,7 +110,8 @@ class Simulation:
             assert order == sorted(order), "first come, first served"
 
     def check_shares(self, plan, decodes, prompts):
-        """Who had a token to compute did; the oldest prompt got half of what decodes left."""
+        """Every request with a token to compute ran; the oldest prompt got half of the remaining
+        budget."""
         counts = {chunk.request: chunk.count for chunk in plan.chunks}
         for request in decodes:
             assert request in counts or request in plan.preempted, "a decode skipped a step"

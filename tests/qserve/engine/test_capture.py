@@ -1,4 +1,4 @@
-"""What goes on in a process while a CUDA graph is captured."""
+"""Other activity in a process while a CUDA graph is captured."""
 
 import contextlib
 import gc
@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 
-from qserve.engine.capture import capture
+from qserve.engine.runner.capture import capture
 
 
 class Garbage:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qserve.engine.cuda_graphs import (
+from qserve.engine.runner.cuda_graphs import (
     CHUNK_SIZES,
     graph_keys,
     graph_rows,

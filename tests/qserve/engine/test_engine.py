@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from formats.errors import InputError
-from qserve.beam_outputs import sampling_params
-from qserve.beam_search_params import BeamSearchParams
 from qserve.config import EngineConfig
-from qserve.engine.cuda_graphs import StepGraphs
+from qserve.engine.distributed.rank_channel import RankDiedError
 from qserve.engine.engine import Engine
-from qserve.engine.model_runner import ModelRunner
-from qserve.engine.rank_link import RankDiedError
-from qserve.handling import Handling
-from qserve.sampling_params import SamplingParams
+from qserve.engine.runner.cuda_graphs import StepGraphs
+from qserve.engine.runner.model_runner import ModelRunner
+from qserve.library.beam_outputs import sampling_params
+from qserve.params.beam_search_params import BeamSearchParams
+from qserve.params.handling import Handling
+from qserve.params.sampling_params import SamplingParams
 from tests.qserve.engine.make_step import make_step
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0)
@@ -30,7 +30,7 @@ def make_engine(docs_5m):
 
 
 def run_out(engine) -> dict[str, list]:
-    """What each request emits, until none is left."""
+    """Collect the output of each request until all have finished."""
     found = {}
     while engine.has_work():
         for event in engine.step():
@@ -124,7 +124,7 @@ def test_a_prompt_leaves_room_for_a_token(make_engine):
 
 
 def test_steps_in_graphs_give_the_same_tokens(make_engine, monkeypatch):
-    """With the padding of graphs and their fixed places, but run eagerly in place of a replay."""
+    """With the padding of graphs and their fixed buffers, but run eagerly instead of replayed."""
     replayed = []
 
     def capture(graphs, key):
@@ -321,11 +321,15 @@ def test_an_output_of_one_token_takes_no_decode_step(make_engine, monkeypatch, i
 
 
 def test_async_scheduling_can_be_off(make_engine, docs_5m, monkeypatch):
-    from qserve.engine.workers import WorkerGroup
+    from qserve.engine.distributed.worker_group import WorkerGroup
 
     monkeypatch.setattr(WorkerGroup, "computes_in_launch", False)
     for on in (True, False):
         config = EngineConfig(
-            model=str(docs_5m), device="cpu", num_gpu_blocks_override=9, async_scheduling=on
+            model=str(docs_5m),
+            device="cpu",
+            num_gpu_blocks_override=9,
+            admission="fits",
+            async_scheduling=on,
         )
         assert Engine(config)._max_in_flight == on

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from qkernels.attention.cache import PagedKv
 from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
-from qserve.engine.host_pages import PageMoves
-from qserve.engine.page_copies import PAGES_AT_ONCE, PageCopies, copy_pages
-from qserve.handling import Handling
-from qserve.model.kv_format import KvFormat, new_cache
-from qserve.sampling_params import SamplingParams
+from qserve.engine.kv_cache.host_tier import PageMoves
+from qserve.engine.runner.page_copies import PAGES_AT_ONCE, PageCopies, copy_pages
+from qserve.params.handling import Handling
+from qserve.params.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0)
 PAGE = 4
@@ -35,14 +35,14 @@ def make_engine(docs_5m):
 
 
 def run(engine, prompts, params=GREEDY, **handling):
-    """Tokens and cached tokens of each prompt, all at once."""
+    """Tokens and cached tokens of each prompt, all run together."""
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), prompt, params, handling=Handling(**handling))
     tokens, cached = [[] for _ in prompts], [0] * len(prompts)
     while engine.has_work():
         for event in engine.step():
             tokens[int(event.request_id)] += event.token_ids
-            cached[int(event.request_id)] = event.num_cached
+            cached[int(event.request_id)] = event.facts.num_cached
         engine.scheduler.check_integrity()
     return tokens, cached
 
@@ -78,8 +78,12 @@ WARM = {
     "a step in flight": ({}, 1, False),
     "small chunks": ({"max_num_batched_tokens": 5}, 1, False),
     "a token at a time": ({"max_num_batched_tokens": 1, "max_num_seqs": 1}, 0, False),
-    "too few pages": ({"num_gpu_blocks_override": 22}, 1, False),
-    "pages on the host": ({"num_gpu_blocks_override": 13, "kv_offload_gb": 0.01}, 1, True),
+    "too few pages": ({"num_gpu_blocks_override": 22, "admission": "fits"}, 1, False),
+    "pages on the host": (
+        {"num_gpu_blocks_override": 13, "admission": "fits", "kv_offload_gb": 0.01},
+        1,
+        True,
+    ),
     "longest prefix": ({"scheduling_policy": "longest-prefix"}, 1, False),
 }
 
@@ -100,7 +104,12 @@ def test_tokens_are_the_same_with_hits(mode, make_engine, cold):
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("fp8", marks=pytest.mark.exhaustive)])
 def test_8_bit_pages_are_shared_too(dtype, make_engine):
     """With the scales that were found on write, which are part of a page."""
-    settings = {"kv_cache_dtype": dtype, "num_gpu_blocks_override": 13, "kv_offload_gb": 0.01}
+    settings = {
+        "kv_cache_dtype": dtype,
+        "num_gpu_blocks_override": 13,
+        "admission": "fits",
+        "kv_offload_gb": 0.01,
+    }
     plain = make_engine(kv_cache_dtype=dtype, enable_prefix_caching=False)
     cached = make_engine(1, **settings)
     found = 0
@@ -160,7 +169,7 @@ def test_the_report_counts_what_was_looked_for(make_engine):
 
 def test_logits_store_what_their_pages_held(make_engine):
     """They take pages outside of any step, and the request after them finds its own."""
-    settings = {"num_gpu_blocks_override": 8, "kv_offload_gb": 0.01}
+    settings = {"num_gpu_blocks_override": 8, "admission": "fits", "kv_offload_gb": 0.01}
     engine, prompt = make_engine(**settings), list(range(5, 25))
     want, _ = run(engine, [prompt])
     engine.logits(list(range(100, 130)))
@@ -184,7 +193,7 @@ def test_time_runs_out_in_the_queue_and_while_running(make_engine, steps_in_flig
         engine.scheduler.check_integrity()
         if not engine.has_work():
             break
-    assert ended["queued"] == (3, "error", "its time is up after 0 tokens")
+    assert ended["queued"] == (3, "error", "deadline exceeded after 0 tokens")
     second, reason, error = ended["slow"]
     assert (second, reason) == (5, "error") and "after 5" in error or "after 4" in error
     assert ended["free"][1] == ended["done"][1] == "length"
@@ -213,7 +222,7 @@ def test_step_times_reach_the_pace(make_engine, monkeypatch):
 
 
 def bits(part):
-    """What can be compared: float8 compares with nothing."""
+    """A comparable view: float8 tensors do not support comparison."""
     return part.view(torch.uint8) if part.itemsize == 1 else part
 
 
@@ -228,11 +237,10 @@ def bits(part):
     ],
 )
 def test_pages_come_back_as_they_went(dtype, num_heads):
-    """All layers, with the scales of 8-bit pages; more of them than go at once."""
+    """All layers, with the scales of 8-bit pages; more pages than one copy can move."""
     num_pages, num_slots = PAGES_AT_ONCE + 9, PAGES_AT_ONCE + 5
     caches = [
-        new_cache(None, KvFormat(dtype=dtype), (num_pages, PAGE, num_heads, 8), torch.device("cpu"))
-        for _ in range(2)
+        PagedKv.zeros((num_pages, PAGE, num_heads, 8), dtype, torch.device("cpu")) for _ in range(2)
     ]
     for cache in caches:
         for part in (cache.k_pages, cache.v_pages):
@@ -272,8 +280,7 @@ def test_pages_come_back_as_they_went(dtype, num_heads):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.float8_e4m3fn])
 def test_pages_are_copied_as_they_were_before(dtype):
     """All are read before any is written: one is copied to, and its old contents elsewhere."""
-    kv_format = KvFormat(dtype=dtype)
-    cache = new_cache(None, kv_format, (9, PAGE, 3, 8), torch.device("cpu"))
+    cache = PagedKv.zeros((9, PAGE, 3, 8), dtype, torch.device("cpu"))
     parts = [cache.k_pages, cache.v_pages, cache.k_scales, cache.v_scales]
     parts = [part for part in parts if part is not None]
     for part in parts:

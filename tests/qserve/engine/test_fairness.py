@@ -1,12 +1,12 @@
-"""A small request beside large ones: after how many steps it has its first token."""
+"""A small request next to large ones: the number of steps until its first token."""
 
 from unittest import mock
 
 import pytest
 
-from qserve.engine import admission
-from qserve.engine.admission import PATIENCE
-from qserve.engine.waiting_queue import MAX_BYPASSES
+from qserve.engine.scheduling import admission
+from qserve.engine.scheduling.admission import PATIENCE
+from qserve.engine.scheduling.waiting_queue import MAX_BYPASSES
 from tests.qserve.engine.simulation import Simulation, make_request, make_scheduler
 
 TOKENS = 1500  # of each prompt of the large request
@@ -80,8 +80,8 @@ def test_who_got_a_place_late_is_not_the_first_to_lose_it():
     request = make_request("s", 5, 60, group="small")
     simulation.scheduler.add(request)
     simulation.run_until(lambda: "s" in simulation.done)
-    assert request.num_preemptions == 0
-    assert any(each.num_preemptions for each in simulation.scheduler.waiting)
+    assert request.facts.num_preemptions == 0
+    assert any(each.facts.num_preemptions for each in simulation.scheduler.waiting)
 
 
 def test_who_lost_its_pages_is_passed_over_so_often_and_no_more():
@@ -91,7 +91,7 @@ def test_who_lost_its_pages_is_passed_over_so_often_and_no_more():
     scheduler.add(make_request("r0", 4, 50, group="a"))
     simulation.step()
     lost = make_request("r1", 200, 2, group="b")
-    lost.num_preemptions = 1
+    lost.facts = lost.facts._replace(num_preemptions=1)
     scheduler.waiting.push_front(lost)
     for number in range(3 * MAX_BYPASSES):
         scheduler.add(make_request(f"s{number}", 1, 1, group=f"g{number}"))
@@ -136,7 +136,7 @@ def test_one_client_of_one_group_is_never_pushed_out_for_its_turn():
         simulation.scheduler.add(request)
     simulation.run_out()
     assert simulation.admitted == requests
-    assert not any(request.num_preemptions for request in requests)
+    assert not any(request.facts.num_preemptions for request in requests)
 
 
 def test_who_gave_way_often_does_not_any_more():
@@ -152,7 +152,7 @@ def test_who_gave_way_often_does_not_any_more():
         if {"r0", "r1"} <= simulation.done.keys():
             break
     assert {"r0", "r1"} <= simulation.done.keys()
-    assert large[0].num_preemptions == 0 < large[1].num_preemptions <= MAX_BYPASSES
+    assert large[0].facts.num_preemptions == 0 < large[1].facts.num_preemptions <= MAX_BYPASSES
 
 
 def chunk_counts(scheduler):

@@ -2,11 +2,11 @@
 
 import pytest
 
-from qserve.engine.kv_pages import NULL_PAGE, PagePool
+from qserve.engine.kv_cache.block_pool import NULL_PAGE, BlockPool
 
 
 def test_pool_detects_a_page_owned_twice():
-    pool = PagePool(4, 2)
+    pool = BlockPool(4, 2)
     table = []
     pool.grow_(table, 4)
     with pytest.raises(AssertionError):
@@ -15,7 +15,7 @@ def test_pool_detects_a_page_owned_twice():
 
 def test_the_page_that_was_freed_last_is_handed_out_last():
     """Its keys are the likeliest to be asked for again, if anything keeps them."""
-    pool = PagePool(4, 2)
+    pool = BlockPool(4, 2)
     first, second, third = [], [], []
     pool.grow_(first, 4)
     pool.grow_(second, 2)
@@ -27,15 +27,15 @@ def test_the_page_that_was_freed_last_is_handed_out_last():
 
 def test_a_page_that_was_given_back_is_withdrawn_from_nobody():
     """NULL_PAGE is -1: as an index it would be the last page, which another may hold."""
-    pool = PagePool(3, 2)
+    pool = BlockPool(3, 2)
     table, other = [], []
     pool.grow_(table, 4)
     pool.grow_(other, 2)
     for page, key in zip([*table, *other], (b"a", b"b", b"c"), strict=True):
-        pool.publish(page, key)
-    pool.give_back_(table, first_visible=2)
+        pool.insert(page, key)
+    pool.release_before_(table, first_visible=2)
     assert table == [NULL_PAGE, 1] and other == [2]
-    pool.withdraw(table)
+    pool.invalidate(table)
     assert pool.match([b"c"]) == [2] and not pool.match([b"b"])
     pool.release_(other)
     pool.check_integrity([table])

@@ -1,10 +1,11 @@
-"""Scheduling policies: who is admitted next, what a step holds, who gives way."""
+"""Scheduling policies: admission order, contents of steps, preemption."""
 
 import pytest
 
 from formats.errors import InputError
-from qserve.engine.kv_pages import PagePool
-from qserve.engine.policies import (
+from qserve.engine.kv_cache.block_pool import BlockPool
+from qserve.engine.request import Status
+from qserve.engine.scheduling.policies import (
     MAX_PASSES,
     MAX_PROMPT_STEPS,
     POLICIES,
@@ -12,9 +13,8 @@ from qserve.engine.policies import (
     Policy,
     make_policy,
 )
-from qserve.engine.request import Status
-from qserve.engine.victims import cheapest_victim
-from qserve.engine.waiting_queue import MAX_BYPASSES
+from qserve.engine.scheduling.preemption import cheapest_victim
+from qserve.engine.scheduling.waiting_queue import MAX_BYPASSES
 from tests.qserve.engine.simulation import Simulation, make_request, make_scheduler
 
 
@@ -29,7 +29,7 @@ def names(plan):
 
 
 def phases(simulation):
-    """Of each step until all is done: "p" for prompts, "d" for decodes, with their numbers."""
+    """Per step until all is done: "p" for prompts, "d" for decodes, with their numbers."""
     found = []
     while simulation.scheduler.num_requests or simulation.in_flight:
         plan = simulation.step()
@@ -66,7 +66,7 @@ def test_under_every_policy_everybody_comes_to_the_end(name, depth):
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_under_every_policy_who_runs_gets_its_tokens(name):
-    """Beside prompts without end that need no decode, as those that are pooled."""
+    """With an endless stream of prompts that need no decode, such as pooled ones."""
     simulation = simulate(name, budget=16)
     running = make_request("running", max_tokens=5)
     simulation.scheduler.add(running)
@@ -84,7 +84,7 @@ def test_under_every_policy_who_runs_gets_its_tokens(name):
 
 
 class NewestFirst(Policy):
-    """One that would keep the old waiting for ever, if it could."""
+    """A policy that would starve old requests if it could."""
 
     def level(self, request):
         return request.priority
@@ -98,7 +98,7 @@ class NewestFirst(Policy):
 
 @pytest.mark.parametrize(("priority", "least", "most"), [(0, 6, 9), (9, 64, 66)])
 def test_no_policy_of_the_users_own_keeps_anybody_waiting_for_ever(priority, least, most):
-    """Passed over 8 times within its level, and 64 times by lower ones, beside two places."""
+    """Passed over 8 times within its level, and 64 times by lower ones, with two slots."""
     scheduler = make_scheduler(num_pages=200, max_num_seqs=2, budget=64, policy=NewestFirst())
     simulation = Simulation(scheduler, 0, iter(lambda: 1, None))
     for name in ("first", "second"):
@@ -129,9 +129,9 @@ def test_a_class_of_the_users_own():
     [
         ("nothing", "expected one of fcfs"),
         ("no_such_module:Class", "cannot be imported"),
-        ("qserve.engine.policies:Nothing", "cannot be imported"),
-        ("qserve.engine.policies.Phase", "no subclass"),
-        ("qserve.engine.policies:math", "no subclass"),
+        ("qserve.engine.scheduling.policies:Nothing", "cannot be imported"),
+        ("qserve.engine.scheduling.policies.Phase", "not a subclass"),
+        ("qserve.engine.scheduling.policies:math", "not a subclass"),
     ],
 )
 def test_a_policy_that_is_none_is_named(path, found):
@@ -139,7 +139,9 @@ def test_a_policy_that_is_none_is_named(path, found):
         make_policy(path)
 
 
-@pytest.mark.parametrize("path", ["qserve.engine.policies:Policy", "qserve.engine.policies.Policy"])
+@pytest.mark.parametrize(
+    "path", ["qserve.engine.scheduling.policies:Policy", "qserve.engine.scheduling.policies.Policy"]
+)
 def test_a_dotted_path_has_two_forms(path):
     assert type(make_policy(path)) is Policy
 
@@ -163,7 +165,7 @@ def test_within_a_priority_clients_take_turns():
 
 
 def test_a_higher_number_gives_its_place_to_a_lower_one():
-    """At once, but not without end: so often, then it runs on to its end."""
+    """Preempted immediately, but a limited number of times: then it runs to its end."""
     simulation = simulate("priority", max_num_seqs=1)
     scheduler = simulation.scheduler
     low = make_request("low", max_tokens=60, priority=9)
@@ -177,7 +179,7 @@ def test_a_higher_number_gives_its_place_to_a_lower_one():
         if urgent.status is Status.WAITING:
             break
     simulation.run_out()
-    assert low.num_preemptions == MAX_BYPASSES
+    assert low.facts.num_preemptions == MAX_BYPASSES
     assert list(simulation.done)[-2:] == ["low", urgent.request_id]
 
 
@@ -188,10 +190,10 @@ def test_a_higher_number_gives_way_before_a_lower_one_that_came_later():
     scheduler.add(low)
     simulation.step()
     scheduler.add(high)
-    simulation.run_until(lambda: low.num_preemptions)
+    simulation.run_until(lambda: low.facts.num_preemptions)
     assert high.status is Status.RUNNING
     simulation.run_out()
-    assert high.num_preemptions == 0 and list(simulation.done) == ["high", "low"]
+    assert high.facts.num_preemptions == 0 and list(simulation.done) == ["high", "low"]
 
 
 class Flood:
@@ -230,18 +232,18 @@ def test_lower_numbers_without_end_do_not_keep_higher_ones_waiting(seqs, depth):
     for k, each in enumerate(low):
         while each.status is Status.WAITING:
             flood.step()
-            # the ones that a step admits beside it
+            # requests that a step admits together with it
             assert flood.num_admitted - before <= MAX_PASSES * (k + 1) + seqs, f"{each.request_id}"
         assert flood.num_admitted - before >= MAX_PASSES * k, "too early: the others have to wait"
         assert each.level == 0
     while any(each.request_id not in simulation.done for each in low):
         flood.step()
         assert flood.num_admitted - before < MAX_PASSES * 4 + 9 * seqs, "runs and does not end"
-    assert not any(each.num_preemptions for each in low)
+    assert not any(each.facts.num_preemptions for each in low)
 
 
 def test_what_has_aged_takes_the_place_of_a_higher_number(monkeypatch):
-    """Else lower numbers, which could have that place, would wait behind it."""
+    """Otherwise lower numbers that could use that slot would wait for it."""
     monkeypatch.setattr(POLICIES["priority"], "max_passes", 1)
     simulation = simulate("priority", max_num_seqs=2)
     scheduler = simulation.scheduler
@@ -357,7 +359,7 @@ def make_running(pool, name, num_tokens, shared=()):
 
 
 def test_the_victim_is_who_loses_least():
-    pool = PagePool(100, 4)
+    pool = BlockPool(100, 4)
     long, short, sharing = (
         make_running(pool, "long", 40),
         make_running(pool, "short", 9),

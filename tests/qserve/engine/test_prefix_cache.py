@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from formats.errors import InputError
-from qserve.engine.kv_pages import NULL_PAGE, PagePool
-from qserve.engine.prefix_cache import PrefixCache
-from qserve.engine.prefix_keys import extend_keys, root_key
+from qserve.engine.kv_cache.block_pool import NULL_PAGE, BlockPool
+from qserve.engine.kv_cache.prefix_cache import PrefixCache, extend_keys, root_key
 from qserve.engine.request import Status
 from qserve.lora.adapter import Adapter
 from tests.qserve.engine.simulation import EOS, Simulation, make_request, make_scheduler
@@ -39,7 +38,7 @@ def test_a_second_request_computes_only_what_is_new():
     second = make_request("second", [*PREFIX, 3, 4, 5])
     simulation.scheduler.add(second)
     assert counts(simulation.scheduler.schedule()) == {"second": (len(PREFIX), 3)}
-    assert second.num_cached == len(PREFIX)
+    assert second.facts.num_cached == len(PREFIX)
     assert simulation.scheduler.cache.take_counts() == (18 + 19, 16)
     assert simulation.scheduler.cache.take_counts() == (0, 0)
 
@@ -64,7 +63,7 @@ def test_an_adapter_that_was_read_again_finds_nothing_of_its_old_numbers():
         request = make_request(f"{len(found)} {generation}", [*PREFIX, 1])
         request.adapter = adapter
         run(simulation, request)
-        found[request.request_id] = request.num_cached
+        found[request.request_id] = request.facts.num_cached
     assert list(found.values()) == [0, len(PREFIX), 0, len(PREFIX), len(PREFIX)]
 
 
@@ -75,7 +74,7 @@ def test_output_tokens_are_found_by_the_next_turn_of_a_chat():
     run(simulation, turn)
     following = make_request("next", [*turn.token_ids, 5, 5])
     run(simulation, following)
-    assert following.num_cached == (len(PREFIX) + 8) // PAGE * PAGE
+    assert following.facts.num_cached == (len(PREFIX) + 8) // PAGE * PAGE
 
 
 def test_a_page_is_found_by_others_of_the_step_that_fills_it():
@@ -88,7 +87,7 @@ def test_a_page_is_found_by_others_of_the_step_that_fills_it():
 
 
 def test_who_shares_the_prompt_that_is_being_computed_waits_for_it():
-    """The others are computed meanwhile, and once it is there it costs nobody anything."""
+    """The others are computed meanwhile; once it is cached, it delays no request."""
     simulation = simulate(budget=8, max_num_seqs=4)
     for name in ("r0", "r1", "r2"):
         simulation.scheduler.add(make_request(name, [*PREFIX, 1], group=name))
@@ -122,20 +121,20 @@ def test_an_abort_in_mid_prompt_leaves_only_full_pages():
     simulation.scheduler.finish(first)
     second = make_request("r1", [*PREFIX, 1])
     run(simulation, second)
-    assert second.num_cached == 8
+    assert second.facts.num_cached == 8
 
 
 def test_a_sampled_token_is_no_key_before_the_host_knows_it():
-    """The step that writes its page is in flight: what the page stands for is not known."""
+    """The step that writes its page is in flight: the page's key is not known yet."""
     simulation = simulate(depth=1)
     request = make_request("r0", PREFIX[:3], max_tokens=40)
     simulation.scheduler.add(request)
     published = []
     for _ in range(12):
         simulation.step()
-        published.append((request.num_published, request.num_known, request.num_computed))
-    for num_published, num_known, num_computed in published:
-        assert num_published * PAGE <= min(num_known, num_computed)
+        published.append((request.num_inserted, request.num_known, request.num_computed))
+    for num_inserted, num_known, num_computed in published:
+        assert num_inserted * PAGE <= min(num_known, num_computed)
     assert published[-1][0] > 1
 
 
@@ -145,7 +144,7 @@ def test_salts_do_not_share():
     for name, salt, hit in (("b", "two", 0), ("c", "", 0), ("d", "one", 16), ("e", "", 16)):
         request = make_request(name, [*PREFIX, 1], cache_salt=salt)
         run(simulation, request)
-        assert request.num_cached == hit, salt
+        assert request.facts.num_cached == hit, salt
 
 
 def test_a_request_that_needs_all_positions_reads_no_cache_but_fills_it():
@@ -154,14 +153,14 @@ def test_a_request_that_needs_all_positions_reads_no_cache_but_fills_it():
     request = make_request("b", [*PREFIX, 1])
     request.reads_cache = False
     run(simulation, request)
-    assert request.num_cached == 0 and simulation.num_shared_in_step == 0
+    assert request.facts.num_cached == 0 and simulation.num_shared_in_step == 0
 
 
 def test_outputs_of_one_prompt_share_it_and_no_key_is_made_twice(monkeypatch):
     simulation = simulate()
     requests = [make_request(f"r{n}", [*PREFIX, 1], max_tokens=6, group="n") for n in range(4)]
     run(simulation, *requests)
-    assert [request.num_cached for request in requests] == [0, 16, 16, 16]
+    assert [request.facts.num_cached for request in requests] == [0, 16, 16, 16]
     assert all(request.page_keys is not requests[0].page_keys for request in requests[1:])
 
 
@@ -172,7 +171,7 @@ def test_pages_that_are_found_are_not_taken_for_the_rest_of_the_prompt():
     run(simulation, make_request("b", 15, max_tokens=1))
     again = make_request("c", [*PREFIX, *range(50, 65)], max_tokens=1)
     run(simulation, again)  # the simulation checks every key that is read
-    assert again.num_cached == 16
+    assert again.facts.num_cached == 16
 
 
 def test_a_hit_on_a_page_that_is_held_takes_none_of_the_free_ones():
@@ -188,13 +187,13 @@ def test_a_hit_on_a_page_that_is_held_takes_none_of_the_free_ones():
 
 
 def test_the_end_of_the_oldest_table_goes_first_and_a_touched_page_stays():
-    pool = PagePool(6, 1)
+    pool = BlockPool(6, 1)
     old, young = [], []
     pool.grow_(old, 3)
     pool.grow_(young, 3)
     keys = [bytes([n]) for n in range(6)]
     for page, key in zip([*old, *young], keys, strict=True):
-        pool.publish(page, key)
+        pool.insert(page, key)
     pages = [*old, *young]
     pool.release_(old)
     pool.release_(young)
@@ -209,12 +208,12 @@ def test_the_end_of_the_oldest_table_goes_first_and_a_touched_page_stays():
 
 
 def test_equal_pages_of_two_requests_are_both_kept_and_one_is_found():
-    pool = PagePool(4, 1)
+    pool = BlockPool(4, 1)
     first, second = [], []
     pool.grow_(first, 1)
     pool.grow_(second, 1)
-    pool.publish(first[0], b"key")
-    pool.publish(second[0], b"key")
+    pool.insert(first[0], b"key")
+    pool.insert(second[0], b"key")
     assert pool.match([b"key"]) == first
     pool.check_integrity([first, second])
     pool.release_(second)
@@ -224,7 +223,7 @@ def test_equal_pages_of_two_requests_are_both_kept_and_one_is_found():
 
 
 def test_a_preempted_request_comes_back_to_its_pages():
-    """To those that nobody took meanwhile; that is no hit of a request that comes."""
+    """It finds its pages that were not evicted; that does not count as a hit of a new request."""
     simulation = simulate(depth=1, num_pages=10, max_num_seqs=3)
     scheduler = simulation.scheduler
     for name, prompt, max_tokens in (("r0", 9, 8), ("r1", 9, 8), ("r2", 13, 8)):
@@ -233,7 +232,7 @@ def test_a_preempted_request_comes_back_to_its_pages():
     while scheduler.num_requests or simulation.in_flight:
         before = {request: request.num_computed for request in scheduler.waiting}
         for chunk in simulation.step().chunks:
-            if chunk.request in before and chunk.request.num_preemptions:
+            if chunk.request in before and chunk.request.facts.num_preemptions:
                 restarts.append(chunk.start)
     assert restarts and any(start >= PAGE for start in restarts)
     assert scheduler.cache.take_counts() == (9 + 9 + 13, 0)
@@ -250,14 +249,14 @@ def test_a_reset_forgets_all_and_disturbs_nobody():
     scheduler.reset_prefix_cache()
     scheduler.check_integrity()
     simulation.run_until(lambda: "r1" in simulation.done)
-    assert waiting.num_cached == 0
+    assert waiting.facts.num_cached == 0
     later = make_request("r2", [*PREFIX, 1])
     scheduler.add(later)
     simulation.run_out()
-    assert later.num_cached == 16, "of r1, which came after the reset"
+    assert later.facts.num_cached == 16, "of r1, which came after the reset"
     following = make_request("r3", [*running.token_ids, 5])
     run(simulation, following)
-    assert following.num_cached == 16, "not of r0, whose pages are from before"
+    assert following.facts.num_cached == 16, "not of r0, whose pages are from before"
 
 
 def test_pages_of_a_failed_request_are_found_by_nobody():
@@ -271,7 +270,7 @@ def test_pages_of_a_failed_request_are_found_by_nobody():
     again = make_request("again", [*PREFIX, 1])
     scheduler.add(again)
     scheduler.schedule()
-    assert again.num_cached == 0
+    assert again.facts.num_cached == 0
 
 
 @pytest.mark.parametrize("num_slots", [0, 8])
@@ -299,7 +298,7 @@ def test_nor_those_that_left_its_window_before(num_slots):
     scheduler.check_integrity()
     assert not any(map(is_found, failed.page_keys)) and all(map(is_found, other.page_keys))
     run(simulation, again := make_request("again", [*PREFIX, 1], max_tokens=3))
-    assert again.num_cached == 0
+    assert again.facts.num_cached == 0
 
 
 def test_without_the_cache_nothing_is_kept():
@@ -307,7 +306,7 @@ def test_without_the_cache_nothing_is_kept():
     for name in "ab":
         request = make_request(name, [*PREFIX, 1])
         run(simulation, request)
-        assert request.num_cached == 0 and not request.page_keys
+        assert request.facts.num_cached == 0 and not request.page_keys
     assert simulation.scheduler.pool.num_cached == 0
     assert simulation.scheduler.cache.take_counts() == (0, 0)
 
@@ -386,14 +385,14 @@ def test_random_traces_with_sharing(data):
 
 
 def test_keys_that_follow_from_the_next_token_cost_the_last_page():
-    """A drafter's key of a page's last position is of the token behind it, which may differ."""
-    pool = PagePool(20, 4)
+    """A drafter's key of a page's last position depends on the next token, which may differ."""
+    pool = BlockPool(20, 4)
     cache = PrefixCache(pool, looks_ahead=True)
     first = make_request("a", 14)
     cache.add(first)
     cache.take_(first)
     first.num_computed = 14
-    cache.publish(first)
+    cache.insert(first)
     second = make_request("b", 14)
     second.token_ids = list(first.token_ids)
     cache.add(second)

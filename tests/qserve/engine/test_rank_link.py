@@ -10,11 +10,10 @@ from concurrent.futures import Future
 import pytest
 
 from formats.errors import InputError
-from qserve import frames
-from qserve.engine import rank_process
-from qserve.engine.crew import Crew
-from qserve.engine.packing import unpack
-from qserve.engine.rank_link import BEGIN, RankDiedError, RankLink, call
+from qserve.engine.distributed import rank_process
+from qserve.engine.distributed.rank_channel import BEGIN, RankChannel, RankDiedError, call, unpack
+from qserve.engine.distributed.rank_group import RankGroup
+from qserve.processes import frames
 
 WAIT_SECONDS = 60  # a guard against hanging, never reached
 
@@ -32,7 +31,7 @@ class FarEnd:
 
     def __init__(self, rank, on_death):
         ours, self.connection = socket.socketpair()
-        self.link = RankLink(rank, ours, Handle(), on_death)
+        self.link = RankChannel(rank, ours, Handle(), on_death)
         self.line = rank_process._Line(self.connection)
 
     def next_call(self):
@@ -41,21 +40,21 @@ class FarEnd:
 
 @pytest.fixture
 def two():
-    """A crew of two ranks, and their far ends."""
+    """A group of two ranks, and their remote ends."""
     ends = []
 
     def make(on_death):
         ends.extend(FarEnd(rank, on_death) for rank in (1, 2))
         return [end.link for end in ends]
 
-    crew = Crew(make)
-    yield crew, ends
-    crew.close()
+    rank_group = RankGroup(make)
+    yield rank_group, ends
+    rank_group.close()
 
 
 def test_what_is_begun_last_may_be_done_first(two):
-    crew, ends = two
-    slow, fast = crew.begin("read", 5), crew.begin("read", 6)
+    rank_group, ends = two
+    slow, fast = rank_group.begin("read", 5), rank_group.begin("read", 6)
     for rank, end in enumerate(ends):
         calls = [end.next_call() for _ in range(2)]
         assert [each[0] for each in calls] == [BEGIN, BEGIN]
@@ -70,8 +69,8 @@ def test_what_is_begun_last_may_be_done_first(two):
 
 
 def test_what_fails_at_one_rank_is_its_own_and_the_rank_goes_on(two):
-    crew, (one, other) = two
-    first, second = crew.begin("read", 1)
+    rank_group, (one, other) = two
+    first, second = rank_group.begin("read", 1)
     found = Future()
     one.line.answer_later(one.next_call()[1], found)
     found.set_exception(InputError("the folder", "is empty", "fill it"))
@@ -82,34 +81,34 @@ def test_what_fails_at_one_rank_is_its_own_and_the_rank_goes_on(two):
     found.set_exception(MemoryError("no room"))
     with pytest.raises(InputError, match="rank 2: MemoryError: no room"):
         second.result(WAIT_SECONDS)
-    crew.tell("launch", 3)
+    rank_group.tell("launch", 3)
     assert one.next_call() == ("launch", 3), "calls go on"
     one.line.send("reply", 4)
     other.line.send("reply", 5)
-    assert crew.replies() == [[4], [5]]
+    assert rank_group.replies() == [[4], [5]]
 
 
 def test_nobody_waits_for_a_rank_that_is_gone(two):
-    crew, (one, other) = two
-    first, second = crew.begin("read", 1)
+    rank_group, (one, other) = two
+    first, second = rank_group.begin("read", 1)
     one.connection.close()
     error = "rank 1 died: it was unplugged"
     with pytest.raises(RankDiedError, match=error):
         first.result(WAIT_SECONDS)
     assert not second.done()
     with pytest.raises(RankDiedError, match=error):
-        crew.begin("read", 2)
+        rank_group.begin("read", 2)
     with pytest.raises(RankDiedError, match=error):
         one.link.begin("read", 2).result(WAIT_SECONDS)
-    crew.close()
+    rank_group.close()
     with pytest.raises(RankDiedError, match="rank 2 died: it was closed"):
         second.result(WAIT_SECONDS)
 
 
 def test_threads_do_not_mix_their_frames(two):
-    """Readers of adapters call beside the thread that launches steps."""
-    crew, (one, other) = two
-    text = "x" * 6_000_000  # more than a socket takes at once
+    """Threads that read adapters call in parallel with the thread that launches steps."""
+    rank_group, (one, other) = two
+    text = "x" * 6_000_000  # more than a socket buffer holds
     count, found = 3, {"a": 0, "b": 0}
 
     def send(name):

@@ -1,4 +1,4 @@
-"""What the engine tells of itself: counts of a scripted run, once each, and zero at the end."""
+"""The engine's reports: counts of a scripted run, each reported once, and zero at the end."""
 
 import time
 from dataclasses import replace
@@ -8,7 +8,7 @@ import pytest
 from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
 from qserve.engine.report import EngineReport
-from qserve.sampling_params import SamplingParams
+from qserve.params.sampling_params import SamplingParams
 
 
 @pytest.fixture
@@ -78,11 +78,11 @@ def test_first_token_tells_how_long_its_request_queued(make_engine):
     params = SamplingParams(max_tokens=1)
     engine.add_request("a", [5], params, time.perf_counter() - 7)
     (event,) = engine.step()
-    assert event.queue_seconds == engine.report().queue_seconds[0] > 7
+    assert event.facts.queue_seconds == engine.report().queue_seconds[0] > 7
 
 
 def test_preempted_outputs_are_counted_and_queue_once(make_engine):
-    engine = make_engine(0, num_gpu_blocks_override=6)
+    engine = make_engine(0, num_gpu_blocks_override=6, admission="fits")
     add(engine, "a", 6, 12)
     add(engine, "b", 6, 12)
     preempted, queued = 0, 0

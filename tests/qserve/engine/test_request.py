@@ -3,8 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qserve.engine.request import Request, TokenLogprobs
-from qserve.sampling_params import SamplingParams
+from qserve.engine.request import Request
+from qserve.engine.token_event import TokenLogprobs
+from qserve.params.sampling_params import SamplingParams
 
 STOP, EOS = 5, 7
 

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from qserve.engine.memory import num_pages_on_gpu
-from qserve.engine.model_runner import ModelRunner
-from qserve.engine.prompt_logprobs import SLICE_BYTES
-from qserve.engine.sampler import TokenHistory
-from qserve.engine.step_input import HistoryFill
+from qserve.engine.runner.memory import num_pages_on_gpu
+from qserve.engine.runner.model_runner import ModelRunner
+from qserve.engine.runner.prompt_logprobs import SLICE_BYTES
+from qserve.engine.runner.sampler import TokenHistory
+from qserve.engine.step.step_input import HistoryFill
 from tests.qserve.engine.make_step import make_step
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def test_there_is_no_table_until_a_request_asks_for_it():
 
 
 def test_the_pages_leave_room_for_the_table(monkeypatch):
-    """It is made by the first request with a penalty, long after memory was shared out."""
+    """The first request with a penalty allocates it, long after memory was divided up."""
     history = TokenHistory(3, 8, CPU)
     GIB = 2**30
     allocated = []
@@ -57,6 +57,7 @@ def test_the_pages_leave_room_for_the_table(monkeypatch):
         config=SimpleNamespace(gpu_memory_utilization=0.5),
         bytes_per_page=1,
         _history=history,
+        encoder=None,
     )
     runner.sample = lambda: runner
     for name in ("empty_cache", "reset_peak_memory_stats"):

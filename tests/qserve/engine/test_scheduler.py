@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from formats.errors import InputError
-from qserve.engine import admission
-from qserve.engine.kv_pages import NULL_PAGE
+from qserve.engine.kv_cache.block_pool import NULL_PAGE
 from qserve.engine.request import Status
+from qserve.engine.scheduling import admission
 from tests.qserve.engine.simulation import EOS, Simulation, make_request, make_scheduler
 
 
@@ -105,10 +105,10 @@ def test_youngest_gives_way_and_keeps_its_tokens():
     scheduler.add(old)
     scheduler.add(young)
     simulation = Simulation(scheduler, 0, iter(lambda: 1, None))
-    simulation.run_until(lambda: young.num_preemptions)
+    simulation.run_until(lambda: young.facts.num_preemptions)
     assert young.status is Status.WAITING
     assert len(young.token_ids) > 3
-    assert old.num_preemptions == 0
+    assert old.facts.num_preemptions == 0
     simulation.run_out()
     assert simulation.done == {"r0": "length", "r1": "length"}
 
@@ -179,7 +179,7 @@ def test_a_chunk_may_sample_several_tokens():
 
 
 def test_pages_that_left_the_window_are_given_back():
-    """Of 40 tokens in pages of 4, a query sees 6: it and the next one need 3 pages at most."""
+    """With 40 tokens in pages of 4, a query sees 6: it and the next one need 3 pages at most."""
     scheduler = make_scheduler(10, 4, 2, budget=8, window=6)
     request = make_request("r0", prompt=16, max_tokens=24)
     scheduler.add(request)
@@ -194,7 +194,7 @@ def test_pages_that_left_the_window_are_given_back():
 
 
 def test_pages_of_a_window_are_no_ransom():
-    """Who gives way gives what it still holds, not what it has given back."""
+    """A preempted request frees the pages that it still holds, not those already released."""
     scheduler = make_scheduler(10, 4, 2, budget=8, window=4)
     request = make_request("r0", prompt=24, max_tokens=12)
     scheduler.add(request)
@@ -204,3 +204,38 @@ def test_pages_of_a_window_are_no_ransom():
     scheduler.finish(request)
     assert scheduler.pool.num_free == 10 and request.block_table == []
     scheduler.check_integrity()
+
+
+def asking(name, prompt):
+    """A request that asks for the log probabilities of its prompt."""
+    request = make_request(name, prompt=prompt, max_tokens=1, prompt_logprobs=20)
+    request.prompt_logprobs = []
+    return request
+
+
+def test_log_probabilities_of_prompts_yield_to_decodes(monkeypatch):
+    """They cost more than their tokens, and who decodes would wait for all of a step's budget."""
+    monkeypatch.setattr("qserve.engine.scheduling.chunked_prefill.ROWS_BESIDE_DECODES", 5)
+    scheduler = make_scheduler(num_pages=64, budget=40, max_num_seqs=8)
+    alone = asking("alone", 30)
+    scheduler.add(alone)
+    plan = scheduler.schedule()
+    assert [(chunk.request, chunk.count) for chunk in plan.chunks] == [(alone, 30)]
+    scheduler.update(plan, [9])
+    decoding = make_request("decoding", prompt=2, max_tokens=20)
+    scheduler.add(decoding)
+    scheduler.update(scheduler.schedule(), [9])
+    crowd = [asking(f"crowd{index}", 12) for index in range(4)]
+    plain = make_request("plain", prompt=8, max_tokens=2)
+    for request in (*crowd, plain):
+        scheduler.add(request)
+    counts = []
+    while any(request.status is not Status.FINISHED for request in crowd):
+        plan = scheduler.schedule()
+        # the last token of a prompt predicts none of its tokens
+        told = sum(min(each.end, 11) - each.start for each in plan.chunks if each.request in crowd)
+        counts.append(told)
+        assert told <= 5 and decoding in {chunk.request for chunk in plan.chunks}
+        scheduler.update(plan, [9] * sum(chunk.num_sampled for chunk in plan.chunks))
+    assert counts[0] == 5 and sum(counts) == 4 * 11
+    assert plain.num_computed or plain.status is Status.FINISHED

@@ -1,4 +1,4 @@
-"""Slots of states: each running request has one of its own, and goes on from what it left there."""
+"""State slots: each running request has its own, and continues from the state it left there."""
 
 import numpy as np
 import pytest
@@ -6,12 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qserve.engine.batch import Batch
+from qserve.engine.kv_cache.state_slots import StatePool
 from qserve.engine.request import Status
-from qserve.engine.request_rows import RequestRows
-from qserve.engine.state_slots import StatePool
-from qserve.engine.step_buffers import GraphKey, StepBuffers
-from qserve.engine.step_input import StepInput
+from qserve.engine.runner.step_buffers import GraphKey, StepBuffers
+from qserve.engine.step.device_step import Batch
+from qserve.engine.step.request_rows import RequestRows
+from qserve.engine.step.step_input import StepInput
 from tests.qserve.engine.make_step import make_step
 from tests.qserve.engine.simulation import Simulation, make_request, make_scheduler
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 class Slots:
-    """What steps leave in slots: whose state it is, and behind how many tokens."""
+    """Contents of slots after steps: the owner of the state, and its number of tokens."""
 
     def __init__(self, scheduler):
         self.left, self.rows = {}, RequestRows(scheduler.max_num_seqs)
@@ -103,7 +103,7 @@ def test_preemption_gives_the_slot_back():
     simulation = Simulation(scheduler, depth=0, tokens=iter(int, 1))
     simulation.step()
     simulation.step()
-    assert second.num_preemptions == 1 and second.state_slot == -1
+    assert second.facts.num_preemptions == 1 and second.state_slot == -1
     assert scheduler.states.num_free == 1
     scheduler.check_integrity()
 
@@ -112,7 +112,7 @@ def test_preemption_gives_the_slot_back():
     "spoil",
     [
         lambda states, a, b: setattr(a, "state_slot", b.state_slot),
-        lambda states, a, b: states.give_back_(a),
+        lambda states, a, b: states.release_(a),
         lambda states, a, b: states._free.pop(),
     ],
     ids=["shared", "given back", "lost"],
@@ -132,7 +132,7 @@ def test_model_without_states_hands_out_nothing():
     states, request = StatePool(None), make_request("a")
     states.take_(request)
     assert request.state_slot == -1 and states.num_free > 10**9
-    states.give_back_(request)
+    states.release_(request)
     states.check_integrity([request], [])
 
 

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qserve.engine import state_snapshots
+from qserve.engine.kv_cache import state_snapshots
+from qserve.engine.kv_cache.state_slots import StatePool
+from qserve.engine.kv_cache.state_snapshots import StateSnapshots
 from qserve.engine.request import Status
-from qserve.engine.request_rows import RequestRows
-from qserve.engine.state_slots import StatePool
-from qserve.engine.state_snapshots import StateSnapshots
-from qserve.engine.step_input import StepInput
+from qserve.engine.step.request_rows import RequestRows
+from qserve.engine.step.step_input import StepInput
 from tests.qserve.engine.simulation import Simulation, make_request, make_scheduler
 
 PAGE = 4
@@ -30,7 +30,7 @@ def small():
 
 
 class States:
-    """What steps leave in slots: of whose tokens, and of how many. Each step is checked."""
+    """Contents of slots after steps: the tokens of each state. Each step is checked."""
 
     def __init__(self, scheduler):
         self.left, self.rows = {}, RequestRows(scheduler.max_num_seqs)
@@ -86,7 +86,7 @@ def run(simulation, *requests):
     for request in requests:
         simulation.scheduler.add(request)
     simulation.run_out()
-    return [request.num_cached for request in requests]
+    return [request.facts.num_cached for request in requests]
 
 
 @settings(max_examples=200, deadline=None)
@@ -168,7 +168,7 @@ def test_a_preempted_request_comes_back_to_its_copy():
     first, second = make_request("r0", 20, 20), make_request("r1", 21, 20)
     for request in (first, second):
         simulation.scheduler.add(request)
-    simulation.run_until(lambda: second.num_preemptions)
+    simulation.run_until(lambda: second.facts.num_preemptions)
     simulation.run_until(lambda: second.status is Status.RUNNING)
     assert second.last_snapshot >= 20
     simulation.run_out()
@@ -181,7 +181,7 @@ def test_pages_without_a_copy_are_computed_and_a_copy_without_pages_is_no_use():
     assert len(scheduler.pool.match(make_keys(scheduler, [*PREFIX, 1]))) == 8
     assert run(simulation, make_request("c", [*PREFIX, 1])) == [0], "its copy went for b's"
     assert run(simulation, make_request("d", [*PREFIX, 1])) == [len(PREFIX)]
-    scheduler.pool.withdraw_all()
+    scheduler.pool.invalidate_all()
     assert run(simulation, make_request("e", [*PREFIX, 1])) == [0]
 
 
@@ -207,7 +207,7 @@ def test_copies_of_a_failed_step_are_found_by_nobody():
 
 
 def test_who_was_restored_and_computed_nothing_fails_with_the_step():
-    """Whether its state was copied nobody knows."""
+    """It is unknown whether its state was copied."""
     simulation = simulate()
     scheduler = simulation.scheduler
     run(simulation, make_request("a", [*PREFIX, 1]))

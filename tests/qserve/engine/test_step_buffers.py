@@ -1,10 +1,10 @@
-"""A step's arrays arrive at the places of its graph, and padding behind them."""
+"""A step's arrays arrive in the buffers of its graph, followed by padding."""
 
 import numpy as np
 import pytest
 import torch
 
-from qserve.engine.step_buffers import ALIGNMENT, GraphKey, StepBuffers
+from qserve.engine.runner.step_buffers import ALIGNMENT, GraphKey, StepBuffers
 from tests.qserve.engine.make_step import PER_TOKEN, make_step
 
 DECODE = GraphKey(is_chunk=False, num_tokens=4, num_requests=4)

@@ -1,4 +1,4 @@
-"""What planning and building a step cost in Python: calls are counted, not seconds."""
+"""Cost of planning and building a step in Python: calls are counted, not seconds."""
 
 import sys
 from collections import Counter
@@ -7,12 +7,12 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 
-from qserve.engine import mask_jobs
-from qserve.engine.admission import PATIENCE
-from qserve.engine.mask_jobs import MaskJobs
-from qserve.engine.policies import POLICIES, make_policy
-from qserve.engine.request_rows import RequestRows
-from qserve.engine.step_input import StepInput
+from qserve.engine.scheduling.admission import PATIENCE
+from qserve.engine.scheduling.policies import POLICIES, make_policy
+from qserve.engine.step import mask_jobs
+from qserve.engine.step.mask_jobs import MaskJobs
+from qserve.engine.step.request_rows import RequestRows
+from qserve.engine.step.step_input import StepInput
 from tests.qserve.engine.simulation import make_request, make_scheduler
 
 # At 256 requests on one core of a server CPU of 2024: schedule 0.11, build 0.22, update 0.25 ms.
@@ -23,7 +23,7 @@ CALLS_OF_A_REQUEST = 4
 LINES_OF_A_STEP = 400
 LINES_OF_A_REQUEST = 37
 LINES_OF_AN_ADMISSION = 300
-LINES_OF_A_MASK = 120  # behind the launch, its token's way into the request included
+LINES_OF_A_MASK = 120  # after the launch, including the path of its token into the request
 
 
 class Calls:

@@ -9,12 +9,12 @@ import pytest
 
 from qkernels.sampling.settings import SampleSettings
 from qkernels.sampling.words import BIAS_END, BIAS_START, SampleRow
-from qserve.engine.kv_pages import PagePool
+from qserve.engine.kv_cache.block_pool import BlockPool
 from qserve.engine.request import Request, Status
-from qserve.engine.request_rows import RequestRows
-from qserve.engine.scheduler import Chunk, Scheduler, StepPlan
-from qserve.engine.step_input import StepInput
-from qserve.sampling_params import ParameterError, SamplingParams
+from qserve.engine.scheduling.scheduler import Chunk, Scheduler, StepPlan
+from qserve.engine.step.request_rows import RequestRows
+from qserve.engine.step.step_input import StepInput
+from qserve.params.sampling_params import ParameterError, SamplingParams
 
 
 def request(prompt, output=(), **params):
@@ -43,7 +43,7 @@ def build(*requests, rows=None, num_sampled=1):
 
 
 def sample_rows(step):
-    """What a step's words say of each sampled row, as far as these tests ask."""
+    """The sampling words of each sampled row, as far as these tests need them."""
     settings = SampleSettings.of_words(step.sample_words_SP, step.sample_bias_E)
     ends = settings.words_SP[:, [BIAS_START, BIAS_END]].tolist()
     entries = settings.bias_E.numpy()
@@ -161,9 +161,9 @@ def decode_array(kind, made):
 
 @pytest.mark.parametrize("num_steps", [1, 2])
 def test_a_step_survives_the_trip_to_another_process(num_steps):
-    """Of a real schedule with everything in it, by a codec that knows its types and arrays."""
+    """Round trip of a full schedule through a codec that knows its types and arrays."""
     scheduler = Scheduler(
-        PagePool(64, 4), max_num_seqs=8, max_num_batched_tokens=32, prefix_caching=False
+        BlockPool(64, 4), max_num_seqs=8, max_num_batched_tokens=32, prefix_caching=False
     )
     for params in (
         {"seed": 3, "min_tokens": 4, "logit_bias": {3: 1.5}},

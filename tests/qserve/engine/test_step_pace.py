@@ -5,8 +5,8 @@ from collections import deque
 
 import pytest
 
-from qserve.engine.step_pace import MIN_PROMPT_TOKENS, StepLoad, StepPace
-from qserve.engine.step_plan import load_of
+from qserve.engine.scheduling.itl_control import MIN_PROMPT_TOKENS, ItlControl, StepLoad
+from qserve.engine.scheduling.plan import load_of
 from tests.qserve.engine.simulation import make_request, make_scheduler
 
 TARGET = 0.012
@@ -60,7 +60,7 @@ def make(target, noise=0.0):
         page_size=16,
         max_num_seqs=128,
         budget=8192,
-        pace=None if target is None else StepPace(target),
+        pace=None if target is None else ItlControl(target),
     )
     return Clocked(scheduler, noise)
 
@@ -116,7 +116,7 @@ def test_a_prompt_comes_to_its_end_whatever_the_target():
 
 
 def fitted(noise=0.0, seed=3, num_steps=300):
-    pace, rng = StepPace(TARGET), random.Random(seed)
+    pace, rng = ItlControl(TARGET), random.Random(seed)
     for _ in range(num_steps):
         load = StepLoad(
             num_prompt_tokens=rng.choice([0, 0, 100, 300, 800]),

@@ -151,7 +151,9 @@ def test_bad_words_without_their_tokens_are_refused(llm):
 
 def run(docs_5m, depth, **params):
     """The tokens of a request, and the steps that it took."""
-    config = EngineConfig(model=str(docs_5m), max_model_len=64, num_gpu_blocks_override=16)
+    config = EngineConfig(
+        model=str(docs_5m), max_model_len=64, num_gpu_blocks_override=16, admission="fits"
+    )
     engine = Engine(config, steps_in_flight=depth)
     params = SamplingParams(temperature=1, seed=3, max_tokens=12, **params)
     engine.add_request("r", [7] * 5, params)

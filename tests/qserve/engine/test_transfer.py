@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from qserve.engine.transfer import HostCopy, PinnedCopies, all_to_device
+from qserve.engine.step.transfer import HostCopy, PinnedCopies, all_to_device
 
 CPU = torch.device("cpu")
 

@@ -6,8 +6,12 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qserve.engine.fair_order import FairOrder
-from qserve.engine.waiting_queue import COST_OF_OUTPUT, MAX_BYPASSES, WaitingQueue
+from qserve.engine.scheduling.waiting_queue import (
+    COST_OF_OUTPUT,
+    MAX_BYPASSES,
+    FairOrder,
+    WaitingQueue,
+)
 from tests.qserve.engine.simulation import make_request
 
 
@@ -72,7 +76,8 @@ def test_many_api_requests_of_a_client_get_no_more_than_one_of_another():
 
 
 def test_turns_cost_tokens():
-    """Of prompts and outputs to come: long prompts get fewer turns, prompts of one do cost."""
+    """Cost of prompts and future outputs: long prompts get fewer turns; one-token prompts cost,
+    too."""
     queue = WaitingQueue()
     sizes = {"long": 3 * COST_OF_OUTPUT, "short": 1}
     for client, prompt in sizes.items():
@@ -109,7 +114,7 @@ def test_requests_that_end_while_they_wait_leave_nothing_behind():
 
 
 def test_memory_is_of_what_waits_not_of_what_came():
-    """The oldest stays first in line while thousands come behind it and leave."""
+    """The oldest stays first in line while thousands arrive after it and leave."""
     queue = WaitingQueue()
     push(queue, make_request("r0"))
     for n in range(3000):
@@ -207,3 +212,14 @@ def test_turns_are_in_the_order_that_they_state(names):
         assert turns.first() == name
         turns.leave(name)
     assert not turns
+
+
+def test_log_probabilities_of_prompts_count_as_work():
+    """A client that asks for them gets as many turns as its work allows, not as its tokens do."""
+    queue, size = WaitingQueue(), 10 * COST_OF_OUTPUT
+    for index in range(40):
+        telling = make_request(f"t{index}", prompt=size, client="telling", prompt_logprobs=20)
+        telling.prompt_logprobs = []
+        push(queue, telling, make_request(f"p{index}", prompt=size, client="plain"))
+    served = Counter(pop(queue).client for _ in range(42))
+    assert 1.7 < served["plain"] / served["telling"] < 2.1

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from calibrate.pipeline import quantize_checkpoint
-from formats.packed import PackedWeight
+from formats.in_memory.packed import PackedWeight
 from formats.scheme import QuantSpec, Scheme
 from qkernels import ops
 from qkernels.attention.config import default_attention_config, prefill_split
@@ -120,7 +120,7 @@ ADAPTED = {(4096, 6144): (4096, 1024, 1024), (4096, 28672): (14336, 14336)}
 
 
 def test_rows_of_a_step_with_adapters_launch_every_kernel_of_one(on_an_h200):
-    """Of linears that have adapters, where the product adds them and where not, and of others."""
+    """Linears with adapters, fused into the product or not, and linears without."""
     products = [(on_an_h200(N, K), consumer) for N, K, consumer in list(SHAPES.values())[:4]]
     rows = row_boundaries(products, BUDGET, H200, adapted=ADAPTED)
     for weight, consumer in products:
@@ -195,11 +195,11 @@ def w8a8_5m(docs_5m, tmp_path_factory):
 @pytest.mark.parametrize("enforce_eager", [True, False])
 @pytest.mark.parametrize("scheme", ["quantized_5m", "w8a8_5m"])
 def test_no_kernel_compiles_after_the_warm_up(request, monkeypatch, scheme, enforce_eager):
-    """Every number of tokens up to the budget, alone and beside decodes, and contexts of all
+    """Every number of tokens up to the budget, with and without decodes, and contexts of all
     lengths."""
     from triton.runtime.jit import JITFunction
 
-    from qserve.engine.step_input import StepInput
+    from qserve.engine.step.step_input import StepInput
     from qserve.llm import LLM
 
     folder = request.getfixturevalue(scheme)

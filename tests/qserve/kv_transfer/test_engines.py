@@ -2,17 +2,17 @@
 
 import json
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 import numpy as np
 import pytest
 
 from qserve.config import EngineConfig
-from qserve.engine import page_transfers
 from qserve.engine.engine import Engine
-from qserve.handling import Handling
+from qserve.engine.pending import remote_kv
 from qserve.kv_transfer.connector import CONNECTORS
-from qserve.sampling_params import SamplingParams
+from qserve.params.handling import Handling
+from qserve.params.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0)
 ONE = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0)
@@ -83,7 +83,7 @@ def finish(engine, tokens, cached, errors=None):
             return
         for event in engine.step():
             tokens[int(event.request_id)] += event.token_ids
-            cached[int(event.request_id)] = event.num_cached
+            cached[int(event.request_id)] = event.facts.num_cached
             if errors is not None and event.error:
                 errors.append(event.error)
         engine.scheduler.check_integrity()
@@ -91,7 +91,7 @@ def finish(engine, tokens, cached, errors=None):
 
 
 def run(engine, prompts, params=GREEDY, **handling):
-    """Tokens and cached tokens of each prompt, all at once."""
+    """Tokens and cached tokens of each prompt, all run together."""
     for index, prompt in enumerate(prompts):
         engine.add_request(str(index), prompt, params, handling=Handling(**handling))
     tokens, cached = [[] for _ in prompts], [0] * len(prompts)
@@ -102,7 +102,7 @@ def run(engine, prompts, params=GREEDY, **handling):
 
 def settle(engine):
     """Wait for what is being written."""
-    for future in list(engine._transfers._writes):
+    for future in list(engine._remote_kv._writes):
         future.result(60)
 
 
@@ -170,7 +170,7 @@ def test_pages_on_the_device_and_from_elsewhere_make_one_prefix(make_engine, she
     shelf_pages, shelf.pages = shelf.pages, {}
     run(engine, [PROMPT])
     shelf.pages = shelf_pages
-    before = engine._transfers._num_queries
+    before = engine._remote_kv._num_queries
     assert run(engine, [long]) == (want, [36])
     assert engine.scheduler.pool.host.num_loaded == 3, "six of the nine were on the device"
     assert before == 0
@@ -248,7 +248,7 @@ def test_a_damaged_file_is_computed_again(make_engine, tmp_path, cold):
 
 def test_patience_ends(make_engine, shelf, cold, monkeypatch):
     run(make_engine(), [PROMPT])
-    monkeypatch.setattr(page_transfers, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(remote_kv, "PATIENCE_SECONDS", 0.05)
     engine = make_engine()
     shelf.gate.clear()
     engine.add_request("0", PROMPT, GREEDY)
@@ -273,15 +273,15 @@ def test_aborted_while_it_waits(make_engine, shelf):
 def test_who_waits_for_an_aborted_ones_pages_gets_them(
     awaits, make_engine, shelf, cold, monkeypatch
 ):
-    """Of the others of its prompt the next one asks, at once and not when patience ends."""
-    monkeypatch.setattr(page_transfers, "PATIENCE_SECONDS", 1e9)
+    """After the abort, the next request of the prompt fetches the pages without a timeout."""
+    monkeypatch.setattr(remote_kv, "PATIENCE_SECONDS", 1e9)
     run(make_engine(), [PROMPT])
     engine = make_engine()
     if awaits == "match":
         shelf.gate.clear()
     for index in range(3):
         engine.add_request(str(index), PROMPT, GREEDY)
-    (first, *_) = engine._transfers._fetches.values()
+    (first, *_) = engine._remote_kv._fetches.values()
     if awaits == "load":
         first.match.result(60)
         shelf.gate.clear()
@@ -289,6 +289,7 @@ def test_who_waits_for_an_aborted_ones_pages_gets_them(
         assert first.loads
     engine.abort("0")
     shelf.gate.set()
+    wait(first.loads, 60)  # or the engine may end before they do
     tokens, cached = [[], [], []], [0, 0, 0]
     finish(engine, tokens, cached)
     assert tokens == [[], *cold() * 2] and cached == [0, 24, 24]
@@ -312,11 +313,11 @@ def test_what_is_saved_already_is_not_waited_for(make_engine, shelf, monkeypatch
     """Or the engine would spin until the slowest page is there."""
     engine = make_engine(role="kv_producer")
     waited = []
-    monkeypatch.setattr(page_transfers, "wait", lambda futures, *_: waited.extend(futures))
+    monkeypatch.setattr(remote_kv, "wait", lambda futures, *_: waited.extend(futures))
     done, under_way = Future(), Future()
     done.set_result(None)
-    engine._transfers._held["a"] = (None, [done, under_way])
-    engine._transfers.queue_ready(wait_a_little=True)
+    engine._remote_kv._held["a"] = (None, [done, under_way])
+    engine._remote_kv.queue_ready(wait_a_little=True)
     assert waited == [under_way]
 
 
@@ -388,13 +389,13 @@ def test_little_memory_loads_a_part(make_engine, shelf, cold, monkeypatch):
     run(make_engine(), [PROMPT])
     engine = make_engine()
     page_bytes = engine.runner.bytes_per_page
-    monkeypatch.setattr(page_transfers, "SLOT_BYTES", 6 * page_bytes)
+    monkeypatch.setattr(remote_kv, "SLOT_BYTES", 6 * page_bytes)
     assert run(make_engine(), [PROMPT]) == (cold(), [12])
 
 
 def test_what_is_saved_is_bounded(make_engine, shelf, monkeypatch, caplog):
     engine = make_engine()
-    monkeypatch.setattr(page_transfers, "MAX_UNWRITTEN_BYTES", 2 * engine.runner.bytes_per_page)
+    monkeypatch.setattr(remote_kv, "MAX_UNWRITTEN_BYTES", 2 * engine.runner.bytes_per_page)
     run(engine, [PROMPT], ONE)
     assert len(shelf.pages) == 2 and "are not saved" in caplog.text
 
@@ -402,7 +403,12 @@ def test_what_is_saved_is_bounded(make_engine, shelf, monkeypatch, caplog):
 def test_rounds_of_chats_at_alternating_engines(make_engine, shelf):
     """Chats that grow, pages that run out on both devices, a small host tier."""
     plain = make_engine(enable_prefix_caching=False, kv_transfer_config=None)
-    settings = {"num_gpu_blocks_override": 24, "kv_offload_gb": 0.005, "steps_in_flight": 1}
+    settings = {
+        "num_gpu_blocks_override": 24,
+        "admission": "fits",
+        "kv_offload_gb": 0.005,
+        "steps_in_flight": 1,
+    }
     engines = [make_engine(**settings) for _ in range(2)]
     random = np.random.default_rng(3)
     system = random.integers(3, 8000, 21).tolist()

@@ -53,7 +53,7 @@ def flip(path, offset):
     path.write_bytes(data)
 
 
-# name -> what happens to the file of page 1, where page 2 lies beside it
+# name -> change of the file of page 1, with page 2 next to it
 DAMAGE = {
     "a bit of the page": lambda path, other: flip(path, 500),
     "a bit of the checksum": lambda path, other: flip(path, -1),
@@ -65,6 +65,11 @@ DAMAGE = {
     "a link": lambda path, other: (path.unlink(), path.symlink_to(other)),
     "a pipe": lambda path, other: (path.unlink(), os.mkfifo(path)),
     "a folder": lambda path, other: (path.unlink(), path.mkdir()),
+    "a folder that holds something": lambda path, other: (
+        path.unlink(),
+        path.mkdir(),
+        (path / "note").write_text("mine"),
+    ),
 }
 
 
@@ -77,10 +82,21 @@ def test_damaged_and_hostile_files_are_refused_and_can_be_saved_again(damage, tm
     DAMAGE[damage](path, file_of(tmp_path, 2))
     assert load(folder, 1) is None
     assert load(folder, 2) == bytes(page(2))
-    if damage != "a folder":  # which is left to who made it
-        assert not path.exists() and not path.is_symlink()
-        folder.save(key(1), page(1))
-        assert load(folder, 1) == bytes(page(1))
+    assert not path.exists() and not path.is_symlink()
+    folder.save(key(1), page(1))
+    assert load(folder, 1) == bytes(page(1))
+    if damage == "a folder that holds something":
+        assert [each.read_text() for each in path.parent.glob("*.not-a-page/note")] == ["mine"]
+
+
+def test_folder_in_place_of_a_page_is_replaced_when_it_is_saved(tmp_path):
+    """Without a load before it."""
+    folder = connector(tmp_path)
+    path = file_of(tmp_path, 1)
+    path.mkdir(parents=True)
+    assert folder.match([key(1)]) == 0
+    folder.save(key(1), page(1))
+    assert load(folder, 1) == bytes(page(1))
 
 
 def test_a_link_in_place_of_a_subfolder_is_not_followed(tmp_path):
@@ -183,7 +199,7 @@ def test_a_config_that_cannot_be_read_is_refused(case):
 
 def test_without_the_prefix_cache_there_is_nothing_to_exchange():
     text = '{"kv_connector": "folder"}'
-    with pytest.raises(InputError, match="expected with the prefix cache"):
+    with pytest.raises(InputError, match="requires the prefix cache"):
         EngineConfig(model="m", kv_transfer_config=text, enable_prefix_caching=False)
 
 

@@ -1,4 +1,4 @@
-"""KV pages of another engine on a CUDA GPU: copies beside steps, in graphs, with 8 bits."""
+"""KV pages of another engine on a CUDA GPU: copies during steps, in graphs, with 8 bits."""
 
 import json
 from concurrent.futures import wait
@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from qkernels.attention.cache import PagedKv
 from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
-from qserve.engine.page_copies import PageCopies
-from qserve.model.kv_format import KvFormat, new_cache
-from qserve.sampling_params import SamplingParams
+from qserve.engine.runner.page_copies import PageCopies
+from qserve.params.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 
@@ -39,11 +39,11 @@ def run(folder, path, role, dtype, max_tokens):
     while engine.has_work():
         events = engine.step()
         if not events:  # a busy disk may take longer than a thousand steps
-            wait(list(engine._transfers._writes), 60)
+            wait(list(engine._remote_kv._writes), 60)
         for event in events:
             tokens[int(event.request_id)] += event.token_ids
-            cached[int(event.request_id)] = event.num_cached
-    for future in list(engine._transfers._writes):
+            cached[int(event.request_id)] = event.facts.num_cached
+    for future in list(engine._remote_kv._writes):
         future.result(60)
     return tokens, cached
 
@@ -61,9 +61,9 @@ def test_what_one_engine_computed_the_other_decodes(quantized_5m, tmp_path, dtyp
 
 
 def test_pages_are_read_as_they_were_when_the_copy_began():
-    """What is launched after it may overwrite them before the host has them."""
+    """Work launched after it may overwrite them before the host has them."""
     device = torch.device("cuda")
-    cache = new_cache(None, KvFormat(dtype=torch.bfloat16), (64, PAGE, 8, 128), device)
+    cache = PagedKv.zeros((64, PAGE, 8, 128), torch.bfloat16, device)
     cache.k_pages.normal_()
     cache.v_pages.normal_()
     copies = PageCopies([cache], 4, device)
@@ -79,7 +79,7 @@ def test_pages_are_read_as_they_were_when_the_copy_began():
 
 def test_a_slot_that_is_filled_by_the_host_waits_for_its_copies():
     device = torch.device("cuda")
-    cache = new_cache(None, KvFormat(dtype=torch.bfloat16), (64, PAGE, 8, 128), device)
+    cache = PagedKv.zeros((64, PAGE, 8, 128), torch.bfloat16, device)
     cache.k_pages.fill_(1)
     cache.v_pages.fill_(1)
     copies = PageCopies([cache], 4, device)

@@ -1,11 +1,11 @@
-"""A layer beside which adapters stand: what its plan asks for, and who adds what they add."""
+"""A layer with adapters: the inputs its plan needs, and which kernel adds the adapters."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from formats.packed import PackedWeight
+from formats.in_memory.packed import PackedWeight
 from formats.scheme import QuantSpec
 from qkernels import ops, reference
 from qkernels.operands.limbs import LimbForm, Limbs
@@ -21,7 +21,7 @@ FORM = LimbForm(bits=4)
 
 @pytest.fixture
 def layer():
-    """Of W4A16, and one adapter of rank 3 and one of rank 5."""
+    """W4A16 weights, with one adapter of rank 3 and one of rank 5."""
     weight_NK = torch.randn(sum(SIZES), K, generator=torch.Generator().manual_seed(1)) / 16
     spec = QuantSpec(bits=4, symmetric=True, group_size=128)
     base = QuantLinear.for_inference(
@@ -33,7 +33,7 @@ def layer():
 
 @pytest.fixture
 def adding_product(monkeypatch, layer):
-    """Stands in for a kernel that takes limbs and adds adapters. Returns what it was handed."""
+    """Replaces a kernel that takes limbs and adds adapters. Returns its arguments."""
     plan_linear, linear, handed = ops.plan_linear, ops.linear, []
 
     def plan(weight, M, consumer=None, *, fused=True, adapted=None):

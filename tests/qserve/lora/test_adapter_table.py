@@ -1,5 +1,7 @@
-"""Who gets a slot: random arrivals and ends, with what each slot holds watched."""
+"""Assignment of adapter slots: random arrivals and ends, with the contents of slots tracked."""
 
+import time
+from threading import Event
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -11,7 +13,7 @@ from formats.errors import InputError
 from qserve.engine.request import Request, Status
 from qserve.lora.adapter_table import KEPT_SECONDS, MAX_PASSES, MAX_REPLACED, AdapterTable
 from qserve.lora.request import LoRARequest
-from qserve.sampling_params import SamplingParams
+from qserve.params.sampling_params import SamplingParams
 
 MOST_LOOKS = 200
 
@@ -37,7 +39,7 @@ class Packed(NamedTuple):
 
 
 class Device:
-    """A table whose adapters are their paths, and what stands in its slots."""
+    """A table whose adapters are their paths, and the contents of its slots."""
 
     def __init__(self, num_slots, num_on_host=8, broken=()):
         self.slots, self.num_reads, self.broken = {}, 0, broken
@@ -52,7 +54,7 @@ class Device:
         )
         self.running = []
 
-    def read(self, path):
+    def read(self, path, is_wanted):
         self.num_reads += 1
         if path in self.broken:
             raise InputError(path, "is broken")
@@ -166,7 +168,7 @@ def test_what_cannot_be_read_ends_its_requests_alone_and_is_tried_again():
 
 
 def test_other_numbers_are_another_generation():
-    """What was computed with the folder as it was must not be found; with the same, it may be."""
+    """Pages of the folder's old contents must not be found; pages of equal contents may be."""
     device = Device(1, num_on_host=1)
     generations = []
     for name, version in (("a0", 0), ("a1", 0), ("a0", 0), ("a1", 0), ("a0", 1)):
@@ -275,3 +277,49 @@ def test_a_request_that_is_dropped_while_it_waits():
     device.finish(device.running[0])
     device.look_until(lambda: device.running)
     assert device.running == [kept]
+
+
+def test_error_of_any_kind_ends_the_requests_of_its_adapter_alone():
+    device = Device(2)
+
+    def read(path, is_wanted):
+        if path.endswith("a1"):
+            raise OverflowError("int too large to convert to float")
+        return Packed(path, path)
+
+    device.table._read = read
+    requests = [device.add(name) for name in ("a1", "a2", "a1")]
+    found = {}
+    for _ in range(MOST_LOOKS):
+        found |= dict(device.table.take_ready(wait_a_little=True))
+    assert found[requests[1]] is None
+    assert (
+        found[requests[0]]
+        == found[requests[2]]
+        == ("adapter a1: int too large to convert to float")
+    )
+
+
+def test_adapter_is_read_no_further_once_its_last_request_has_gone():
+    device, begun, left = Device(2), Event(), Event()
+
+    def read(path, is_wanted):
+        begun.set()
+        while path.endswith("a1") and is_wanted():
+            time.sleep(0.001)
+        if path.endswith("a1"):
+            left.set()
+            raise InputError(path, "no request waits for it")
+        return Packed(path, path)
+
+    device.table._read = read
+    first, second = device.add("a1"), device.add("a1")
+    other = device.add("a2")
+    device.table.take_ready(wait_a_little=False)
+    assert begun.wait(60)
+    assert device.table.drop(first) and not left.wait(0.05), "another one waits for it"
+    assert device.table.drop(second) and left.wait(60)
+    ready = []
+    while not ready:
+        ready = device.table.take_ready(wait_a_little=True)
+    assert ready == [(other, None)]

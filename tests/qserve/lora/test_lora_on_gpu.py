@@ -9,13 +9,13 @@ from formats.scheme import Scheme
 from qserve.llm import LLM
 from qserve.lora.merge import merge_adapter
 from qserve.lora.request import LoRARequest
-from qserve.sampling_params import SamplingParams
+from qserve.params.sampling_params import SamplingParams
 from tests.adapters import write_adapter
 
 pytestmark = pytest.mark.gpu
 
 PROMPTS = [[3 + n, *range(20, 20 + 3 * n)] for n in range(12)]
-PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
 
 
 def make(folder, **settings):
@@ -33,7 +33,7 @@ def loras(docs_5m, tmp_path_factory):
 
 
 def tokens(llm, asked, params=PARAMS):
-    outputs = llm.generate(PROMPTS, params, False, False, lora_request=asked)
+    outputs = llm.generate(PROMPTS, params, False, lora_request=asked)
     return [output.outputs[0].token_ids for output in outputs]
 
 
@@ -59,7 +59,7 @@ def test_graphs_and_eager_steps_agree(docs_5m, tmp_path, loras, kind):
 
 
 def test_adapters_are_their_merged_weights(docs_5m, tmp_path, loras):
-    """Log probabilities of prompts, in bfloat16, beside those of the merged model."""
+    """Log probabilities of prompts in bfloat16, compared with those of the merged model."""
     params = dataclasses.replace(PARAMS, max_tokens=1, prompt_logprobs=0)
     llm = make(docs_5m, max_loras=3)
     for number, lora in enumerate(loras):
@@ -68,8 +68,13 @@ def test_adapters_are_their_merged_weights(docs_5m, tmp_path, loras):
         merged = make(folder, enable_lora=False)
         far = []
         for asked, one in ((lora, llm), (None, merged), (None, llm)):
-            outputs = one.generate(PROMPTS, params, False, False, lora_request=asked)
-            found = [each.logprob for o in outputs for each in o.prompt_logprobs[1:]]
+            outputs = one.generate(PROMPTS, params, False, lora_request=asked)
+            found = [
+                each.logprob
+                for output in outputs
+                for entry in output.prompt_logprobs[1:]
+                for each in entry.values()
+            ]
             far.append(torch.tensor(found))
         beside, inside, without = far
         assert (beside - inside).abs().mean() < 0.2 * (without - inside).abs().mean()

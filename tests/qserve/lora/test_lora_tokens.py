@@ -1,4 +1,4 @@
-"""Adapters beside a model: the numbers are PEFT's, alone and mixed in one batch, in float32."""
+"""Adapters of a model: the results equal PEFT's, alone and mixed in one batch, in float32."""
 
 import copy
 import dataclasses
@@ -9,16 +9,16 @@ import torch
 from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
 from formats.families import FAMILIES
-from formats.lora import adapted_shapes, read_adapter
-from qserve.handling import Handling
+from formats.peft.lora import adapted_shapes, read_adapter
 from qserve.llm import LLM
 from qserve.lora.request import LoRARequest
-from qserve.sampling_params import SamplingParams
+from qserve.params.handling import Handling
+from qserve.params.sampling_params import SamplingParams
 from tests.adapters import write_adapter
 
 PROMPT = [5, 60, 7, 8, 90, 10, 11, 12, 13, 14, 300, 16, 17, 18, 19, 20, 21, 22]
-PARAMS = SamplingParams(temperature=0, max_tokens=5, prompt_logprobs=0)
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=5, prompt_logprobs=0, detokenize=False)
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 # PEFT takes the feed-forward's names in these families for those of fused experts.
 FUSED_IN_PEFT = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")
@@ -30,14 +30,14 @@ def engine(model, **settings):
     return LLM(str(model), num_gpu_blocks_override=64, **settings)
 
 
+def told(prompt_logprobs):
+    """The log probability of each prompt token but the first."""
+    return [each.logprob for entry in prompt_logprobs[1:] for each in entry.values()]
+
+
 def run(llm, loras, prompt=PROMPT, params=PARAMS):
-    outputs = llm.generate(
-        [prompt] * len(loras), params, False, detokenize=False, lora_request=loras
-    )
-    return [
-        (output.outputs[0].token_ids, [each.logprob for each in output.prompt_logprobs[1:]])
-        for output in outputs
-    ]
+    outputs = llm.generate([prompt] * len(loras), params, False, lora_request=loras)
+    return [(output.outputs[0].token_ids, told(output.prompt_logprobs)) for output in outputs]
 
 
 def assert_is(model, found, prompt=PROMPT):
@@ -116,7 +116,7 @@ def test_every_target_alone(tiny_model, tmp_path, family):
 
 
 def test_quantized_base(quantized_5m, transformers_model, tmp_path):
-    """The adapter stands beside the product, whatever the base's numbers are."""
+    """The adapter is separate from the product, whatever the base's numbers are."""
     model = quantized_5m
     folders = [write_adapter(model, tmp_path / f"{n}", rank=2 + n, seed=n) for n in range(2)]
     loras = [LoRARequest(f"a{n}", n + 1, str(folder)) for n, folder in enumerate(folders)]
@@ -154,7 +154,7 @@ def test_an_adapter_of_zeros_changes_no_bit(llama, tmp_path):
     model, _ = llama
     folder = write_adapter(model, tmp_path / "zeros", size=0.0)
     llm = engine(model)
-    # Each alone: a matrix product rounds by the rows beside one.
+    # Each alone: the rounding of a matrix product depends on the other rows.
     assert run(llm, [LoRARequest("zeros", 1, str(folder))]) == run(llm, [None])
 
 
@@ -164,7 +164,7 @@ def test_pages_are_shared_within_an_adapter_alone(llama):
     params = dataclasses.replace(PARAMS, prompt_logprobs=None)
 
     def cached(lora):
-        outputs = llm.generate([PROMPT], params, False, detokenize=False, lora_request=lora)
+        outputs = llm.generate([PROMPT], params, False, lora_request=lora)
         return outputs[0].num_cached_tokens
 
     assert [cached(lora) for lora in (None, loras[0], loras[1])] == [0, 0, 0]
@@ -185,14 +185,14 @@ def test_many_in_rotation_leave_nothing_behind(llama, tmp_path):
         for n in range(64)
     ]
     llm = engine(model, max_cpu_loras=5)
-    params = SamplingParams(temperature=0, max_tokens=2)
+    params = SamplingParams(temperature=0, max_tokens=2, detokenize=False)
     slots = llm.engine.runner.adapters.memory
     before = slots.data_ptr(), slots.nbytes
     first = {}
     for turn in range(2):
         for start in range(0, 64, 8):
             of_turn = loras[start : start + 8]
-            outputs = llm.generate([[3, 4]] * 8, params, False, False, lora_request=of_turn)
+            outputs = llm.generate([[3, 4]] * 8, params, False, lora_request=of_turn)
             tokens = [output.outputs[0].token_ids for output in outputs]
             assert tokens == first.setdefault(start, tokens), turn
     assert len({tuple(tokens) for of in first.values() for tokens in of}) > 40
@@ -211,11 +211,11 @@ def test_adapters_are_told_of_at_the_start_and_asked_for_by_name(llama):
 
 
 def test_abort_and_deadline_while_an_adapter_is_awaited(llama):
-    """Nobody waits for a request that was dropped, wherever it was."""
+    """No request waits for a dropped one, wherever it was."""
     model, loras = llama
     llm = engine(model, max_loras=1)
     for number, lora in enumerate(loras):
-        llm.llm_engine.add_request(str(number), PROMPT, PARAMS, lora_request=lora, detokenize=False)
+        llm.llm_engine.add_request(str(number), PROMPT, PARAMS, lora_request=lora)
     llm.llm_engine.step()
     llm.llm_engine.abort_request(["1", "2", "3"])
     assert llm.engine.adapters.num_waiting <= 1
@@ -225,14 +225,17 @@ def test_abort_and_deadline_while_an_adapter_is_awaited(llama):
 
 
 def test_drafts_are_judged_with_the_adapter(llama):
-    """Speculation changes no token; drafts that come true depend on the adapter's own text."""
+    """Speculation changes no token; the accepted drafts depend on the adapter's own text."""
     model, loras = llama
-    crowd, params = [*loras[:2], None], SamplingParams(temperature=0, max_tokens=24)
+    crowd, params = (
+        [*loras[:2], None],
+        SamplingParams(temperature=0, max_tokens=24, detokenize=False),
+    )
     drafting = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}'
     found = []
     for settings in ({}, {"speculative_config": drafting}):
         llm = engine(model, **settings)
-        outputs = llm.generate([PROMPT * 2] * 3, params, False, False, lora_request=crowd)
+        outputs = llm.generate([PROMPT * 2] * 3, params, False, lora_request=crowd)
         found.append([output.outputs[0].token_ids for output in outputs])
     assert found[0] == found[1]
     assert len({tuple(tokens) for tokens in found[0]}) == 3
@@ -240,11 +243,11 @@ def test_drafts_are_judged_with_the_adapter(llama):
 
 def test_several_outputs_of_a_prompt_have_its_adapter(llama):
     model, loras = llama
-    params = SamplingParams(temperature=1, max_tokens=6, n=3, seed=5)
+    params = SamplingParams(temperature=1, max_tokens=6, n=3, seed=5, detokenize=False)
     llm = engine(model)
 
     def texts(lora):
-        (output,) = llm.generate([PROMPT], params, False, False, lora_request=lora)
+        (output,) = llm.generate([PROMPT], params, False, lora_request=lora)
         return [each.token_ids for each in output.outputs]
 
     assert texts(loras[0]) == texts(loras[0]) != texts(None)
@@ -256,7 +259,7 @@ def test_an_engine_without_adapters_says_so(llama):
     with pytest.raises(InputError, match="this engine takes none .start it with --enable-lora"):
         run(llm, loras[:1])
     with pytest.raises(InputError, match="expected one or 1, found 2"):
-        llm.generate([PROMPT], PARAMS, False, False, lora_request=loras[:2])
+        llm.generate([PROMPT], PARAMS, False, lora_request=loras[:2])
 
 
 def test_outputs_of_one_request_have_one_adapter_though_it_is_loaded_anew(tiny_model, tmp_path):

@@ -1,12 +1,14 @@
 """The tiny random models of tests/conftest.py in each scheme and format."""
 
-import json
+from collections import Counter
 
 import pytest
 
 from calibrate.layer_map import find_layer_map
 from calibrate.pipeline import quantize_checkpoint
+from formats.checkpoint import CheckpointReader
 from formats.scheme import Scheme
+from qkernels import ops
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +21,7 @@ def written(tiny_model, tmp_path_factory):
         if key not in made:
             made[key] = tmp_path_factory.mktemp("variants") / "model"
             source = tiny_model(family)
-            config = json.loads((source / "config.json").read_text())
+            config = CheckpointReader(source).config
             names = [n for i in range(3) for n in find_layer_map(config).linear_names(i, config)]
             quantize_checkpoint(
                 source,
@@ -27,7 +29,7 @@ def written(tiny_model, tmp_path_factory):
                 scheme=Scheme.parse(scheme),
                 output_format=output_format,
                 progress=False,
-                input_scales=dict.fromkeys(names, 0.05) if "static" in scheme else None,
+                input_scales=dict.fromkeys(names, 0.05) if "static" in str(scheme) else None,
                 **options,
             )
         return made[key]
@@ -36,21 +38,18 @@ def written(tiny_model, tmp_path_factory):
 
 
 @pytest.fixture
-def count_calls(monkeypatch):
-    """Replace functions of a module by themselves, counted: the counts by name."""
+def count_forms(monkeypatch):
+    """(operation, type of the form) -> how often norms and activations made such a form."""
+    counts = Counter()
 
-    def count(module, names):
-        counts = dict.fromkeys(names, 0)
+    def norm(x, residual, spec, out=None, *rest, made=ops.norm):
+        counts["norm" if residual is None else "norm of a sum", type(out)] += 1
+        return made(x, residual, spec, out, *rest)
 
-        def counted(name, function):
-            def call(*args, **options):
-                counts[name] += 1
-                return function(*args, **options)
+    def activate(x, spec, out=None, made=ops.activate):
+        counts["activate", type(out)] += 1
+        return made(x, spec, out)
 
-            return call
-
-        for name in names:
-            monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
-        return counts
-
-    return count
+    monkeypatch.setattr(ops, "norm", norm)
+    monkeypatch.setattr(ops, "activate", activate)
+    return counts

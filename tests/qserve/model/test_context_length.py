@@ -59,7 +59,19 @@ def test_a_folder_with_scaling(docs_5m, tmp_path):
     config["rope_scaling"]["original_max_position_embeddings"] = 300
     (folder / "config.json").write_text(json.dumps(config))
     assert ModelConfig.from_folder(folder).context.length == 600
-    settings = {"model": str(folder), "device": "cpu", "num_gpu_blocks_override": 8}
+    settings = {
+        "model": str(folder),
+        "device": "cpu",
+        "num_gpu_blocks_override": 8,
+        "admission": "fits",
+    }
     assert Engine(EngineConfig(**settings)).max_model_len == 600
     with pytest.raises(InputError, match=r"2 to 600 \(config.json: seq_length, yarn rope scaling"):
         Engine(EngineConfig(max_model_len=601, **settings))
+
+
+def test_factor_that_gives_more_positions_than_there_are_is_one_error():
+    parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 1e38}
+    rope = RopeConfig.from_dict(parameters, dim=64, max_position=512)
+    with pytest.raises(InputError, match="config.json: expected at most 2147483647 positions"):
+        ContextLength.of({"max_position_embeddings": 512}, 512, [rope])

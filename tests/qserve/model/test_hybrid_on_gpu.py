@@ -3,19 +3,19 @@
 import pytest
 
 from qserve.llm import LLM
-from qserve.sampling_params import SamplingParams
+from qserve.params.sampling_params import SamplingParams
 from tests.qserve.model.test_hybrid_tokens import FAMILIES, MODES, prompts
 from tests.qserve.model.variants import TOKENS, relative
 
 pytestmark = pytest.mark.gpu
 
-PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokenize=False)
 
 
 def tokens(folder, **settings):
     settings = {"max_model_len": 64, "num_gpu_blocks_override": 512, **settings}
     llm = LLM(folder, device="cuda", **settings)
-    outputs = llm.generate(prompts(), PARAMS, use_tqdm=False, detokenize=False)
+    outputs = llm.generate(prompts(), PARAMS, use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]
 
 

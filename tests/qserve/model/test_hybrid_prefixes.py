@@ -8,15 +8,16 @@ import torch
 
 from qkernels.delta_net.state import StateSlots
 from qserve.config import EngineConfig
-from qserve.engine import model_runner, state_snapshots
 from qserve.engine.engine import Engine
-from qserve.sampling_params import SamplingParams
+from qserve.engine.kv_cache import state_snapshots
+from qserve.engine.runner import model_runner
+from qserve.params.sampling_params import SamplingParams
 
 FAMILIES = ["qwen3_next", "qwen3_5"]
 MODES = {
     "whole": {},
     "chunked": {"max_num_batched_tokens": 11, "max_num_seqs": 4},
-    "pushed out": {"num_gpu_blocks_override": 20, "max_num_seqs": 4},
+    "pushed out": {"num_gpu_blocks_override": 20, "admission": "fits", "max_num_seqs": 4},
     "few copies": {"num_state_snapshots": 4, "max_num_seqs": 3},
 }
 # The others where there is time.
@@ -69,7 +70,7 @@ def chats(engine, seed=5):
                 assert event.finish_reason != "error", event.error
                 found[event.request_id] += event.token_ids
                 if event.finish_reason is not None:
-                    num_cached += event.num_cached
+                    num_cached += event.facts.num_cached
             engine.scheduler.check_integrity()
             num_preempted += engine.report().num_preempted
     assert engine.scheduler.states.num_free == engine.scheduler.states.num_slots

@@ -18,7 +18,7 @@ from qkernels.delta_net import reference as delta_reference
 from qkernels.delta_net.state import StateSlots
 from qserve.llm import LLM
 from qserve.model.blocks.delta_net import DeltaNet
-from qserve.sampling_params import SamplingParams
+from qserve.params.sampling_params import SamplingParams
 from tests.conftest import DELTA, TINY_FAMILIES, make_tiny
 from tests.qserve.model.test_family_tokens import (
     check_greedy,
@@ -57,7 +57,7 @@ VARIANTS = {
         },
     ),
 }
-FEW_PAGES = {"num_gpu_blocks_override": 9, "block_size": 8, "max_num_seqs": 4}
+FEW_PAGES = {"num_gpu_blocks_override": 9, "admission": "fits", "block_size": 8, "max_num_seqs": 4}
 MODES = {
     "whole": {},
     "chunked and preempted": {**FEW_PAGES, "max_num_batched_tokens": 11},
@@ -90,8 +90,8 @@ def prompts(seed=3):
 
 
 def greedy(llm, prompts, num_tokens=10):
-    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-    return llm.generate(prompts, params, use_tqdm=False, detokenize=False)
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+    return llm.generate(prompts, params, use_tqdm=False)
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
@@ -150,7 +150,7 @@ def test_a_slot_goes_to_the_next_request(hybrid):
     """One after the other in one slot, and after one that was aborted amid its prompt."""
     folder = hybrid("qwen3_5")
     llm = LLM(folder, device="cpu", max_model_len=64, max_num_seqs=1, max_num_batched_tokens=5)
-    engine, params = llm.engine, SamplingParams(temperature=0, max_tokens=8)
+    engine, params = llm.engine, SamplingParams(temperature=0, max_tokens=8, detokenize=False)
     assert engine.scheduler.states.num_slots == 1
     engine.add_request("gone", [7] * 30, params)
     for _ in range(3):
@@ -173,7 +173,9 @@ def test_logits_of_a_sequence_leave_all_states_alone(hybrid):
 
 def test_a_token_is_never_computed_again(hybrid):
     """As rows are whose masks come late: those of such requests wait for the token before."""
-    params = SamplingParams(bad_words=("x",), bad_words_token_ids=((5, 6),), max_tokens=4)
+    params = SamplingParams(
+        bad_words=("x",), bad_words_token_ids=((5, 6),), max_tokens=4, detokenize=False
+    )
     for name, waits in (("qwen3_5", True), ("qwen3", False)):
         engine = LLM(hybrid(name), device="cpu", max_model_len=64).engine
         engine.add_request("a", TOKENS, params)
@@ -185,7 +187,7 @@ def test_without_snapshots_no_prefix_is_found_and_that_is_said(hybrid, caplog):
         llm = LLM(
             hybrid("qwen3_5"), device="cpu", max_model_len=64, block_size=8, num_state_snapshots=0
         )
-    assert "Prefix cache: off, since layers of this model have states, and no" in caplog.text
+    assert "Prefix cache: off (the model has states; set --num-state-snapshots)" in caplog.text
     start = TOKENS * 3
     first, second = (greedy(llm, [start])[0].outputs[0].token_ids for _ in range(2))
     assert first == second and not llm.engine.scheduler.pool.num_cached
@@ -228,7 +230,7 @@ def test_drafter_with_states_is_refused(hybrid, tiny_model, tmp_path):
         (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
         folders.append(folder)
     config = {"method": "draft_model", "model": str(folders[0]), "num_speculative_tokens": 2}
-    with pytest.raises(InputError, match="keys alone, found Qwen3_5ForCausalLM"):
+    with pytest.raises(InputError, match="without recurrent states, found Qwen3_5ForCausalLM"):
         LLM(folders[1], device="cpu", max_model_len=64, speculative_config=json.dumps(config))
 
 
@@ -239,10 +241,10 @@ def test_pages_for_other_engines_are_refused(hybrid, tmp_path):
 
 
 def test_beams_are_refused(hybrid):
-    from qserve.beam_search_params import BeamSearchParams
+    from qserve.params.beam_search_params import BeamSearchParams
 
     llm = LLM(hybrid("qwen3_5"), device="cpu", max_model_len=64)
-    with pytest.raises(InputError, match="use_beam_search.*cannot share a beginning"):
+    with pytest.raises(InputError, match="use_beam_search.*cannot share a prefix"):
         llm.beam_search([TOKENS], BeamSearchParams(beam_width=2, max_tokens=4))
 
 

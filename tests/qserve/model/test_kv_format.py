@@ -12,7 +12,7 @@ from formats.quant_config import BLOCK
 from formats.scheme import Scheme
 from qserve.llm import LLM
 from qserve.model import kv_format
-from qserve.sampling_params import SamplingParams
+from qserve.params.sampling_params import SamplingParams
 
 TEXT = "# Installing the compiler\n\nThe build needs a C compiler and Python. " * 6
 # Relative change of the logits of the bundled model: measured 0.006 (int8) and 0.017 (float8).
@@ -185,10 +185,12 @@ def test_unknown_and_impossible_caches(docs_5m, monkeypatch):
 def test_decodes_see_what_one_chunk_sees(docs_5m, tiny_model, family, name):
     """Pages that steps of one token filled, preempted and refilled, hold the same codes."""
     folder = docs_5m if family == "docs-5m" else tiny_model(family)
-    llm = make(folder, kv_cache_dtype=name, num_gpu_blocks_override=9, max_num_seqs=3)
+    llm = make(
+        folder, kv_cache_dtype=name, num_gpu_blocks_override=9, admission="fits", max_num_seqs=3
+    )
     prompts = [[5 + (7 * i + j) % 400 for j in range(20 + i)] for i in range(6)]
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    outputs = llm.generate(prompts, params, use_tqdm=False, detokenize=False)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     for prompt, output in zip(prompts, outputs, strict=True):
         generated = output.outputs[0].token_ids
         want = llm.logits(prompt + generated[:-1]).argmax(-1)[len(prompt) - 1 :].tolist()
@@ -218,7 +220,7 @@ def test_twice_as_many_requests_run_with_static_scales(calibrated, docs_5m):
     for folder in (docs_5m, calibrated("int")):
         llm = make(folder, dtype="bfloat16", cpu_kv_cache_memory=0.002)
         for i in range(64):
-            params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+            params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
             llm.engine.add_request(str(i), list(range(3 + i, 51 + i)), params)
         llm.engine.step()
         running.append(len(llm.engine.scheduler.running))
@@ -229,13 +231,13 @@ def test_twice_as_many_requests_run_with_static_scales(calibrated, docs_5m):
 @pytest.mark.parametrize("page_size", [8, 16])
 def test_attention_that_no_kernel_takes_is_refused_with_graphs(docs_5m, page_size):
     """Before a capture fails on it. Asked as for a GPU."""
-    runner = make(docs_5m, block_size=page_size).engine.runner
-    asked = runner.decoder, runner.kv_format, page_size, "cuda"
+    spec = make(docs_5m, block_size=page_size).engine.runner.cache_specs[0]
+    asked = torch.float32, "cuda"
     if page_size == 16:
-        kv_format.refuse_attention_without_kernel(*asked)
+        spec.check_graphs(*asked)
         return
     with pytest.raises(
         InputError, match="takes pages of 16, 32, 64 or 128 tokens, not 8"
     ) as raised:
-        kv_format.refuse_attention_without_kernel(*asked)
+        spec.check_graphs(*asked)
     assert "--enforce-eager" in raised.value.remedy

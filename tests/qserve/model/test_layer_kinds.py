@@ -5,12 +5,14 @@ import torch
 
 from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
-from qserve.engine.step_input import StepInput
+from qserve.engine.step.step_input import StepInput
 from qserve.model.layer_kinds import sample_of_layers
 
 
 def load(folder):
-    return Engine(EngineConfig(model=str(folder), device="cpu", num_gpu_blocks_override=8))
+    return Engine(
+        EngineConfig(model=str(folder), device="cpu", num_gpu_blocks_override=8, admission="fits")
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from qkernels import QuantLinear
 from qserve.llm import LLM
 from qserve.model.model_config import ModelConfig
 from qserve.model.weight_source import WeightSource
-from qserve.sampling_params import SamplingParams
+from qserve.params.sampling_params import SamplingParams
 
 Q_PROJ = "model.layers.1.self_attn.q_proj"
 
@@ -62,7 +62,7 @@ def test_missing_float_tensor_is_named(edited):
 
 def test_leftover_tensor_is_named(edited):
     folder = edited(lambda s: s.update({"model.layers.9.extra.weight": torch.zeros(2)}))
-    refuse(folder, "model.layers.9.extra.weight", "no place")
+    refuse(folder, "model.layers.9.extra.weight", "do not belong to the model")
 
 
 @pytest.mark.parametrize(("value", "accepted"), [(0, True), (1, False)])
@@ -71,11 +71,15 @@ def test_old_gptq_files_have_biases_of_zero(edited, value, accepted):
     if accepted:
         load(folder)
     else:
-        refuse(folder, f"{Q_PROJ}.bias", "no place")
+        refuse(folder, f"{Q_PROJ}.bias", "do not belong to the model")
 
 
 def test_layers_beyond_the_config_are_left_over(edited):
-    refuse(edited(config=lambda c: c.update(num_hidden_layers=3)), "model.layers.3", "no place")
+    refuse(
+        edited(config=lambda c: c.update(num_hidden_layers=3)),
+        "model.layers.3",
+        "do not belong to the model",
+    )
 
 
 def test_half_quantized_group_is_refused(edited):
@@ -114,7 +118,7 @@ def test_quantized_tensors_without_the_config_block_are_refused(edited):
 
 def test_unknown_architecture_names_the_known_ones(edited):
     folder = edited(config=lambda c: c.update(architectures=["MambaForCausalLM"]))
-    refuse(folder, "MambaForCausalLM", "LlamaForCausalLM", "formats/families.py")
+    refuse(folder, "MambaForCausalLM", "LlamaForCausalLM", "qserve families")
 
 
 @pytest.mark.parametrize(
@@ -124,6 +128,7 @@ def test_unknown_architecture_names_the_known_ones(edited):
         ("architectures", {"a": 1}),
         ("architectures", None),
         ("head_dim", ["x"]),
+        ("head_dim", 2**31),
         ("model_type", "llama2"),
         ("model_type", ["x"]),
         ("num_attention_heads", 0),
@@ -172,11 +177,11 @@ def test_linears_are_quantlinear_without_their_checkpoint_tensors(quantized_5m):
 def test_dummy_weights_need_no_weights(model, quantized_5m, docs_5m, tmp_path):
     source = quantized_5m if model == "quantized" else docs_5m
     shutil.copy(source / "config.json", tmp_path)
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
     texts = []
     for seed in (0, 0, 1):
         llm = load(tmp_path, load_format="dummy", seed=seed)
-        (output,) = llm.generate([[1, 2, 3]], params, use_tqdm=False, detokenize=False)
+        (output,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
         texts.append(output.outputs[0].token_ids)
     assert len(texts[0]) == 8
     assert texts[0] == texts[1] != texts[2]

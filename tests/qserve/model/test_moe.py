@@ -8,16 +8,16 @@ from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v2.configuration_deepseek_v2 import DeepseekV2Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 
-from formats import mxfp4
+from formats.codecs import mxfp4
 from qkernels import ops
 from qkernels.moe.routing import Routing
 from qserve.llm import LLM
-from qserve.sampling_params import SamplingParams
+from qserve.params.sampling_params import SamplingParams
 from tests.qserve.model.test_transformers import dense
 from tests.qserve.model.variants import TOKENS, edited, logits, relative
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe")
-PARAMS = SamplingParams(temperature=0, max_tokens=12)
+PARAMS = SamplingParams(temperature=0, max_tokens=12, detokenize=False)
 
 
 def in_transformers(folder):
@@ -39,7 +39,7 @@ def test_logits_and_tokens_equal_transformers(tiny_model, family):
         ].tolist()
         for prompt in prompts
     ]
-    outputs = llm.generate(prompts, PARAMS, use_tqdm=False, detokenize=False)
+    outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == expected
 
 
@@ -152,5 +152,5 @@ def test_layers_for_drafts_are_left_out(tiny_model, tmp_path):
     folder = edited(source, tmp_path / "x", lambda s: s.update(extra), lambda c: c.update(config))
     assert torch.equal(logits(folder), logits(source))
     changed = edited(folder, tmp_path / "y", config=lambda c: c.update(num_nextn_predict_layers=0))
-    with pytest.raises(Exception, match=r"1 tensors have no place.*layers\.3\.eh_proj"):
+    with pytest.raises(Exception, match=r"1 tensors do not belong.*layers\.3\.eh_proj"):
         logits(changed)

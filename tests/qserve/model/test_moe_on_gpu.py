@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
-from formats.config_fields import BLOCK
+from formats.codecs.config_fields import BLOCK
 from formats.quant_config import QuantConfig
 from formats.scheme import Scheme
 from qserve.llm import LLM
-from qserve.sampling_params import SamplingParams
+from qserve.params.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +36,9 @@ SIZES = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, prompt_logprobs=0)
+PARAMS = SamplingParams(
+    temperature=0, max_tokens=12, ignore_eos=True, prompt_logprobs=0, detokenize=False
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +60,7 @@ def outputs(folder, batch: int, kernel: list[str]):
         kernel=kernel,
     )
     prompts = [[5 + n, *range(30 + n, 36 + 2 * n)] for n in range(batch)]
-    return llm.generate(prompts, PARAMS, use_tqdm=False, detokenize=False)
+    return llm.generate(prompts, PARAMS, use_tqdm=False)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4, 9, 20])
@@ -70,7 +72,14 @@ def test_variants_agree(folder, batch):
     )
     for found in others:
         of_prompts = [
-            torch.tensor([each.logprob for o in out for each in o.prompt_logprobs[1:]])
+            torch.tensor(
+                [
+                    each.logprob
+                    for output in out
+                    for entry in output.prompt_logprobs[1:]
+                    for each in entry.values()
+                ]
+            )
             for out in (want, found)
         ]
         assert (of_prompts[0] - of_prompts[1]).abs().mean() < 0.02

@@ -5,8 +5,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from formats.architecture.rope_types import SERVED_ROPE_TYPES
 from formats.errors import InputError
-from formats.rope_types import SERVED_ROPE_TYPES
 from qserve.model.rope import RopeConfig, cos_sin_table
 
 CASES = {
@@ -101,3 +101,26 @@ def test_dynamic_beyond_the_trained_length_is_refused():
     rope.check_length(128)
     with pytest.raises(InputError, match="--max-model-len 128"):
         rope.check_length(129)
+
+
+@pytest.mark.parametrize(
+    ("kind", "numbers"),
+    [
+        ("yarn", {"rope_theta": 1e308}),
+        ("yarn", {"rope_theta": 1.0}),
+        ("yarn", {"beta_fast": -1.0}),
+        ("yarn", {"factor": 1e-300}),
+        ("yarn", {"mscale": 1.0, "mscale_all_dim": -10.0 / 1.3862943611198906}),
+        ("yarn", {"attention_factor": float("inf")}),
+        ("linear", {"factor": float("nan")}),
+        ("linear", {"factor": 1e-44}),
+        ("llama3", {"factor": float("nan")}),
+        ("longrope", {"original_max_position_embeddings": 1}),
+        ("longrope", {"short_factor": ["a"] * 32, "long_factor": ["a"] * 32}),
+    ],
+)
+def test_numbers_that_give_no_rotation_are_one_error(kind, numbers):
+    parameters = {"rope_type": kind, "rope_theta": 1e4, **CASES[kind], **numbers}
+    rope = RopeConfig.from_dict(parameters, dim=64, max_position=256)
+    with pytest.raises(InputError, match="rope_parameters: .* give no valid rotation"):
+        cos_sin_table(rope, 256, torch.device("cpu"))

@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import save_file
 
 from calibrate.pipeline import quantize_checkpoint
-from formats import activation
 from formats.checkpoint import CheckpointReader
-from formats.inspect import inspect_checkpoint
-from formats.kv_cache import write_kv_scheme
+from formats.codecs.kv_cache import write_kv_scheme
+from formats.inspection.inspect import inspect_checkpoint
 from formats.layouts import LAYOUTS, decode_linear, quantized_modules, tensor_names
+from formats.numerics import activation
 from formats.quant_config import BLOCK, QuantConfig
 from formats.scheme import Scheme
 from tests.qserve.model.variants import TOKENS, edited, logits, relative

@@ -56,7 +56,7 @@ def test_same_codes_in_another_format_give_the_same_logits(written, family):
 
 def reorder(state, name, group=32):
     """Shuffle the inputs of a GPTQ linear's groups, as act-order does, without changing W."""
-    from formats import gptq
+    from formats.codecs import gptq
     from formats.scheme import QuantSpec
 
     spec = QuantSpec(bits=4, symmetric=True, group_size=group)
@@ -65,7 +65,7 @@ def reorder(state, name, group=32):
     order = torch.randperm(codes.shape[1], generator=torch.Generator().manual_seed(len(name)))
     shuffled = torch.empty_like(codes)
     shuffled[:, order] = codes
-    from formats.bits import pack
+    from formats.numerics.bits import pack
 
     state[f"{name}.qweight"] = pack(shuffled, 4).t().contiguous()
     g_idx = torch.empty(len(order), dtype=torch.int32)
@@ -101,7 +101,9 @@ def test_mislabelled_zeros_are_loaded_right_and_reported(written, tmp_path, capl
     )
     with caplog.at_level(logging.WARNING):
         assert torch.equal(logits(folder), logits(source))
-    assert "checkpoint_format says that zeros are v2, in 21 linears the data says" in caplog.text
+    assert (
+        "checkpoint_format says that zeros are v2, but the data of 21 linears says" in caplog.text
+    )
 
 
 def test_zeros_that_are_not_certain_are_refused(written, tmp_path):
@@ -138,7 +140,7 @@ def test_part_of_a_fused_matrix_may_be_float_where_the_config_says_so(written, t
     source = written("w4a16-sym-g32", "gptq")
 
     def dequantize(state):
-        from formats import gptq
+        from formats.codecs import gptq
         from formats.scheme import QuantSpec
 
         spec = QuantSpec(bits=4, symmetric=True, group_size=32)
@@ -176,8 +178,8 @@ def test_modules_in_block_to_quantize_names_what_is_quantized(written, tmp_path)
 
 
 def test_quantized_head_and_config_in_a_second_file(written, tmp_path):
-    from formats import gptq
-    from formats.packed import PackedWeight
+    from formats.codecs import gptq
+    from formats.in_memory.packed import PackedWeight
 
     source = written("w4a16-sym-g32", "gptq")
     heads = {}

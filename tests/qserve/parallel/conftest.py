@@ -1,4 +1,4 @@
-"""What the tests of ranks share: quantized tiny models, and engines that end with their test."""
+"""Fixtures for tests of ranks: quantized tiny models, and engines that end with their test."""
 
 import pytest
 

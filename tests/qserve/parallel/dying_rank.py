@@ -1,9 +1,9 @@
-"""A rank that ends, or stands still, at a call: QSERVE_TEST_RANK says which, as HOW@CALL."""
+"""A rank that exits or hangs at a call: QSERVE_TEST_RANK says which, as HOW@CALL."""
 
 import os
 import signal
 
-from qserve.engine import rank_process
+from qserve.engine.distributed import rank_process
 
 SIGNALS = {"dies": signal.SIGKILL, "stands": signal.SIGSTOP}
 

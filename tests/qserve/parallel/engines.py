@@ -4,10 +4,15 @@ import gc
 import random
 
 from qserve.llm import LLM
-from qserve.sampling_params import SamplingParams
+from qserve.params.sampling_params import SamplingParams
 
 NUM_TOKENS = 12
-SMALL = {"max_num_batched_tokens": 24, "num_gpu_blocks_override": 13, "block_size": 8}
+SMALL = {
+    "max_num_batched_tokens": 24,
+    "num_gpu_blocks_override": 13,
+    "admission": "fits",
+    "block_size": 8,
+}
 
 
 def make_prompts(count=12, vocab_size=512):
@@ -21,9 +26,11 @@ def make_prompts(count=12, vocab_size=512):
 
 def tokens(llm, prompts, loras=None, **sampling):
     """`loras`: the adapter of each."""
-    params = SamplingParams(max_tokens=NUM_TOKENS, **{"temperature": 0, **sampling})
+    params = SamplingParams(
+        max_tokens=NUM_TOKENS, **{"temperature": 0, **sampling}, detokenize=False
+    )
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
-    outputs = llm.generate(given, params, use_tqdm=False, detokenize=False, lora_request=loras)
+    outputs = llm.generate(given, params, use_tqdm=False, lora_request=loras)
     return [output.outputs[0].token_ids for output in outputs]
 
 

@@ -3,7 +3,8 @@
 import os
 
 from formats.errors import InputError
-from qserve.engine import rank_process, worker
+from qserve.engine.distributed import rank_process
+from qserve.engine.runner import worker
 
 
 class FailingWorker:

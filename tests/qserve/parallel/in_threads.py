@@ -37,8 +37,8 @@ class ThreadCommunicator:
         assert len({part.shape for part in parts}) == 1
         return sum(parts[1:], parts[0]).to(x.dtype)
 
-    def add_rms_norm_into(self, x, residual, weight, eps, form, branch):
-        return ops.add_rms_norm_into(self.all_reduce(x), residual, weight, eps, form, branch)
+    def norm(self, x, residual, spec, out, branch):
+        return ops.norm(self.all_reduce(x), residual, spec, out, branch)
 
     def all_gather(self, x):
         return torch.stack(self.meeting.exchange(self.rank, x))

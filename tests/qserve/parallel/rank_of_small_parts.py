@@ -1,8 +1,9 @@
-"""A rank that computes a step in parts of few tokens, where stages can compute them at once."""
+"""A rank that splits a step into small microbatches, so that stages compute in parallel."""
 
 import os
 
-from qserve.engine import microbatches, rank_process
+from qserve.engine.distributed import rank_process
+from qserve.engine.runner import microbatches
 
 MIN_TOKENS = 4
 

@@ -1,12 +1,12 @@
-"""A rank of a machine on which an adapter's folder is another one, or none.
+"""A rank of a machine on which an adapter's folder differs or is missing.
 
-Which one is in a file `hidden` beside the folder: its path, and what stands there instead.
+A file `hidden` next to the folder names it: its path, and the folder to use instead.
 """
 
 import os
 from pathlib import Path
 
-from qserve.engine import rank_process
+from qserve.engine.distributed import rank_process
 from qserve.lora import rank_adapters
 
 read = rank_adapters.read_adapter

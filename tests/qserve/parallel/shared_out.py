@@ -1,14 +1,14 @@
-"""What the tests of shared-out models have in common: a rank's runner, sizes, families."""
+"""Helpers for tests of sharded models: a rank's runner, sizes, families."""
 
 import pytest
 import torch
 
 from formats.checkpoint import CheckpointReader
 from qserve.config import EngineConfig
-from qserve.engine.model_runner import ModelRunner
+from qserve.engine.runner.model_runner import ModelRunner
+from qserve.engine.sizes import read_model
 from qserve.model.loader import load
-from qserve.model.model_config import ModelConfig
-from qserve.model.weight_source import WeightSource
+from qserve.model.rounding_source import open_source
 from qserve.parallel.ranks import Ranks
 from tests.conftest import STATES, TINY_FAMILIES
 
@@ -26,17 +26,17 @@ ODD = {
 
 def rank_runner(folder, communicator=None, **settings):
     """The runner of one rank, or of a whole model, without pages."""
-    config = ModelConfig.from_folder(folder)
+    engine = EngineConfig(model=str(folder), max_num_seqs=4, **settings)
+    config = read_model(engine)
     decoder = load(
         config,
-        WeightSource(CheckpointReader(folder), config, CPU),
+        open_source(CheckpointReader(folder), config, CPU),
         device=CPU,
         dtype=torch.float32,
         max_model_len=64,
         progress=False,
         ranks=Ranks(communicator=communicator),
     )
-    engine = EngineConfig(model=str(folder), max_num_seqs=4, **settings)
     return ModelRunner(decoder, engine, CPU)
 
 

@@ -1,13 +1,15 @@
 """Ranks on GPUs of their own: NCCL, CUDA graphs on each, the same tokens as one GPU."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from qserve.llm import LLM
 from qserve.lora.request import LoRARequest
-from qserve.sampling_params import SamplingParams
+from qserve.params.sampling_params import SamplingParams
 from tests.adapters import write_adapter
 
 pytestmark = [
@@ -58,7 +60,9 @@ def assert_same_up_to_ties(ours, theirs):
         pairs = zip(one.token_ids, two.token_ids, strict=True)
         place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         if place is not None:
-            first, second = one.logprobs[place].top_logprobs[:2]
+            first, second = sorted(
+                (each.logprob for each in one.logprobs[place].values()), reverse=True
+            )[:2]
             assert first - second < TIE, (place, one.token_ids, two.token_ids)
 
 
@@ -110,3 +114,53 @@ def test_weights_are_halved(quantized_5m, many):
     """But for norms and the like."""
     one, two = (many(quantized_5m, ranks).engine.workers._ours.facts()[1] for ranks in (1, 2))
     assert two < 0.6 * one
+
+
+EXIT_PROGRAM = """
+import os, signal, sys, threading
+from qserve import LLM, SamplingParams
+
+def main():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    folder, ending, tensor, stages = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    llm = LLM(folder, device="cuda", dtype="float16", max_model_len=1024, max_num_seqs=4,
+              num_gpu_blocks_override=256, tensor_parallel_size=tensor,
+              pipeline_parallel_size=stages, all_reduce="nccl")
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    llm.generate([list(range(3, 803))], params, use_tqdm=False)
+    llm.logits(list(range(3, 303)))
+    while llm.engine.use_idle_time():
+        pass  # capture every graph, with the sums of NCCL in it
+    llm.generate([list(range(3, 803))], params, use_tqdm=False)
+    print("LEAVING", flush=True)
+    if ending == "closed":
+        llm.close()
+    if ending == "error":
+        raise ValueError("planted")
+    if ending == "interrupted":
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        endless = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
+        while True:
+            llm.generate([[3, 4, 5]] * 4, endless, use_tqdm=False)
+
+main()
+print("LEFT", flush=True)
+"""
+EXIT_SECONDS = 60  # a hang never ends
+
+
+@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2)], ids=["tensor", "pipeline"])
+@pytest.mark.parametrize("ending", ["closed", "collected", "error", "interrupted"])
+def test_program_exits_after_nccl_sums(ending, tensor, stages, quantized_5m, tmp_path):
+    command = [sys.executable, "-c", EXIT_PROGRAM]
+    command += [str(quantized_5m), ending, str(tensor), str(stages)]
+    with open(tmp_path / "err", "w+") as errors:
+        program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        try:
+            assert program.stdout.readline() == "LEAVING\n", (tmp_path / "err").read_text()
+            rest, _ = program.communicate(timeout=EXIT_SECONDS)
+        finally:
+            program.kill()
+    is_clean = ending in ("closed", "collected")
+    assert (rest == "LEFT\n") == is_clean
+    assert (program.returncode == 0) == is_clean

@@ -1,4 +1,4 @@
-"""What goes through peer memory and what through the process group; what the log says of it."""
+"""Choice between peer memory and the process group, and its log line."""
 
 import logging
 
@@ -35,7 +35,7 @@ def group(monkeypatch):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What was done, by name; the results are the arguments."""
+    """Names of the operations that ran; the results are the arguments."""
     found = []
 
     def noted(name, result):
@@ -47,9 +47,9 @@ def calls(monkeypatch):
 
     for owner, name, result in (
         (collective, "all_reduce", lambda x, peers: x),
-        (collective, "all_reduce_add_rms_norm_into", lambda x, residual, *rest: (x, residual)),
+        (collective, "all_reduce_norm", lambda x, residual, *rest: (x, residual)),
         (TorchCommunicator, "all_reduce", lambda self, x: x),
-        (ops, "add_rms_norm_into", lambda x, residual, *rest: (x, residual)),
+        (ops, "norm", lambda x, residual, *rest: (x, residual)),
     ):
         label = f"torch.{name}" if owner is TorchCommunicator else name
         monkeypatch.setattr(owner, name, noted(label, result))
@@ -92,13 +92,13 @@ def test_norms_of_few_rows_are_one_kernel(monkeypatch, group, calls):
     def norm(rows: int, form=None) -> list[str]:
         calls.clear()
         x = torch.zeros(rows, HIDDEN, dtype=torch.float16)
-        communicator.add_rms_norm_into(x, x, None, 1e-5, form, ops.Branch())
+        communicator.norm(x, x, None, form, ops.Branch())
         return calls
 
-    assert norm(8) == ["all_reduce_add_rms_norm_into"]
-    assert norm(9) == ["all_reduce", "add_rms_norm_into"]
-    assert norm(2, groups) == ["all_reduce", "add_rms_norm_into"]
-    assert norm(200) == ["torch.all_reduce", "add_rms_norm_into"]
+    assert norm(8) == ["all_reduce_norm"]
+    assert norm(9) == ["all_reduce", "norm"]
+    assert norm(2, groups) == ["all_reduce", "norm"]
+    assert norm(200) == ["torch.all_reduce", "norm"]
 
 
 def test_one_line_of_log_says_why_there_is_no_peer_memory(monkeypatch, group, caplog):
@@ -107,7 +107,7 @@ def test_one_line_of_log_says_why_there_is_no_peer_memory(monkeypatch, group, ca
     with caplog.at_level(logging.INFO):
         assert over_peer_memory(group, HIDDEN, CPU) is group
     (line,) = caplog.messages
-    assert "NCCL alone" in line and "GPU 0: has no peer access to GPU 1" in line
+    assert "only NCCL" in line and "GPU 0: has no peer access to GPU 1" in line
 
 
 def test_symmetric_memory_takes_over_where_handles_are_refused(monkeypatch, group, caplog):
@@ -131,7 +131,7 @@ def test_a_lost_rank_is_raised_by_the_check(monkeypatch, group):
     communicator = opened(monkeypatch, group)
     communicator.check()
     communicator.peers._report.fill_(2)
-    with pytest.raises(ValueError, match="rank 1 did not send its part"):
+    with pytest.raises(ValueError, match="rank 1 did not send its data"):
         communicator.check()
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from formats.errors import InputError
-from qserve.engine import rank_executors
+from qserve.engine.distributed import executors
 from qserve.lora.request import LoRARequest
 from tests.adapters import write_adapter
 from tests.qserve.parallel.engines import SMALL, make_prompts, start, tokens
@@ -70,8 +70,8 @@ def test_stages_compute_parts_of_a_step_with_their_adapters(tiny_model, tmp_path
 
 @exhaustive
 def test_what_one_rank_cannot_read_no_rank_has(tiny_model, tmp_path, many, monkeypatch):
-    """A rank that sees no folder, then one that sees another; and the engine goes on."""
-    monkeypatch.setattr(rank_executors, "MODULE", "tests.qserve.parallel.rank_without_folder")
+    """A rank without the folder, then one with another folder; the engine continues."""
+    monkeypatch.setattr(executors, "MODULE", "tests.qserve.parallel.rank_without_folder")
     folder = tiny_model("llama")
     loras = make_adapters(folder, tmp_path, 2)
     two, prompt = many(folder, 2, **LORA), [[5, 6, 7]]

@@ -1,4 +1,4 @@
-"""`qserve bench forward` and `qserve profile` of a model that is shared out: every rank runs."""
+"""`qserve bench forward` and `qserve profile` of a sharded model: every rank runs."""
 
 import json
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from qserve.cli import main
-from qserve.engine.step_input import StepInput
+from qserve.engine.step.step_input import StepInput
+from qserve.params.sampling_params import SamplingParams
 from qserve.profile.chrome_trace import read_trace
-from qserve.sampling_params import SamplingParams
 from tests.qserve.parallel.engines import start
 
 MODEL = "examples/models/docs-5m"

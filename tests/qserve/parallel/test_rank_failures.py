@@ -1,4 +1,4 @@
-"""Ranks that die, stand still or lose their leader: one clear error, and no process that stays."""
+"""Ranks that die, hang or lose their leader: one clear error, and no process that stays."""
 
 import os
 import signal
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from qserve.engine import rank_executors
-from qserve.engine.rank_link import RankDiedError
+from qserve.engine.distributed import executors
+from qserve.engine.distributed.rank_channel import RankDiedError
 from qserve.lora.request import LoRARequest
 from tests.adapters import write_adapter
 from tests.qserve.parallel.engines import tokens
@@ -24,15 +24,15 @@ KILLED = "rank 1 died: its process ended with code -9"
 @pytest.fixture
 def processes(monkeypatch):
     """The processes of the ranks that a test starts. All have ended when it has."""
-    monkeypatch.setattr(rank_executors, "MODULE", "tests.qserve.parallel.dying_rank")
-    started, make = [], rank_executors.start_child_blocking
+    monkeypatch.setattr(executors, "MODULE", "tests.qserve.parallel.dying_rank")
+    started, make = [], executors.start_child_blocking
 
     def noting(*arguments):
         process, connection = make(*arguments)
         started.append(process)
         return process, connection
 
-    monkeypatch.setattr(rank_executors, "start_child_blocking", noting)
+    monkeypatch.setattr(executors, "start_child_blocking", noting)
     yield started
     assert started and all(process.poll() is not None for process in started)
 
@@ -67,7 +67,7 @@ def test_a_rank_that_dies_while_it_reads_an_adapter(
 
 
 def test_a_rank_that_stands_still_is_ended(tiny_model, many, processes, monkeypatch):
-    monkeypatch.setattr(rank_executors, "END_SECONDS", 0.5)
+    monkeypatch.setattr(executors, "END_SECONDS", 0.5)
     monkeypatch.setenv("QSERVE_TEST_RANK", "stands@nothing")
     llm = many(tiny_model("llama"), 2)
     assert tokens(llm, [[5, 6]])[0]
@@ -79,7 +79,7 @@ def test_a_rank_that_stands_still_is_ended(tiny_model, many, processes, monkeypa
 LEADER = """
 from tests.qserve.parallel.engines import start, tokens
 llm = start({folder!r}, 2)
-(link,) = llm.engine.workers._crew._links
+(link,) = llm.engine.workers._rank_group._links
 print(link._handle._process.pid, flush=True)
 while True:
     tokens(llm, [[5, 6]])

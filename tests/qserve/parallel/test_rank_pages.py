@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from formats.errors import InputError
-from qserve.engine.rank_link import RankDiedError
+from qserve.engine.distributed.rank_channel import RankDiedError
 from qserve.kv_transfer.shared_pages import SharedPages
-from qserve.sampling_params import SamplingParams
+from qserve.params.sampling_params import SamplingParams
 from tests.qserve.parallel.engines import start
 
 exhaustive = pytest.mark.exhaustive
@@ -83,9 +83,9 @@ def make(folder, path, many, tensor, stages, role="kv_both", **settings):
 
 def answers(llm):
     """Tokens after PROMPT, and how many of it were found; the engine has written its pages."""
-    params = SamplingParams(max_tokens=8, temperature=0)
-    (output,) = llm.generate([{"prompt_token_ids": PROMPT}], params, False, detokenize=False)
-    for future in list(llm.engine._transfers._writes):
+    params = SamplingParams(max_tokens=8, temperature=0, detokenize=False)
+    (output,) = llm.generate([{"prompt_token_ids": PROMPT}], params, False)
+    for future in list(llm.engine._remote_kv._writes):
         future.result(60)
     return output.outputs[0].token_ids, output.num_cached_tokens
 
@@ -130,7 +130,7 @@ def test_shares_of_another_kind_are_not_found(tiny_model, tmp_path, many):
 @exhaustive
 def test_a_rank_that_cannot_use_its_connector_is_named(tiny_model, tmp_path, many, monkeypatch):
     monkeypatch.setattr(
-        "qserve.engine.rank_executors.MODULE", "tests.qserve.parallel.rank_without_connector"
+        "qserve.engine.distributed.executors.MODULE", "tests.qserve.parallel.rank_without_connector"
     )
     with pytest.raises(InputError, match="rank 1: the store: is not reachable"):
         make(tiny_model("llama"), tmp_path, many, 2, 1)

@@ -1,14 +1,15 @@
-"""Speculation of a model in stages: the requests of tests/qserve/speculation give the same tokens.
+"""Speculation with pipeline stages: the requests of tests/qserve/speculation give equal tokens.
 
-The drafter stands on the first stage; what became of drafts and what a head reads of other stages'
-layers travels between them.
+The drafter is on the first stage; verification results and the hidden states of other stages'
+layers travel between them.
 """
 
 import json
 
 import pytest
 
-from qserve.engine import microbatches, rank_executors
+from qserve.engine.distributed import executors
+from qserve.engine.runner import microbatches
 from qserve.speculation import drafter as drafters
 from tests.qserve.parallel.rank_of_small_parts import MIN_TOKENS
 from tests.qserve.speculation.drafters import ERRING
@@ -59,7 +60,7 @@ def test_stages(method, tensor, stages, steps_in_flight, docs_5m, monkeypatch):
     parts, which begin inside of a request's drafts, too.
     """
     monkeypatch.setattr(microbatches, "MIN_TOKENS", MIN_TOKENS)
-    monkeypatch.setattr(rank_executors, "MODULE", "tests.qserve.parallel.rank_of_small_parts")
+    monkeypatch.setattr(executors, "MODULE", "tests.qserve.parallel.rank_of_small_parts")
     if method == "erring":
         monkeypatch.setitem(drafters.DEVICE_DRAFTERS, "draft_model", ERRING)
     requests = make_requests(5, 14)
@@ -82,7 +83,7 @@ def test_stages(method, tensor, stages, steps_in_flight, docs_5m, monkeypatch):
 @exhaustive
 @pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2), (2, 2)])
 def test_the_models_own_layer_for_drafts(tensor, stages, docs_5m, tmp_path):
-    """Shared out over ranks as the model's layers are; with stages the last one's state travels."""
+    """Sharded over ranks like the model's layers; with stages, the last one's state is sent."""
     folder = make_mtp(tmp_path / "often_right", docs_5m, agreement=0.7, vocab_size=8192)
     requests = make_requests(5, 10)
     want = run(make_engine(folder), requests, 5)

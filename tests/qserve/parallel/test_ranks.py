@@ -5,13 +5,15 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from formats.errors import InputError
-from qserve.engine import rank_executors
-from qserve.engine.rank_link import RankDiedError
+from qserve.config import EngineConfig
+from qserve.engine.distributed import executors
+from qserve.engine.distributed.rank_channel import RankDiedError
 from tests.qserve.parallel.engines import SMALL, make_prompts, start, tokens
 from tests.qserve.parallel.test_sharing import SCHEMES
 
@@ -20,8 +22,8 @@ exhaustive = pytest.mark.exhaustive
 
 
 def count(llm, monkeypatch):
-    """What steps do: preemptions, and tokens found in pages."""
-    facts, counts = llm.engine._meter.facts_of, {"num_preempted": 0, "num_prefix_hits": 0}
+    """Statistics of steps: preemptions, and tokens found in pages."""
+    facts, counts = llm.engine._stats.facts_of, {"num_preempted": 0, "num_prefix_hits": 0}
 
     def counting(plan):
         found = facts(plan)
@@ -29,7 +31,7 @@ def count(llm, monkeypatch):
             counts[name] += found[name]
         return found
 
-    monkeypatch.setattr(llm.engine._meter, "facts_of", counting)
+    monkeypatch.setattr(llm.engine._stats, "facts_of", counting)
     return counts
 
 
@@ -46,7 +48,7 @@ def test_tokens_and_the_death_of_a_rank(quantized_5m, many, monkeypatch):
     assert tokens(two, prompts[:4], **drawn) == tokens(alone, prompts[:4], **drawn)
     assert np.allclose(two.logits(prompts[5]), alone.logits(prompts[5]), atol=1e-3)
 
-    (link,) = two.engine.workers._crew._links
+    (link,) = two.engine.workers._rank_group._links
     os.kill(link._handle._process.pid, signal.SIGKILL)
     with pytest.raises(RankDiedError, match="rank 1 died: its process ended with code -9"):
         for _ in range(1000):  # the first steps may be gone before the death is seen
@@ -55,7 +57,7 @@ def test_tokens_and_the_death_of_a_rank(quantized_5m, many, monkeypatch):
         two.check_health()
 
 
-# Every family and scheme is shared out over threads in test_sharing.py; these are of each kind one.
+# test_sharing.py shards every family and scheme over threads; here is one of each kind.
 @exhaustive
 @pytest.mark.parametrize("family", ["llama", "gemma3", "glm4", "olmo2", "gpt_oss", "qwen2_moe"])
 def test_families(family, tiny_model, many):
@@ -77,7 +79,7 @@ def test_four_ranks(family, tiny_model, many):
     "scheme", [name for name, (_, limit) in SCHEMES.items() if limit < 1e-3][::3]
 )
 def test_schemes(scheme, written, many):
-    """Of those whose inputs are not rounded by a scale for each token, which ranks find apart."""
+    """Schemes whose inputs have no scale per token, which ranks would compute separately."""
     folder, prompts = written(scheme, SCHEMES[scheme][0]), make_prompts()
     want = tokens(start(folder, **SMALL), prompts)
     assert tokens(many(folder, 2, **SMALL), prompts) == want
@@ -144,7 +146,7 @@ def test_an_interrupted_step_is_not_gone_on_from(tiny_model, many, monkeypatch):
 
 @exhaustive
 def test_a_rank_that_cannot_start_is_named(tiny_model, many, monkeypatch):
-    monkeypatch.setattr(rank_executors, "MODULE", "tests.qserve.parallel.failing_rank")
+    monkeypatch.setattr(executors, "MODULE", "tests.qserve.parallel.failing_rank")
     with pytest.raises(InputError, match="rank 1: GPU memory: ran out while loading"):
         many(tiny_model("llama"), 2)
     gc.collect()
@@ -161,7 +163,7 @@ def test_the_leaders_own_failure_names_rank_0(tiny_model, many):
 @exhaustive
 def test_two_such_engines_do_not_fit_in_a_process(tiny_model, many):
     many(tiny_model("llama"), 2)
-    with pytest.raises(InputError, match="has a torch.distributed group already"):
+    with pytest.raises(InputError, match="already has a torch.distributed group"):
         many(tiny_model("llama"), 2)
 
 
@@ -189,7 +191,7 @@ def test_a_server_whose_rank_dies_ends(docs_5m, tmp_path):
 
 
 def is_below(pid, ancestor):
-    """Whether a process is a child of another, or a child's child."""
+    """Return whether a process is a child of another, or a child's child."""
     while pid > 1:
         if pid == ancestor:
             return True
@@ -201,7 +203,7 @@ def is_below(pid, ancestor):
 @exhaustive
 def test_ranks_end_with_their_leader(tiny_model):
     two = start(tiny_model("llama"), 2)
-    (link,) = two.engine.workers._crew._links
+    (link,) = two.engine.workers._rank_group._links
     process = link._handle._process
     del two, link
     gc.collect()
@@ -229,8 +231,8 @@ def test_ray_places_ranks_and_tells_of_their_death(cluster, tiny_model, many):
         assert tokens(two, prompts) == want
         two.close()
     two = many(folder, 2, distributed_executor_backend="ray", **SMALL)
-    (link,) = two.engine.workers._crew._links
-    cluster.kill(link._handle._seat)
+    (link,) = two.engine.workers._rank_group._links
+    cluster.kill(link._handle._actor)
     with pytest.raises(RankDiedError, match="rank 1 died: its Ray actor is gone"):
         for _ in range(1000):
             tokens(two, prompts[:1])
@@ -238,8 +240,19 @@ def test_ray_places_ranks_and_tells_of_their_death(cluster, tiny_model, many):
 
 @exhaustive
 def test_a_cluster_without_room_is_named(cluster, tiny_model, many, monkeypatch):
-    from qserve.engine import ray_executor
+    from qserve.engine.distributed import ray_executor
 
     monkeypatch.setattr(ray_executor, "PLACE_SECONDS", 1.0)
-    with pytest.raises(InputError, match="the cluster has no room for 4 of"):
+    with pytest.raises(InputError, match="the cluster has no resources for 4 x"):
         many(tiny_model("llama"), 4, distributed_executor_backend="ray")
+
+
+def test_meeting_file_stays_until_the_ranks_have_ended(tmp_path):
+    """NCCL's monitor thread polls it, and a poll of a file that is gone blocks the exit."""
+    executor = executors.ProcessExecutor(EngineConfig(model=str(tmp_path)), 32)
+    folder, end = Path(executor.address.removeprefix("file://")).parent, executor.end
+    del executor
+    gc.collect()
+    assert folder.is_dir()
+    end()
+    assert not folder.exists()

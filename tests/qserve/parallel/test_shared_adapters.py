@@ -1,4 +1,4 @@
-"""Adapters of a model that is shared out. Ranks are threads here; test_ranks.py has processes."""
+"""Adapters of a sharded model. Ranks are threads here; test_ranks.py has processes."""
 
 import dataclasses
 
@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from formats.quant_config import BLOCK
-from qserve.engine.step_input import StepInput
+from qserve.engine.step.step_input import StepInput
 from qserve.lora.layout import AdapterLayout
 from qserve.lora.rank_adapters import RankAdapters
 from qserve.lora.slot_memory import SlotMemory
 from qserve.model.model_config import ModelConfig
-from qserve.sampling_params import SamplingParams
+from qserve.params.sampling_params import SamplingParams
 from tests.adapters import write_adapter
 from tests.conftest import make_tiny
 from tests.qserve.model.test_variants import reorder

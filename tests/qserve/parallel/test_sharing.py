@@ -3,20 +3,20 @@
 import pytest
 import torch
 
-from calibrate.data import CalibrationData
 from calibrate.pipeline import quantize_checkpoint
+from calibrate.texts.data import CalibrationData
 from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
-from formats.inspect import inspect_checkpoint
+from formats.inspection.inspect import inspect_checkpoint
 from formats.quant_config import BLOCK
 from formats.scheme import Scheme
 from qserve.config import EngineConfig
-from qserve.engine import engine_parts
+from qserve.engine import build
 from qserve.engine.engine import Engine
-from qserve.engine.step_input import StepInput
+from qserve.engine.step.step_input import StepInput
 from qserve.model.model_config import ModelConfig
 from qserve.model.sharing import check_ranks
-from qserve.sampling_params import SamplingParams
+from qserve.params.sampling_params import SamplingParams
 from tests.conftest import make_tiny
 from tests.qserve.model.test_variants import reorder
 from tests.qserve.model.variants import TOKENS, edited
@@ -139,7 +139,9 @@ def test_shares_need_not_be_equal(tmp_path):
 def test_codes_that_fill_no_words_are_named(written):
     """32 codes of 3 bits fill whole words, and a group has 32."""
     folder = written("w3a16-sym-g32", "gptq", "qwen3_moe")
-    with pytest.raises(InputError, match="inputs cannot be shared out in groups of w3a16-sym-g32"):
+    with pytest.raises(
+        InputError, match="inputs cannot be divided over the GPUs in groups of w3a16-sym-g32"
+    ):
         run_ranks(2, lambda communicator: rank_logits(folder, communicator))
 
 
@@ -197,7 +199,7 @@ def test_the_check_before_the_start_says_what_the_loader_does(
 )
 def test_what_cannot_be_shared_out_starts_nothing(tiny_model, monkeypatch, settings, message):
     """No process, no device, no weights."""
-    monkeypatch.setattr(engine_parts, "WorkerGroup", lambda *_: pytest.fail("it was started"))
+    monkeypatch.setattr(build, "WorkerGroup", lambda *_: pytest.fail("it was started"))
     config = EngineConfig(model=str(tiny_model("llama")), device="cpu", **settings)
     with pytest.raises(InputError, match=message):
         Engine(config)

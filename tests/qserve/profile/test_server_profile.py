@@ -9,8 +9,8 @@ import pytest
 
 from formats.errors import InputError
 from qserve.llm import LLM
+from qserve.params.sampling_params import SamplingParams
 from qserve.profile.profiler_config import ProfilerConfig
-from qserve.sampling_params import SamplingParams
 
 MODEL = "examples/models/docs-5m"
 
@@ -40,7 +40,7 @@ def test_a_server_records_between_start_and_stop(start_server, tmp_path):
     assert post(f"{server.url}/start_profile", {"profile_prefix": "../x"})[0] == 400
     assert post(f"{server.url}/start_profile", {"profile_prefix": "mine"})[0] == 200
     code, body = post(f"{server.url}/start_profile")
-    assert code == 409 and b"recording already" in body
+    assert code == 409 and b"already recording" in body
     assert post(f"{server.url}/v1/completions", ask)[0] == 200
     assert post(f"{server.url}/stop_profile")[0] == 200
     assert post(f"{server.url}/stop_profile")[0] == 200
@@ -52,8 +52,8 @@ def test_a_server_records_between_start_and_stop(start_server, tmp_path):
 def test_delay_and_most_count_steps(tmp_path):
     llm = LLM(MODEL, device="cpu", cpu_kv_cache_memory=0.02)
     llm.engine.profiler.start(ProfilerConfig(folder=str(tmp_path), delay=2, most=3))
-    params = SamplingParams(max_tokens=9, ignore_eos=True)
-    llm.generate([[5, 6, 7]], params, use_tqdm=False, detokenize=False)
+    params = SamplingParams(max_tokens=9, ignore_eos=True, detokenize=False)
+    llm.generate([[5, 6, 7]], params, use_tqdm=False)
     (trace,) = tmp_path.glob("*.gz")
     names = steps_in(trace)
     assert len(names) == 3 and all("decode=1" in name for name in names)

@@ -39,7 +39,7 @@ EVENTS = [
     kernel("_wna16_gemv_imma", 100, 50, 1),
     kernel("_paged_attention", 140, 30, 1),  # begins 10 us before the product has ended
     kernel("_wna16_gemv_imma", 190, 50, 2),
-    kernel("_rms_norm", 240, 10, 2),
+    kernel("_norm_rows", 240, 10, 2),
 ]
 
 
@@ -69,9 +69,9 @@ def test_text_and_json(trace):
 
 def test_difference_of_two(trace, tmp_path):
     other = tmp_path / "other.json"
-    other.write_text(json.dumps([*EVENTS, kernel("_rms_norm", 250, 30, 2)]))
+    other.write_text(json.dumps([*EVENTS, kernel("_norm_rows", 250, 30, 2)]))
     first = difference(summarize(trace), summarize(other)).splitlines()[1].split()
-    assert first == ["+30.0", "10.0", "40.0", "1", "2", "_rms_norm"]
+    assert first == ["+30.0", "10.0", "40.0", "1", "2", "_norm_rows"]
 
 
 def test_a_cpus_operators_count_once(tmp_path):
@@ -111,8 +111,8 @@ def test_a_file_that_is_no_trace_is_named(tmp_path):
         ("_prefill_attention", "attention"),
         ("_merge_splits", "attention"),
         ("_rope_write_kv", "rope, KV"),
-        ("_rms_norm_quantize", "norms"),
-        ("_silu_and_mul_limbs", "activation"),
+        ("_norm_steps", "norms"),
+        ("_activate_steps", "activation"),
         ("_quantize_rows", "quantize"),
         ("_draw", "sampling"),
         ("_fill_drafts", "drafts"),

@@ -11,13 +11,13 @@ import pytest
 import uvicorn
 
 from qserve.config import ServerConfig
-from qserve.engine.client import RefusedError
-from qserve.engine.request import RequestEvent, TokenLogprobs
-from qserve.handling import Handling
-from qserve.server import listener
+from qserve.engine.ipc.client import RefusedError
+from qserve.engine.token_event import RequestFacts, TokenEvent, TokenLogprobs
+from qserve.params.handling import Handling
 from qserve.server.app import build_app, uvicorn_config
-from qserve.server.http_protocol import Connections
-from qserve.text import Tokenizer
+from qserve.server.http import listener
+from qserve.server.http.http_protocol import Connections
+from qserve.text.tokenizer import Tokenizer
 
 END = 2  # the bundled tokenizer's end token
 
@@ -56,6 +56,7 @@ class ScriptedClient:
         self.gate: threading.Semaphore | None = None  # each token waits for it
         self.fails_at: int | None = None  # the token before which the request fails
         self.fails_as_asked = False  # the failure lies in what the request asks for
+        self.fails_for_now = False  # the request may succeed later
         self.dies_at: int | None = None  # the same, and the engine with it
         self.breaks_at: int | None = None  # the same, by an exception of the client's own
         self.refuses = False
@@ -79,7 +80,7 @@ class ScriptedClient:
         told = of_prompt(prompt_token_ids, params)
         if params.max_tokens == 0:
             reason = "length"
-            event = RequestEvent(
+            event = TokenEvent(
                 request_id=request_id, token_ids=(), finish_reason=reason, prompt_logprobs=told
             )
             watch(event)
@@ -98,12 +99,13 @@ class ScriptedClient:
                 if count - 1 in (self.fails_at, self.dies_at):
                     self.is_alive = count - 1 != self.dies_at
                     reason = "error"
-                    event = RequestEvent(
+                    event = TokenEvent(
                         request_id=request_id,
                         token_ids=(),
                         finish_reason="error",
                         error="secret detail at 0xdeadbeef",
                         is_asked_for=self.fails_as_asked,
+                        is_temporary=self.fails_for_now,
                     )
                     watch(event)
                     yield event
@@ -114,13 +116,13 @@ class ScriptedClient:
                     reason = "stop"
                 elif count == params.max_tokens:
                     reason = "length"
-                event = RequestEvent(
+                event = TokenEvent(
                     request_id=request_id,
                     token_ids=(token,),
                     finish_reason=reason,
                     stop_token=token if is_stop else None,
                     ended_by_token=is_end or is_stop,
-                    num_cached=self.num_cached,
+                    facts=RequestFacts(num_cached=self.num_cached),
                     prompt_logprobs=told if count == 1 else None,
                     logprobs=() if params.logprobs is None else (logprobs(token, params.logprobs),),
                 )
@@ -143,6 +145,11 @@ class Server:
         self.app = build_app(self.client, tokenizer, config, max_num_seqs=8, **options)
 
     def request(self, method: str, path: str, **options) -> httpx.Response:
+        if "content" in options:
+            headers = httpx.Headers(options.get("headers"))
+            headers.setdefault("Content-Type", "application/json")
+            options["headers"] = headers
+
         async def call() -> httpx.Response:
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
@@ -167,6 +174,13 @@ class Server:
 @pytest.fixture(scope="session")
 def tokenizer(docs_5m) -> Tokenizer:
     return Tokenizer(docs_5m)
+
+
+@pytest.fixture(autouse=True)
+def template_facts_are_read_anew(tokenizer):
+    """All tests share the tokenizer, and some replace its template."""
+    for name in ("template_settings", "reads_tools", "renders_later_system", "needs_parts"):
+        tokenizer.__dict__.pop(name, None)
 
 
 @pytest.fixture

@@ -74,6 +74,6 @@ def engine_of(pid: int) -> int:
     (found,) = (
         child
         for child in children(pid)
-        if b"qserve.engine.process" in Path(f"/proc/{child}/cmdline").read_bytes()
+        if b"qserve.engine.ipc.process" in Path(f"/proc/{child}/cmdline").read_bytes()
     )
     return found

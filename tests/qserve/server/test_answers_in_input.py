@@ -1,4 +1,4 @@
-"""Refusals of earlier answers, as clients send them again: texts of the assistant."""
+"""Earlier answers, as clients send them again: refusals, reasoning, and answers that are empty."""
 
 import pytest
 
@@ -68,3 +68,56 @@ def test_what_is_no_refusal(server, error, message, where):
 def test_refusals_of_tools_are_none(server, error):
     output = {"type": "function_call_output", "call_id": "c", "output": [part()]}
     assert error(server.post("/v1/responses", {"input": [output]}), 400)["param"] == "input.0"
+
+
+def test_answers_and_results_may_be_empty(server):
+    """An answer that was cut within its reasoning, or was empty; a tool that said nothing."""
+    for message in (
+        {"role": "assistant", "content": None},
+        {"role": "assistant"},
+        {"role": "assistant", "content": None, "reasoning_content": "Hm"},
+        {"role": "tool", "tool_call_id": "c", "content": None},
+    ):
+        reply = server.chat(messages=[ASKED, message, ASKED])
+        assert reply.status_code == 200, reply.text
+        blank = {"role": message["role"], "content": ""}
+        assert server.client.requests[-1][1] == server.tokenizer.encode_chat([ASKED, blank, ASKED])
+
+
+@pytest.mark.parametrize(
+    "thought",
+    [
+        {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+        {"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]},
+        {"type": "reasoning", "text": "Hm."},
+    ],
+)
+def test_thinking_parts_are_reasoning(server, monkeypatch, thought):
+    template = "{% for m in messages %}[{{ m.reasoning_content }}|{{ m.content }}]{% endfor %}"
+    monkeypatch.setattr(server.tokenizer._tokenizer, "chat_template", template)
+    answer = [thought, {"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "Yes."}]
+    messages = [ASKED, {"role": "assistant", "content": answer}]
+    reply = server.chat(messages=messages)
+    assert reply.status_code == 200, reply.text
+    assert server.tokenizer.decode(server.client.requests[0][1]) == "[|Hi][Hm.|Yes.]"
+    told = {"role": "assistant", "content": answer, "reasoning": "Told."}
+    server.chat(messages=[ASKED, told])
+    assert server.tokenizer.decode(server.client.requests[1][1]) == "[|Hi][Told.|Yes.]"
+
+
+def test_what_is_no_thinking(server, error):
+    for part in (
+        {"type": "thinking"},
+        {"type": "thinking", "thinking": [1]},
+        {"type": "reasoning"},
+    ):
+        found = error(server.chat(messages=[{"role": "assistant", "content": [part]}]), 400)
+        assert found["param"] == "messages.0.content.0" and part["type"] in found["message"]
+
+
+def test_hints_of_other_servers_are_named_as_ignored(server):
+    hint = {"type": "content", "content": "Hello"}
+    reply = server.chat(verbosity="low", prediction=hint)
+    assert reply.headers["x-ignored-fields"] == "verbosity, prediction"
+    reply = server.post("/v1/responses", {"input": "Hi", "text": {"verbosity": "low"}})
+    assert reply.headers["x-ignored-fields"] == "text.verbosity"

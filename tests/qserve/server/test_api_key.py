@@ -4,7 +4,7 @@ import pytest
 
 from formats.errors import InputError
 from qserve.config import ServerConfig
-from qserve.server.api_key import load_keys
+from qserve.server.http.api_key import load_keys
 
 COMPLETIONS = "/v1/completions"
 KEY = {"Authorization": "Bearer s3cret"}
@@ -35,15 +35,37 @@ def test_every_route_but_probes_is_guarded(guarded, error, header):
     headers = {} if header is None else {"Authorization": header}
     schema = guarded.get("/openapi.json", headers=KEY).json()
     routes = [(path, method) for path, methods in schema["paths"].items() for method in methods]
-    assert len(routes) == 24
+    assert len(routes) == 40
     others = ("/v1/nothing", "/v1", "/openapi.json", "/health/", "/metrics/", "/docs/")
     for path, method in [*routes, *((path, "get") for path in others)]:
         reply = guarded.request(method.upper(), path, headers=headers)
         if path in ("/health", "/ready", "/ping"):
             assert reply.status_code == 200
+        elif path.startswith("/v1/messages"):
+            assert (reply.status_code, reply.json()["type"]) == (401, "error")
+            assert reply.json()["error"]["type"] == "authentication_error"
         else:
             assert error(reply, 401)["type"] == "authentication_error"
             assert "s3cret" not in reply.text
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"x-api-key": "s3cret"}, 200),
+        ({"x-api-key": "s3cret", "authorization": "Bearer outdated"}, 200),
+        ({"x-api-key": "outdated", "authorization": "Bearer s3cret"}, 200),
+        ({"x-api-key": "Bearer s3cret"}, 401),
+        ({"x-api-key": ""}, 401),
+        ({"x-api-key": "outdated", "authorization": "Bearer outdated"}, 401),
+    ],
+)
+def test_one_valid_key_of_two_headers_is_enough(make_server, headers, status):
+    server = make_server(ServerConfig(api_key=["s3cret"], max_requests_per_minute=1))
+    assert server.get("/v1/models", headers=headers).status_code == status
+    first, second = (server.post(COMPLETIONS, {"prompt": "a"}, headers=headers) for _ in "ab")
+    # The rate limit counts by key, whichever header it comes in.
+    assert (first.status_code, second.status_code) == ((200, 429) if status == 200 else (401, 401))
 
 
 def test_the_key_opens_and_is_needed_once(guarded, error):

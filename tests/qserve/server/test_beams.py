@@ -6,14 +6,14 @@ import json
 import pytest
 
 from qserve import LLM, BeamSearchParams
-from qserve.beam_outputs import sampling_params
 from qserve.config import EngineConfig, ServerConfig
-from qserve.engine import messages
-from qserve.engine.client import RefusedError
 from qserve.engine.engine import Engine
+from qserve.engine.ipc import messages
+from qserve.engine.ipc.client import RefusedError
 from qserve.engine.report import EngineReport
-from qserve.frames import HEADER_BYTES
-from qserve.handling import Handling
+from qserve.library.beam_outputs import sampling_params
+from qserve.params.handling import Handling
+from qserve.processes.frames import HEADER_BYTES
 from qserve.server.app import build_app
 from tests.qserve.server.conftest import Server
 

@@ -98,6 +98,6 @@ def test_key_comes_from_the_environment(make_server, run_live, monkeypatch, caps
 
 def test_no_server_is_one_line(monkeypatch, capsys):
     assert talk(monkeypatch, "http://127.0.0.1:9/v1", "chat", "-q", "a") == 1
-    assert "no server answers there" in capsys.readouterr().err
+    assert "no server answers at this address" in capsys.readouterr().err
     assert talk(monkeypatch, "127.0.0.1:9", "chat", "-q", "a") == 1
     assert "--url: expected http" in capsys.readouterr().err

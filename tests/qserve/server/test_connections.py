@@ -1,5 +1,7 @@
 """Clients on a real port: those that leave, those that read slowly, and the official one."""
 
+import asyncio
+import contextlib
 import json
 import socket
 import subprocess
@@ -13,8 +15,11 @@ import openai
 import pytest
 
 from qserve.config import ServerConfig
-from qserve.server import http_protocol, replies
-from qserve.server.preparation import SHORT_BYTES
+from qserve.server.app import _Server, uvicorn_config
+from qserve.server.http import http_protocol, listener
+from qserve.server.http.http_protocol import Connections
+from qserve.server.openai import completions
+from qserve.server.prepare.preparation import SHORT_BYTES
 
 TEXT = "Hello there, general reader."
 GUARD = 60.0  # seconds, against hanging
@@ -156,7 +161,8 @@ def test_body_far_above_the_limit_gets_an_answer(live):
 
 def test_client_that_leaves_while_it_sends(server, live, ask):
     connection = socket.create_connection(("127.0.0.1", live))
-    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    connection.sendall(head + b"Content-Length: 99\r\n\r\n{")
     time.sleep(0.1)
     connection.close()
     assert ask()["choices"][0]["text"] == TEXT and len(server.client.requests) == 1
@@ -213,13 +219,13 @@ def test_a_short_body_is_prepared_without_a_thread(server, ask, monkeypatch, len
 def test_writing_many_logprobs_does_not_hold_up_the_others(
     server, ask, others_are_answered, monkeypatch
 ):
-    original = replies.completion_logprobs
+    original = completions.completion_logprobs
 
-    def slow(*arguments):
+    def slow(*arguments, **options):
         others_are_answered()
-        return original(*arguments)
+        return original(*arguments, **options)
 
-    monkeypatch.setattr(replies, "completion_logprobs", slow)
+    monkeypatch.setattr(completions, "completion_logprobs", slow)
     assert ask(logprobs=1)["choices"][0]["text"] == TEXT
 
 
@@ -266,7 +272,7 @@ def test_official_client_raises_its_own_errors(server, client):
     with pytest.raises(openai.APIError, match="generation failed"):
         list(client.completions.create(model="tiny", prompt="a", stream=True))
     server.client.dies_at = 0
-    with pytest.raises(openai.InternalServerError, match="engine has ended"):
+    with pytest.raises(openai.InternalServerError, match="engine has died"):
         client.completions.create(model="tiny", prompt="a")
 
 
@@ -289,3 +295,55 @@ def test_bundled_example_asks_and_prints(live, server):
     server.client.is_alive = False
     done = subprocess.run(command, capture_output=True, text=True, timeout=GUARD)
     assert done.returncode == 1 and "503" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def stoppable(make_server):
+    """A server as `serve` runs it: (itself, its URL, stop)."""
+    stopping = threading.Event()
+    server = make_server(ServerConfig(served_model_name=["tiny"]), is_stopping=stopping.is_set)
+    web = _Server(uvicorn_config(server.app, Connections(limit=100)), "Ready at", 600.0, stopping)
+    sockets = [listener.bind(ServerConfig(host="127.0.0.1", port=0))]
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def run() -> None:
+        loops.append(asyncio.get_running_loop())
+        await web.serve(sockets=sockets)
+
+    thread = threading.Thread(target=asyncio.run, args=(run(),), daemon=True)
+    url = listener.address(sockets[0], tls=False)
+    thread.start()
+    until(lambda: web.started)
+    yield server, url, lambda: loops[0].call_soon_threadsafe(web.stop)
+    with contextlib.suppress(RuntimeError):  # it has ended
+        loops[0].call_soon_threadsafe(web.stop)
+    thread.join(GUARD)
+    assert not thread.is_alive()
+
+
+def test_ready_answers_503_while_requests_finish(stoppable):
+    """A load balancer that asks must learn that the server leaves, and new work go elsewhere."""
+    server, url, stop = stoppable
+    server.client.gate = threading.Semaphore(1)  # the first token alone
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json=BODY | {"stream": True}, timeout=GUARD
+    ) as reply:
+        assert httpx.get(f"{url}/ready").status_code == 200
+        stop()
+        until(lambda: httpx.get(f"{url}/ready").status_code == 503)
+        for _ in range(3):
+            assert httpx.get(f"{url}/ready").json()["error"]["code"] == 503
+            assert httpx.get(f"{url}/health").status_code == 200
+        refused = httpx.post(f"{url}/v1/completions", json=BODY)
+        assert refused.status_code == 503 and "retry-after" in refused.headers
+        assert refused.headers["connection"] == "close"
+        server.client.gate.release(1000)
+        assert list(reply.iter_lines())[-2:] == ["data: [DONE]", ""]
+    until(lambda: not is_answered(url))  # then it ends immediately
+
+
+def is_answered(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready").status_code > 0
+    except httpx.ConnectError:
+        return False

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from qserve.config import ServerConfig
-from qserve.server.conversation_cut import can_go, most_that_fit
+from qserve.server.requests.chat import can_go, most_that_fit
 from tests.qserve.server.test_response_tools import TOOL
 
 LETTERS = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "t": "tool"}

@@ -12,9 +12,10 @@ import pytest
 from formats.errors import InputError
 from qserve import LLM
 from qserve.config import ServerConfig
-from qserve.engine.client import RefusedError
+from qserve.engine.ipc.client import RefusedError
+from qserve.engine.token_event import TokenEvent
 from qserve.server.app import build_app
-from qserve.text import Tokenizer
+from qserve.text.tokenizer import Tokenizer
 from tests.qserve.server.conftest import ScriptedClient, Server
 
 TEXTS = ["A process is", "The standard library has it. " * 3, "x"]
@@ -135,7 +136,10 @@ def test_long_inputs_are_refused_or_cut(embedder, error):
         ({"input": "a", "dimensions": 0}, "dimensions"),
         ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
         ({"input": "a", "prompt_name": "passage"}, "prompt_name"),
-        ({"input": "a", "messages": [{}]}, "messages"),
+        ({"input": "a", "messages": [{}]}, "messages.0.role"),
+        ({"input": "a", "messages": [{"role": "user", "content": "a"}]}, "input"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({}, "input"),
     ],
@@ -154,6 +158,107 @@ def test_pooling_of_each_token(embedder):
     assert float(count.split()[-1]) >= len(llm.get_tokenizer().encode(TEXTS[0]))
     refused = server.post("/pooling", {"input": "a", "task": "classify"})
     assert refused.status_code == 400 and "score.weight" in refused.text
+
+
+def test_messages_are_the_chats_tokens(embedder):
+    server, llm = embedder
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]
+    ids = llm.get_tokenizer().encode_chat(messages, add_generation_prompt=False)
+    for path in ("/v1/embeddings", "/pooling"):
+        found = server.post(path, {"messages": messages}).json()
+        want = server.post(path, {"input": ids}).json()
+        assert found["data"] == want["data"] and found["usage"] == want["usage"]
+    longer = server.post("/pooling", {"messages": messages, "add_generation_prompt": True}).json()
+    assert longer["usage"]["prompt_tokens"] > len(ids)
+
+
+def test_coheres_route(embedder, expected):
+    server, llm = embedder
+    kinds = ["float", "base64", "binary", "ubinary"]
+    body = {"model": "tiny", "texts": TEXTS, "input_type": "classification"}
+    reply = server.post("/v2/embed", body | {"embedding_types": kinds})
+    found = reply.json()["embeddings"]
+    np.testing.assert_allclose(found["float"], expected, atol=1e-6)
+    packed = [np.frombuffer(base64.b64decode(each), "<f4") for each in found["base64"]]
+    np.testing.assert_allclose(packed, expected, atol=1e-6)
+    bits = [[int(number > 0) for number in vector] for vector in expected]
+    for told, bits_of_one in zip(found["ubinary"], bits, strict=True):
+        assert told == [
+            int("".join(map(str, bits_of_one[i : i + 8])), 2) for i in range(0, len(bits_of_one), 8)
+        ]
+    assert found["binary"] == [[byte - 128 for byte in each] for each in found["ubinary"]]
+    assert reply.headers["x-ignored-fields"] == "input_type"
+    assert reply.json()["texts"] == TEXTS and reply.json()["response_type"] == "embeddings_by_type"
+    count = sum(len(llm.get_tokenizer().encode(text)) for text in TEXTS)
+    assert reply.json()["meta"]["billed_units"] == {"input_tokens": count}
+
+
+def test_coheres_inputs_prompts_and_lengths(embedder):
+    server, llm = embedder
+
+    def vectors(**body):
+        return server.post("/v2/embed", body).json()["embeddings"]["float"]
+
+    def embedded(text, **fields):
+        return server.post("/v1/embeddings", {"input": text, **fields}).json()["data"][0][
+            "embedding"
+        ]
+
+    part = {"type": "text", "text": "a"}
+    assert vectors(inputs=[{"content": [part]}], input_type="search_query") == [
+        embedded("a", prompt_name="query")
+    ]
+    assert vectors(texts=["a"], input_type="search_document") == [embedded("a")]
+    assert vectors(texts=["a"], output_dimension=64) == [embedded("a", dimensions=64)]
+    tokens = llm.get_tokenizer().encode(TEXTS[1])
+    assert vectors(texts=[TEXTS[1]], max_tokens=5) == [embedded(tokens[:5])]
+    assert vectors(texts=[TEXTS[1]], max_tokens=5, truncate="START") == [embedded(tokens[-5:])]
+
+
+def test_classify_tells_labels(make):
+    """The engine of a classifier is test_pooling.py's; here its logits are a script."""
+    server, _ = make({}, id2label={"0": "bad", "1": "good", "10": "odd"})
+    logits = np.array([0.5, 2.0, -1.0], "<f4")
+
+    async def generate(request_id, prompt, params, watch, client, *, group, handling):
+        assert handling.pooling.kind == "labels"
+        yield TokenEvent(
+            request_id=request_id, token_ids=(), finish_reason="stop", pooled=logits.tobytes()
+        )
+
+    server.client.generate = generate
+    raised = np.exp(logits.astype(float))
+    for path in ("/classify", "/v1/classify"):
+        for body in ({"input": ["a", "b"]}, {"messages": [{"role": "user", "content": "a"}]}):
+            reply = server.post(path, body).json()
+            assert len(reply["data"]) == len(body.get("input", "a"))
+            for index, each in enumerate(reply["data"]):
+                assert (each["index"], each["label"], each["num_classes"]) == (index, "good", 3)
+                assert each["probs"] == pytest.approx(raised / raised.sum())
+
+
+@pytest.mark.parametrize("names", [("queries", "documents"), ("data_1", "data_2")])
+def test_sides_of_a_score_have_other_names(embedder, names):
+    server, _ = embedder
+    want = server.post("/score", {"text_1": TEXTS[0], "text_2": TEXTS}).json()["data"]
+    assert server.post("/score", {names[0]: TEXTS[0], names[1]: TEXTS}).json()["data"] == want
+
+
+def test_documents_are_cut_to_their_limit(embedder):
+    server, llm = embedder
+    tokenizer = llm.get_tokenizer()
+    short = tokenizer.decode(tokenizer.encode(TEXTS[1], False)[:4])
+    assert short != TEXTS[1]
+    body = {"query": TEXTS[1], "documents": [TEXTS[1]], "return_documents": False}
+    cut = server.post("/rerank", body | {"max_tokens_per_doc": 4}).json()
+    want = server.post("/rerank", body | {"documents": [short]}).json()
+    assert cut["results"] == want["results"] and cut["usage"] == want["usage"]
+    assert (
+        server.post("/rerank", body | {"max_tokens_per_doc": 0}).json()["results"] != cut["results"]
+    )
+    sides = {"queries": TEXTS[1], "documents": TEXTS[1], "max_tokens_per_doc": 4}
+    score = server.post("/score", sides).json()["data"][0]["score"]
+    assert score == pytest.approx(cut["results"][0]["relevance_score"])
 
 
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])
@@ -194,6 +299,15 @@ def test_reranker_answers_with_probabilities(make, error):
         ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_2"),
         ("/score", {"text_1": "a", "text_2": "b", "instruction": "x"}, "instruction"),
         ("/score", {"text_1": "a"}, "text_2"),
+        ("/score", {"queries": "a", "data_2": "b"}, "documents"),
+        ("/score", {}, "text_1"),
+        ("/score", {"queries": "a", "documents": "b", "text_1": "a", "text_2": "b"}, "text_1"),
+        ("/score", {"text_1": "a", "text_2": "b", "max_tokens_per_doc": -1}, "max_tokens_per_doc"),
+        ("/v2/embed", {"texts": []}, "texts"),
+        ("/v2/embed", {"texts": ["a"], "inputs": [{"content": []}]}, "texts"),
+        ("/v2/embed", {"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types.0"),
+        ("/v2/embed", {"texts": ["a"], "images": ["x"]}, "images"),
+        ("/v2/embed", {"texts": ["a b c d"], "max_tokens": 1, "truncate": "NONE"}, "max_tokens"),
         ("/rerank", {"query": "a", "documents": []}, "documents"),
         ("/rerank", {"query": "a", "documents": [{"title": "b"}]}, "documents.0"),
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),

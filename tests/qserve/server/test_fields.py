@@ -5,8 +5,9 @@ import logging
 
 import pytest
 
-from qserve.sampling_params import SamplingParams
-from qserve.server.job import completion_job
+from qserve.params.sampling_params import SamplingParams
+from qserve.server.requests.completions import completion_job
+from qserve.server.requests.job import Arrival
 
 
 @pytest.mark.parametrize("route", ["complete", "chat"])
@@ -69,6 +70,14 @@ def test_text_that_is_too_long_is_cut_and_not_refused(server):
 def test_cut_out_of_range(server, error, value):
     body = error(server.complete(truncate_prompt_tokens=value), 400)
     assert body["param"] == "truncate_prompt_tokens"
+
+
+def test_the_last_of_many_stop_strings_stops(server):
+    stop = [f"<{index}>" for index in range(31)] + ["general"]
+    for call in (server.complete, server.chat):
+        choice = call(stop=stop).json()["choices"][0]
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        assert (text, choice["stop_reason"]) == ("Hello there, ", "general")
 
 
 @pytest.mark.parametrize("route", ["complete", "chat"])
@@ -204,7 +213,8 @@ def test_parameters_are_checked_once_for_all_prompts_that_leave_room(server, mon
     model = server.app.state.service.model
     length = model.max_model_len
     prompts = [[5], [5, 6], [7] * (length - 4), [8] * (length - 2), [9] * (length - 4)]
-    job = completion_job(model, json.dumps({"prompt": prompts, "max_tokens": 9}).encode(), 0.0)
+    body = json.dumps({"prompt": prompts, "max_tokens": 9}).encode()
+    job = completion_job(model, body, Arrival(time=0.0))
     assert [params.max_tokens for params in job.params] == [9, 9, 4, 2, 4]
     assert len(made) == 3, "one for each length of an answer"
     choice = job.choice(0)[1]

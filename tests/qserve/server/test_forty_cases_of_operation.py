@@ -56,6 +56,7 @@ def test_31_clients_that_leave(api):
 def test_32_slow_reader_holds_up_nobody(api):
     body = json.dumps({"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True})
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+    head += "Content-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", api.port)) as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         slow.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
@@ -94,6 +95,9 @@ def test_35_key_guards_all_but_probes(api, header):
                 reply = client.request(method, path, headers=headers)
                 if path in ("/health", "/ready", "/ping"):
                     assert reply.status_code == 200
+                elif path.startswith("/v1/messages"):  # errors in Anthropic's form
+                    assert reply.status_code == 401
+                    assert reply.json()["error"]["type"] == "authentication_error"
                 else:
                     assert refused(reply, 401)["type"] == "authentication_error"
         asked = {"Access-Control-Request-Method": "POST", "Origin": ORIGIN}

@@ -4,19 +4,20 @@ import asyncio
 import contextlib
 import json
 import socket
+import struct
 import threading
 import time
 
 import pytest
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from qserve.server import http_protocol
-from qserve.server.http_protocol import max_connections
+from qserve.server.http import http_protocol
+from qserve.server.http.http_protocol import max_connections
 
 GUARD = 60.0  # seconds, against hanging
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
 def connect(port: int, data: bytes = b"") -> socket.socket:
@@ -156,7 +157,7 @@ def test_connection_that_says_a_byte_now_and_then_is_closed(server, live, monkey
 
 
 def test_body_that_does_not_come_is_given_up(server, live, monkeypatch):
-    monkeypatch.setattr("qserve.server.body.BODY_SECONDS", 0.2)
+    monkeypatch.setattr("qserve.server.http.body.BODY_SECONDS", 0.2)
     with connect(live, POST + b"Connection: close\r\nContent-Length: 99\r\n\r\n{") as connection:
         envelope(read_all(connection), 408)
     assert server.app.state.service.bodies.held == 0
@@ -185,7 +186,7 @@ def test_beyond_the_limit_there_is_a_503_while_all_connections_work(server, run_
         assert connection.recv(12) == b"HTTP/1.1 200"
     with connect(port, GET) as connection:
         answer = read_all(connection)
-    assert "connections" in envelope(answer, 503)["message"] and b"\r\nretry-after: " in answer
+    assert "connection limit" in envelope(answer, 503)["message"] and b"\r\nretry-after: " in answer
     many = [connect(port) for _ in range(2 * http_protocol.NUM_REFUSED)]
     assert working[0].recv(12)
     for connection in [*many, *working]:
@@ -200,6 +201,87 @@ def test_several_requests_on_one_connection_are_answered_in_order(server, live):
     last = GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
     with connect(live, GET + GET + last) as connection:
         assert read_all(connection).count(b"HTTP/1.1 200") == 3
+
+
+def completion(**fields) -> bytes:
+    body = json.dumps({"prompt": "Once", "max_tokens": 3, **fields}).encode()
+    return POST + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+def test_reset_connections_cost_no_request(server, run_live):
+    """A client that sends and resets leaves bytes that can be read, but waits for no answer."""
+    gate, entered = threading.Event(), threading.Event()
+
+    async def hold(_request):
+        entered.set()
+        gate.wait(GUARD)  # blocks the event loop until the burst is over
+        return Response()
+
+    server.app.router.routes.insert(0, Route("/hold", hold))
+    port = run_live(server)
+    early = connect(port, POST)  # accepted before the burst
+    with connect(port, GET.replace(b"/health", b"/hold")):
+        assert entered.wait(GUARD)
+        early.sendall(completion()[len(POST) :])
+        for each in (early, *(connect(port, completion()) for _ in range(10))):
+            linger = struct.pack("ii", 1, 0)
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            each.close()
+        gate.set()
+        assert status_of(port) == b"200"
+    assert not server.client.requests
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+@pytest.mark.parametrize("fields", [{}, {"stream": True}])
+def test_half_closed_client_gets_its_answer(server, live, version, fields):
+    server.client.delay = 0.02
+    with connect(live, completion(**fields).replace(b"1.1", version)) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        answer = read_all(connection)
+    *interim, final = answer.split(b"HTTP/1.1 ")[1:]
+    assert all(each == b"100 Continue\r\n\r\n" for each in interim)
+    assert not (interim and version == b"1.0")
+    assert final.startswith(b"200 ") and b'"finish_reason":"length"' in final
+    assert not server.client.aborted
+
+
+def test_all_requests_of_a_half_closed_client_are_answered(server, live):
+    with connect(live, GET + GET + completion()) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        assert read_all(connection).count(b"HTTP/1.1 200") == 3
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+def test_client_that_closes_after_its_request_is_noticed(server, live, version, monkeypatch):
+    """Its end looks like a half-closed one. Its request would take 20 s."""
+    monkeypatch.setattr(http_protocol, "HALF_CLOSED_SECONDS", 0.1)
+    server.client.endless, server.client.delay = True, 0.1
+    with connect(live, completion(max_tokens=200).replace(b"1.1", version)):
+        deadline = time.monotonic() + GUARD
+        while not server.client.running:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    while server.client.running:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert server.client.aborted
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        (b"http://127.0.0.1:80/health", 200),
+        (b"HTTP://x/v1/models?limit=1", 200),
+        (b"http://x", 200),  # the page at /
+        (b"http://x/no%2Fthing", 404),
+        (b"http://evil.example/v1/models", 403),  # instead of the Host header
+    ],
+)
+def test_absolute_targets_are_read(server, live, target, status):
+    request = GET.replace(b"/health", target).replace(b"x\r\n", b"x\r\nConnection: close\r\n")
+    with connect(live, request) as connection:
+        assert read_all(connection).startswith(b"HTTP/1.1 %d " % status)
 
 
 def test_connections_leave_descriptors_for_the_rest():

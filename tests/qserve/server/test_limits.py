@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qserve.config import ServerConfig
-from qserve.server.body_scan import LIMITS, BodyScan
-from qserve.server.budget import Budget
-from qserve.server.client_key import client_key
-from qserve.server.errors import ApiError
-from qserve.server.turns import Turns
+from qserve.server.http.body import LIMITS, BodyScan
+from qserve.server.http.budget import Budget
+from qserve.server.http.client_key import client_key
+from qserve.server.http.errors import ApiError
+from qserve.server.http.turns import Turns
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -26,7 +26,8 @@ def message(**fields) -> dict:
     [
         ({"stop_token_ids": [5] * 1025}, "stop_token_ids"),
         ({"stop_token_ids": [5] * 500_000}, "stop_token_ids"),
-        ({"stop": ["x"] * 5}, "stop"),
+        ({"stop": ["x"] * 33}, "stop"),
+        ({"stop": ["x" * 129] * 32}, "stop"),
         ({"stop": "x" * 1025}, "stop.0"),
         ({"stop": ["a", "x" * 10**6]}, "stop.1"),
         ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
@@ -58,6 +59,7 @@ def test_conversations_have_limits(server, error, fields, param):
 def test_lists_at_their_limits_are_accepted(server):
     fields = {"stop_token_ids": list(range(3, 1027)), "stop": ["x" * 1024] * 4}
     assert server.complete(**fields).status_code == 200
+    assert server.complete(stop=["x" * 128] * 32).status_code == 200
     server.client.max_model_len = 10**6
     assert server.chat(messages=[message()] * 4096).status_code == 200
 
@@ -78,7 +80,7 @@ def test_body_that_holds_too_much_is_refused_before_it_is_parsed(
     def parse(*arguments):
         raise AssertionError("parsed")
 
-    monkeypatch.setattr("qserve.server.job.parse", parse)
+    monkeypatch.setattr("qserve.server.requests.completions.parse", parse)
     headers = {"content-type": "application/json"}
     reply = server.request("POST", COMPLETIONS, content=body, headers=headers)
     assert words in error(reply, 400)["message"]
@@ -172,7 +174,7 @@ def test_bodies_beyond_the_memory_for_them_are_told_to_come_again(make_server, e
     reply = server.complete(user="u" * 500, prompt="x" * 300)
     assert reply.status_code == 200, "a client that holds nothing has the reserve"
     reserve = bodies.take("another", 4000)
-    assert error(server.complete(), 503)["message"].startswith("The server has no room")
+    assert error(server.complete(), 503)["message"].startswith("The server holds too many")
     hold.give_back()
     assert server.complete().status_code == 200
     reserve.give_back()
@@ -263,5 +265,5 @@ def test_network_of_an_address_is_one_client(one, other, same):
 def test_failure_of_the_model_is_not_to_be_repeated(server, error):
     server.client.fails_at = 0
     reply = server.complete()
-    assert "would give none again" in error(reply, 500)["message"]
+    assert "would again" in error(reply, 500)["message"]
     assert reply.headers["x-should-retry"] == "false"

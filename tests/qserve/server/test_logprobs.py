@@ -2,8 +2,8 @@
 
 import pytest
 
-from qserve.engine.request import TokenLogprobs
-from qserve.server.logprobs import completion_logprobs
+from qserve.engine.token_event import TokenLogprobs
+from qserve.server.openai.logprobs import completion_logprobs
 
 TEXT = "Hello there, general reader."
 
@@ -35,12 +35,21 @@ def test_minus_infinity_is_a_number_in_json(server):
     assert choice["logprobs"]["content"][0]["top_logprobs"][2]["logprob"] == -9999.0
 
 
-def test_part_of_a_character_has_no_bytes(server):
-    server.client.text = "\U0001f995"
-    content = server.chat(logprobs=True).json()["choices"][0]["logprobs"]["content"]
-    assert len(content) > 1
-    assert all(entry["bytes"] is None for entry in content if "\ufffd" in entry["token"])
-    assert any(entry["bytes"] is None for entry in content)
+@pytest.mark.parametrize("text", ["\U0001f995", "a \u65e5\u672c, \u00e9t\u00e9", "real \ufffd"])
+def test_parts_of_characters_have_their_bytes(server, text):
+    """On every route the bytes of all tokens make the text; no part has the name of another."""
+    server.client.text = text
+    whole = server.chat(logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]["content"]
+    asked = {"input": "Hi", "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    (item,) = server.post("/v1/responses", asked).json()["output"]
+    for content in (whole, item["content"][0]["logprobs"]):
+        assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == text
+        for entry in content:
+            assert all(each["bytes"] for each in entry["top_logprobs"])
+            assert entry["top_logprobs"][1]["bytes"] == entry["bytes"]
+        names = {(entry["token"], bytes(entry["bytes"])) for entry in content}
+        assert len(names) == len({name for name, _ in names}) == len({data for _, data in names})
+    assert any("\\x" in entry["token"] for entry in whole)
 
 
 @pytest.mark.parametrize(("asked", "entries"), [(0, 1), (1, 2), (2, 2)])
@@ -56,17 +65,30 @@ def test_completion_logprobs(server, asked, entries):
 
 
 def test_alternatives_that_look_alike(tokenizer):
-    """Parts of characters have one text: the drawn one counts, then the likeliest."""
+    """Parts of characters have one text, and still a name each."""
     one, two, three = (tokenizer.encode(c)[0] for c in "\U0001f995\u65e5\u00ff")
-    assert len({one, two, three}) == 3
     assert {tokenizer.token_text(token) for token in (one, two, three)} == {"\ufffd"}
     drawn = TokenLogprobs(-3.0, (one, two, three), (-1.0, -2.0, -3.0))
-    (top,) = completion_logprobs(tokenizer, [(three, drawn)], [0])["top_logprobs"]
-    assert top == {"\ufffd": -3.0}
-    a = tokenizer.encode("a")[0]
-    drawn = TokenLogprobs(-0.5, (a, one, two), (-0.5, -1.0, -2.0))
-    (top,) = completion_logprobs(tokenizer, [(a, drawn)], [0])["top_logprobs"]
-    assert top == {"a": -0.5, "\ufffd": -1.0}
+    found = completion_logprobs(tokenizer, [(three, drawn)], [0])
+    assert found["tokens"] == ["bytes:\\xc3"]
+    top = {"bytes:\\xf0\\x9f": -1.0, "bytes:\\xe6": -2.0, "bytes:\\xc3": -3.0}
+    assert found["top_logprobs"] == [top]
+
+
+def test_tokens_with_the_same_bytes_are_two_entries():
+    """Vocabularies with a token for each byte have some texts twice."""
+
+    class Alike:
+        def token_bytes(self, token):
+            return b"\n" if token < 8 else b"\xf0"
+
+    drawn = TokenLogprobs(-2.0, (3, 4, 8, 9), (-1.0, -2.0, -3.0, -4.0))
+    (top,) = completion_logprobs(Alike(), [(4, drawn)], [0])["top_logprobs"]
+    assert top == {"token_id:3": -1.0, "\n": -2.0, "bytes:\\xf0": -3.0, "token_id:9": -4.0}
+    (top,) = completion_logprobs(Alike(), [(5, drawn)], [0])["top_logprobs"]
+    assert len(top) == 5 and top["\n"] == -2.0
+    (top,) = completion_logprobs(Alike(), [(4, drawn)], [0], as_ids=True)["top_logprobs"]
+    assert list(top) == ["token_id:3", "token_id:4", "token_id:8", "token_id:9"]
 
 
 @pytest.mark.parametrize(
@@ -211,13 +233,11 @@ def test_echo_with_logprobs_tells_of_the_prompt(server, chunks, asked, max_token
         assert found["token_logprobs"] == [None] + [-1.25] * (len(prompt) + num_output - 1)
         assert found["top_logprobs"][0] is None
         for text, top in list(zip(found["tokens"], found["top_logprobs"], strict=True))[1:]:
-            # Parts of a character look alike: they are one entry.
-            assert top[text] == -1.25
-            assert len(top) == max(1, asked) or any("\ufffd" in other for other in top)
+            assert top[text] == -1.25 and len(top) == max(1, asked)
         offsets = found["text_offset"]
         assert offsets == sorted(offsets)
         for text, offset in zip(found["tokens"], offsets, strict=True):
-            assert "\ufffd" in text or choice["text"][offset:].startswith(text)
+            assert text.startswith("bytes:") or choice["text"][offset:].startswith(text)
         if not max_tokens:
             assert (choice["text"], choice["finish_reason"]) == (PROMPT, "length")
     streamed = [{} for _ in whole]
@@ -253,3 +273,31 @@ def test_prompt_logprobs_are_vllms(server):
     reply = server.chat(prompt_logprobs=0).json()
     assert reply["prompt_logprobs"][0] is None and len(reply["prompt_logprobs"]) > 3
     assert all(len(entry) == 1 for entry in reply["prompt_logprobs"][1:])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_choices_of_a_prompt_share_its_log_probabilities(server, chunks, stream):
+    """The engine computes them once for each prompt; every choice of the reply has them."""
+    fields = {
+        "prompt": ["Once upon a time there", "Two"],
+        "n": 3,
+        "max_tokens": 3,
+        "logprobs": 2,
+        "echo": True,
+    }
+    reply = server.complete(**fields, stream=stream)
+    asked = [params.prompt_logprobs is not None for _, _, params in server.client.requests]
+    assert len(asked) == 6 and sum(asked) == 2
+    found: dict[int, list] = {}
+    for choice in (
+        (each for chunk in chunks(reply) for each in chunk["choices"])
+        if stream
+        else reply.json()["choices"]
+    ):
+        tokens = (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"]
+        found.setdefault(choice["index"], []).extend(tokens)
+    assert found.keys() == {*range(6)}
+    for first in (0, 3):
+        assert found[first][0] is None and len(found[first]) > 3
+        assert found[first] == found[first + 1] == found[first + 2]
+    assert found[0] != found[3]

@@ -1,6 +1,6 @@
 """Adapters of a server: a model's name chooses one, clients load and unload, metrics tell."""
 
-import queue
+from threading import Thread
 from types import SimpleNamespace
 
 import httpx
@@ -9,13 +9,14 @@ import pytest
 
 from formats.errors import InputError
 from qserve.config import EngineConfig, ServerConfig
-from qserve.engine import process
-from qserve.engine.messages import Done, LoadAdapter, UnloadAdapter
+from qserve.engine.ipc import process
+from qserve.engine.ipc.adapter_loads import AdapterLoads
+from qserve.engine.ipc.messages import Done, LoadAdapter, UnloadAdapter
 from qserve.engine.report import EngineReport
 from qserve.lora.request import LoRARequest, parse_modules
 from qserve.server.adapters import ServedAdapters
-from qserve.server.lora_protocol import LoadAdapterRequest
-from qserve.server.metrics import Metrics
+from qserve.server.admin.adapters import LoadAdapterRequest
+from qserve.server.observability.metrics import Metrics
 from tests.adapters import write_adapter
 
 KEY = "secret"
@@ -79,7 +80,7 @@ def test_a_name_chooses_an_adapter(scripted, error):
         assert scripted.ask("/v1/completions", model=name, prompt="x").json()["model"] == name
     assert scripted.client.handlings[-1].lora.lora_path == "/at/b"
     reply = scripted.ask("/v1/completions", model="c", prompt="x")
-    assert "this server has 'tiny', 'a', 'b'" in error(reply, 404)["message"]
+    assert "this server serves 'tiny', 'a', 'b'" in error(reply, 404)["message"]
     assert scripted.ask("/tokenize", model="a", prompt="x").status_code == 200
 
 
@@ -142,7 +143,7 @@ def test_routes_need_the_key_and_the_flag(scripted, make_server, error, tmp_path
     error(scripted.ask(LOAD, lora_name="tiny", lora_path="sql"), 400)
     scripted.client.is_alive = False
     error(scripted.ask(LOAD, lora_name="z", lora_path="sql"), 503)
-    with pytest.raises(InputError, match="--lora-folder: expected with an API key"):
+    with pytest.raises(InputError, match="--lora-folder: requires an API key"):
         make_server(ServerConfig(lora_folder=str(tmp_path), api_key_env="NOT_SET"))
 
 
@@ -150,7 +151,7 @@ def test_engine_process_reads_an_adapter_while_steps_go_on():
     """A thread reads; what it found, or why it found nothing, comes back through the inbox."""
     table = {}
 
-    def read(path):
+    def read(path, is_wanted):
         if path == "bad":
             raise InputError("bad", "is no adapter")
         return f"read {path}"
@@ -165,7 +166,7 @@ def test_engine_process_reads_an_adapter_while_steps_go_on():
         use_idle_time=lambda: False,
         has_work=lambda: len(sent) == 2 and not table,
     )
-    sent, inbox = [], queue.SimpleQueue()
+    sent, inbox = [], process.Inbox()
 
     def send(message):
         sent.append(message)
@@ -175,7 +176,8 @@ def test_engine_process_reads_an_adapter_while_steps_go_on():
             inbox.put(UnloadAdapter(name="a"))
 
     inbox.put(LoadAdapter(number=7, lora=LoRARequest("a", 1, "good")))
-    process._take_messages(engine, SimpleNamespace(send=send, busy_since=None), inbox)
+    loads = AdapterLoads(lambda work: Thread(target=work, daemon=True).start(), inbox.put)
+    process._take_messages(engine, SimpleNamespace(send=send, busy_since=None), inbox, loads)
     assert sent == [Done(number=7), Done(number=8, problem="bad: is no adapter")]
 
 
@@ -195,13 +197,13 @@ def test_metrics_do_not_pile_up_names():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: EngineConfig(model="m", lora_modules=["a=b"]), "expected with --enable-lora"),
+        (lambda: EngineConfig(model="m", lora_modules=["a=b"]), "requires --enable-lora"),
         (lambda: parse_modules(["a"]), "expected NAME=FOLDER"),
-        (lambda: parse_modules(["a=b", "a=c"]), "names 'a' twice"),
+        (lambda: parse_modules(["a=b", "a=c"]), "lists 'a' twice"),
         (lambda: parse_modules(['{"name": "a"}']), "expected NAME=FOLDER"),
-        (lambda: parse_modules(["{"]), "is no JSON"),
+        (lambda: parse_modules(["{"]), "is not valid JSON"),
         (lambda: EngineConfig(model="m", max_loras=4, max_cpu_loras=3), "at least --max-loras"),
-        (lambda: ServedAdapters.of([LoRARequest("m", 1, "p")], ["m"]), "the model is called so"),
+        (lambda: ServedAdapters.of([LoRARequest("m", 1, "p")], ["m"]), "this name is the model's"),
         (lambda: LoRARequest("", 1), "printable"),
         (lambda: LoRARequest("a", 0), "expected 1 or more"),
     ],

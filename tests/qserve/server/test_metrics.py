@@ -15,10 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from qserve.config import EngineConfig, ServerConfig
 from qserve.engine.report import EngineReport
-from qserve.engine.request import RequestEvent
-from qserve.server import generation
-from qserve.server.job import completion_job
-from qserve.server.metrics import GAUGES, HISTOGRAMS, Metrics
+from qserve.engine.token_event import RequestFacts, TokenEvent
+from qserve.server.observability.metrics import GAUGES, HISTOGRAMS, Metrics
+from qserve.server.openai import generation
+from qserve.server.requests.completions import completion_job
+from qserve.server.requests.job import Arrival
 
 COMPLETIONS = "/v1/completions"
 
@@ -128,10 +129,10 @@ def test_times_are_those_of_the_tokens(server, read):
 def test_tokens_of_one_event_share_its_time():
     metrics = Metrics("tiny")
     with metrics.output(time.perf_counter(), 3, None) as meter:
-        meter.take(RequestEvent(request_id="r", token_ids=(7,)))
+        meter.take(TokenEvent(request_id="r", token_ids=(7,)))
         first = time.perf_counter()
         time.sleep(0.04)
-        meter.take(RequestEvent(request_id="r", token_ids=(7, 7)))
+        meter.take(TokenEvent(request_id="r", token_ids=(7, 7)))
         took = time.perf_counter() - first
     samples = parse(metrics.page().decode())
     assert counts(samples) == {"first": 1, "next": 2, "whole": 0}
@@ -147,7 +148,9 @@ def test_output_left_after_its_end_is_no_abort(server, read):
     async def leave_at_the_end() -> None:
         service = server.app.state.service
         job = completion_job(
-            service.model, b'{"prompt": "a", "max_tokens": 3}', time.perf_counter()
+            service.model,
+            b'{"prompt": "a", "max_tokens": 3}',
+            Arrival(time=time.perf_counter()),
         )
         async with aclosing(generation.deltas(service, "", job)) as deltas:
             async for _, delta in deltas:
@@ -164,7 +167,8 @@ def test_output_left_after_its_end_is_no_abort(server, read):
 def test_client_that_leaves_is_counted_once_for_each_output(server, live, n, stream, early):
     server.client.endless, server.client.delay = True, 60 if early else 0.01
     body = json.dumps({"prompt": [5] * 4, "stream": stream, "n": n, "max_tokens": 250}).encode()
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    lines = [f"POST {COMPLETIONS} HTTP/1.1", "Host: x", "Content-Type: application/json"]
+    head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""])
     metrics = server.app.state.service.metrics
 
     def read() -> dict[str, float]:
@@ -231,7 +235,8 @@ def test_refusals_are_counted_by_route_and_status(make_server, monkeypatch):
     server.post(
         "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, headers=key
     )
-    samples = parse(server.get("/metrics", headers=key).text)
+    text = server.get("/metrics", headers=key).text
+    samples = parse("\n".join(line for line in text.splitlines() if "qserve:http" in line))
     name = "http_requests_total "
     assert {k.removeprefix(name): v for k, v in samples.items() if k.startswith(name)} == {
         "401 none": 2,
@@ -244,7 +249,13 @@ def test_refusals_are_counted_by_route_and_status(make_server, monkeypatch):
         "503 /v1/completions": 1,
         "500 /v1/chat/completions": 1,
     }
+    samples = parse(text)
     assert ended(samples) == {"error": 1}  # that which the engine refused
+    assert samples["http_requests_total 4xx POST /v1/completions"] == 3
+    assert samples["http_requests_total 5xx POST /v1/completions"] == 1
+    assert samples["http_requests_total 4xx GET /v1/completions"] == 1
+    assert samples["http_requests_total 2xx GET /health"] == 1
+    assert 'http_requests_total{handler="none",method="GET",status="4xx"} 2.0' in text
 
 
 def test_text_of_clients_reaches_no_label(server, read):
@@ -262,10 +273,16 @@ def test_text_of_clients_reaches_no_label(server, read):
     assert sorted(new) == [
         "http_requests_total 200 /metrics",
         "http_requests_total 200 /v1/completions",
+        "http_requests_total 2xx GET /metrics",
+        "http_requests_total 2xx POST /v1/completions",
         "http_requests_total 404 /v1/completions",
         "http_requests_total 404 /v1/models/{name:path}",
         "http_requests_total 404 none",
         "http_requests_total 405 /v1/completions",
+        "http_requests_total 4xx GET /v1/models/{name:path}",
+        "http_requests_total 4xx GET none",
+        "http_requests_total 4xx POST /v1/completions",
+        "http_requests_total 4xx other /v1/completions",
     ]
 
 
@@ -291,7 +308,9 @@ def test_reports_of_the_engine_are_shown():
     )
     metrics.take_report(first)
     metrics.take_report(second)
-    metrics.take_report(replace(second, num_pages_used=48, num_step_tokens=0))  # after an abort
+    metrics.take_report(
+        replace(second, num_pages_used=48, num_step_tokens=0, is_paused=True)
+    )  # after an abort
     samples = parse(metrics.page().decode())
     assert {name: samples[name] for name in GAUGES} == {
         "num_requests_running": 4,
@@ -300,6 +319,8 @@ def test_reports_of_the_engine_are_shown():
         "kv_cache_pages": 64,
         "kv_cache_pages_used": 48,
         "kv_cache_usage_perc": 0.75,
+        "engine_paused": 1,
+        "engine_sleeping": 0,
     }
     assert samples["num_preemptions_total"] == 1
     assert samples["iteration_tokens_total_count"] == 2
@@ -334,7 +355,7 @@ def test_request_that_is_no_http_request_harms_no_metrics(live):
 
 def test_every_metric_of_the_page_is_documented(server):
     families = text_string_to_metric_families(server.get("/metrics").text)
-    text = (Path(__file__).resolve().parents[3] / "qserve" / "README.md").read_text()
+    text = (Path(__file__).resolve().parents[3] / "qserve" / "docs" / "operator.md").read_text()
     told = set(re.findall(r"`(qserve:\w+)`", text))
     found = {
         family.name + ("_total" if family.type == "counter" else "")
@@ -365,12 +386,35 @@ def test_times_and_sizes_of_requests_are_those_of_vllms_dashboard(server, read):
         assert samples[f"request_{name}_time_seconds_count"] == 4
 
 
+def test_cached_tokens_and_preemptions_are_counted():
+    metrics = Metrics("m", "vllm")
+    for cached, preemptions in ((0, 0), (16, 2)):
+        with metrics.output(time.perf_counter(), 20, None) as meter:
+            for _ in range(2):
+                meter.take(
+                    TokenEvent(
+                        request_id="r",
+                        token_ids=(7,),
+                        facts=RequestFacts(num_cached=cached, num_preemptions=preemptions),
+                    )
+                )
+            meter.reason = "stop"
+    samples = {name.removeprefix("vllm:"): v for name, v in parse(metrics.page().decode()).items()}
+    assert (samples["prompt_tokens_total"], samples["prompt_tokens_cached_total"]) == (40, 16)
+    assert samples["request_prefill_kv_computed_tokens_sum"] == 20 + 4
+    preempted = "request_num_preemptions"
+    assert (samples[f"{preempted}_count"], samples[f"{preempted}_sum"]) == (2, 2)
+    assert samples[f"{preempted}_bucket 1.0"] == 1
+    assert samples["time_per_output_token_seconds_count"] == 2
+    assert samples["inter_token_latency_seconds_count"] == 2
+
+
 def test_parts_of_a_request_add_up():
     """1 s in the queue, 2 s of prompt, 3 s of 4 tokens; the server had it 0.5 s before."""
     metrics = Metrics("m")
     meter = metrics.output(arrived=100.0, num_prompt_tokens=9, max_tokens=None)
     meter._first, meter._last, meter._num_tokens = 103.5, 106.5, 4
-    meter._queue_seconds = 1.5
+    meter._facts = RequestFacts(queue_seconds=1.5)
     meter.reason = "stop"
     with meter:
         pass

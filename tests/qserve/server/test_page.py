@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qserve.config import ServerConfig
-from qserve.server.page_routes import FOLDER
+from qserve.server.page.routes import FOLDER
 
 TEXT = "Hello there, general reader."
 HARNESS = Path(__file__).with_name("page_in_node.js")

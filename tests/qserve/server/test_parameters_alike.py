@@ -10,14 +10,14 @@ import pytest
 from qserve import SamplingParams
 from qserve.config import ServerConfig
 from qserve.errors import ParameterError
-from qserve.sampling_params import (
+from qserve.params.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
-    MAX_STOP_CHARS,
 )
-from qserve.text import Tokenizer
+from qserve.server.requests.protocol import MAX_STOP_CHARS
+from qserve.text.tokenizer import Tokenizer
 from tests.qserve.server.conftest import Server
 
 ROUTES = ("complete", "chat")
@@ -38,6 +38,7 @@ class Row:
     chat_name: str = ""
     chat_fields: tuple[tuple[str, Any], ...] = ()
     python: tuple[tuple[str, Any], ...] = ()  # what it needs beside, everywhere
+    server_limits: tuple[Any, ...] = ()  # values that the server alone refuses
 
     def body(self, route: str, value: Any) -> dict[str, Any]:
         is_other = route == "chat" and self.chat_name
@@ -47,7 +48,7 @@ class Row:
 
 ROWS = (
     Row(name="n", good=(1, 3, 128, 2.0), bad=(0, -1, 129, 10**30, *NO_INTEGERS)),
-    Row(name="temperature", good=(0, 0.0, 0.7, 2), bad=(-0.1, 2.1, NAN, 1e999, *NO_NUMBERS)),
+    Row(name="temperature", good=(0, 0.0, 0.7, 2), bad=NO_NUMBERS, server_limits=(2.1, 1e5)),
     Row(name="top_p", good=(0.1, 1, 1.0), bad=(0, 0.0, -1, 1.01, NAN, *NO_NUMBERS)),
     Row(name="top_k", good=(-1, 0, 5, 2**63 - 1), bad=(-2, 2**63, *NO_INTEGERS)),
     Row(name="min_p", good=(0, 0.5, 1), bad=(-0.01, 1.5, NAN, *NO_NUMBERS)),
@@ -76,7 +77,8 @@ ROWS = (
     Row(
         name="stop",
         good=("a", ["a", "b"], []),
-        bad=("", ["a", ""], list("abcde"), ["a" * (MAX_STOP_CHARS + 1)], *NO_TEXTS),
+        bad=("", ["a", ""], *NO_TEXTS),
+        server_limits=(["a"] * 33, ["a" * (MAX_STOP_CHARS + 1)], ["a" * 999] * 5),
     ),
     Row(
         name="stop_token_ids",
@@ -105,8 +107,8 @@ ROWS = (
         ),
     ),
 )
-# Filled by the server from `bad_words`: no request has it.
-NOT_OF_REQUESTS = {"bad_words_token_ids"}
+# Python's alone: the server fills the first from `bad_words`, and its outputs are always texts.
+NOT_OF_REQUESTS = {"bad_words_token_ids", "detokenize"}
 BY_NAME = {row.name: row for row in ROWS}
 
 
@@ -204,3 +206,22 @@ def test_bad_values(server, error, name):
             assert found["param"] == subject.replace(name, renamed, 1), (route, value)
             said = found["message"].removesuffix(".")
             assert said == message.replace(name, renamed, 1).removesuffix("."), (route, value)
+
+
+@pytest.mark.parametrize("name", [name for name, row in BY_NAME.items() if row.server_limits])
+def test_limits_of_the_server_alone(server, error, name):
+    row = BY_NAME[name]
+    for value in row.server_limits:
+        SamplingParams(**{name: value})
+        for route in ROUTES:
+            found = error(post(server, route, row.body(route, value)), 400)
+            assert found["param"].partition(".")[0] == name, (route, value)
+
+
+@pytest.mark.parametrize("value", [-0.1, NAN, 1e999])
+def test_temperatures_that_nobody_may_give(server, error, value):
+    with pytest.raises(ParameterError, match="temperature"):
+        SamplingParams(temperature=value)
+    for route in ROUTES:
+        found = error(post(server, route, {"temperature": value}), 400)
+        assert found["param"] == "temperature" and "expected 0 to 2" in found["message"]

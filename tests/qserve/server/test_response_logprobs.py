@@ -13,7 +13,7 @@ from openai.types.responses import (
 
 from qserve.config import ServerConfig
 from qserve.output_parsing.output_parser import OutputParser, ParseSettings
-from qserve.server.response_logprobs import TokenPieces
+from qserve.server.openai.response_items import TokenPieces
 from tests.qserve.server.test_tools import CALL, tool
 
 LOGPROBS = "message.output_text.logprobs"
@@ -110,8 +110,8 @@ def test_the_same_words_in_reasoning_are_not_the_answers(tokenizer):
     pieces, told = TokenPieces(tokenizer, OutputParser(settings)), []
     ids = tokenizer.encode(text)
     for place, token in enumerate(ids):
-        is_end = place == len(ids) - 1
-        for _, tokens in pieces.push(tokenizer.token_text(token), [(token, place)], is_end=is_end):
+        ending = "stop" if place == len(ids) - 1 else None
+        for _, tokens in pieces.push(tokenizer.token_text(token), [(token, place)], ending=ending):
             told += [place for _, place in tokens]
     count = len(tokenizer.encode("Yes, it is."))
     assert told == [*range(len(ids) - count, len(ids))]
@@ -162,6 +162,6 @@ def test_every_value_that_openai_knows_is_known():
 
     from openai.types.responses import ResponseIncludable
 
-    from qserve.server.responses_protocol import INCLUDABLE
+    from qserve.server.requests.responses import INCLUDABLE
 
     assert {*INCLUDABLE} == {*get_args(ResponseIncludable)}

@@ -38,6 +38,59 @@ def test_an_answer_and_two_calls(hermes):
     assert reply["tools"][0]["name"] == "get_weather" and reply["tool_choice"] == "auto"
 
 
+# The fields that the specification of Open Responses requires of a response, with their types.
+NULL, NUMBER = type(None), (int, float)
+REQUIRED = {
+    **dict.fromkeys(("id", "object", "status", "model", "truncation", "service_tier"), str),
+    **dict.fromkeys(("created_at", "top_logprobs"), int),
+    **dict.fromkeys(("completed_at", "max_output_tokens", "max_tool_calls"), (int, NULL)),
+    **dict.fromkeys(("temperature", "top_p", "presence_penalty", "frequency_penalty"), NUMBER),
+    **dict.fromkeys(("prompt_cache_key", "safety_identifier", "instructions"), (str, NULL)),
+    **dict.fromkeys(("previous_response_id",), (str, NULL)),
+    **dict.fromkeys(("error", "incomplete_details", "usage", "reasoning"), (dict, NULL)),
+    **dict.fromkeys(("output", "tools"), list),
+    **dict.fromkeys(("text", "metadata"), dict),
+    **dict.fromkeys(("parallel_tool_calls", "store", "background"), bool),
+    "tool_choice": (str, dict),
+}
+
+
+def responses_of(reply):
+    """The response objects of a stream's events, or the only one of a whole reply."""
+    if not reply.headers["content-type"].startswith("text/event-stream"):
+        return [reply.json()]
+    lines = [line for line in reply.text.splitlines() if line.startswith("data: {")]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    return [event["response"] for event in events if "response" in event]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("limit", [None, 2])
+def test_a_response_has_every_field_that_strict_clients_require(hermes, stream, limit):
+    asked = {"presence_penalty": 0.5, "frequency_penalty": -0.25, "prompt_cache_key": "k"}
+    asked |= {"safety_identifier": "s", "max_tool_calls": 3, "max_output_tokens": limit}
+    reply = ask(hermes, stream=stream, **asked)
+    for response in responses_of(reply):
+        wrong = [name for name, kind in REQUIRED.items() if not isinstance(response[name], kind)]
+        assert not wrong and {name: response[name] for name in asked} == asked
+        is_complete = response["status"] == "completed"
+        assert (response["completed_at"] is None) == (not is_complete)
+        assert (
+            response["completed_at"] is None or response["completed_at"] >= response["created_at"]
+        )
+        assert (response["service_tier"], response["top_logprobs"]) == ("default", 0)
+        (tool,) = response["tools"]
+        assert tool == TOOL | {"strict": None}
+    ignored = reply.headers["x-ignored-fields"]
+    assert ignored.startswith("max_tool_calls, prompt_cache_key, safety_identifier")
+
+
+def test_tools_of_a_response_are_repeated_in_full(hermes):
+    bare = {"type": "function", "name": "now", "defer_loading": False}
+    tools = ask(hermes, tools=[bare]).json()["tools"]
+    assert tools == [bare | {"description": None, "parameters": None, "strict": None}]
+
+
 def test_a_client_goes_on_after_a_call(hermes, run_live):
     """openai's client: a stream whose calls it puts together, then their outputs."""
     hermes.client.text = f"Let me look.\n{CALL}"
@@ -148,7 +201,7 @@ def test_what_tool_choice_is_like_is_said_in_this_routes_form(server, error):
     assert '{"type": "function", "name": ...}' in message
     choice = {"type": "function", "name": "f"}
     message = error(ask(server, tools=None, tool_choice=choice), 400)["message"]
-    assert message == "tool_choice: expected only with tools."
+    assert message == "tool_choice: requires tools."
 
 
 def test_a_reference_says_how_clients_send_items(server, error):
@@ -160,3 +213,17 @@ def test_a_reference_says_how_clients_send_items(server, error):
 
 def test_auto_needs_a_parser(server, error):
     assert "--tool-call-parser" in error(ask(server), 400)["message"]
+
+
+def test_tools_of_openais_servers_are_skipped_next_to_functions(hermes, error):
+    """Codex sends some in every request."""
+    hosted = [{"type": "web_search"}, {"type": "namespace", "name": "n", "tools": [TOOL]}]
+    hermes.client.text = CALL
+    reply = ask(hermes, tools=[*hosted, TOOL])
+    assert reply.json()["output"][0]["name"] == "get_weather"
+    assert {"tools.0", "tools.1"} <= {*reply.headers["x-ignored-fields"].split(", ")}
+    bad = TOOL | {"parameters": {"type": "object", "properties": {"a": {"$ref": "#/no"}}}}
+    body = error(ask(hermes, tools=[*hosted, bad], tool_choice="required"), 400)
+    assert body["param"] == "tools.2.parameters" and "tools.2.parameters" in body["message"]
+    body = error(ask(hermes, tools=[hosted[0], {"type": "function"}]), 400)
+    assert body["param"] == "tools.1.name"

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from qserve.config import EngineConfig, ServerConfig
 from qserve.engine.report import EngineReport
-from qserve.server.metrics import Metrics
+from qserve.server.observability.metrics import Metrics
 
 DEPLOY = Path(__file__).resolve().parents[3] / "examples" / "deploy"
 REPORT = EngineReport(

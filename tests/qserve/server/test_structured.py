@@ -2,6 +2,7 @@
 
 import pytest
 
+from qserve.config import ServerConfig
 from qserve.structured.params import StructuredOutputsParams
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -30,6 +31,43 @@ def test_a_schema(server, route):
 def test_other_types(server, asked, form):
     assert server.chat(response_format=asked).status_code == 200
     assert form_of(server) == form
+
+
+NAMES = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+LOOSE = {"type": "object", "properties": {"a\u00e4;": NAMES}}
+PLACE = "#/properties/a??"
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+@pytest.mark.parametrize("route", ["complete", "chat", "responses", "tools"])
+def test_what_is_not_enforced_is_a_warning_or_refused(make_server, error, is_strict, route):
+    server = make_server(ServerConfig(structured_output_strict=is_strict))
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": LOOSE}}
+    if route == "responses":
+        text = {"format": {"type": "json_schema", "name": "n", "schema": LOOSE}}
+        reply, param = server.post("/v1/responses", {"input": "Hi", "text": text}), None
+    elif route == "tools":
+        tool = {"type": "function", "function": {"name": "f", "parameters": LOOSE}}
+        reply, param = server.chat(tools=[tool], tool_choice="required"), "tools"
+    else:
+        reply, param = getattr(server, route)(response_format=form), "response_format"
+    if is_strict:
+        found = error(reply, 400)
+        assert "uniqueItems at #" in found["message"] and "not enforced" in found["message"]
+        assert found["param"] == (param or found["param"])
+        return
+    assert reply.status_code == 200, reply.text
+    where = PLACE if route != "tools" else PLACE.replace("#", "#/$defs/0")
+    reason = f"uniqueItems at {where} is not enforced (its items are not a few known values)"
+    assert reply.headers["x-warnings"] == f"{param or 'response_format'}: {reason}"
+
+
+def test_what_is_enforced_is_no_warning(make_server):
+    server = make_server(ServerConfig(structured_output_strict=True))
+    schema = {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True}
+    named = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    reply = server.chat(response_format=named)
+    assert reply.status_code == 200 and "x-warnings" not in reply.headers
 
 
 def test_vllms_field(server):

@@ -70,6 +70,17 @@ def test_half_a_character_is_a_400(server, error):
     error(server.request("POST", "/v1/completions", content=body), 400)
 
 
+def test_a_lack_of_memory_for_a_grammar_is_a_503(server, error, chunks):
+    server.client.fails_at, server.client.fails_as_asked, server.client.fails_for_now = (
+        2,
+        True,
+        True,
+    )
+    reply = server.complete()
+    assert "deadbeef" in error(reply, 503)["message"] and reply.headers["retry-after"]
+    assert chunks(server.complete(stream=True))[-1]["error"]["code"] == 503
+
+
 def test_nothing_left_is_told_to_the_client(server, error, chunks):
     server.client.fails_at, server.client.fails_as_asked = 2, True
     assert "deadbeef" in error(server.complete(), 400)["message"]

@@ -7,10 +7,10 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from formats.errors import InputError
 from qserve.config import ServerConfig
-from qserve.output_parsing.output_parser import TOOL_PARSERS
-from qserve.text import Tokenizer
+from qserve.output_parsing.tool_formats import TOOL_PARSERS
+from qserve.text.tokenizer import Tokenizer
+from tests.qserve.output_parsing.written_calls import WRITE
 from tests.qserve.server.conftest import Server
 
 WEATHER = {
@@ -158,10 +158,7 @@ def test_a_named_call(server, chunks, stream):
 @pytest.mark.parametrize("choice", ["required", named("get_weather"), "auto"])
 def test_a_client_sees_no_content_beside_calls(hermes, run_live, chunks, choice):
     """A chunk for each token, also where nothing is known yet; none of them has content."""
-    call = {"name": "get_weather", "parameters": {"city": "Oslo"}}
-    hermes.client.text = {"required": json.dumps([call]), "auto": CALL}.get(
-        str(choice), json.dumps(call["parameters"])
-    )
+    hermes.client.text = CALL
     asked = {"tools": TOOLS, "tool_choice": choice}
     opening, *found = chunks(hermes.chat(**asked, stream=True, max_tokens=99))
     assert len(found) == len(hermes.tokenizer.encode(hermes.client.text)) + 1  # the end token
@@ -216,9 +213,10 @@ def test_allowed_tools(server):
 
 
 def test_tools_without_effect_are_named(hermes, server):
-    """The bundled model's template writes no tools."""
-    strict = [tool(strict=True)]
-    header = hermes.chat(tools=strict).headers["x-ignored-fields"]
+    """The bundled model's template writes no tools. A schema must be one that can be compiled."""
+    header = hermes.chat(tools=[tool(strict=True)]).headers["x-ignored-fields"]
+    assert header == "tools"
+    header = hermes.chat(tools=[tool("g", NOT_COMPILED, strict=True)]).headers["x-ignored-fields"]
     assert header == "tools, tools.function.strict"
     assert choice_of(server.chat(tools=TOOLS, tool_choice="none"))["message"].keys() == {
         *("role", "content", "refusal")
@@ -252,9 +250,9 @@ NOT_COMPILED = {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}}
             {
                 "tools": TOOLS,
                 "tool_choice": "required",
-                "response_format": {"type": "json_object"},
+                "structured_outputs": {"json_object": True},
             },
-            "response_format",
+            "structured_outputs",
         ),
     ],
 )
@@ -269,14 +267,7 @@ def test_the_conversation_after_a_call(server, error):
     calls = {"role": "assistant", "content": None, "tool_calls": [call | {"function": function}]}
     answer = {"role": "tool", "tool_call_id": "call_1", "content": "7"}
     reply = server.chat(messages=[asked, calls, answer])
-    assert reply.status_code == 200
-    for wrong, param in (
-        ({"function": {"name": "g", "arguments": "no"}}, "tool_calls.0.function.arguments"),
-        ({"function": {"name": "g", "arguments": "[]"}}, "tool_calls.0.function.arguments"),
-        ({"function": function, "id": "<|im_end|>"}, "tool_calls.0.id"),
-    ):
-        messages = [asked, calls | {"tool_calls": [call | wrong]}, answer]
-        assert error(server.chat(messages=messages), 400)["param"] == f"messages.1.{param}"
+    assert reply.status_code == 200 and "x-warnings" not in reply.headers
     misplaced = [asked | {"tool_calls": calls["tool_calls"]}]
     assert error(server.chat(messages=misplaced), 400)["param"] == "messages.0.tool_calls"
 
@@ -326,6 +317,73 @@ def test_the_template_gets_tools_and_calls(templated):
     assert "TOOL" not in templated.tokenizer.decode(templated.client.requests[1][1])
 
 
+def rendered(server, messages, **fields):
+    """The reply, and the last prompt as text."""
+    reply = server.chat(messages=messages, **fields)
+    assert reply.status_code == 200, reply.text
+    return reply, server.tokenizer.decode(server.client.requests[-1][1], False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        ('{"city": "Par', None),
+        ('{"city": "Paris"}}', None),
+        ("[1]", None),
+        ('"a"', None),
+        ("[" * 5000, None),
+        ("", "{}"),
+        (" ", "{}"),
+        (None, "{}"),
+        ('{"a": "line\nbreak"}', '{"a": "line\\nbreak"}'),
+        ({"a": 1}, '{"a": 1}'),
+    ],
+)
+def test_arguments_that_were_cut_do_not_end_the_conversation(templated, arguments, read):
+    call = {"id": "c", "type": "function", "function": {"name": "g", "arguments": arguments}}
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}]
+    reply, prompt = rendered(templated, [*messages, {"role": "tool", "tool_call_id": "c"}])
+    assert f"c g {read or '{}'}<|im_end|>" in prompt
+    path = "messages.1.tool_calls.0.function.arguments"
+    assert reply.headers.get("x-warnings") == (
+        None if read else f"{path}: not a JSON object, read as {{}}"
+    )
+
+
+def test_arguments_that_were_cut_in_an_earlier_response(templated):
+    call = {"type": "function_call", "call_id": "c 1", "name": "no/such tool"}
+    items = [call | {"arguments": text} for text in ("{}", '{"a": ')]
+    output = {"type": "function_call_output", "call_id": "c 1", "output": None}
+    reply = templated.post("/v1/responses", {"input": [*items, output]})
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["x-warnings"] == "input.1.arguments: not a JSON object, read as {}"
+    prompt = templated.tokenizer.decode(templated.client.requests[-1][1], False)
+    assert prompt.count("c 1 no/such tool {}") == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["call:1/2 \u00e4\n\"'", "x" * 5000, "", "<|im_end|>", "a<|im_end|>b"]
+)
+def test_ids_of_calls_are_any_text(templated, name):
+    """They are equal in the prompt, and make no control token."""
+    call = {"id": name, "type": "function", "function": {"name": "g", "arguments": "{}"}}
+    answer = {"role": "tool", "tool_call_id": name, "content": "7"}
+    templated.client.max_model_len = 2**16
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}, answer]
+    _, prompt = rendered(templated, messages)
+    assert prompt.startswith(f"<|im_start|>assistant\n{name} g {{}}<|im_end|>\n")
+    assert (f" for {name}<|im_end|>" if name else "7<|im_end|>") in prompt
+    (end,) = templated.tokenizer.encode("<|im_end|>", False)
+    assert templated.client.requests[-1][1].count(end) == len(messages)
+
+
+def test_many_tools_are_offered(templated):
+    tools = [tool(f"t{index}", {"type": "object"}) for index in range(1024)]
+    templated.client.max_model_len = 2**20
+    _, prompt = rendered(templated, [{"role": "user", "content": "Hi"}], tools=tools)
+    assert prompt.count("TOOL ") == len(tools)
+
+
 def test_tools_and_calls_make_no_control_tokens(templated, error):
     """A value is encoded as text. Where templates may look for names, it is refused."""
     end = "<|im_end|>"
@@ -344,25 +402,14 @@ def test_tools_and_calls_make_no_control_tokens(templated, error):
         assert "tools" in error(templated.chat(tools=[wrong]), 400)["message"]
 
 
-def test_a_parser_is_needed_where_models_choose():
-    with pytest.raises(InputError, match="--tool-call-parser"):
-        ServerConfig(enable_auto_tool_choice=True)
-
-
-WRITTEN = {
-    "hermes": CALL,
-    "llama3_json": '{"name": "get_weather", "parameters": {"city": "Oslo"}}',
-    "mistral": '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Oslo"}}]',
-    "pythonic": "[get_weather(city='Oslo')]",
-    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n"
-    "</function>\n</tool_call>",
-}
+def written(name):
+    return WRITE[name]([("get_weather", {"city": "Oslo"})])
 
 
 @pytest.mark.parametrize("name", list(TOOL_PARSERS))
 def test_every_parser(make_server, chunks, name):
     server = make_server(ServerConfig(enable_auto_tool_choice=True, tool_call_parser=name))
-    server.client.text = WRITTEN[name]
+    server.client.text = written(name)
     choice = choice_of(server.chat(tools=TOOLS))
     (call,) = choice["message"]["tool_calls"]
     _, streamed, ending = joined(chunks(server.chat(tools=TOOLS, stream=True)))
@@ -373,6 +420,75 @@ def test_every_parser(make_server, chunks, name):
     assert ending == choice["finish_reason"] == "tool_calls" and len(streamed) == 1
     server.client.text = "Plain."
     assert choice_of(server.chat(tools=TOOLS))["message"]["content"] == "Plain."
+
+
+@pytest.mark.parametrize("choice", ["required", named("get_weather")])
+@pytest.mark.parametrize("name", ["qwen3_coder", "gpt_oss", "olmo3", "kimi_k2"])
+def test_required_calls_are_in_the_format_of_the_model(make_server, name, choice):
+    server = make_server(ServerConfig(tool_call_parser=name))
+    server.client.text = written(name)
+    found = choice_of(server.chat(tools=TOOLS, tool_choice=choice))
+    (call,) = found["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "Oslo"}
+    assert found["message"]["content"] is None
+    form = server.client.requests[-1][2].structured_outputs
+    assert form.only_calls and ("only_calls" not in form.calls)
+    if name == "kimi_k2":
+        assert call["id"] == "functions.get_weather:0"
+
+
+def test_ids_of_kimi_count_the_calls_of_the_conversation(make_server):
+    """Its template shows them to the model again, which continues the count."""
+    server = make_server(ServerConfig(tool_call_parser="kimi_k2"))
+    server.client.text = written("kimi_k2")
+    messages = [{"role": "user", "content": "Hi"}, calling({"city": "Rome"})]
+    (call,) = choice_of(server.chat(messages=messages, tools=TOOLS))["message"]["tool_calls"]
+    assert call["id"] == "functions.get_weather:1"
+
+
+def test_strict_tools_are_held_where_the_model_chooses(make_server):
+    server = make_server(ServerConfig(tool_call_parser="qwen3_coder"))
+    server.client.text = "Hm."
+    server.chat(tools=[tool(strict=True), tool("g", None)])
+    form = server.client.requests[-1][2].structured_outputs
+    assert form.only_calls and "days" in form.calls
+    server.chat(tools=TOOLS)
+    assert server.client.requests[-1][2].structured_outputs is None
+
+
+GPT_OSS = (
+    "{{ '<|start|>' }}{{ messages[-1]['content'] }}{# message.thinking to=functions. analysis"
+    " <|channel|> #}<|start|>assistant"
+)
+
+
+def test_gpt_oss_is_read_by_default(make_server, monkeypatch, chunks, caplog):
+    """Channels become reasoning, content and calls; the template says which parsers."""
+    backend = make_server(ServerConfig()).tokenizer._tokenizer
+    monkeypatch.setattr(backend, "chat_template", GPT_OSS)
+    with caplog.at_level("INFO"):
+        server = make_server(ServerConfig())
+    assert "--tool-call-parser: gpt_oss (from the model's chat template" in caplog.text
+    assert "--reasoning-parser: gpt_oss (from the model's chat template" in caplog.text
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    server.client.text = f"{thought}{written('gpt_oss')}"
+    message = choice_of(server.chat(tools=TOOLS))["message"]
+    assert (message["content"], message["reasoning_content"]) == (None, "Hm.")
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"city": "Oslo"}
+    server.client.text = f"{thought}<|channel|>final<|message|>Yes."
+    message = choice_of(server.chat())["message"]
+    assert (message["content"], message["reasoning_content"]) == ("Yes.", "Hm.")
+    streamed, _, _ = joined(chunks(server.chat(stream=True)))
+    assert (streamed["content"], streamed["reasoning_content"]) == ("Yes.", "Hm.")
+    server.chat(response_format={"type": "json_object"})
+    form = server.client.requests[-1][2].structured_outputs
+    assert "analysis" in form.prefix and "final" in form.opening
+
+
+def test_a_template_without_a_known_format(make_server, caplog):
+    with caplog.at_level("INFO"):
+        make_server(ServerConfig())
+    assert "--tool-call-parser: none (the chat template has no known format" in caplog.text
 
 
 def test_a_call_that_breaks_in_a_stream(hermes, chunks):
@@ -392,7 +508,7 @@ def test_a_marker_that_is_a_special_token(docs_5m, tmp_path):
     assert tokenizer.is_hidden("[TOOL_CALLS]") and not tokenizer.is_hidden("<tool_call>")
     config = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="mistral")
     server = Server(tokenizer, config)
-    server.client.text = WRITTEN["mistral"]
+    server.client.text = written("mistral")
     assert choice_of(server.chat(tools=TOOLS))["message"]["tool_calls"]
     assert not choice_of(server.chat())["message"]["content"].startswith("[TOOL_CALLS]")
 
@@ -453,7 +569,7 @@ def test_reasoning_before_a_form(make_server, monkeypatch, caplog, name, templat
     server.chat(response_format={"type": "json_object"})
     prefix = server.client.requests[-1][2].structured_outputs.prefix
     assert ("</think>" in prefix) == has_reasoning and bool(prefix) == has_reasoning
-    warned = "chat template has no <think>" in caplog.text
+    warned = "chat template lacks <think>" in caplog.text
     assert warned == (not has_reasoning)
 
 

@@ -7,7 +7,7 @@ import pytest
 from formats.errors import InputError
 from qserve.config import ServerConfig
 from qserve.server.app import build_app
-from qserve.server.tracing import Tracing, tracing_to
+from qserve.server.observability.tracing import Tracing, tracing_to
 from tests.qserve.server.conftest import Server
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace")

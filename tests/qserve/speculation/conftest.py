@@ -1,8 +1,8 @@
-"""What tests of speculation in graphs share."""
+"""Fixtures for tests of speculation in graphs."""
 
 import pytest
 
-from qserve.engine.cuda_graphs import StepGraphs
+from qserve.engine.runner.cuda_graphs import StepGraphs
 from qserve.speculation.graphs import GraphedStep
 
 

@@ -1,4 +1,4 @@
-"""Drafters for tests: ones that know the answer and err as often as they are told."""
+"""Drafters for tests: they know the answer and err at a given rate."""
 
 import random
 

@@ -13,8 +13,8 @@ from formats.checkpoint import CheckpointReader
 from formats.heads import tensors as names
 from formats.heads.config import EagleConfig, read_head_config
 from qkernels.drafts.reference import draft_places
-from qserve.engine.batch import Batch
-from qserve.model.kv_format import KvFormat, new_cache
+from qserve.engine.step.device_step import Batch
+from qserve.model.cache_spec import KvFormat
 from qserve.model.loader import load
 from qserve.model.model_config import ModelConfig
 from qserve.model.weight_source import WeightSource
@@ -93,11 +93,12 @@ def random_tensors(config: EagleConfig, extra=()) -> dict:
 
 
 def context_of(folder, target, count=3, method="eagle3", **more) -> BuildContext:
-    """What a drafter is built with."""
+    """Inputs for building a drafter."""
     return BuildContext(
         config=SpeculativeConfig(method=method, model=str(folder), num_speculative_tokens=count),
         target=target,
         target_folder="",
+        tokenizer_folder="",
         device=torch.device("cpu"),
         dtype=torch.float32,
         max_model_len=MAX_LEN,
@@ -127,12 +128,11 @@ class Text:
         kv = KvFormat(dtype=torch.float32)
         model = target.config
         self.caches = [
-            new_cache(a, kv, (10, PAGE, a.num_kv_heads, a.head_dim), torch.device("cpu"))
+            a.cache_spec(kv, PAGE).make(10, 0, torch.device("cpu"))
             for a in (layer.attention for layer in target.layers)
         ]
         self.own = [
-            new_cache(a, kv, (10, PAGE, a.num_kv_heads, a.head_dim), torch.device("cpu"))
-            for a in drafter.attentions
+            a.cache_spec(kv, PAGE).make(10, 0, torch.device("cpu")) for a in drafter.attentions
         ]
         assert model.num_layers == len(self.caches)
 

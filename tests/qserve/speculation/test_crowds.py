@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from qserve.handling import Handling
+from qserve.params.handling import Handling
 from qserve.speculation import drafter as drafters
 from tests.qserve.speculation.drafters import ERRING, Oracle
 from tests.qserve.speculation.traces import KINDS, make_engine, make_params
@@ -18,14 +18,14 @@ from tests.qserve.speculation.traces import KINDS, make_engine, make_params
 MAX_STEPS = 4000
 ENGINES = (
     {},
-    {"num_gpu_blocks_override": 34},
-    {"scheduling_policy": "priority", "num_gpu_blocks_override": 40},
-    {"scheduling_policy": "prefill-first", "num_gpu_blocks_override": 34},
+    {"num_gpu_blocks_override": 34, "admission": "fits"},
+    {"scheduling_policy": "priority", "num_gpu_blocks_override": 40, "admission": "fits"},
+    {"scheduling_policy": "prefill-first", "num_gpu_blocks_override": 34, "admission": "fits"},
     {"scheduling_policy": "longest-prefix"},
     {"enable_prefix_caching": False, "max_num_batched_tokens": 11},
-    {"kv_offload_gb": 0.001, "num_gpu_blocks_override": 34},
+    {"kv_offload_gb": 0.001, "num_gpu_blocks_override": 34, "admission": "fits"},
     {"block_size": 1, "num_gpu_blocks_override": 140},
-    {"block_size": 16, "num_gpu_blocks_override": 12},
+    {"block_size": 16, "num_gpu_blocks_override": 12, "admission": "fits"},
     {"max_num_seqs": 2},
     {"max_num_batched_tokens": 6},
     {"target_itl_ms": 5.0},

@@ -1,4 +1,4 @@
-"""What n-gram and suffix drafters find, and what a draft model must share with its target."""
+"""Drafts of n-gram and suffix drafters, and requirements on a draft model's tokenizer."""
 
 import json
 import shutil
@@ -6,10 +6,10 @@ import shutil
 import pytest
 
 from formats.errors import InputError
-from qserve.sampling_params import SamplingParams
+from qserve.params.sampling_params import SamplingParams
 from qserve.speculation.config import SpeculativeConfig
 from qserve.speculation.ngram import NgramDrafter
-from qserve.speculation.suffix import PLACES, SuffixDrafter
+from qserve.speculation.suffix import MAX_OCCURRENCES, SuffixDrafter
 from tests.qserve.speculation.traces import make_engine
 
 
@@ -24,7 +24,7 @@ def test_the_longest_suffix_wins_and_of_its_places_the_earliest():
     tokens = [1, 2, 3, 50, 9, 2, 3, 60, 1, 2, 3, 70, 8, 1, 2, 3]
     assert drafter.propose("a", tokens, 2) == [50, 9]
     assert ngram(2, 2).propose("a", [9, 2, 3, 60, 1, 2, 3, 70, 2, 3], 1) == [60]
-    # a shorter one where the longer stands nowhere else
+    # a shorter one if the longer one does not occur elsewhere
     assert drafter.propose("b", [5, 3, 7, 7, 8, 2, 3], 2) == [7, 7]
     assert drafter.propose("c", [1, 2, 3, 4], 2) == []
 
@@ -67,8 +67,8 @@ def test_a_token_that_is_everywhere_costs_no_more():
     drafter = suffix()
     tokens = [7] * 5000
     drafter.propose("a", tokens, 4)
-    places = drafter._live["a"][0]._places
-    assert max(map(len, places.values())) == PLACES
+    places = drafter._live["a"][0]._occurrences
+    assert max(map(len, places.values())) == MAX_OCCURRENCES
 
 
 def test_a_drafter_with_another_tokenizer_is_refused(docs_5m, tmp_path):
@@ -81,7 +81,7 @@ def test_a_drafter_with_another_tokenizer_is_refused(docs_5m, tmp_path):
     vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
     path.write_text(json.dumps(values))
     config = json.dumps({"method": "draft_model", "model": str(folder)})
-    with pytest.raises(InputError, match="2 tokens that differ .use a drafter of the same"):
+    with pytest.raises(InputError, match="2 tokens differ .use a drafter of the same"):
         make_engine(docs_5m, speculative_config=config)
     path.unlink()
     with pytest.raises(InputError, match="has no tokenizer.json"):
@@ -90,7 +90,7 @@ def test_a_drafter_with_another_tokenizer_is_refused(docs_5m, tmp_path):
 
 @pytest.mark.parametrize("steps_in_flight", [0, 1])
 def test_no_draft_behind_a_prompt_is_lost_at_the_end_of_a_page(docs_5m, steps_in_flight):
-    """The model drafts for itself, so that all drafts come true where it sees all keys."""
+    """The model drafts for itself, so that all drafts are accepted if it sees all keys."""
     count, page_size = 5, 16
     config = {"method": "draft_model", "model": str(docs_5m), "adaptive": False}
     engine = make_engine(
@@ -108,5 +108,5 @@ def test_no_draft_behind_a_prompt_is_lost_at_the_end_of_a_page(docs_5m, steps_in
         (request,) = engine._requests.values()
         while engine.has_work():
             engine.step()
-        found[length] = request.num_accepted, request.num_rejected
+        found[length] = request.facts.num_accepted, request.facts.num_rejected
     assert found == dict.fromkeys(found, (count, 0))

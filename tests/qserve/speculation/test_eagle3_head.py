@@ -180,7 +180,7 @@ def test_wrong_readings_are_told_apart(reading, target, ids, tmp_path):
     arguments = (made, EAGLE3, states_of(target, ids), ids, target.embedding.weight)
     found = drafted(target, tmp_path, ids)
     wrong = reference(*arguments, made["lm_head.weight"], **WRONG[reading])
-    # the first pass does not know what recurs, and all of its rows stand where they should
+    # the first pass uses no recurrent state, and all of its rows are in position
     rows = slice(1, None) if reading in ("the post-norm state recurs",) else slice(None)
     if reading == "drafts stand one position early":
         rows = slice(1, None)
@@ -188,9 +188,9 @@ def test_wrong_readings_are_told_apart(reading, target, ids, tmp_path):
 
 
 def test_taps_are_states_between_layers(target, ids):
-    """Of transformers' numbering: 0 is the embedding, the number of layers the last, not normed."""
+    """transformers' numbering: 0 is the embedding, the number of layers the last, not normed."""
     states = states_of(target, ids)
-    assert torch.equal(states[0], target.embedding(ids[:S]))
+    assert torch.equal(states[0], target.embedding(ids[:S], torch.arange(S)))
     last = norm(states[3], target.norm.weight, target.norm.eps)
     text = Text(target, type("Nothing", (), {"attentions": (), "taps": ()}))
     seen = []
@@ -224,7 +224,7 @@ def test_training_sees_what_drafting_does(case, target, ids, tmp_path):
     module.load_state_dict(made)
     states = states_of(target, ids)
     taps = torch.cat([states[tap] for tap in drafter.taps], -1)
-    # rows behind the last one see other tokens, which it must not see
+    # rows after the last one have other tokens, which must not affect it
     taps = torch.cat([taps, torch.full((K, taps.shape[1]), 9.0)])
     with torch.no_grad():
         expected = [step[0, S - 1] for step in module.steps(ids[None, : S + K], taps[None], K)]
@@ -239,16 +239,16 @@ def test_heads_of_another_model_are_refused(target, tmp_path):
     with pytest.raises(CheckpointError, match=r"expected 3 states of a target of 3 layers"):
         eagle3.build(context_of(tmp_path / "taps", target))
     write_head(tmp_path / "eagle", HEAD)
-    with pytest.raises(InputError, match="is a head of the kind eagle"):
+    with pytest.raises(InputError, match="contains a head of kind eagle"):
         eagle3.build(context_of(tmp_path / "eagle", target))
 
 
 @pytest.mark.parametrize(
     "offsets, problem",
     [
-        (None, "d2t: is missing, and 100 draft tokens"),
-        (torch.full((100,), 500), "names tokens beyond the vocabulary of 512"),
-        (-torch.arange(100), "gives one token to several draft ids"),
+        (None, "d2t: is missing, but the draft vocabulary has 100 tokens"),
+        (torch.full((100,), 500), "maps to tokens outside the vocabulary of 512"),
+        (-torch.arange(100), "maps several draft ids to one token"),
     ],
 )
 def test_tables_of_draft_tokens_are_checked(offsets, problem, target, tmp_path):

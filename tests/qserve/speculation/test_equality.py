@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from qserve.sampling_params import SamplingParams
+from qserve.params.sampling_params import SamplingParams
 from qserve.speculation import drafter as drafters
 from tests.qserve.speculation.drafters import ERRING, Oracle
 from tests.qserve.speculation.traces import make_engine, make_requests, run
@@ -21,7 +21,7 @@ MODES = {
 }
 EXHAUSTIVE = pytest.mark.exhaustive
 # Few pages: requests lose theirs and compute them again.
-FEW_PAGES = {"num_gpu_blocks_override": 34}
+FEW_PAGES = {"num_gpu_blocks_override": 34, "admission": "fits"}
 SETTINGS = {
     "plain": {},
     "few pages": FEW_PAGES,
@@ -58,9 +58,9 @@ def answers_of(requests, found):
 def compare(
     docs_5m, speculate, mode, requests, seed, steps_in_flight, count=3, aborted=(), **settings
 ):
-    """Returns the verifies, the drafts, and those that came true at each position.
+    """Returns the verifies, the drafts, and the accepted drafts at each position.
 
-    Of requests that are aborted after some tokens these must be the first ones.
+    The tokens of aborted requests must be a prefix of the expected ones.
     """
     numeric = {name: settings[name] for name in ("kv_cache_dtype",) if name in settings}
     want = run(make_engine(docs_5m, **numeric), requests, seed)
@@ -108,7 +108,7 @@ def test_random_traces(docs_5m, speculate, mode, setting, count, steps_in_flight
 
 
 def test_penalties_count_output_and_no_refused_draft(docs_5m, speculate):
-    """Of the rows behind a refused draft nothing may stay in the table of counts."""
+    """The table of counts keeps nothing of the rows after a rejected draft."""
     params = SamplingParams(
         temperature=0, max_tokens=30, ignore_eos=True, frequency_penalty=1.5, presence_penalty=1.0
     )

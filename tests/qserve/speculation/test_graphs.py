@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from qserve.sampling_params import SamplingParams
+from qserve.params.sampling_params import SamplingParams
 from qserve.speculation import drafter as drafters
 from qserve.speculation import graphs
 from tests.qserve.speculation.drafters import ERRING
@@ -78,7 +78,7 @@ def test_captures_in_idle_time_change_no_tokens(docs_5m, replayed, monkeypatch):
         pass
     assert not runner.can_capture_next
     keys = runner.graphs.decode_keys
-    # of each the graph that fills, and two behind it: with filters and without
+    # for each, the graph that fills, and two after it: with filters and without
     assert len(keys) > 4 and len(made) == 3 * len(keys)
 
 

@@ -21,7 +21,7 @@ EAGLE = {
     "vocab_size": 8192,
     "rope_theta": 10000.0,
 }
-FEW_PAGES = {"num_gpu_blocks_override": 34}
+FEW_PAGES = {"num_gpu_blocks_override": 34, "admission": "fits"}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def heads(docs_5m, tmp_path_factory):
 
 
 def compare(docs_5m, head, requests, seed, steps_in_flight, count=3, **settings):
-    """Returns the verifies, the drafts, and those that came true at each position."""
+    """Returns the verifies, the drafts, and the accepted drafts at each position."""
     numeric = {name: settings[name] for name in ("kv_cache_dtype",) if name in settings}
     want = run(make_engine(docs_5m, **numeric), requests, seed)
     config = json.dumps({"model": str(head), "num_speculative_tokens": count})

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from qserve.llm import LLM
-from qserve.sampling_params import SamplingParams
+from qserve.params.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 
@@ -36,5 +36,5 @@ def test_a_quantized_head_drafts_in_bf16(count, docs_5m):
     assert same >= 0.7 * len(want)
     assert all(a[0] == b[0] for a, b in zip(want, found, strict=True))
     assert drafts >= verifies > 0
-    # on the CPU half of the first drafts come true
+    # on the CPU half of the first drafts are accepted
     assert accepted[0] > 0.3 * verifies

@@ -1,8 +1,8 @@
-"""How many kernels and copies a step with drafts launches beside the model's graph.
+"""Number of kernels and copies that a step with drafts launches besides the model's graph.
 
-At batch 1 each costs 2 to 3 us, and a copy between host and device 8, of a step of 2.2 ms. Where
-there is no CUDA an operation of qkernels counts as what it launches there, and any other operation
-of torch that is no view as one.
+At batch 1 each costs 2 to 3 us, and a copy between host and device 8, of a step of 2.2 ms. Without
+CUDA, an operation of qkernels counts as the launches it makes there. Any other operation of torch
+that is not a view counts as one.
 """
 
 import json
@@ -12,9 +12,9 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qkernels import dispatch
-from qserve.engine.cuda_graphs import StepGraphs
-from qserve.engine.model_runner import ModelRunner
-from qserve.sampling_params import SamplingParams
+from qserve.engine.runner.cuda_graphs import StepGraphs
+from qserve.engine.runner.model_runner import ModelRunner
+from qserve.params.sampling_params import SamplingParams
 from tests.qserve.speculation.traces import make_engine, run
 
 KERNELS = {"sample_": 2}  # of an operation; others are one
@@ -26,14 +26,14 @@ OF_A_DRAFT = {
     "linear": 5,  # qkv, o, gate and up, down, output matrix
     "rope_write_kv_": 1,
     "paged_attention": 1,
-    "add_rms_norm": 2,
-    "silu_and_mul": 1,
+    "norm": 2,
+    "activate": 1,
     "spread_logits": 1,
     "sample_": 2,
 }
 # tokens and positions in, and out again: once a step, whatever is drafted
 BESIDE_DRAFTS = {
-    "copy_": 2,  # to the device: the step, and what it tells of drafts
+    "copy_": 2,  # to the device: the step, and its speculation inputs
     "fill_drafts_": 1,
     "sample_": 2,
     "settle_drafts_": 1,
@@ -54,18 +54,18 @@ class Launches(TorchDispatchMode):
         self.counts, self._is_inside = Counter(), False
         find = dispatch.implementation
 
-        def counting(op, **problem):
-            run = find(op, **problem)
+        def counting(operation, **problem):
+            run = find(operation, **problem)
 
             def run_and_count(*arguments, **more):
-                return self.inside(op, run, *arguments, **more)
+                return self.inside(operation.name, run, *arguments, **more)
 
             return run_and_count
 
         monkeypatch.setattr(dispatch, "implementation", counting)
 
     def inside(self, op, run, *arguments, **more):
-        """What `run` gives, as one operation."""
+        """The result of `run`, as one operation."""
         outer, self._is_inside = self._is_inside, True
         try:
             return run(*arguments, **more)
@@ -88,7 +88,7 @@ class Launches(TorchDispatchMode):
 @pytest.fixture
 def counts_of(docs_5m, replayed, monkeypatch):
     def count(num_drafts):
-        """Of the usual step of one request that drafts so many."""
+        """Launches of the usual step of one request with this number of drafts."""
         head = str(docs_5m.parent / "docs-5m-eagle3")
         config = {"model": head, "num_speculative_tokens": num_drafts, "adaptive": False}
         engine = make_engine(docs_5m, 1, speculative_config=json.dumps(config), block_size=64)

@@ -47,7 +47,7 @@ def judge(folder):
 
 @torch.inference_mode()
 def reference(folder, judge, ids, num_rows=S, **wrong):
-    """Logits of K greedy drafts behind rows 0 .. num_rows; each pass computes all rows again."""
+    """Logits of K greedy drafts after rows 0 .. num_rows; each pass computes all rows again."""
     t = {k.removeprefix(PREFIX): v for k, v in load_file(folder / "model.safetensors").items()}
     model, layer = judge.model, judge.model.layers[3]
     states = []
@@ -165,8 +165,8 @@ def without_layer(state):
 @pytest.mark.parametrize(
     ("tensors", "config", "message"),
     [
-        (without_layer, None, r"layers\.3\.\*.*tensors are not here.*give a folder that has them"),
-        (None, {"num_nextn_predict_layers": 0}, "states no num_nextn_predict_layers"),
+        (without_layer, None, r"layers\.3\.\*.*left its tensors out.*pass a folder that has them"),
+        (None, {"num_nextn_predict_layers": 0}, "has no num_nextn_predict_layers"),
         (
             lambda state: state.pop(f"{PREFIX}eh_proj.weight"),
             None,
@@ -175,9 +175,9 @@ def without_layer(state):
         (
             lambda state: state.update({f"{PREFIX}other.weight": torch.ones(2)}),
             None,
-            r"1 tensors have no place.*layers\.3\.other",
+            r"1 tensors do not belong.*layers\.3\.other",
         ),
-        (None, {"num_hidden_layers": 2}, "num_hidden_layers: expected 3 as the model's, found 2"),
+        (None, {"num_hidden_layers": 2}, "num_hidden_layers: expected 3 to match"),
     ],
 )
 def test_what_is_no_such_layer_is_refused(tensors, config, message, target, folder, tmp_path):
@@ -188,7 +188,7 @@ def test_what_is_no_such_layer_is_refused(tensors, config, message, target, fold
 
 def test_a_family_without_such_layers_is_named(tiny_model):
     llama = tiny_model("llama")
-    with pytest.raises(InputError, match="has no layer for drafts.*LlamaForCausalLM"):
+    with pytest.raises(InputError, match="has no MTP layer.*LlamaForCausalLM"):
         mtp.build(context_of(llama, load_target(llama), method="mtp"))
 
 
@@ -199,7 +199,7 @@ def often_right(tmp_path_factory, docs_5m):
 
 
 def compare(folder, requests, seed, steps_in_flight, count, model=None, aborted=(), **settings):
-    """Returns the verifies, the drafts, and those that came true at each position."""
+    """Returns the verifies, the drafts, and the accepted drafts at each position."""
     numeric = {name: settings[name] for name in ("kv_cache_dtype",) if name in settings}
     want = run(make_engine(folder, **numeric), requests, seed)
     config = json.dumps({"method": "mtp", "num_speculative_tokens": count, "model": model})
@@ -218,7 +218,7 @@ def test_all_kinds_of_requests(often_right):
     assert 0 < accepted[1] < accepted[0] < verifies
 
 
-FEW_PAGES = {"num_gpu_blocks_override": 34}
+FEW_PAGES = {"num_gpu_blocks_override": 34, "admission": "fits"}
 SETTINGS = (
     FEW_PAGES,
     {"kv_cache_dtype": "int8"},

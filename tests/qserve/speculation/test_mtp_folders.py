@@ -8,7 +8,7 @@ import torch
 from calibrate.pipeline import quantize_checkpoint
 from formats.checkpoint import CheckpointReader
 from formats.convert import convert_checkpoint
-from formats.inspect import inspect_checkpoint
+from formats.inspection.inspect import inspect_checkpoint
 from formats.quant_config import BLOCK, QuantConfig
 from formats.scheme import Scheme
 from qserve.config import EngineConfig
@@ -50,7 +50,7 @@ def test_it_is_kept_bit_for_bit_and_named(source, quantized):
     assert left == set(report.left_in_float)
     assert {f"{PREFIX}eh_proj", f"{PREFIX}shared_head.head"} < left
     assert f"{PREFIX}mlp.experts.7.down_proj" in left and f"{PREFIX}embed_tokens" not in left
-    assert "and 25 more: is in a layer for drafts" in report.to_text()
+    assert "and 25 more: belongs to a draft layer" in report.to_text()
     # others than us follow the block: it has to name every one of them, and none of the model's
     stated = json.loads((folder / "config.json").read_text())[BLOCK]
     assert stated["ignore"] == ["lm_head", r"re:^model\.layers\.(?:3)\."]
@@ -87,6 +87,7 @@ def test_random_weights_draft_too(source):
         speculative_config='{"method": "mtp"}',
         max_model_len=64,
         num_gpu_blocks_override=20,
+        admission="fits",
     )
     found = run(Engine(config), make_requests(1, 2, ("greedy",)))
     assert all(tokens for tokens, _, _ in found.values())
@@ -106,10 +107,10 @@ def test_the_doctor_says_what_becomes_of_it(source, quantized, tmp_path):
         )
         assert json.loads(json.dumps(found.to_dict()))["draft_layers"]["stated"] == 1
     none = edited(source, tmp_path / "none", without_layer)
-    assert "layers for drafts: none, config.json states 1" in inspect_checkpoint(none).to_text()
+    assert "draft layers: none, config.json states 1" in inspect_checkpoint(none).to_text()
     part = edited(source, tmp_path / "part", lambda s: s.pop(f"{PREFIX}mlp.gate.weight"))
     text = inspect_checkpoint(part).to_text()
-    assert "of no use: model.layers.3.mlp.gate.weight is missing" in text
+    assert "unusable: model.layers.3.mlp.gate.weight is missing" in text
 
 
 @pytest.mark.parametrize("count", [None, 0, -1, "1", True, [1], 1e9, 10**12])

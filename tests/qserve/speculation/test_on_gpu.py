@@ -21,8 +21,8 @@ METHODS = {
 
 
 def outputs(llm, fields):
-    params = SamplingParams(max_tokens=48, ignore_eos=True, **fields)
-    found = llm.generate(PROMPTS, params, use_tqdm=False, detokenize=False)
+    params = SamplingParams(max_tokens=48, ignore_eos=True, **fields, detokenize=False)
+    found = llm.generate(PROMPTS, params, use_tqdm=False)
     return [output.outputs[0].token_ids for output in found]
 
 
@@ -95,8 +95,8 @@ def test_synthetic_acceptance_comes_as_asked(docs_5m):
             "adaptive": False,
         },
     )
-    params = SamplingParams(max_tokens=300, ignore_eos=True, temperature=0)
-    llm.generate(PROMPTS[:8], params, use_tqdm=False, detokenize=False)
+    params = SamplingParams(max_tokens=300, ignore_eos=True, temperature=0, detokenize=False)
+    llm.generate(PROMPTS[:8], params, use_tqdm=False)
     verifies, _, *accepted = llm.engine.scheduler.speculation.take_counts()
     assert 1 + sum(accepted) / verifies == pytest.approx(2.5, abs=0.15)
     assert torch.cuda.is_available()

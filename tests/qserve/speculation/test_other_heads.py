@@ -28,7 +28,7 @@ def ids():
 
 @pytest.fixture(scope="module")
 def hidden(target, ids):
-    """What the target's output matrix reads [S, C]."""
+    """The input of the target's output matrix [S, C]."""
     text = Text(target, type("Nothing", (), {"attentions": (), "taps": ()}))
     seen = []
     text.drafter.propose = lambda step: seen.append(step.hidden_TC)
@@ -37,7 +37,7 @@ def hidden(target, ids):
 
 
 def eagle_reference(t, hidden, ids, target, **wrong):
-    """Logits of K greedy drafts: fc, a layer without a norm before attention, no norm behind."""
+    """Logits of K greedy drafts: fc, a layer without a norm before attention, no final norm."""
     state, tokens, positions = hidden, ids[1 : S + 1], torch.arange(S)
     past = (torch.zeros(4, 0, 16),) * 2
     found = []
@@ -151,7 +151,7 @@ def test_medusa_follows_the_equations(file_name, prefix, target, ids, hidden, tm
 
 def test_medusa_drafts_no_more_than_it_has_heads(target, tmp_path):
     write_medusa(tmp_path, "medusa_lm_head.safetensors")
-    with pytest.raises(InputError, match="expected 3 or fewer, one of each Medusa head, found 4"):
+    with pytest.raises(InputError, match="expected at most 3, one per Medusa head, found 4"):
         medusa.build(context_of(tmp_path, target, count=4, method="medusa"))
 
 

@@ -1,8 +1,8 @@
-"""Every index that a step with drafts gives the device lies within what it is an index of.
+"""Every index that a step with drafts gives the device is within bounds.
 
-A GPU checks none of them, and a CPU takes a negative one for a place from the end. Requests end by
-stop tokens while their next step is in flight, are aborted, lose their pages and get them back,
-grow to the model's last position, and change their number of drafts; graphs are captured between.
+A GPU checks none of them, and a CPU takes a negative one from the end. Requests end by stop tokens
+while their next step is in flight, are aborted, are preempted and resumed, grow to the model's last
+position, and change their number of drafts; graphs are captured in between.
 """
 
 import importlib.util
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from qserve.engine.model_runner import ModelRunner
+from qserve.engine.runner.model_runner import ModelRunner
 from qserve.speculation import graphs
 from qserve.speculation.depth import Choice, Depth
 from qserve.speculation.heads.chain import ChainDrafter
@@ -84,7 +84,7 @@ EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "measure_speculatio
 
 
 def test_a_graph_runs_on_its_own_layout_alone(docs_5m, replayed):
-    """Measuring replays graphs of other sizes behind the last step: they must be filled first."""
+    """Measuring replays graphs of other sizes after the last step: they must be filled first."""
     spec = importlib.util.spec_from_file_location("measure_speculation", EXAMPLE)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
@@ -99,7 +99,7 @@ def test_a_graph_runs_on_its_own_layout_alone(docs_5m, replayed):
     keys = [key for key in step_graphs.decode_keys if key != last]
     assert {key.count for key in keys} >= {1, 2, 4}
     for key in keys:
-        with pytest.raises(AssertionError, match="fill_ comes first"):
+        with pytest.raises(AssertionError, match="call fill_ first"):
             step_graphs.replay(key)
     with pytest.raises(AssertionError):  # what that would have read
         for key in keys:
@@ -114,7 +114,7 @@ def test_a_graph_runs_on_its_own_layout_alone(docs_5m, replayed):
 
 SCENES = {
     "as they come": {},
-    "few pages": {"num_gpu_blocks_override": 30},
+    "few pages": {"num_gpu_blocks_override": 30, "admission": "fits"},
     "by chance": {
         "speculative": {
             "rejection_sample_method": "synthetic",

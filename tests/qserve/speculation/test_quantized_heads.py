@@ -24,7 +24,7 @@ def target(tiny_model):
 
 
 def dequantized(codes: HeadFolder, folder) -> None:
-    """Write the head that `codes` stand for, in float."""
+    """Write the head that `codes` encode, in float."""
     layout, tensors = layout_of(codes.quant), {}
     modules = set()
     for name in codes.entries:

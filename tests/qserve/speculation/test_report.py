@@ -1,4 +1,4 @@
-"""What is told of drafts: to the page of metrics, and to clients in their usage."""
+"""Reports of drafts: on the metrics page, and to clients in their usage."""
 
 import json
 
@@ -7,9 +7,10 @@ import pytest
 pytest.importorskip("prometheus_client")  # a machine that only computes has no server
 
 from qserve.engine.report import EngineReport
-from qserve.sampling_params import SamplingParams
-from qserve.server.metrics import Metrics
-from qserve.server.replies import usage
+from qserve.engine.token_event import RequestFacts
+from qserve.params.sampling_params import SamplingParams
+from qserve.server.observability.metrics import Metrics
+from qserve.server.openai.replies import usage
 from tests.qserve.speculation.traces import make_engine, make_requests
 
 
@@ -29,9 +30,10 @@ def test_counters_have_vllms_names():
 
 
 def test_usage_counts_the_drafts_of_all_choices():
-    found = usage(7, 20, 0, [(4, 2), (1, 5)])["completion_tokens_details"]
+    facts = [RequestFacts(num_accepted=a, num_rejected=r) for a, r in ((4, 2), (1, 5))]
+    found = usage(7, 20, 0, facts)["completion_tokens_details"]
     assert found == {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 7}
-    assert "completion_tokens_details" not in usage(7, 20, 0, [(0, 0)])
+    assert "completion_tokens_details" not in usage(7, 20, 0, [RequestFacts()])
 
 
 def test_requests_and_the_engine_count_the_same(docs_5m):
@@ -45,15 +47,15 @@ def test_requests_and_the_engine_count_the_same(docs_5m):
         totals = [a + b for a, b in zip(totals, engine.report().drafts, strict=True)]
     verifies, drafts, *accepted = totals
     assert verifies > 0
-    told = [(event.num_accepted, event.num_rejected) for event in last.values()]
+    told = [(event.facts.num_accepted, event.facts.num_rejected) for event in last.values()]
     assert sum(map(sum, told)) == drafts
-    # what came true behind a request's end is no output
+    # drafts accepted after a request's end are no output
     assert 0 < sum(each for each, _ in told) <= sum(accepted)
 
 
 @pytest.mark.parametrize("end", ["max_tokens", "stop_token_ids"])
 def test_drafts_behind_an_end_are_no_output(docs_5m, end):
-    """The drafter is the model: all drafts come true, and most of the first verify is cut."""
+    """The drafter is the model: all drafts are accepted, and most of the first verify is cut."""
     config = {"method": "draft_model", "model": str(docs_5m), "num_speculative_tokens": 5}
     config |= {"adaptive": False}
     engine = make_engine(docs_5m, speculative_config=json.dumps(config), block_size=16)
@@ -65,7 +67,7 @@ def test_drafts_behind_an_end_are_no_output(docs_5m, end):
         while engine.has_work():
             events += engine.step()
         tokens = [token for event in events for token in event.token_ids]
-        found.append((tokens, events[-1].num_accepted, events[-1].num_rejected))
+        found.append((tokens, events[-1].facts.num_accepted, events[-1].facts.num_rejected))
         most = {"max_tokens": 3} if end == "max_tokens" else {"stop_token_ids": [tokens[2]]}
         params = SamplingParams(**{"temperature": 0, "max_tokens": 9, "ignore_eos": True} | most)
     tokens, accepted, rejected = found[1]

@@ -1,4 +1,4 @@
-"""Speculation behind the offline API: several outputs of a prompt, and stop strings."""
+"""Speculation with the offline API: several outputs of a prompt, and stop strings."""
 
 from qserve import LLM, SamplingParams
 

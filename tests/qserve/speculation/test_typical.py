@@ -123,7 +123,7 @@ def counts_of(docs_5m, requests, acceptance, **keys):
 
 
 def test_greedy_requests_keep_their_text(docs_5m, monkeypatch):
-    """With penalties, log probabilities, grammars and a step in flight, beside sampled ones."""
+    """With penalties, log probabilities, grammars and a step in flight, next to sampled ones."""
     monkeypatch.setitem(drafters.DEVICE_DRAFTERS, "draft_model", ERRING)
     kinds = ("greedy", "penalties", "logprobs", "form, penalties", "hot", "form")
     requests = make_requests(8, 6, kinds)
@@ -150,12 +150,12 @@ def test_more_drafts_pass_than_are_drawn(docs_5m):
 @pytest.mark.parametrize(
     ("keys", "acceptance", "message"),
     [
-        ({"posterior_alpha": 0.2}, "exact", "is of typical acceptance, found exact"),
+        ({"posterior_alpha": 0.2}, "exact", "requires typical acceptance, found exact"),
         ({"posterior_threshold": 0.2}, "rejection", "found rejection.*spec-acceptance typical"),
         ({"posterior_alpha": 1.5}, "typical", "expected 0 to 1, found 1.5"),
         ({"posterior_alpha": math.nan}, "typical", "expected a number, found nan"),
-        ({"rejection_sample_method": "standard"}, "typical", "says 'rejection'"),
-        ({"acceptance": "synthetic"}, "typical", "says 'synthetic'"),
+        ({"rejection_sample_method": "standard"}, "typical", "with acceptance 'rejection'"),
+        ({"acceptance": "synthetic"}, "typical", "with acceptance 'synthetic'"),
     ],
 )
 def test_what_it_cannot_be_combined_with(keys, acceptance, message):

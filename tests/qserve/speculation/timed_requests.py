@@ -5,14 +5,14 @@ As in an engine one step stays in flight, and a request that it may end waits fo
 
 import random
 
-from qserve.engine.cuda_graphs import graph_sizes
+from qserve.engine.runner.cuda_graphs import graph_sizes
 
 
 def seconds_of(depth, step_seconds, num_requests, num_tokens, share, seed=0):
-    """Until requests that come together have so many tokens each.
+    """Simulated seconds until requests that arrive together have `num_tokens` tokens each.
 
-    `step_seconds(size, rows of each, drafts)`: of a step, by the size of its graph. `share` of
-    drafts come true, given those before them.
+    `step_seconds(size, rows of each, drafts)`: duration of a step, by the size of its graph.
+    `share`: fraction of drafts that are accepted, given those before them.
     """
     rng, sizes = random.Random(seed), graph_sizes(num_requests)
     left, pending = [num_tokens] * num_requests, [0] * num_requests

@@ -4,7 +4,7 @@ import random
 
 from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
-from qserve.sampling_params import SamplingParams
+from qserve.params.sampling_params import SamplingParams
 
 FORM = {"regex": "(yes|no|maybe) [0-9]{2,5}( and [a-z ]{3,20})?"}
 # What each row adds to a request's settings.
@@ -64,7 +64,7 @@ def make_engine(folder, steps_in_flight=0, **settings):
 
 
 def run(engine, requests, seed=0, aborted=()):
-    """What each request gave: tokens, end, log probabilities. They come in random groups."""
+    """Results of each request: tokens, end, log probabilities. Requests arrive in random groups."""
     rng, waiting, found = random.Random(seed), list(requests), {}
     steps = 0
     while waiting or engine.has_work():

@@ -1,30 +1,334 @@
-"""GrammarCompiler: what is kept, and what is not."""
+"""GrammarCompiler: what is kept, who waits for whom, and what no grammar can do."""
+
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from concurrent.futures import wait
+from pathlib import Path
 
 import pytest
 
-from qserve.errors import ParameterError
+from formats.errors import InputError
+from qserve.errors import BusyError, ParameterError
 from qserve.structured import compiler as module
+from qserve.structured import trial
 from qserve.structured.compiler import GrammarCompiler
 from qserve.structured.params import StructuredOutputsParams
 
 PARAMS = StructuredOutputsParams(regex="[ab]+")
+GUARD = 120.0  # seconds, against hanging
+MIB = 2**20
 
 
 @pytest.fixture
-def compiler(docs_5m):
-    return GrammarCompiler(str(docs_5m), vocab_size=8192, eos_token_ids={2})
+def own_compiler(docs_5m):
+    """A compiler whose process starts in the test: with other limits, or to be killed."""
+    made = GrammarCompiler(str(docs_5m), vocab_size=8192, eos_token_ids={2})
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def trials(docs_5m):
+    made = trial.TrialCompiler(str(docs_5m), 8192, (2,))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def compiler(docs_5m, trials, monkeypatch):
+    """A new compiler that uses the module's trial process."""
+    made = GrammarCompiler(str(docs_5m), vocab_size=8192, eos_token_ids={2})
+    monkeypatch.setattr(made, "_trial", trials)
+    return made
+
+
+def regex(text):
+    return StructuredOutputsParams(regex=text)
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def children(pid):
+    """Processes that a process has started, and theirs."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            if state != "Z":
+                parents[int(path.parent.name)] = int(parent)
+    found, near = set(), {pid}
+    while near:
+        near = {each for each, parent in parents.items() if parent in near}
+        found |= near
+    return found
+
+
+def until(condition):
+    deadline = time.monotonic() + GUARD
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.01)
 
 
 def test_the_same_grammar_is_compiled_once(compiler):
-    first = compiler.submit(PARAMS)
-    assert not compiler.constraint(first.result()).is_complete
-    assert compiler.submit(PARAMS) is first
+    first = compiler.submit(PARAMS).result(GUARD)
+    assert not compiler.constraint(first).is_complete
+    assert compiler.submit(PARAMS).result(GUARD) is first
 
 
-def test_grammar_refused_for_its_time_is_tried_again(compiler, monkeypatch):
-    monkeypatch.setattr(module, "MAX_FIRST_MASK_SECONDS", -1)
-    with pytest.raises(ParameterError, match="too complex"):
-        compiler.submit(PARAMS).result()
+def test_refused_grammar_leaves_nothing_in_memory(own_compiler, monkeypatch):
+    """Without limits each takes 6 s and 170 MiB."""
+    monkeypatch.setattr(trial, "MAX_CPU_SECONDS", 0.3)
+    own_compiler.submit(PARAMS).result(GUARD)
+    before = resident_bytes()
+    for count in (900, 901):
+        with pytest.raises(ParameterError, match="too complex: compiling it takes more than"):
+            own_compiler.submit(regex(f"(a{{1000}}){{{count}}}")).result(GUARD)
+    assert resident_bytes() - before < 20 * MIB
+
+
+def test_refusal_is_remembered_as_text(compiler, monkeypatch):
+    trials, run = [], compiler._trial.compile
+
+    def count(params, is_wanted):
+        trials.append(params)
+        return run(params, is_wanted)
+
+    monkeypatch.setattr(compiler._trial, "compile", count)
+    errors = []
+    for _ in range(3):
+        with pytest.raises(ParameterError, match="unclosed character class") as raised:
+            compiler.submit(regex("([")).result(GUARD)
+        errors.append(weakref.ref(raised.value))
+        del raised
+    assert len(trials) == 1
+    gc.collect()
+    assert [each() for each in errors] == [None] * 3, "no error is kept, which holds its traceback"
+
+
+def test_refusal_is_forgotten_after_a_while(compiler, monkeypatch):
+    monkeypatch.setattr(trial, "MAX_COMPILED_BYTES", -1)
+    with pytest.raises(ParameterError, match="too complex: compiled, it takes"):
+        compiler.submit(PARAMS).result(GUARD)
     monkeypatch.undo()
-    assert not compiler.constraint(compiler.submit(PARAMS).result()).is_complete
-    assert compiler._num_chars == sum(map(len, compiler._compiled))
+    with pytest.raises(ParameterError, match="too complex"):
+        compiler.submit(PARAMS).result(GUARD)
+    monkeypatch.setattr(module.time, "monotonic", lambda: 1e9)
+    compiler.constraint(compiler.submit(PARAMS).result(GUARD))
+
+
+def test_memory_limit_ends_a_grammar(own_compiler, monkeypatch):
+    monkeypatch.setattr(trial, "MAX_WORK_BYTES", 8 * MIB)
+    own_compiler.submit(PARAMS).result(GUARD)
+    with pytest.raises(ParameterError, match="or 8 MiB"):
+        own_compiler.submit(regex("(a{1000}){60}")).result(GUARD)
+
+
+def test_cache_is_bounded_in_bytes(compiler, monkeypatch):
+    monkeypatch.setattr(module, "MAX_CACHED_BYTES", 150_000)
+    made = [compiler.submit(regex(f"[a-c]{{{n}}}")).result(GUARD) for n in range(1, 12)]
+    sizes = [each.num_bytes for each in made]
+    assert sum(sizes) > 2 * 150_000
+    assert compiler._num_bytes <= 150_000
+    assert compiler._num_bytes == sum(each.num_bytes for each in compiler._compiled.values())
+    assert compiler.submit(regex("[a-c]{11}")).result() is made[-1], "the newest is kept"
+
+
+def test_grammars_in_use_are_bounded_for_each_tenant(compiler, monkeypatch):
+    monkeypatch.setattr(module, "MAX_USED_BYTES_PER_TENANT", 3 * MIB)
+    monkeypatch.setattr(module, "SMALL_BYTES", MIB)
+    grammars = [regex(f"(a{{500}}){{{n}}}") for n in (10, 11)]
+    first, second = (compiler.submit(each).result(GUARD) for each in grammars)
+    assert 1.5 * MIB < first.num_bytes < 3 * MIB
+    held = compiler.constraint(first, "one")
+    with pytest.raises(BusyError, match="try again when some requests have finished"):
+        compiler.constraint(second, "one")
+    compiler.constraint(second, "other")
+    small = compiler.submit(PARAMS).result(GUARD)
+    compiler.constraint(small, "one")
+    del held
+    compiler.constraint(second, "one")
+    assert not compiler._used._by_tenant, "constraints that are gone count no more"
+
+
+class SlowTrial:
+    """Replaces the trial process: slow grammars take until `free` is set, or they are cancelled."""
+
+    def __init__(self, compiler, monkeypatch):
+        self.begun, self.cancelled, self.free = [], [], threading.Event()
+        self._run = compiler._trial.compile
+        monkeypatch.setattr(compiler._trial, "compile", self.compile)
+
+    def compile(self, params, is_wanted):
+        self.begun.append(params.regex)
+        while params.regex.startswith("slow") and not self.free.wait(0.01):
+            if not is_wanted():
+                self.cancelled.append(params.regex)
+                raise trial.CancelledTrial
+        return self._run(params, is_wanted)
+
+
+def test_slow_grammars_of_one_tenant_hold_up_no_other(compiler, monkeypatch):
+    slow = SlowTrial(compiler, monkeypatch)
+    theirs = [compiler.submit(regex(f"slow{n}"), "attacker") for n in range(20)]
+    assert compiler.submit(regex("a+"), "victim").result(GUARD)
+    assert slow.begun.count("slow2") == 0 and not any(each.done() for each in theirs)
+    slow.free.set()
+    wait(theirs, GUARD)
+
+
+def test_tenants_take_turns(compiler, monkeypatch):
+    slow = SlowTrial(compiler, monkeypatch)
+    futures = [compiler.submit(regex(f"slow{n}"), f"tenant {n}") for n in range(3)]
+    until(lambda: len(slow.begun) == 3)  # all threads are busy
+    futures += [compiler.submit(regex(f"a{n}+"), "many") for n in range(9)]
+    futures += [compiler.submit(regex("b+"), "few")]
+    slow.free.set()
+    wait(futures, GUARD)
+    assert slow.begun.index("b+") <= 6, slow.begun
+
+
+def test_a_grammar_that_is_being_compiled_is_compiled_once_for_all_tenants(compiler, monkeypatch):
+    slow = SlowTrial(compiler, monkeypatch)
+    first = compiler.submit(regex("slow"), "first")
+    until(lambda: slow.begun == ["slow"])
+    assert compiler.submit(regex("slow"), "second") is first
+    slow.free.set()
+    wait([first, compiler.submit(regex("a+"), "second")], GUARD)
+    assert slow.begun == ["slow", "a+"]
+
+
+def test_a_lack_of_descriptors_is_no_verdict_about_the_grammar(compiler, monkeypatch):
+    def fails(params, is_wanted):
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler._trial, "compile", fails)
+        with pytest.raises(BusyError, match="Too many open files"):
+            compiler.submit(regex("ab+")).result(GUARD)
+    assert compiler.submit(regex("ab+")).result(GUARD)
+
+
+def test_tenant_has_a_limit_of_grammars_that_wait(compiler, monkeypatch):
+    monkeypatch.setattr(module, "MAX_WAITING_PER_TENANT", 4)
+    slow = SlowTrial(compiler, monkeypatch)
+    futures = [compiler.submit(regex(f"slow{n}"), "attacker") for n in range(2)]
+    until(lambda: len(slow.begun) == 2)
+    futures += [compiler.submit(regex(f"slow{n}"), "attacker") for n in range(2, 6)]
+    with pytest.raises(BusyError, match="too many grammars"):
+        compiler.submit(regex("slow6"), "attacker")
+    assert compiler.submit(regex("slow5"), "attacker") is futures[-1], "it waits already"
+    assert compiler.submit(regex("a+"), "victim").result(GUARD)
+    slow.free.set()
+    wait(futures, GUARD)
+
+
+def test_cancelled_grammars_are_compiled_no_further(compiler, monkeypatch):
+    slow = SlowTrial(compiler, monkeypatch)
+    for n in range(9):
+        compiler.submit(regex(f"slow{n}"), "attacker")
+    until(lambda: len(slow.begun) == 2)
+    for n in range(9):
+        compiler.cancel(regex(f"slow{n}"))
+    assert compiler.submit(regex("a+"), "attacker").result(GUARD)
+    until(lambda: len(slow.cancelled) == 2)
+    assert set(slow.begun) == {"slow0", "slow1", "a+"}
+    assert not compiler._jobs and not compiler._queues
+
+
+def test_cancelled_trial_ends_its_process(own_compiler, monkeypatch):
+    monkeypatch.setattr(trial, "MAX_CPU_SECONDS", 60.0)
+    own_compiler.submit(PARAMS).result(GUARD)
+    before = children(os.getpid())
+    own_compiler.submit(regex("(a{1000}){3000}"))
+    until(lambda: children(os.getpid()) - before)
+    own_compiler.cancel(regex("(a{1000}){3000}"))
+    until(lambda: not children(os.getpid()) - before)
+
+
+def test_killed_trial_process_is_replaced(own_compiler):
+    own_compiler.submit(PARAMS).result(GUARD)
+    own_compiler._trial._process.kill()
+    own_compiler._trial._process.wait()
+    assert own_compiler.submit(regex("a+")).result(GUARD)
+
+
+def test_trial_process_that_is_killed_amid_a_grammar_refuses_nothing(own_compiler, monkeypatch):
+    """The end of its sockets is seen before that of the process."""
+    trials = own_compiler._trial
+    own_compiler.submit(PARAMS).result(GUARD)
+    killed = trials._process
+    killed.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(killed, "poll", lambda: None)
+    handed_over, hand_over = threading.Event(), trials._hand_over
+
+    def hand_over_and_tell(socket):
+        process = hand_over(socket)
+        handed_over.set()
+        return process
+
+    monkeypatch.setattr(trials, "_hand_over", hand_over_and_tell)
+    future = own_compiler.submit(regex("(a{1000}){60}"))
+    assert handed_over.wait(GUARD)
+    killed.kill()
+    assert future.result(GUARD)
+    assert trials._process is not killed
+
+
+def test_close_ends_the_processes(docs_5m):
+    compiler = GrammarCompiler(str(docs_5m), 8192, [2])
+    before = children(os.getpid())
+    compiler.submit(PARAMS).result(GUARD)
+    assert children(os.getpid()) - before
+    compiler.close()
+    assert not children(os.getpid()) - before
+
+
+PROGRAM = """
+import sys, threading
+from qserve.structured.compiler import GrammarCompiler
+from qserve.structured.params import StructuredOutputsParams as Params
+compiler = GrammarCompiler(sys.argv[1], 8192, [2])
+compiler.submit(Params(regex="a+")).result()
+waiting = [compiler.submit(Params(regex="(a{1000}){%d}" % n)) for n in range(5000, 5009)]
+print(compiler._trial._process.pid, flush=True)
+waiting[0].result()
+"""
+
+
+def test_interrupt_leaves_no_process(docs_5m):
+    """Ctrl-C in a program that waits for a grammar."""
+    program = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(docs_5m)], stdout=subprocess.PIPE, text=True
+    )
+    pid = int(program.stdout.readline())
+    program.send_signal(signal.SIGINT)
+    assert program.wait(GUARD) != 0
+    program.stdout.close()
+    until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def test_panic_of_the_library_is_the_grammars_alone(compiler, monkeypatch):
+    class Panic(BaseException):
+        pass
+
+    class Library:
+        @staticmethod
+        def LLMatcher(*arguments, **options):
+            raise Panic("index out of bounds")
+
+    compiler.submit(PARAMS).result(GUARD)
+    monkeypatch.setattr(module, "library", lambda: Library)
+    with pytest.raises(InputError, match="index out of bounds"):
+        compiler.submit(regex("a+")).result(GUARD)
+    monkeypatch.undo()
+    assert compiler.submit(regex("b+")).result(GUARD)

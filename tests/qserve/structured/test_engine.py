@@ -119,8 +119,10 @@ def test_log_probabilities_are_the_models(llm):
     free = llm.generate(
         ["Answer: "], SamplingParams(temperature=0, max_tokens=1, logprobs=1), False
     )
-    assert found.logprobs[0].top_logprobs == free[0].outputs[0].logprobs[0].top_logprobs
-    assert found.logprobs[0].logprob < free[0].outputs[0].logprobs[0].logprob
+    (token, forced), (likeliest, top) = found.logprobs[0].items()
+    (want,) = free[0].outputs[0].logprobs[0].items()
+    assert (likeliest, top) == want
+    assert token == found.token_ids[0] and forced.logprob < top.logprob
 
 
 def test_each_output_of_a_prompt_has_its_own_state(llm):
@@ -152,6 +154,7 @@ def test_steps_in_flight_preemption_and_aborts(docs_5m, depth):
         max_num_seqs=8,
         max_num_batched_tokens=16,
         num_gpu_blocks_override=14,
+        admission="fits",
         block_size=8,
     )
     engine = Engine(config, steps_in_flight=depth)

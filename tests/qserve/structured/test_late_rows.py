@@ -7,8 +7,8 @@ import pytest
 
 from qserve import SamplingParams
 from qserve.config import EngineConfig
-from qserve.engine import mask_jobs
 from qserve.engine.engine import Engine
+from qserve.engine.step import mask_jobs
 from qserve.structured.constraint import Constraint
 
 SLOW = {
@@ -130,7 +130,7 @@ def test_the_others_go_on_while_a_mask_is_made(docs_5m, monkeypatch, gate, mode,
     computed, free, other = [], run.count("free"), run.count("other")
     for _ in range(20):
         run.step()
-        plans = [flight.plan for flight in engine._flights]
+        plans = [flight.plan for flight in engine._in_flight]
         computed += [chunk.request.request_id for plan in plans for chunk in plan.chunks]
     assert run.count("slow") == at and "slow" not in run.ends
     assert "slow" not in computed, "nothing is computed for it in vain"
@@ -179,7 +179,7 @@ def test_an_engine_that_waits_for_a_mask_alone_does_not_end(docs_5m, gate):
     for _ in range(5):
         run.step()
         assert engine.has_work() and engine.report().num_running == 1
-    assert not engine._flights, "no step computes what nobody takes"
+    assert not engine._in_flight, "no step computes what nobody takes"
     held.opened.set()
     assert run.run_out()[1] == {"slow": ("stop", "")}
 
@@ -201,7 +201,7 @@ def test_a_request_can_be_aborted_while_its_mask_is_made(docs_5m, gate, mode):
 @some("drafts")
 def test_a_request_can_lose_its_pages_while_its_mask_is_made(docs_5m, monkeypatch, gate, mode):
     """It computes its tokens again, and may still lack the mask then."""
-    few = {"num_gpu_blocks_override": 14, "block_size": 8, "max_model_len": 96}
+    few = {"num_gpu_blocks_override": 14, "admission": "fits", "block_size": 8, "max_model_len": 96}
     requests = {"free": FREE | {"max_tokens": 70}, "slow": SLOW}
     want = undisturbed(docs_5m, monkeypatch, MODES[mode] | few, **requests)
     run = Run(engine := make(docs_5m, **MODES[mode] | few), **requests)
@@ -210,10 +210,10 @@ def test_a_request_can_lose_its_pages_while_its_mask_is_made(docs_5m, monkeypatc
         run.step()
     slow = engine._requests["slow"]
     while "free" not in run.ends:
-        if not slow.num_preemptions and run.count("free") > 20:
-            engine.scheduler.places.preempt(slow, _Step())
+        if not slow.facts.num_preemptions and run.count("free") > 20:
+            engine.scheduler.running_set.preempt(slow, _Step())
         run.step()
-    assert slow.num_preemptions
+    assert slow.facts.num_preemptions
     held.opened.set()
     assert run.run_out() == want
 

@@ -4,16 +4,21 @@ import pytest
 
 from qserve import SamplingParams
 from qserve.config import EngineConfig
-from qserve.engine import mask_jobs
 from qserve.engine.engine import Engine
-from qserve.engine.model_runner import ModelRunner
+from qserve.engine.runner.model_runner import ModelRunner
+from qserve.engine.step import mask_jobs
 from tests.qserve.structured.schemas import CALL
 
 REGEX = {"regex": "([a-f]{4} ){4}[0-9]{2}"}
 MODES = {
     "plain": {},
     "chunked": {"max_num_batched_tokens": 8, "max_num_seqs": 8},
-    "pushed out": {"num_gpu_blocks_override": 16, "block_size": 8, "max_num_seqs": 6},
+    "pushed out": {
+        "num_gpu_blocks_override": 16,
+        "admission": "fits",
+        "block_size": 8,
+        "max_num_seqs": 6,
+    },
     "without prefix cache": {"enable_prefix_caching": False},
     "prompts first": {"scheduling_policy": "prefill-first"},
 }

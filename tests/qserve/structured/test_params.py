@@ -7,7 +7,7 @@ import pytest
 
 from formats.errors import InputError
 from qserve.errors import ParameterError
-from qserve.sampling_params import SamplingParams
+from qserve.params.sampling_params import SamplingParams
 from qserve.structured.compiler import GrammarCompiler
 from qserve.structured.grammar import check_grammar
 from qserve.structured.params import (

@@ -1,0 +1,1 @@
+"""Run calibration data through the layers, and collect statistics of their inputs."""

@@ -1,0 +1,76 @@
+"""Ranges of a layer's keys and values on calibration data, for an 8-bit KV cache.
+
+Both classes replace the cache of transformers' attention. It passes keys after their rotation and
+values, just as a server would store them, and continues with the returned tensors. Legend: B batch,
+J KV heads, S tokens, D head size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from formats.codecs.kv_cache import kv_scale, round_kv
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvScales:
+    """One layer's scales, float32: [1], or per head [J, 1, 1] as in compressed-tensors.
+
+    The largest magnitude in the data maps to the largest code.
+    """
+
+    k_scale: torch.Tensor
+    v_scale: torch.Tensor
+
+
+class KvRange:
+    """Records the largest magnitudes; changes nothing."""
+
+    def __init__(self, per_head: bool = False) -> None:
+        self.per_head = per_head
+        self.largest: dict[str, torch.Tensor] = {}  # [J]
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, *_: object, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        for name, x_BJSD in (("keys", keys), ("values", values)):
+            self._raise(name, x_BJSD.abs().amax((0, 2, 3)).float())
+        return keys, values
+
+    def merge(self, other: "KvRange") -> None:
+        """Add the magnitudes that another range recorded."""
+        for name, largest_J in other.largest.items():
+            self._raise(name, largest_J)
+
+    def _raise(self, name: str, largest_J: torch.Tensor) -> None:
+        before_J = self.largest.get(name, largest_J)
+        self.largest[name] = torch.maximum(before_J, largest_J.to(before_J.device))
+
+    def scales(self, kv_cache: str) -> KvScales:
+        found = {}
+        for name, largest_J in self.largest.items():
+            scales = [kv_scale(each, kv_cache) for each in largest_J.tolist()]
+            if self.per_head:
+                found[name] = torch.tensor(scales).view(-1, 1, 1)
+            else:
+                found[name] = torch.tensor([max(scales)])
+        return KvScales(k_scale=found["keys"], v_scale=found["values"])
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedKv:
+    """Returns what an 8-bit cache would return, to measure its error."""
+
+    scales: KvScales
+    kv_cache: str
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, *_: object, **__: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        k_scale, v_scale = (
+            scale.to(keys.device) for scale in (self.scales.k_scale, self.scales.v_scale)
+        )
+        return (
+            round_kv(keys, k_scale, self.kv_cache),
+            round_kv(values, v_scale, self.kv_cache),
+        )

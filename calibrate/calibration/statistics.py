@@ -1,0 +1,215 @@
+"""Statistics of one linear input on calibration data: second moments, ranges, counts.
+
+Linears that read the same input share one object. Legend: T tokens, K inputs.
+"""
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass
+
+import torch
+
+from formats.errors import InputError
+
+# Number of tokens kept as a sample, for errors that second moments do not show.
+SAMPLE_PER_CALL, SAMPLE_CALLS = 32, 16
+# Held-out tokens kept per input; fewer than the second number decide nothing.
+MOST_HELD, FEWEST_HELD = 2048, 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOut:
+    """Inputs of tokens that no solver fits, by which solutions are compared."""
+
+    inputs_TK: torch.Tensor
+    targets_TK: torch.Tensor | None = None  # the float model's inputs; None: not known
+
+    @classmethod
+    def of(cls, x: torch.Tensor, reference: torch.Tensor | None = None) -> "HeldOut":
+        """Evenly spaced tokens of inputs [..., K], at most MOST_HELD."""
+        x_TK = x.reshape(-1, x.shape[-1])
+        step = max(1, -(-x_TK.shape[0] // MOST_HELD))
+        targets_TK = None
+        if reference is not None and reference.shape == x.shape:
+            targets_TK = reference.reshape(x_TK.shape)[::step].float().clone()
+        return cls(inputs_TK=x_TK[::step].float().clone(), targets_TK=targets_TK)
+
+    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "HeldOut":
+        """Copy with both tensors changed."""
+        targets_TK = None if self.targets_TK is None else change(self.targets_TK)
+        return HeldOut(inputs_TK=change(self.inputs_TK), targets_TK=targets_TK)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSums:
+    """Contribution of one batch of inputs, on the device where it was computed."""
+
+    num_tokens: int
+    moment_KK: torch.Tensor  # sum of x x^T
+    drift_KK: torch.Tensor | None  # sum of (x of the float model - x) x^T
+    absmax_K: torch.Tensor
+    sample_TK: torch.Tensor
+
+    @classmethod
+    def of(cls, x: torch.Tensor, reference: torch.Tensor | None = None) -> "BatchSums":
+        """Sums of inputs [..., K]. Products of 16-bit inputs are exact, sums are float32."""
+        x_TK = x.reshape(-1, x.shape[-1])
+        moment_KK, drift_KK = _product(x_TK, x_TK), None
+        if reference is not None and reference.shape == x.shape:
+            drift_KK = _product(reference.reshape(x_TK.shape), x_TK).sub_(moment_KK)
+        # Every batch gives a few tokens, evenly spaced: the sample covers all of the data.
+        step = max(1, x_TK.shape[0] // SAMPLE_PER_CALL)
+        return cls(
+            num_tokens=x_TK.shape[0],
+            moment_KK=moment_KK,
+            drift_KK=drift_KK,
+            absmax_K=x_TK.abs().amax(0).float(),
+            sample_TK=x_TK[::step][:SAMPLE_PER_CALL].float().clone(),
+        )
+
+
+class InputStatistics:
+    """Sums over all tokens [T, K] that reached an input; one pass, memory K x K."""
+
+    def __init__(self, in_features: int, device: torch.device | str, name: str = "input") -> None:
+        self.name = name
+        self.num_tokens = 0
+        self.moment_KK = torch.zeros(in_features, in_features, device=device)  # sum of x x^T
+        self.drift_KK: torch.Tensor | None = None  # sum of (x of the float model - x) x^T
+        self.absmax_K = torch.zeros(in_features, device=device)
+        self._sample: list[torch.Tensor] = []
+        self._held: list[HeldOut] = []
+        self.notes: list[str] = []  # messages of a solver: raised damping and the like
+        self.cache: dict[str, object] = {}  # derived by a solver, shared by the input's linears
+
+    def update(self, x: torch.Tensor, reference: torch.Tensor | None = None) -> None:
+        """Add inputs [..., K]. `reference` is the float model's input for these tokens."""
+        if x.numel():
+            self.add(BatchSums.of(x, reference))
+
+    def add(self, batch: "BatchSums") -> None:
+        """Add sums that were computed elsewhere, perhaps on another device.
+
+        Sums are float32: another order of batches gives other last digits.
+        """
+        device = self.moment_KK.device
+        self.moment_KK += batch.moment_KK.to(device)
+        if batch.drift_KK is not None:
+            if self.drift_KK is None:
+                self.drift_KK = torch.zeros_like(self.moment_KK)
+            self.drift_KK += batch.drift_KK.to(device)
+        self.num_tokens += batch.num_tokens
+        self.absmax_K = torch.maximum(self.absmax_K, batch.absmax_K.to(device))
+        if len(self._sample) < SAMPLE_CALLS:
+            self._sample.append(batch.sample_TK.to(device))
+
+    def hold_out(self, held: HeldOut) -> None:
+        """Keep tokens out of the sums, for `held_out_error`; their range still counts."""
+        device = self.moment_KK.device
+        held = held.changed(lambda x_TK: x_TK.to(device))
+        if held.inputs_TK.numel():
+            self.absmax_K = torch.maximum(self.absmax_K, held.inputs_TK.abs().amax(0))
+        if sum(len(each.inputs_TK) for each in self._held) < MOST_HELD:
+            self._held.append(held)
+
+    def to(self, device: torch.device | str) -> "InputStatistics":
+        """This object if it is on that device, else a copy with its own cache."""
+        moment_KK = self.moment_KK.to(device)
+        if moment_KK is self.moment_KK:
+            return self
+        found = copy(self)
+        found.moment_KK, found.absmax_K = moment_KK, self.absmax_K.to(device)
+        found.drift_KK = None if self.drift_KK is None else self.drift_KK.to(device)
+        found._sample = [x_TK.to(device) for x_TK in self._sample]
+        found._held = [each.changed(lambda x_TK: x_TK.to(device)) for each in self._held]
+        found.notes, found.cache = list(self.notes), {}
+        return found
+
+    def sample(self) -> torch.Tensor:
+        """Some of the tokens, float32 [T, K]."""
+        return torch.cat(self._sample)
+
+    @property
+    def hessian_KK(self) -> torch.Tensor:
+        """Mean of x x^T: half the second derivative of the mean squared output error."""
+        return self.moment_KK / max(self.num_tokens, 1)
+
+    @property
+    def importance_K(self) -> torch.Tensor:
+        """Mean of x^2 of every input."""
+        return self.moment_KK.diagonal() / max(self.num_tokens, 1)
+
+    def check(self) -> None:
+        """Raise InputError, with the input's name, if an activation was NaN or infinite."""
+        if not torch.isfinite(self.moment_KK).all():
+            raise InputError(
+                self.name,
+                "its activations contain NaN or infinity, or overflow when squared",
+                "check that the float model works, or use `device` cpu, which computes in float32",
+            )
+
+    def scale_(self, scale_K: torch.Tensor) -> None:
+        """Follow a change of the input from x to x / scale."""
+        inverse_K = 1 / scale_K.float().to(self.moment_KK.device)
+        self.moment_KK.mul_(inverse_K[:, None]).mul_(inverse_K)
+        if self.drift_KK is not None:
+            self.drift_KK.mul_(inverse_K[:, None]).mul_(inverse_K)
+        self.absmax_K = self.absmax_K * inverse_K
+        self._sample = [x_TK * inverse_K for x_TK in self._sample]
+        self._held = [each.changed(lambda x_TK: x_TK * inverse_K) for each in self._held]
+        self.cache.clear()
+
+    def held_out_error(self, weight_NK: torch.Tensor, found_NK: torch.Tensor) -> float | None:
+        """||X' W^T - X Wq^T|| / ||X' W^T|| over held-out tokens; None if there are too few.
+
+        X' are the float model's inputs where they are known, else X.
+        """
+        error = reference = tokens = 0.0
+        weight_NK, found_NK = weight_NK.float(), found_NK.float()
+        for held in self._held:
+            targets_TK = held.inputs_TK if held.targets_TK is None else held.targets_TK
+            wanted_TN = targets_TK @ weight_NK.t()
+            reference += float(wanted_TN.square().sum(dtype=torch.float64))
+            difference_TN = wanted_TN.sub_(held.inputs_TK @ found_NK.t())
+            error += float(difference_TN.square_().sum(dtype=torch.float64))
+            tokens += len(held.inputs_TK)
+        if tokens < FEWEST_HELD:
+            return None
+        return (error / reference) ** 0.5 if reference else 0.0
+
+    def squared_error(self, difference_NK: torch.Tensor) -> torch.Tensor:
+        """Squared output error of each row, [N], summed over the tokens seen."""
+        difference_NK = difference_NK.float()
+        return (difference_NK @ self.moment_KK).mul_(difference_NK).sum(1).clamp_(min=0)
+
+    def relative_output_error(self, weight_NK: torch.Tensor, found_NK: torch.Tensor) -> float:
+        """||X (W - Wq)^T|| / ||X W^T|| over the calibration tokens; 0 where X W^T is zero.
+
+        The result has a few exact digits: on a GPU, tensor cores compute it from bfloat16.
+        """
+        weight_NK = weight_NK.float()
+        difference_NK = weight_NK - found_NK.float()
+        if self.moment_KK.is_cuda:
+            reference, error = (self._coarse_error(each) for each in (weight_NK, difference_NK))
+        else:
+            reference, error = (
+                float(self.squared_error(each).double().sum())
+                for each in (weight_NK, difference_NK)
+            )
+        return (error / reference) ** 0.5 if reference else 0.0
+
+    def _coarse_error(self, difference_NK: torch.Tensor) -> float:
+        """Squared error from bfloat16 products; rounding errors cancel in the long sum."""
+        moment_KK = self.cache.get("coarse moment")
+        if moment_KK is None:
+            moment_KK = self.cache["coarse moment"] = self.moment_KK.bfloat16()
+        product_NK = torch.mm(difference_NK.bfloat16(), moment_KK, out_dtype=torch.float32)
+        return max(float(product_NK.mul_(difference_NK).sum(dtype=torch.float64)), 0.0)
+
+
+def _product(left_TK: torch.Tensor, right_TK: torch.Tensor) -> torch.Tensor:
+    """Sum of the tokens' outer products [K, K], float32."""
+    if left_TK.is_cuda and left_TK.dtype in (torch.float16, torch.bfloat16):
+        # On tensor cores, where products of 16-bit numbers are exact as well.
+        return torch.mm(left_TK.t(), right_TK, out_dtype=torch.float32)
+    return left_TK.float().t() @ right_TK.float()

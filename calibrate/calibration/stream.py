@@ -1,0 +1,258 @@
+"""Data that flows from layer to layer: calibration windows, and text to compare models on.
+
+Several devices have some of the windows each, in whole batches. Every batch is computed as on one
+device, and sums of batches are added in the data's order. The result is that of one device, bit for
+bit, as far as devices of a kind compute equally.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from calibrate.calibration.capture import (
+    HiddenStates,
+    LayerRunner,
+    Rounding,
+    add_statistics,
+    batch_windows,
+    empty_statistics,
+)
+from calibrate.calibration.kv_range import KvRange, KvScales, RoundedKv
+from calibrate.calibration.statistics import InputStatistics
+from calibrate.devices import Devices, Turns
+from calibrate.layer import FinishedLayer
+from calibrate.quality.agreement import Agreement, compare_logits
+from calibrate.solvers.solving import LayerState, Tuning
+from calibrate.solvers.tuning import tune_layer
+
+HELD_EVERY = 8  # one calibration window in this many is held out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """Hidden states of one device's windows; None where it has none."""
+
+    runner: LayerRunner
+    calibration: HiddenStates | None
+    reference: HiddenStates | None  # the same windows in the float model
+    after: HiddenStates | None  # evaluation windows in the quantized model
+    before: HiddenStates | None  # the same windows in the float model
+
+
+class Stream:
+    """Hidden states of calibration and evaluation, after the layers so far.
+
+    Each goes through the quantized layers and, for comparison, through the float ones. Any may be
+    absent.
+    """
+
+    def __init__(
+        self,
+        devices: Devices,
+        runners: Sequence[LayerRunner],
+        embedding_VD: torch.Tensor,
+        rewritten_VD: torch.Tensor,
+        *,
+        calibration_WS: torch.Tensor | None,
+        evaluation_WS: torch.Tensor | None,
+        with_reference: bool = False,
+        kv_cache: str | None = None,
+        kv_per_head: bool = False,
+        all_experts: bool = False,
+        hold_out: bool = False,
+        spill: Path | None = None,
+    ) -> None:
+        """One runner per device. `rewritten_VD` is the quantized model's embedding; `spill` is a
+        folder to save memory.
+
+        `with_reference`: statistics include the distance of the inputs from the float model's.
+        `kv_cache`: the evaluation of the quantized model reads keys and values from such a cache,
+        with `kv_per_head` scaled per KV head. `all_experts`: statistics cover every token at every
+        expert. `hold_out`: statistics keep some windows apart, to compare solutions by.
+        """
+        self.devices, self.evaluation_WS = devices, evaluation_WS
+        self.kv_cache, self.kv_per_head, self.all_experts = kv_cache, kv_per_head, all_experts
+        windows = 0 if calibration_WS is None else len(calibration_WS)
+        self._held_every = min(HELD_EVERY, windows) if hold_out and windows > 1 else 0
+        self._calibration_rows = windows_of_lanes(calibration_WS, len(runners))
+        self._evaluation_rows = windows_of_lanes(evaluation_WS, len(runners))
+        reference_WS = calibration_WS if with_reference else None
+
+        def embed(
+            lane: int,
+            ids_WS: torch.Tensor | None,
+            rows_of_lanes: list[torch.Tensor],
+            table_VD: torch.Tensor,
+        ) -> HiddenStates | None:
+            rows = rows_of_lanes[lane]
+            if ids_WS is None or not len(rows):
+                return None
+            return HiddenStates(ids_WS[rows], table_VD, runners[lane], spill, devices.check)
+
+        self._lanes = [
+            Lane(
+                runner=runner,
+                calibration=embed(lane, calibration_WS, self._calibration_rows, rewritten_VD),
+                reference=embed(lane, reference_WS, self._calibration_rows, rewritten_VD),
+                after=embed(lane, evaluation_WS, self._evaluation_rows, rewritten_VD),
+                before=embed(lane, evaluation_WS, self._evaluation_rows, embedding_VD),
+            )
+            for lane, runner in enumerate(runners)
+        ]
+
+    def statistics(self, layer: int, state: LayerState) -> dict[str, InputStatistics]:
+        """Statistics of the layer's inputs on the first device; empty without data."""
+
+        if self._lanes[0].calibration is None:
+            return {}
+        statistics = empty_statistics(self._lanes[0].runner, layer, state, self.all_experts)
+        turns = Turns(self.devices.check) if len(self._lanes) > 1 else None
+
+        def collect(lane: Lane) -> None:
+            runner = lane.runner
+            module = runner.build(layer, state, all_experts=self.all_experts)
+            numbers = itertools.count(self._lanes.index(lane), len(self._lanes))
+            add_statistics(
+                statistics,
+                runner,
+                module,
+                layer,
+                lane.calibration,
+                lane.reference,
+                numbers,
+                turns,
+                self._held_every,
+            )
+
+        self._together(lambda lane: lane.calibration, collect)
+        for stats in dict.fromkeys(statistics.values()):
+            stats.check()
+        return statistics
+
+    def advance_reference(self, layer: int, loaded: LayerState) -> None:
+        """Run the float model's own data through the layer as it was loaded."""
+        self._advance(lambda lane: lane.reference, layer, loaded)
+
+    def tune(
+        self, layer: int, loaded: LayerState, finished: FinishedLayer, tuning: Tuning, seed: int
+    ) -> FinishedLayer:
+        """Tune the layer towards the float model's outputs, which the reference has by now.
+
+        This runs on the first device: a step has too little data to divide.
+        """
+        return tune_layer(
+            self._lanes[0].runner,
+            layer,
+            loaded,
+            finished,
+            self._all_windows(lambda lane: lane.calibration),
+            self._all_windows(lambda lane: lane.reference),
+            tuning,
+            seed,
+        )
+
+    def advance(self, layer: int, original: LayerState, finished: FinishedLayer) -> KvScales | None:
+        """Run all other data through the original and the finished layer.
+
+        Returns the scales of the layer's KV cache, if requested.
+        """
+        cache, scales = None, None
+        runner = self._lanes[0].runner
+        rounds_kv = self.kv_cache is not None and not runner.has_state(layer)
+        seen = [KvRange(self.kv_per_head) if rounds_kv else None for _ in self._lanes]
+        state, roundings = finished.apply(original), finished.roundings()
+        self._advance(lambda lane: lane.calibration, layer, state, roundings, seen)
+        if rounds_kv:
+            first, *others = seen
+            for other in others:
+                first.merge(other)
+            scales = first.scales(self.kv_cache)
+            cache = RoundedKv(scales, self.kv_cache)
+        caches = [cache] * len(self._lanes)
+        self._advance(lambda lane: lane.after, layer, state, roundings, caches)
+        self._advance(lambda lane: lane.before, layer, original)
+        return scales
+
+    def _advance(
+        self,
+        which: Callable[[Lane], HiddenStates | None],
+        layer: int,
+        state: LayerState,
+        activation: Mapping[str, Rounding] | None = None,
+        caches: Sequence[Any] | None = None,
+    ) -> None:
+        caches_of = dict(zip(self._lanes, caches or [None] * len(self._lanes), strict=True))
+
+        def run(lane: Lane) -> None:
+            module = lane.runner.build(layer, state, activation)
+            which(lane).advance(lane.runner, module, layer, caches_of[lane])
+
+        self._together(which, run)
+
+    def _together(
+        self, which: Callable[[Lane], HiddenStates | None], work: Callable[[Lane], Any]
+    ) -> list[Any]:
+        """Results of `work` on the lanes that have such windows: the first ones, or none."""
+        lanes = [lane for lane in self._lanes if which(lane) is not None]
+        jobs = [lambda lane=lane: work(lane) for lane in lanes]
+        return self.devices.together(jobs)
+
+    def _all_windows(self, which: Callable[[Lane], HiddenStates]) -> torch.Tensor:
+        """[W, S, D] in the data's order; with several devices, in host memory."""
+        parts = [which(lane).states_WSD for lane in self._lanes if which(lane) is not None]
+        if len(parts) == 1:
+            return parts[0]
+        order_W = torch.cat(self._calibration_rows).argsort()
+        return torch.cat([part.cpu() for part in parts])[order_W]
+
+    def agreement(
+        self,
+        before: tuple[torch.Tensor, torch.Tensor],
+        after: tuple[torch.Tensor, torch.Tensor],
+        given: Iterable[int] = (),
+    ) -> Agreement:
+        """Distance of the quantized from the float model on the evaluation windows.
+
+        Each model is given as (last norm, head). `given`: token ids that do not count.
+        """
+        reference = self._logits(lambda lane: lane.before, *before)
+        other = self._logits(lambda lane: lane.after, *after)
+        return compare_logits(
+            self.evaluation_WS, lambda _: next(reference), lambda _: next(other), given, False
+        )
+
+    def first_logits(self, norm_D: torch.Tensor, head_VD: torch.Tensor, count: int) -> torch.Tensor:
+        """Logits [S, V] of the quantized model after the first tokens of the first window."""
+        return next(self._logits(lambda lane: lane.after, norm_D, head_VD, count))
+
+    def _logits(
+        self,
+        which: Callable[[Lane], HiddenStates],
+        norm_D: torch.Tensor,
+        head_VD: torch.Tensor,
+        count: int | None = None,
+    ) -> Iterator[torch.Tensor]:
+        """Logits of each evaluation window, or of its first `count` tokens."""
+        heads = [head_VD.to(lane.runner.device, lane.runner.dtype) for lane in self._lanes]
+        places = sorted(
+            (int(window), number, row)
+            for number, rows in enumerate(self._evaluation_rows)
+            for row, window in enumerate(rows)
+        )
+        for _, number, row in places:
+            lane = self._lanes[number]
+            hidden_SD = which(lane).states_WSD[row][:count].to(lane.runner.device)
+            yield lane.runner.final_logits(hidden_SD, norm_D, heads[number])
+
+
+def windows_of_lanes(ids_WS: torch.Tensor | None, lanes: int) -> list[torch.Tensor]:
+    """Indices of the windows of each lane: batches in turn."""
+    if ids_WS is None:
+        return [torch.empty(0, dtype=torch.long)] * lanes
+    number_W = torch.arange(ids_WS.shape[0])
+    lane_W = number_W // batch_windows(ids_WS.shape[1]) % lanes
+    return [number_W[lane_W == lane] for lane in range(lanes)]

@@ -1,0 +1,1 @@
+"""Quality of a quantized model: its distance from the float model, and the records of it."""

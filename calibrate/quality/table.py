@@ -1,0 +1,24 @@
+"""Table of the distance between two models."""
+
+from calibrate.quality.agreement import Agreement
+from formats.table import text_table
+
+HEADER = ("model", "perplexity", "KL divergence", "same top token")
+
+
+def agreement_table(found: Agreement, reference: str, model: str, text: str) -> str:
+    """Both models with their perplexities, and the model's distance from the reference."""
+    rows = [
+        (reference, f"{found.reference_perplexity:.4f}", "0", "100 %"),
+        (
+            model,
+            f"{found.perplexity:.4f}",
+            f"{found.divergence:.5f}",
+            f"{100 * found.same_top_token:.2f} %",
+        ),
+    ]
+    return (
+        f"{text_table(HEADER, rows)}\n\n{found.windows} windows of {found.sequence_length} tokens"
+        f" of {text}; KL divergence in nats per token from {reference}, largest"
+        f" {found.largest_divergence:.3f}"
+    )

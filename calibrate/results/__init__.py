@@ -1,0 +1,1 @@
+"""Results of a run: tensors, verification, report, model card."""

@@ -1,0 +1,1 @@
+"""Resume an interrupted run: its identity, and its finished layers on disk."""

@@ -1,0 +1,220 @@
+"""Finished layers on disk, so that an interrupted run can resume.
+
+A folder next to the target holds journal.json (the run's identity) and one safetensors file per
+finished layer, with the layer's report in its metadata. Files appear by renaming, so existing files
+are complete.
+"""
+
+import json
+import logging
+import os
+import shutil
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from calibrate.layer import FinishedLayer
+from calibrate.results.report import LinearReport
+from formats.checkpoint import read_json
+from formats.errors import CheckpointError, DiskError, InputError, one_line
+from formats.in_memory.fp4 import Fp4Weight, is_fp4
+from formats.in_memory.fp8 import Fp8Weight
+from formats.in_memory.packed import PackedWeight
+from formats.in_memory.weights import Weight
+from formats.scheme import ActivationSpec, QuantSpec
+
+log = logging.getLogger(__name__)
+
+IDENTITY = "journal.json"
+# spec type -> the tensors of a weight of that type, by their names in the file
+FIELDS = {
+    "int": {"words": "words_NW", "scales": "scales_NG", "zeros": "zeros_NG"},
+    "float": {"codes": "codes_NK", "scales": "scales_RC"},
+    "mxfp4": {"codes": "bytes_NB", "scales": "scales_NG"},
+    "nvfp4": {"codes": "bytes_NB", "scales": "scales_NG", "whole": "global_scale"},
+}
+# Optional tensors: of static activations, of act-order.
+OPTIONAL = {"input_scale": "input_scale", "order": "input_order"}
+RECORD = "qserve_layer"
+
+
+class JournalError(CheckpointError):
+    """The files on disk do not fit this run. They stay: only the user may delete them."""
+
+
+class Journal:
+    """Context manager of the folder.
+
+    A crash leaves the folder, and so does any failure after all layers are solved. A user error
+    before that removes it.
+    """
+
+    def __init__(self, target: str | Path, identity: dict[str, Any]) -> None:
+        """Open or create the folder.
+
+        Raises JournalError if an unfinished run has other settings.
+        """
+        target = Path(target).resolve()
+        self.folder = target.parent / f".{target.name}.unfinished"
+        self.all_solved = False  # set by the pipeline
+        # Normalized like the file's contents: JSON has lists instead of tuples.
+        self.identity = json.loads(json.dumps(identity))
+        path = self.folder / IDENTITY
+        if path.exists():
+            stored = read_json(path)
+            names = sorted(stored.keys() | self.identity.keys())
+            for name in names:
+                before, now = stored.get(name), self.identity.get(name)
+                if before != now:
+                    where, before, now = _difference(name, before, now)
+                    raise JournalError(
+                        str(self.folder),
+                        f"is from an unfinished run with {where} {before!r}; this run has {now!r}",
+                        "use the old settings, or delete this folder to start again",
+                    )
+            return
+        try:
+            if self.folder.exists():
+                shutil.rmtree(self.folder)
+            self.folder.mkdir(parents=True)
+            self._write(IDENTITY, json.dumps(self.identity, indent=2).encode())
+        except OSError as error:
+            self.remove()
+            raise DiskError(
+                str(self.folder), f"cannot be created: {error.strerror}", "is the disk full?"
+            ) from None
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or issubclass(kind, JournalError):
+            return
+        mended = issubclass(kind, DiskError) or self.all_solved  # resuming can succeed
+        if issubclass(kind, InputError) and not mended:
+            self.remove()
+        elif any(self.folder.glob("layer-*")):
+            log.warning(
+                "%s keeps the finished layers: run the same command again to resume", self.folder
+            )
+
+    def remove(self) -> None:
+        """Delete the folder: the run is complete, or cannot be completed."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def write(self, layer: int, finished: FinishedLayer, source: str) -> None:
+        """Write a finished layer; `source` is the digest of its float layer."""
+        tensors = {f"changed.{name}": tensor for name, tensor in finished.changed.items()}
+        for name, packed in finished.packed.items():
+            for short, field in (FIELDS[packed.spec.type] | OPTIONAL).items():
+                if getattr(packed, field, None) is not None:
+                    tensors[f"{short}.{name}"] = getattr(packed, field)
+        record = {
+            "source": source,
+            "linears": [asdict(report) for report in finished.reports],
+            "notes": finished.notes,
+            "packed": {
+                name: {
+                    "spec": asdict(packed.spec),
+                    "activation": packed.activation and asdict(packed.activation),
+                    "in_features": packed.in_features,
+                }
+                for name, packed in finished.packed.items()
+            },
+        }
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        partial = self.folder / "partial"
+        try:
+            save_file(tensors, partial, metadata={RECORD: json.dumps(record)})
+            self._publish(partial, self._path(layer))
+        except (SafetensorError, OSError) as error:
+            raise DiskError(
+                str(self.folder), f"cannot be written: {one_line(error)}", "is the disk full?"
+            ) from None
+
+    def read(self, layer: int, device: str, source: str) -> FinishedLayer | None:
+        """Read a finished layer; None if it does not exist.
+
+        Raises JournalError on damage, or if it was made from another float layer than the one with
+        digest `source`.
+        """
+        path = self._path(layer)
+        if not path.exists():
+            return None
+        try:
+            with safe_open(path, framework="pt") as file:
+                record = json.loads((file.metadata() or {})[RECORD])
+                tensors = {name: file.get_tensor(name).to(device) for name in file.keys()}  # noqa: SIM118 - no mapping
+            packed = {
+                name: _weight(name, fields, tensors) for name, fields in record["packed"].items()
+            }
+            reports = tuple(_report(linear) for linear in record["linears"])
+            made_of = record["source"]
+        except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
+            raise JournalError(
+                str(path), f"is damaged: {error}", f"delete {self.folder} to start again"
+            ) from None
+        if made_of != source:
+            raise JournalError(
+                str(self.folder),
+                f"is from an unfinished run with other weights in layer {layer}",
+                "restore the old weights, or delete this folder to start again",
+            )
+        changed = {
+            name.removeprefix("changed."): tensor
+            for name, tensor in tensors.items()
+            if name.startswith("changed.")
+        }
+        return FinishedLayer(
+            packed=packed, changed=changed, reports=reports, notes=tuple(record["notes"])
+        )
+
+    def _path(self, layer: int) -> Path:
+        return self.folder / f"layer-{layer:05d}.safetensors"
+
+    def _write(self, name: str, content: bytes) -> None:
+        partial = self.folder / "partial"
+        partial.write_bytes(content)
+        self._publish(partial, self.folder / name)
+
+    def _publish(self, partial: Path, path: Path) -> None:
+        """Sync, then rename: after a power cut, a file with its final name is complete."""
+        descriptor = os.open(partial, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        partial.rename(path)
+
+
+def _difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:
+    """First difference as (name, before, now); objects are compared entry by entry."""
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        return name, before, now
+    key = next(key for key in {**before, **now} if before.get(key) != now.get(key))
+    return _difference(f"{name} {key}", before.get(key), now.get(key))
+
+
+def _weight(name: str, record: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Weight:
+    spec, activation = QuantSpec(**record["spec"]), record["activation"]
+    values: dict[str, Any] = {
+        field: tensors[f"{short}.{name}"] for short, field in FIELDS[spec.type].items()
+    }
+    values["input_scale"] = tensors.get(f"input_scale.{name}")
+    values["activation"] = activation and ActivationSpec(**activation)
+    if spec.type == "float":
+        return Fp8Weight(spec=spec, **values)
+    if is_fp4(spec):
+        return Fp4Weight(spec=spec, **{"global_scale": None, **values})
+    values["input_order"] = tensors.get(f"order.{name}")
+    return PackedWeight(spec=spec, in_features=record["in_features"], **values)
+
+
+def _report(values: dict[str, Any]) -> LinearReport:
+    known = {field.name for field in fields(LinearReport)}
+    values = {name: value for name, value in values.items() if name in known}
+    return LinearReport(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})

@@ -1,0 +1,1 @@
+"""Solvers: from a weight and its statistics to codes."""

@@ -1,0 +1,272 @@
+"""GPTQ: round a weight column by column; the remaining columns compensate each error.
+
+Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers"
+(2022). The order of the columns is a row of ORDERS (calibrate/solvers/column_order.py).
+
+Legend: N outputs, K inputs, G groups, L inputs of a group, H mean of x x^T [K, K], U upper Cholesky
+factor of H^-1, B a block of columns.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from calibrate.calibration.statistics import InputStatistics
+from calibrate.solvers.column_order import ORDERS, ColumnOrder, blocks
+from calibrate.solvers.solving import SolverError
+from formats.in_memory.packed import PackedWeight
+from formats.numerics import affine
+from formats.scheme import QuantSpec
+
+# Fractions of the mean of H's diagonal that are added to it, tried in turn until H can be factored.
+# The first one tried is at least the inputs per token (`least_damping`): with few tokens, less
+# damping fits their noise. SmolLM2-135M-Instruct (dequantized from Q4_1), W4A16 in groups of 64,
+# calibrated on 16 x 512 tokens, mean relative error of the second layer's outputs on held-out text:
+# gptq 0.060 with 0.01, 0.057 with the inputs per token; gptaq 0.060, which is worse than gptq, and
+# 0.056, which is better.
+DAMPING = (0.01, 0.03, 0.1, 0.3, 1.0)
+MOST_LEAST_DAMPING = 0.3
+# Fraction of the way to the weight that fits the calibration data best. That weight is too small,
+# because its inputs have errors, layer after layer; and it fits noise: SmolLM2-135M-Instruct
+# (dequantized from Q4_1), W4A16 in groups of 64, 8 x 512 tokens, perplexity on 4 x 512 tokens of
+# wikitext-2 34.9 with 0.75, 28.6 with 0.25, 29.3 with 0 (rtn: 35.0). Toy models prefer 0.75
+# (examples/search_correction.py): mean of log(perplexity after / before) of docs-5m and docs-29m
+# 0.0481 at 0.25, 0.0438 at 0.75.
+CORRECTION = 0.25
+# Below this width a CPU factors in float64: it costs little and helps badly conditioned inputs.
+MAX_DOUBLE_WIDTH = 4096
+# Up to this number of bits, each linear is solved in both orders and gets the better result. Output
+# errors of docs-29m's third layer, group-aware against static: 2 bits g64, 3 to 5 % less; 3 bits
+# g128, 0 to 1 % less in the attention, 2 % more in down_proj; 4 bits, equal: not worth a second
+# solution.
+MAX_TRIED_BITS = 3
+DEFAULT_ORDER = ORDERS["static"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factor:
+    """Shared by all linears of one input: the order of the columns, and U for that order."""
+
+    order_K: torch.Tensor
+    upper_KK: torch.Tensor  # float32
+    damping: float
+
+    @property
+    def importance_K(self) -> torch.Tensor:
+        """Cost of an error of each input, after the later inputs have compensated it."""
+        pivots_K = self.upper_KK.diagonal()
+        return torch.empty_like(pivots_K).index_copy_(0, self.order_K, 1 / pivots_K.square())
+
+
+def solve(
+    weight_NK: torch.Tensor,
+    stats: InputStatistics | None,
+    spec: QuantSpec,
+    name: str,
+    order: ColumnOrder | None = None,
+) -> PackedWeight:
+    """Quantize one linear's weight for the inputs seen in `stats`.
+
+    `order` None: the best of the orders that keep adjacent inputs in a group. Raises SolverError if
+    the inputs do not determine a solution: there are none, or H cannot be factored.
+    """
+    if stats is None or stats.num_tokens == 0:
+        raise SolverError(name, "no calibration token reached it")
+    if order is None and spec.bits <= MAX_TRIED_BITS:
+        found = [_solve(weight_NK, stats, spec, name, ORDERS[n]) for n in ("static", "group-aware")]
+        return min(found, key=lambda each: _output_error(weight_NK, each, stats))
+    return _solve(weight_NK, stats, spec, name, order or DEFAULT_ORDER)
+
+
+def _output_error(weight_NK: torch.Tensor, found: PackedWeight, stats: InputStatistics) -> float:
+    difference_NK = weight_NK.float() - found.dequantize()
+    return float(stats.squared_error(difference_NK).double().sum())
+
+
+def _solve(
+    weight_NK: torch.Tensor,
+    stats: InputStatistics,
+    spec: QuantSpec,
+    name: str,
+    order: ColumnOrder,
+) -> PackedWeight:
+    """Solve in one order."""
+    length = spec.group_length(weight_NK.shape[1])
+    key = f"gptq {order.name} {length}"
+    if key not in stats.cache:
+        stats.cache[key] = factor(stats.hessian_KK, name, order, length, least_damping(stats))
+    shared: Factor = stats.cache[key]
+    note = f"damping raised to {shared.damping:.3g}"
+    if shared.damping > least_damping(stats) and note not in stats.notes:
+        stats.notes.append(note)
+    # Raises if the weights have no scales; late scales start from these.
+    scales_NG, zeros_NG = affine.choose_scales(
+        weight_NK, spec, name, importance_K=shared.importance_K
+    )
+    return round_columns(weight_NK, scales_NG, zeros_NG, shared, spec, order, name)
+
+
+def solve_corrected(
+    weight_NK: torch.Tensor,
+    stats: InputStatistics | None,
+    spec: QuantSpec,
+    name: str,
+    share: float = CORRECTION,
+    order: ColumnOrder | None = None,
+) -> PackedWeight:
+    """GPTQ towards the float model's outputs, for inputs that earlier rounding has changed.
+
+    Li et al., "GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric Calibration" (2025):
+    minimize ||W X' - Q X|| with X' the float model's inputs. Here this takes two steps: move the
+    weight `share` of the way to the one whose outputs for X are nearest, then run GPTQ. Plain GPTQ
+    is taken instead if its outputs on held-out windows are nearer. Raises SolverError as `solve`.
+    """
+    if stats is None or stats.drift_KK is None or not stats.num_tokens:
+        return solve(weight_NK, stats, spec, name, order)
+    key = "gptaq"
+    if key not in stats.cache:
+        stats.cache[key] = _correction(stats)
+    weight_NK = weight_NK.float()
+    moved_NK = weight_NK + share * (weight_NK @ stats.cache[key])
+    moved = solve(moved_NK, stats, spec, name, order)
+    error = stats.held_out_error(weight_NK, moved.dequantize())
+    if error is None:
+        return moved
+    plain = solve(weight_NK, stats, spec, name, order)
+    return moved if error <= stats.held_out_error(weight_NK, plain.dequantize()) else plain
+
+
+def _correction(stats: InputStatistics) -> torch.Tensor:
+    """D (H + damping)^-1 [K, K], D the mean of (x' - x) x^T; zero without a factor."""
+    damped_KK = stats.moment_KK.to(_dtype(stats.moment_KK), copy=True)
+    damped_KK.diagonal().add_(least_damping(stats) * damped_KK.diagonal().mean())
+    lower_KK, failed = torch.linalg.cholesky_ex(damped_KK)
+    if failed:
+        return torch.zeros_like(stats.moment_KK)
+    found_KK = torch.cholesky_solve(stats.drift_KK.to(lower_KK.dtype).t(), lower_KK).t()
+    return found_KK.float()
+
+
+def least_damping(stats: InputStatistics) -> float:
+    """Smallest damping that does not fit the noise of so few tokens."""
+    return min(max(DAMPING[0], len(stats.moment_KK) / stats.num_tokens), MOST_LEAST_DAMPING)
+
+
+def _dtype(hessian_KK: torch.Tensor) -> torch.dtype:
+    """Dtype of the factorization."""
+    exact = hessian_KK.device.type == "cpu" and len(hessian_KK) <= MAX_DOUBLE_WIDTH
+    return torch.float64 if exact else torch.float32
+
+
+def factor(
+    hessian_KK: torch.Tensor,
+    name: str = "weight",
+    order: ColumnOrder = DEFAULT_ORDER,
+    length: int = 1,
+    least: float = DAMPING[0],
+) -> Factor:
+    """Order the columns, damp H and factor its inverse. Raises SolverError if that fails.
+
+    `least` is the damping that is tried first.
+
+    An input that is always zero (a dead column) gets curvature 1 and no neighbours: it is rounded
+    to nearest and compensates no errors. `length` is the size of a group.
+    """
+    diagonal_K = hessian_KK.diagonal().to(_dtype(hessian_KK), copy=True)
+    diagonal_K[diagonal_K == 0] = 1
+    order_K = order.columns(diagonal_K, length)
+    # Factor H with reversed columns, H = L L^T. Reversed again, L becomes an upper R with H = R
+    # R^T, so H^-1 = U^T U with U = R^-1: H itself is never inverted.
+    back_K = order_K.flip(0)
+    ordered_KK = hessian_KK[back_K[:, None], back_K].to(diagonal_K.dtype)
+    del hessian_KK  # gigabytes for wide layers
+    mean = diagonal_K.mean()
+    for damping in (least, *(each for each in DAMPING if each > least)):
+        ordered_KK.diagonal().copy_(diagonal_K[back_K] + damping * mean)
+        lower_KK, failed = torch.linalg.cholesky_ex(ordered_KK)
+        if failed:
+            continue
+        upper_KK = lower_KK.flip(0, 1)
+        del lower_KK
+        identity_KK = torch.eye(len(order_K), dtype=upper_KK.dtype, device=upper_KK.device)
+        upper_KK = torch.linalg.solve_triangular(upper_KK, identity_KK, upper=True)
+        if torch.isfinite(upper_KK).all():
+            return Factor(order_K=order_K, upper_KK=upper_KK.float(), damping=damping)
+    raise SolverError(name, f"its Hessian cannot be factored, even with damping {DAMPING[-1]}")
+
+
+def round_columns(
+    weight_NK: torch.Tensor,
+    scales_NG: torch.Tensor,
+    zeros_NG: torch.Tensor,
+    shared: Factor,
+    spec: QuantSpec,
+    order: ColumnOrder = DEFAULT_ORDER,
+    name: str = "weight",
+) -> PackedWeight:
+    """Round on the given grid with the paper's blocked algorithm.
+
+    With late scales, each group gets the best scale for its updated weights when its turn comes.
+    """
+    width = weight_NK.shape[1]
+    order_K, upper_KK = shared.order_K, shared.upper_KK
+    length = spec.group_length(width)
+    # group of each column in the order of solving
+    group_K = torch.arange(width, device=order_K.device) if order.regroups else order_K
+    group_K = group_K // length
+    # Columns become rows, so that each step reads and writes contiguous memory.
+    open_KN = weight_NK.float().t()[order_K].contiguous()
+    codes_KN = torch.empty_like(open_KN, dtype=torch.uint8)
+    if order.late_scales:
+        scales_NG, zeros_NG = scales_NG.clone(), zeros_NG.clone()
+        groups = group_K[::length].tolist()
+        importance_1K = 1 / upper_KK.diagonal().square()[None]
+    rounding = round_block
+    if weight_NK.is_cuda:
+        from calibrate.solvers.triton_block import round_block as rounding  # loads Triton
+    for begin, end in blocks(width, length, order.late_scales):
+        if order.late_scales and begin % length == 0:
+            group = groups[begin // length]
+            scale_N1, zero_N1 = affine.search(
+                open_KN[begin : begin + length].t()[:, None],
+                spec,
+                importance_1K[:, begin : begin + length],
+            )
+            scales_NG[:, group], zeros_NG[:, group] = scale_N1[:, 0], zero_N1[:, 0]
+        scale_BN = scales_NG.t()[group_K[begin:end]].float()
+        zero_BN = zeros_NG.t()[group_K[begin:end]].float()
+        upper_BB = upper_KK[begin:end, begin:end]
+        codes_BN, errors_BN = rounding(open_KN[begin:end], scale_BN, zero_BN, upper_BB, spec)
+        codes_KN[begin:end] = codes_BN
+        open_KN[end:].addmm_(upper_KK[begin:end, end:].t(), errors_BN, alpha=-1)
+    codes_NK = codes_KN.t()
+    if order.regroups:
+        # Within a group, in the model's order: readers expect this of a group index.
+        order_GL, place_GL = order_K.view(-1, length).sort(1)
+        place_GL += torch.arange(0, width, length, device=order_K.device)[:, None]
+        codes_NK, order_K = codes_NK[:, place_GL.flatten()], order_GL.flatten()
+        packed = PackedWeight.from_codes(codes_NK, scales_NG, zeros_NG, spec, name)
+        in_order = torch.equal(order_K, torch.arange(width, device=order_K.device))
+        return packed if in_order else replace(packed, input_order=order_K)
+    codes_NK = torch.empty_like(codes_NK).index_copy_(1, order_K, codes_NK)
+    return PackedWeight.from_codes(codes_NK, scales_NG, zeros_NG, spec, name)
+
+
+def round_block(
+    block_BN: torch.Tensor,
+    scale_BN: torch.Tensor,
+    zero_BN: torch.Tensor,
+    upper_BB: torch.Tensor,
+    spec: QuantSpec,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, errors divided by their pivots) of a block of columns. Overwrites `block_BN`."""
+    pivot_B = upper_BB.diagonal()
+    codes_BN, errors_BN = torch.empty_like(block_BN), torch.empty_like(block_BN)
+    for i in range(len(block_BN)):
+        column_N, scale_N, zero_N = block_BN[i], scale_BN[i], zero_BN[i]
+        code_N = (column_N / scale_N).round_().add_(zero_N).clamp_(0, spec.max_code)
+        codes_BN[i] = code_N
+        error_N = (column_N - (code_N - zero_N) * scale_N) / pivot_B[i]
+        block_BN[i + 1 :].addr_(upper_BB[i, i + 1 :], error_N, alpha=-1)
+        errors_BN[i] = error_N
+    return codes_BN, errors_BN

@@ -1,0 +1,32 @@
+"""Round to nearest: the solver without error compensation."""
+
+import torch
+
+from calibrate.calibration.statistics import InputStatistics
+from calibrate.solvers.solving import SolverError
+from formats.in_memory.packed import PackedWeight
+from formats.in_memory.weights import Weight, round_to_nearest
+from formats.numerics import affine
+from formats.scheme import QuantSpec
+
+
+def solve(
+    weight_NK: torch.Tensor, stats: InputStatistics | None, spec: QuantSpec, name: str
+) -> Weight:
+    """Quantize one linear's weight; reads no statistics. Raises CheckpointError on NaN."""
+    return round_to_nearest(weight_NK, spec, name)
+
+
+def solve_weighted(
+    weight_NK: torch.Tensor, stats: InputStatistics | None, spec: QuantSpec, name: str
+) -> PackedWeight:
+    """Variant whose search of scales weights each input by its mean square ("imatrix").
+
+    Raises SolverError if no token reached the linear.
+    """
+    if stats is None or stats.num_tokens == 0:
+        raise SolverError(name, "no calibration token reached it")
+    importance_K = stats.importance_K
+    scales_NG, zeros_NG = affine.choose_scales(weight_NK, spec, name, importance_K=importance_K)
+    codes_NK = affine.quantize(weight_NK, scales_NG, zeros_NG, spec)
+    return PackedWeight.from_codes(codes_NK, scales_NG, zeros_NG, spec, name)

@@ -1,0 +1,169 @@
+"""Interfaces of solvers and transforms.
+
+A *solver* turns a weight and statistics into codes. A solver that fails raises SolverError; the
+pipeline then rounds that linear to nearest and says so in the report. A *transform* rewrites float
+weights so that they are easier to round, without changing the model's function.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from calibrate.calibration.statistics import InputStatistics
+from calibrate.layer_map import LayerMap, ScalePair
+from formats.errors import InputError
+from formats.in_memory.weights import Weight
+from formats.scheme import ActivationSpec, QuantSpec, Scheme
+
+# (weight [N, K], statistics of its input or None without data, spec, the linear's name) -> codes
+Solver = Callable[[torch.Tensor, InputStatistics | None, QuantSpec, str], Weight]
+LayerState = dict[str, torch.Tensor]  # a layer's tensors by local name
+
+
+class SolverError(InputError):
+    """This linear cannot be solved from its statistics; it can still be rounded to nearest."""
+
+
+def check_solved(
+    weight_NK: torch.Tensor, solved: object, spec: QuantSpec, name: str, act_order: bool = False
+) -> None:
+    """Raise InputError, with the linear's `name`, unless a solver returned what was requested.
+
+    `act_order`: it may group inputs that are not adjacent.
+    """
+    if not isinstance(solved, Weight):
+        raise InputError(
+            name,
+            f"its solver returned {type(solved).__name__}, expected codes and scales",
+            "return PackedWeight.from_codes(...)",
+        )
+    wanted, found = Scheme(weight=spec), Scheme(weight=solved.spec)
+    shape = [solved.out_features, solved.in_features]
+    if (wanted, list(weight_NK.shape)) != (found, shape):
+        raise InputError(
+            name,
+            f"its solver returned {found} {shape}, expected {wanted} {list(weight_NK.shape)}",
+            "use the spec that the solver receives",
+        )
+    if solved.input_order is not None and not act_order:
+        raise InputError(
+            name,
+            "its solver returned codes whose inputs are not grouped in order (act-order), "
+            "which servers reject",
+            "give each group adjacent inputs; the order of solving is free",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerContext:
+    """Information for a transform besides the tensors."""
+
+    layer_map: LayerMap
+    config: dict[str, Any]  # config.json
+    spec: QuantSpec
+    activation_bits: int | None = None  # None: activations are not rounded
+    activation: ActivationSpec | None = None  # how they are rounded
+    seed: int = 0
+    layer: int = 0
+    prefix: str = ""  # of the layer
+    notes: list[str] = field(default_factory=list)  # for the report
+
+    @property
+    def scale_pairs(self) -> tuple[ScalePair, ...]:
+        """Scale pairs of the layer."""
+        return self.layer_map.scale_pairs(self.config, self.layer)
+
+    @property
+    def is_static(self) -> bool:
+        """True if inputs are rounded to int8 with scales from the checkpoint."""
+        own = self.activation
+        return own is not None and own.type == "int" and not own.dynamic
+
+    @property
+    def value_heads(self) -> tuple[int, int]:
+        """(number of key/value heads, query heads per key/value head)."""
+        heads = self.config["num_attention_heads"]
+        shared = self.config.get("num_key_value_heads") or heads
+        return shared, heads // shared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transform:
+    """Up to three hooks that rewrite float weights. Each returns the tensors that it changed."""
+
+    name: str
+    # Gets embeddings, last norm, head by full name; a tied head is passed as a separate tensor.
+    on_model: Callable[[LayerState, LayerContext], LayerState] | None = None
+    # Gets a layer's tensors, before data is seen.
+    on_load: Callable[[LayerState, LayerContext], LayerState] | None = None
+    # Gets a layer's tensors and its inputs' statistics, and must keep them consistent.
+    on_statistics: (
+        Callable[[LayerState, dict[str, InputStatistics], LayerContext], LayerState] | None
+    ) = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """Settings of tuning a whole layer, after its linears are solved (solvers/tuning.py)."""
+
+    steps: int = 200
+    tokens: int = 2048  # per step
+    rate: float = 0.01  # of codes, in codes; decays to 0
+    scale_rate: float = 0.003  # of scales, relative to them
+    norm_rate: float = 0.0005  # of norms' weights, relative to their factor
+
+
+def move_scale(
+    state: LayerState,
+    statistics: dict[str, InputStatistics],
+    pair: ScalePair,
+    scale_K: torch.Tensor,
+    context: LayerContext,
+) -> LayerState:
+    """Divide the inputs of `pair.linears` by scale_K in `pair.previous`, and multiply their
+    weights.
+
+    Returns the changed tensors, with weights in float32, and updates the statistics. A norm keeps
+    its dtype: the linears absorb its rounding error, so that the product stays exact.
+    """
+    changed: LayerState = {}
+    scale_K = scale_K.float()
+    weight = state[f"{pair.previous}.weight"]
+    if pair.kind == "norm":
+        offset = context.layer_map.norm_offset
+        gain_K = weight.float() + offset
+        moved = (gain_K / scale_K - offset).to(weight.dtype)
+        scale_K = torch.where(gain_K == 0, 1.0, gain_K / (moved.float() + offset))
+        changed[f"{pair.previous}.weight"] = torch.where(gain_K == 0, weight, moved)
+        bias = state.get(f"{pair.previous}.bias")
+        if bias is not None:
+            changed[f"{pair.previous}.bias"] = (bias.float() / scale_K).to(bias.dtype)
+    else:
+        scale_N = scale_K
+        if pair.kind == "values":
+            heads, repeats = context.value_heads
+            scale_N = scale_K.view(heads, repeats, -1)[:, 0].flatten()
+        rows = slice(weight.shape[0] - scale_N.shape[0], None)
+        moved = weight.float().clone()
+        moved[rows] /= scale_N[:, None]
+        changed[f"{pair.previous}.weight"] = moved
+        bias = state.get(f"{pair.previous}.bias")
+        if bias is not None:
+            moved = bias.float().clone()
+            moved[rows] /= scale_N
+            changed[f"{pair.previous}.bias"] = moved.to(bias.dtype)
+    for name in pair.linears:
+        changed[f"{name}.weight"] = state[f"{name}.weight"].float() * scale_K
+    statistics[pair.linears[0]].scale_(scale_K)
+    return changed
+
+
+def shared_by_heads(values_K: torch.Tensor, pair: ScalePair, context: LayerContext) -> torch.Tensor:
+    """Make values equal for the query heads that read one value head: their mean."""
+    if pair.kind != "values":
+        return values_K
+    heads, repeats = context.value_heads
+    mean = values_K.view(heads, repeats, -1).mean(1, keepdim=True)
+    return mean.expand(heads, repeats, mean.shape[-1]).reshape(-1)

@@ -1,0 +1,90 @@
+"""GPTQ's inner loop as one GPU kernel, with the results of `round_block` (solvers/gptq.py).
+
+A program holds some outputs and all columns of the block in registers. In plain torch each column
+takes nine launches, which a modern GPU finishes faster than the host can issue them. Legend: B
+columns of a block, N outputs.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from formats.scheme import QuantSpec
+
+OUTPUTS = 32  # per program
+# Adding and subtracting this number removes the fraction: it rounds half to even, as torch does.
+ROUND = tl.constexpr(12582912.0)
+# Larger quotients are clipped to a code in any case.
+FAR = tl.constexpr(1024.0)
+
+
+def round_block(
+    block_BN: torch.Tensor,
+    scale_BN: torch.Tensor,
+    zero_BN: torch.Tensor,
+    upper_BB: torch.Tensor,
+    spec: QuantSpec,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, errors divided by their pivots) float32 of a block of columns, which
+    stays unchanged.
+    """
+    columns, outputs = block_BN.shape
+    codes_BN, errors_BN = torch.empty_like(block_BN), torch.empty_like(block_BN)
+    _round_block[(triton.cdiv(outputs, OUTPUTS),)](
+        block_BN,
+        scale_BN,
+        zero_BN,
+        upper_BB,
+        codes_BN,
+        errors_BN,
+        columns,
+        outputs,
+        *scale_BN.stride(),
+        *zero_BN.stride(),
+        *upper_BB.stride(),
+        LAST=spec.max_code,
+        B=triton.next_power_of_2(columns),
+        N=OUTPUTS,
+        num_warps=4,
+    )
+    return codes_BN, errors_BN
+
+
+@triton.jit
+def _round_block(
+    block,
+    scale,
+    zero,
+    upper,
+    codes,
+    errors,
+    columns,
+    outputs,
+    scale_b,
+    scale_n,
+    zero_b,
+    zero_n,
+    upper_r,
+    upper_c,
+    LAST: tl.constexpr,
+    B: tl.constexpr,
+    N: tl.constexpr,
+):
+    b = tl.arange(0, B)
+    n = tl.program_id(0) * N + tl.arange(0, N)
+    there = n < outputs
+    place = b[:, None] * outputs + n[None, :]
+    open_BN = tl.load(block + place, mask=(b < columns)[:, None] & there[None, :], other=0.0)
+    for i in range(columns):
+        x = tl.sum(tl.where((b == i)[:, None], open_BN, 0.0), axis=0)
+        s = tl.load(scale + i * scale_b + n * scale_n, mask=there, other=1.0)
+        z = tl.load(zero + i * zero_b + n * zero_n, mask=there, other=0.0)
+        code = tl.minimum(tl.maximum(tl.div_rn(x, s), -FAR), FAR)
+        code = (code + ROUND) - ROUND
+        code = tl.minimum(tl.maximum(code + z, 0.0), LAST * 1.0)
+        pivot = tl.load(upper + i * upper_r + i * upper_c)
+        error = tl.div_rn(x - (code - z) * s, pivot)
+        tl.store(codes + i * outputs + n, code, mask=there)
+        tl.store(errors + i * outputs + n, error, mask=there)
+        row = tl.load(upper + i * upper_r + b * upper_c, mask=(b > i) & (b < columns), other=0.0)
+        open_BN -= row[:, None] * error[None, :]

@@ -1,0 +1,182 @@
+"""Block tuning: adjust codes and scales of a layer until its outputs fit the float layer's.
+
+Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent for the Quantization of Large
+Language Models" (AutoRound, 2023), here starting from a solver's codes instead of the float
+weights: a weight may take the codes next to its own. The gradient passes through the rounding
+unchanged, each step uses only the gradient's sign, and the step size decays to 0.
+
+Legend: N outputs, K inputs, G groups, L inputs of a group, W windows, S tokens, D hidden size.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from calibrate.calibration.capture import LayerRunner
+from calibrate.layer import FinishedLayer
+from calibrate.layer_map import LayerMap
+from calibrate.solvers.solving import LayerState, Tuning
+from formats.in_memory.packed import PackedWeight
+from formats.numerics import affine
+
+# Fraction of windows held out: the tuned layer is used only if it is better on these.
+KEPT_OUT = 8
+BETAS = (0.9, 0.99)
+
+
+class _Grid(nn.Module):
+    """One linear's codes as trainable numbers."""
+
+    def __init__(self, packed: PackedWeight, weight_NK: torch.Tensor) -> None:
+        super().__init__()
+        if packed.input_order is not None:
+            weight_NK = weight_NK[:, packed.input_order]
+        self.place_K = None if packed.input_order is None else packed.input_order.argsort()
+        codes_NGL = packed.codes().float().unflatten(1, (packed.num_groups, -1))
+        scales_NG1 = packed.scales_NG.float()[..., None]
+        zeros_NG1 = packed.zeros_NG.float()[..., None]
+        # The position of the float weight between two codes decides which is nearer.
+        places_NGL = weight_NK.float().unflatten(1, (packed.num_groups, -1)) / scales_NG1
+        rest_NGL = (places_NGL + zeros_NG1 - codes_NGL).mul_(0.5).clamp_(-0.45, 0.45)
+        self.packed = packed
+        self.scales_NG1, self.zeros_NG1 = scales_NG1, zeros_NG1
+        self.places_NGL = codes_NGL.add_(rest_NGL)
+        self.move_NGL = nn.Parameter(torch.zeros_like(self.places_NGL))
+        self.gain_NG1 = nn.Parameter(torch.zeros_like(scales_NG1))
+
+    def scales(self) -> torch.Tensor:
+        return self.scales_NG1 * (1 + self.gain_NG1)
+
+    def codes(self) -> torch.Tensor:
+        places_NGL = self.places_NGL + self.move_NGL
+        rounded_NGL = places_NGL + (places_NGL.round() - places_NGL).detach()
+        return rounded_NGL.clamp(0, self.packed.spec.max_code)
+
+    def weight(self) -> torch.Tensor:
+        """[N, K], the weight that the layer computes with."""
+        weight_NK = ((self.codes() - self.zeros_NG1) * self.scales()).flatten(1)
+        return weight_NK if self.place_K is None else weight_NK[:, self.place_K]
+
+    def finished(self, name: str) -> PackedWeight:
+        """Codes as integers, and scales as a checkpoint stores them."""
+        with torch.no_grad():
+            scales_NG = self.scales().squeeze(-1)
+            size_NG = scales_NG.abs().clamp(affine.MIN_SCALE, affine.MAX_SCALE)
+            stored_NG = size_NG.copysign(scales_NG).to(self.packed.scales_NG.dtype)
+            codes_NK = self.codes().flatten(1).to(torch.uint8)
+        found = PackedWeight.from_codes(
+            codes_NK, stored_NG, self.packed.zeros_NG, self.packed.spec, name
+        )
+        return replace(
+            found,
+            activation=self.packed.activation,
+            input_scale=self.packed.input_scale,
+            input_order=self.packed.input_order,
+        )
+
+
+class _Norms(nn.Module):
+    """A layer's norm weights, which stay in float, as trainable numbers."""
+
+    def __init__(self, layer_map: LayerMap, state: LayerState) -> None:
+        super().__init__()
+        names = [f"{norm.name}.weight" for norm in layer_map.family.norms]
+        self.stored = {name: state[name] for name in names if name in state}
+        # relative to a norm's factor
+        self.units = {
+            name: (weight.float() + layer_map.norm_offset).abs()
+            for name, weight in self.stored.items()
+        }
+        self.moves = nn.ParameterDict(
+            {name.replace(".", "/"): torch.zeros_like(self.units[name]) for name in self.stored}
+        )
+
+    def weights(self) -> LayerState:
+        return {
+            name: weight.float() + self.moves[name.replace(".", "/")] * self.units[name]
+            for name, weight in self.stored.items()
+        }
+
+    def finished(self) -> LayerState:
+        """Norm weights in the dtypes in which they are stored."""
+        with torch.no_grad():
+            return {n: w.to(self.stored[n].dtype) for n, w in self.weights().items()}
+
+
+def tune_layer(
+    runner: LayerRunner,
+    layer: int,
+    loaded: LayerState,
+    finished: FinishedLayer,
+    inputs_WSD: torch.Tensor,
+    targets_WSD: torch.Tensor,
+    tuning: Tuning,
+    seed: int = 0,
+) -> FinishedLayer:
+    """Adjust the codes of a solved layer until its outputs for `inputs_WSD` fit `targets_WSD`.
+
+    `loaded` is the layer in float, after its transforms. If the result is no better on the held-out
+    windows, the layer is returned unchanged.
+    """
+    state = {name: tensor.float() for name, tensor in finished.apply(loaded).items()}
+    module = runner.build(layer, state)
+    after = {**loaded, **finished.changed}
+    grids = {
+        name: _Grid(packed, after[f"{name}.weight"])
+        for name, packed in finished.packed.items()
+        if isinstance(packed, PackedWeight)
+    }
+    if not grids:
+        return finished
+    norms = _Norms(runner.layer_map, after).to(runner.device)
+    windows = inputs_WSD.shape[0]
+    kept = min(KEPT_OUT, windows // 2)
+    generator = torch.Generator().manual_seed(seed + layer)
+    batch = max(1, tuning.tokens // inputs_WSD.shape[1])
+    scale = 1 / float(targets_WSD[-KEPT_OUT:].float().square().mean().clamp(min=1e-20))
+
+    def loss(rows: torch.Tensor | slice) -> torch.Tensor:
+        weights = {f"{name}.weight": grid.weight() for name, grid in grids.items()}
+        weights = {n: w.to(runner.dtype) for n, w in (weights | norms.weights()).items()}
+
+        def call(*args: object, **kwargs: object) -> object:
+            return functional_call(module, weights, args, kwargs)
+
+        found_BSD = runner.run(call, layer, inputs_WSD[rows].to(runner.device), grad=True)
+        wanted_BSD = targets_WSD[rows].to(runner.device)
+        return (found_BSD.float() - wanted_BSD.float()).square().mean() * scale
+
+    def judged() -> float:
+        with torch.no_grad():
+            return sum(float(loss(slice(i, i + 1))) for i in range(windows - kept, windows))
+
+    before = judged()
+    optimizer = torch.optim.Adam(
+        [
+            {"params": [grid.move_NGL for grid in grids.values()], "lr": tuning.rate},
+            {"params": [grid.gain_NG1 for grid in grids.values()], "lr": tuning.scale_rate},
+            {"params": list(norms.parameters()), "lr": tuning.norm_rate},
+        ],
+        betas=BETAS,
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / tuning.steps)
+    order = torch.empty(0, dtype=torch.long)
+    for _ in range(tuning.steps):
+        while len(order) < batch:  # every window once before one repeats
+            order = torch.cat([order, torch.randperm(windows - kept, generator=generator)])
+        rows, order = order[:batch], order[batch:]
+        loss(rows).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    after_loss = judged()
+    if not after_loss < before:
+        return finished
+    packed = {name: grid.finished(name) for name, grid in grids.items()}
+    return replace(
+        finished,
+        packed={**finished.packed, **packed},
+        changed={**finished.changed, **norms.finished()},
+    )

@@ -1,0 +1,1 @@
+"""Texts for calibration and evaluation."""

@@ -1,0 +1,147 @@
+"""Calibration data: texts of any source, cut into full windows of token ids.
+
+Texts are shuffled by the seed and cut into excerpts of about a window. One excerpt of each text
+comes first, then a second of each, so that few windows still show many texts. The beginning of a
+text is preceded by BOS. Excerpts are joined and cut into windows, which begin as the model's
+tokenizer begins a text; the remainder is dropped. The same source, tokenizer and seed give the same
+ids; the report records their hash.
+"""
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from calibrate.texts.documents import read_documents
+from calibrate.texts.evaluate import CHARS_PER_TOKEN, Excerpt, make_windows, text_opening
+from formats.errors import InputError, one_line
+
+DEFAULT_SAMPLES = 128
+DEFAULT_LENGTH = 2048
+SHIPPED_TEXTS = Path(__file__).parent / "texts.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationData:
+    """Windows of token ids and their source."""
+
+    ids_WS: torch.Tensor  # int64
+    source: str
+    seed: int
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the ids as little-endian int64, and of their shape."""
+        digest = hashlib.sha256(json.dumps(list(self.ids_WS.shape)).encode())
+        digest.update(self.ids_WS.contiguous().numpy().astype("<i8").tobytes())
+        return digest.hexdigest()
+
+
+def read_calibration(
+    source: str | None,
+    tokenizer: Any,
+    *,
+    samples: int = DEFAULT_SAMPLES,
+    sequence_length: int = DEFAULT_LENGTH,
+    seed: int = 0,
+    bos: bool = True,
+) -> CalibrationData:
+    """Windows from a file, or from a data set by name; None: the texts shipped with the package.
+
+    `bos` False: a window has BOS only where a text starts. Raises InputError if the source is
+    unreadable or does not fill one window.
+    """
+    warnings = []
+    if source is None:
+        warnings.append(
+            "calibrated on the small text set in the package; texts like those of the "
+            "application give better results (set calibration data)"
+        )
+    documents = read_documents(source or str(SHIPPED_TEXTS))
+    random.Random(seed).shuffle(documents)
+    ids_WS = make_windows(
+        excerpts(
+            documents,
+            CHARS_PER_TOKEN * sequence_length,
+            seed,
+            lambda chat: render(chat, tokenizer),
+        ),
+        lambda text: tokenizer.encode(text, add_special_tokens=False, verbose=False),
+        tokenizer.bos_token_id,
+        sequence_length,
+        samples,
+        opening=text_opening(tokenizer) if bos else (),
+        source="shipped texts" if source is None else source,
+    )
+    if len(ids_WS) < samples:
+        warnings.append(f"the calibration data fills {len(ids_WS)} windows, not {samples}")
+    return CalibrationData(
+        ids_WS=ids_WS,
+        source="shipped texts" if source is None else source,
+        seed=seed,
+        warnings=tuple(warnings),
+    )
+
+
+def excerpts(
+    documents: Sequence[Any], num_chars: int, seed: int = 0, render: Callable[[Any], str] = str
+) -> Iterator[Excerpt]:
+    """Excerpts of about `num_chars` that together are all of the texts, one of each text in turn.
+
+    The seed chooses the order of a text's excerpts. A chat is one excerpt, made by `render`: its
+    beginning identifies it.
+    """
+    order = random.Random(seed)
+    queues = [_pieces(each, num_chars) if isinstance(each, str) else [each] for each in documents]
+    for pieces in queues:
+        order.shuffle(pieces)
+    while queues:
+        for pieces in queues:
+            piece = pieces.pop()
+            if isinstance(piece, Excerpt):
+                yield piece
+            else:
+                yield Excerpt(text=render(piece), begins=True)
+        queues = [pieces for pieces in queues if pieces]
+
+
+def _pieces(text: str, num_chars: int) -> list[Excerpt]:
+    """The text in excerpts that end with a line or a word where possible."""
+    pieces, begin = [], 0
+    while len(text) - begin > 1.5 * num_chars:
+        end = begin + num_chars
+        for separator in ("\n", " "):
+            found = text.rfind(separator, begin + num_chars // 2, end)
+            if found >= 0:
+                end = found + 1
+                break
+        pieces.append(Excerpt(text=text[begin:end], begins=begin == 0))
+        begin = end
+    return [*pieces, Excerpt(text=text[begin:], begins=begin == 0)]
+
+
+def render(document: Any, tokenizer: Any) -> str:
+    """Render a text, or a chat with the model's template. Raises InputError."""
+    if isinstance(document, str):
+        return document
+    if not tokenizer.chat_template:
+        raise InputError(
+            "calibration data",
+            "has chat messages, but the model has no chat template",
+            'use "text"',
+        )
+    try:
+        text = tokenizer.apply_chat_template(document, tokenize=False)
+    except Exception as error:  # a template raises exceptions of any kind
+        raise InputError(
+            "calibration data", f"the chat template rejects it: {one_line(error)}"
+        ) from None
+    # The template writes BOS itself; every text gets exactly one.
+    bos = tokenizer.bos_token or ""
+    return text.removeprefix(bos) if bos else text

@@ -1,0 +1,116 @@
+"""Texts and chats of a file or a data set.
+
+A document is a text, or a chat as a list of messages. JSON, JSON Lines and parquet are recognized
+by content or name; any other file is one text.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from formats.errors import InputError, one_line
+from formats.files.json_rows import JSON_SUFFIXES, check_is_file, holds_json, json_rows, read_text
+
+MAX_DATASET_ROWS = 20_000  # of a data set by name; enough for any usual number of windows
+FILE_SUFFIXES = (".txt", ".md", ".parquet", ".gz", *JSON_SUFFIXES)
+PARQUET, PARQUET_MAGIC = ".parquet", b"PAR1"
+FIELDS = ("text", "messages")
+
+
+def read_documents(source: str) -> list[Any]:
+    """Documents of a file, or of a data set by name or folder. Raises InputError."""
+    path = Path(source)
+    looks_like_file = path.suffix.lower() in FILE_SUFFIXES or source.startswith((".", "/"))
+    if not path.exists() and looks_like_file:
+        raise InputError(source, "not found", "use a text, JSON, JSON Lines or parquet file")
+    if path.is_dir() or not path.exists():
+        return [document for _, document in _from_datasets(source, path=source)]
+    return [document for _, document in _documents_of(path)]
+
+
+def read_texts(path: str | Path) -> list[str]:
+    """Texts of a file. Raises InputError, with the row, if one is a chat."""
+    texts = []
+    for where, document in _documents_of(Path(path)):
+        if not isinstance(document, str):
+            raise InputError(where, 'expected a JSON object with a string "text", found a chat')
+        texts.append(document)
+    return texts
+
+
+def _documents_of(path: Path) -> Iterator[tuple[str, Any]]:
+    """Each document of a file with its position."""
+    if _is_parquet(path):
+        yield from _from_datasets(str(path), path="parquet", data_files=str(path))
+        return
+    content = read_text(path)
+    if not holds_json(path, content):
+        yield str(path), content
+        return
+    for where, row in json_rows(content, str(path), FIELDS):
+        yield where, _document(row, where)
+
+
+def _is_parquet(path: Path) -> bool:
+    if path.suffix.lower() == PARQUET:
+        return True
+    check_is_file(path)
+    try:
+        with path.open("rb") as file:
+            return file.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC
+    except OSError as error:
+        raise InputError(str(path), error.strerror or "cannot be read") from None
+
+
+def _document(row: Any, where: str) -> Any:
+    """Text or messages of a row."""
+    text = row if isinstance(row, str) else None
+    keys = row if isinstance(row, dict) else {}
+    text, messages = keys.get("text", text), keys.get("messages")
+    if isinstance(text, str):
+        return _checked(text, text, where)
+    if isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages):
+        written = json.dumps(messages, ensure_ascii=False, default=str)
+        return _checked(messages, written, where)
+    found = f"an object with {', '.join(map(repr, list(keys)[:6]))}" if keys else repr(row)[:60]
+    raise InputError(
+        where, f'expected an object with a string "text" or a list of "messages", found {found}'
+    )
+
+
+def _checked(document: Any, written: str, where: str) -> Any:
+    """The document. Raises InputError if it contains a lone surrogate, which JSON can express."""
+    try:
+        written.encode()
+    except UnicodeEncodeError:
+        raise InputError(
+            where, "contains a lone surrogate (half a character), which tokenizers reject"
+        ) from None
+    return document
+
+
+def _from_datasets(source: str, **arguments: Any) -> list[tuple[str, Any]]:
+    try:
+        import datasets
+    except ImportError:
+        raise InputError(
+            source,
+            "is not a text file, and parquet files and data sets by name require the "
+            "package datasets",
+            "pip install datasets, or use a text or .jsonl file",
+        ) from None
+    try:
+        # Streaming keeps no copy of the data in the package's cache.
+        rows: Iterable[Any] = datasets.load_dataset(**arguments, split="train", streaming=True)
+        documents = []
+        for number, row in enumerate(rows):
+            if number == MAX_DATASET_ROWS:
+                break
+            where = f"{source} row {number}"
+            documents.append((where, _document(row, where)))
+    except InputError:
+        raise
+    except Exception as error:  # datasets raises any exception of its readers and its hub client
+        raise InputError(source, f"cannot be read by datasets: {one_line(error)}") from None
+    return documents

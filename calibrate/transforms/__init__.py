@@ -1,0 +1,1 @@
+"""Transforms: rewrite float weights before they are rounded."""

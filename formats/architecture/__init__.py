@@ -1,0 +1,1 @@
+"""Model architectures as config.json and tensor names state them."""

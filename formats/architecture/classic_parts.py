@@ -1,0 +1,143 @@
+"""Values of the rows of GPT-2, GPT-J, GPT-BigCode, Falcon, ERNIE and Hunyuan in families.py."""
+
+from dataclasses import replace
+from typing import Any
+
+from formats.architecture.family import Norm, Positions, Projection, Router, SharedExpert
+from formats.architecture.family_parts import (
+    ATTENTION_BIAS,
+    DOWN,
+    GATE_UP,
+    NAMES,
+    O_PROJ,
+    QKV,
+    USUAL,
+    experts,
+    gated,
+    norms_before,
+    ungated,
+)
+from formats.architecture.flags import Equals, Flag
+
+# Keys of config.json that GPT-2 has instead of the usual ones, by these.
+GPT_KEYS = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
+_MASKS = ("attn.bias", "attn.masked_bias")
+
+
+def _linear(name: str, inputs: str, bias: Flag) -> Projection:
+    """Return a linear that makes the residual stream."""
+    return replace(O_PROJ, name=name, members=((name, "hidden_size"),), inputs=inputs, bias=bias)
+
+
+_GPT: dict[str, Any] = {
+    "norm_kind": "layer",
+    "norm_bias": True,
+    "norm_eps_key": "layer_norm_epsilon",
+    "activation_key": "activation_function",
+    "inner_key": "n_inner",
+    "config_keys": GPT_KEYS,
+    "left_out_prefix": "transformer.",
+    "masks": _MASKS,
+    "layer": "transformer.h.{i}",
+    "embedding": "transformer.wte.weight",
+    "last_norm": "transformer.ln_f.weight",
+}
+GPT2: dict[str, Any] = {
+    **_GPT,
+    "qkv": replace(QKV, name="attn.c_attn", bias=True, stored_fused=True),
+    "o": _linear("attn.c_proj", "q", True),
+    **ungated("mlp.c_fc", "mlp.c_proj", True),
+    "norms": (Norm(name="ln_1", feeds="attn.c_attn"), Norm(name="ln_2", feeds="mlp.c_fc")),
+    "activations": ("gelu_new", "gelu_pytorch_tanh", "gelu", "relu"),
+    "rope": "none",
+    "positions": Positions(name="transformer.wpe.weight"),
+    "fixed": {
+        "add_cross_attention": False,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+    },
+    "tied": True,
+    "transposed": True,
+}
+GPT_BIGCODE: dict[str, Any] = {
+    **GPT2,
+    "qkv": replace(GPT2["qkv"], by_head=True),
+    "activations": ("gelu_pytorch_tanh", "gelu_new", "gelu", "relu"),
+    "transposed": False,
+}
+_Q, _K, _V = (f"attn.{name}_proj" for name in "qkv")
+GPT_J: dict[str, Any] = {
+    **_GPT,
+    "qkv": replace(QKV, name="attn.qkv_proj", members=((_Q, "q"), (_K, "kv"), (_V, "kv"))),
+    "o": _linear("attn.out_proj", "q", False),
+    **ungated("mlp.fc_in", "mlp.fc_out", True),
+    "parallel": True,
+    "norms": (Norm(name="ln_1", feeds="attn.qkv_proj"),),
+    "activations": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
+    "rotary_dim_key": "rotary_dim",
+    "interleaved_rope": True,
+    "head_bias": True,
+}
+# Norms, rotation and biases of ERNIE 4.5, and the experts of its mixtures.
+ERNIE: dict[str, Any] = {
+    name: replace(projection, bias="use_bias")
+    for name, projection in (("qkv", QKV), ("o", O_PROJ), ("gate_up", GATE_UP), ("down", DOWN))
+} | {"interleaved_rope": True, "tied": True}
+ERNIE_MOE: dict[str, Any] = {
+    **ERNIE,
+    "experts": experts(
+        "mlp",
+        NAMES,
+        "moe_intermediate_size",
+        Router(
+            normalized=True,
+            float32=True,
+            rounded=True,
+            correction="moe_statics.e_score_correction_bias",
+            correction_is_row=True,
+        ),
+        shared=SharedExpert(**gated("mlp.shared_experts", *NAMES, "shared_experts")),
+        dense_layers_key="mlp_only_layers",
+    ),
+    "norms": norms_before("mlp"),
+    "fixed": {"use_bias": False},
+    "draft_prefix": "model.mtp_",
+    "config_keys": {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+}
+HUNYUAN: dict[str, Any] = {
+    **ATTENTION_BIAS,
+    "builder": "hunyuan",
+    "norms": (
+        *USUAL["norms"],
+        *(Norm(name=f"self_attn.{x}_layernorm", size="head_dim") for x in ("query", "key")),
+    ),
+}
+_FALCON_QKV, _FALCON_UP = "self_attention.query_key_value", "mlp.dense_h_to_4h"
+_ONE, _TWO = (Equals("num_ln_in_parallel_attn", count) for count in (1, 2))
+FALCON: dict[str, Any] = {
+    "qkv": replace(QKV, name=_FALCON_QKV, bias="bias", stored_fused=True, by_head=True),
+    "o": _linear("self_attention.dense", "q", "bias"),
+    **ungated(_FALCON_UP, "mlp.dense_4h_to_h", "bias"),
+    "parallel": _ONE,
+    "norms": (
+        Norm(name="input_layernorm", feeds=_FALCON_QKV, present=_ONE),
+        Norm(name="ln_attn", feeds=_FALCON_QKV, present=_TWO),
+        Norm(name="ln_mlp", feeds=_FALCON_UP, present=_TWO),
+    ),
+    "norm_kind": "layer",
+    "norm_bias": True,
+    "norm_eps_key": "layer_norm_epsilon",
+    "activation_key": "activation",
+    "activations": ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu"),
+    "inner_key": "ffn_hidden_size",
+    "fixed": {"alibi": False, "parallel_attn": True},
+    "tied": True,
+    "layer": "transformer.h.{i}",
+    "embedding": "transformer.word_embeddings.weight",
+    "last_norm": "transformer.ln_f.weight",
+}

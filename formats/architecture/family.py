@@ -1,0 +1,480 @@
+"""Facts about a model family: the fields of a row of families.py, and values derived from them.
+
+Needs no torch. Sizes have the names of config.json; "q" and "kv" are head_dim times the number of
+query or KV heads.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from formats.architecture.flags import Flag, is_set
+from formats.architecture.sizes import is_size, named_sizes, num_experts
+from formats.errors import CheckpointError
+
+Split = Literal["outputs", "inputs"]
+Shape = tuple[tuple[str, ...], ...]  # for each dim, the sizes whose sum it is
+ATTENTION = "self_attn"  # module of a layer that holds its KV scales
+HEAD = "lm_head.weight"
+MAX_LAYERS = 10_000  # far more than any model has
+# Suffixes of tensors that older writers store although every reader computes them.
+DERIVED = ("rotary_emb.inv_freq",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """Linear of a layer, as checkpoints store it."""
+
+    name: str  # below the layer
+    outputs: tuple[str, ...]
+    inputs: str
+    bias: Flag
+
+    @property
+    def shape(self) -> Shape:
+        """Return the weight's shape [N, K]."""
+        return (self.outputs, (self.inputs,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projection:
+    """Linears that share an input and run as one matrix. {e} is an expert's number."""
+
+    name: str  # name of that matrix, below the layer
+    members: tuple[tuple[str, str], ...]  # (name, size of the outputs) of each linear
+    inputs: str
+    split: Split = "outputs"  # what is divided over several GPUs
+    bias: Flag = False
+    stored_fused: bool = False  # the checkpoint stores the one matrix, not its members
+    # that matrix has the outputs of each KV head together: its queries, its key, its value
+    by_head: bool = False
+    float_because: str = ""  # why it stays in float by default
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Return the linears as they are stored."""
+        members = [(name, (size,)) for name, size in self.members]
+        if self.stored_fused:
+            members = [(self.name, tuple(size for _, size in self.members))]
+        return tuple(
+            Linear(name=name, outputs=outputs, inputs=self.inputs, bias=self.bias)
+            for name, outputs in members
+        )
+
+    def expert(self, number: int) -> "Projection":
+        """Return the projection of one expert."""
+        return replace(
+            self,
+            name=self.name.format(e=number),
+            members=tuple((name.format(e=number), size) for name, size in self.members),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    """Norm of a layer. Its kind, and whether it has a bias, are fields of the family."""
+
+    name: str
+    size: str = "hidden_size"
+    # the projection or module that reads it (the first one in a parallel block); empty: after
+    # one
+    feeds: str = ""
+    present: Flag = True
+
+    @property
+    def of_attention(self) -> bool:
+        return self.name.startswith(f"{ATTENTION}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """Routing of tokens to experts. It stays in float."""
+
+    name: str = "gate"  # below the module
+    # applied to x @ weight; softmax_of_chosen: softmax over the chosen experts' logits only
+    scores: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
+    normalized: Flag = False  # routing weights of the active experts are normalized to sum to 1
+    float32: bool = False  # x @ weight is computed in float32
+    rounded: bool = False  # routing weights are rounded to the activations' dtype
+    bias: bool = False  # of the product
+    correction: str = ""  # tensor below the module that is added to scores for the choice only
+    correction_is_row: bool = False  # it is stored as [1, experts]
+    # Experts form n_group groups; topk_group of them are kept, ranked by a group's best score or by
+    # the sum of its two best.
+    group_score: Literal["", "max", "top2"] = ""
+    factor_key: str = ""  # key of config.json: factor of the routing weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedExpert:
+    """Shared expert, which every token uses."""
+
+    gate_up: Projection
+    down: Projection
+    gate: str = ""  # linear of one output; its sigmoid multiplies the expert's output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Mixture of experts that replaces a layer's feed-forward."""
+
+    module: str  # name in the checkpoint; transformers calls it `mlp`
+    gate_up: Projection
+    down: Projection
+    routing: Router
+    shared: SharedExpert | None = None
+    # One tensor holds the matrices of all experts, transposed, with biases; gate and up alternate.
+    # In MXFP4 it is a pair of tensors, not transposed.
+    fused: bool = False
+    clamped: bool = False  # (up + 1) * gate * sigmoid(swiglu_alpha * gate), within swiglu_limit
+    # Keys of config.json for the layers that keep the dense feed-forward: a list of layers; all
+    # layers before a number; all but every n-th.
+    dense_layers_key: str = ""
+    first_dense_key: str = ""
+    every_key: str = ""
+
+    @property
+    def router(self) -> str:
+        """Return the router's linear."""
+        return f"{self.module}.{self.routing.name}"
+
+    def stand_in(self, layer: int, config: Mapping[str, Any]) -> bool:
+        """Return True if a layer has experts instead of a dense feed-forward."""
+        if layer in (config.get(self.dense_layers_key) or ()):
+            return False
+        if layer < (config.get(self.first_dense_key) or 0):
+            return False
+        return (layer + 1) % (config.get(self.every_key) or 1) == 0
+
+    def tensors(self, config: Mapping[str, Any]) -> dict[str, Shape]:
+        """Return the tensors other than the experts' linears, by their names below the layer."""
+        E = ("num_experts",)
+        shapes: dict[str, Shape] = {f"{self.router}.weight": (E, ("hidden_size",))}
+        if self.routing.bias:
+            shapes[f"{self.router}.bias"] = (E,)
+        if self.routing.correction:
+            row = (("one",), E) if self.routing.correction_is_row else (E,)
+            shapes[f"{self.module}.{self.routing.correction}"] = row
+        if self.fused:
+            C, inner = ("hidden_size",), (self.down.inputs,)
+            both, stem = inner * 2, f"{self.module}.experts"
+            shapes |= {
+                f"{stem}.gate_up_proj": (E, C, both),
+                f"{stem}.gate_up_proj_bias": (E, both),
+                f"{stem}.down_proj": (E, inner, C),
+                f"{stem}.down_proj_bias": (E, C),
+            }
+        if self.shared and self.shared.gate:
+            shapes[f"{self.shared.gate}.weight"] = (("one",), ("hidden_size",))
+        return shapes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNet:
+    """Gated delta net that replaces attention in some layers.
+
+    It has a state of fixed size instead of keys and values (qkernels/delta_net).
+    """
+
+    module: str
+    # Makes queries, keys and values, which a causal convolution mixes, and the gate of the output
+    # norm. In families with `grouped` its outputs, and those of `gates`, are grouped by key head.
+    inputs: Projection
+    gates: Projection  # reads the same input: how much each token writes and forgets
+    out: Projection
+    grouped: bool = False
+
+    def stand_in(self, layer: int, config: Mapping[str, Any]) -> bool:
+        """Return True if a layer has a delta net instead of attention."""
+        kinds = config.get("layer_types")
+        if isinstance(kinds, list):
+            return layer < len(kinds) and kinds[layer] == "linear_attention"
+        interval = config.get("full_attention_interval")
+        return (layer + 1) % (interval if is_size(interval) else 4) != 0
+
+    @property
+    def tensors(self) -> dict[str, Shape]:
+        """Return the tensors other than the linears' weights, by their names below the layer."""
+        H = ("linear_num_value_heads",)
+        return {
+            f"{self.module}.conv1d.weight": (
+                ("delta_qkv",),
+                ("one",),
+                ("linear_conv_kernel_dim",),
+            ),
+            f"{self.module}.A_log": (H,),
+            f"{self.module}.dt_bias": (H,),
+            f"{self.module}.norm.weight": (("linear_value_head_dim",),),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Positions:
+    """Learned position embeddings, in a table with `offset` rows before position 0."""
+
+    name: str  # name of the table
+    offset: int = 0
+    length_key: str = "max_position_embeddings"  # key of config.json: rows without the offset
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigRules:
+    """transformers' rules for keys that a config.json leaves out."""
+
+    may_be_null: tuple[str, ...] = ()
+    # Default by key. Without one, KV heads equal heads and head_dim is hidden_size / heads.
+    defaults: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Row of the table: one architecture."""
+
+    architecture: str
+    title: str  # name for people
+    model_type: str
+    builder: str = ""  # module of qserve/model/families that builds it; empty: not served
+    qkv: Projection
+    o: Projection
+    gate_up: Projection
+    down: Projection
+    experts: Experts | None = None  # None: a dense feed-forward of gate_up and down
+    delta_net: DeltaNet | None = None  # None: all layers have attention
+    gated_attention: bool = False  # q_proj makes each head's queries, then a gate of its output
+    sinks: str = ""  # tensor of a layer: attention sinks, one score per head
+    gated: bool = True  # gate_up makes gate and up; down reads activation(gate) * up
+    # Attention and feed-forward read the same norm, and both outputs are added to its input. That
+    # norm `feeds` the projection of attention.
+    parallel: Flag = False
+    norms: tuple[Norm, ...]
+    norm_kind: Literal["rms", "layer"] = "rms"
+    norm_bias: bool = False
+    norm_eps_key: str = "rms_norm_eps"  # key of config.json; empty: 1e-5, torch's default
+    norm_offset: float = 0.0  # a norm multiplies by (offset + weight)
+    float32_norms: bool = False  # the norm's factors are float32, and the result is rounded once
+    activation_key: str = "hidden_act"
+    activations: tuple[str, ...] = ("silu",)  # the usual one first
+    inner_key: str = "intermediate_size"  # key of config.json; shapes call it intermediate_size
+    window: Literal["none", "all", "layer_types"] = "none"  # layers with a sliding window
+    # Layers with rotary embeddings; "windows": those with a sliding window, or all without any.
+    rope: Literal["all", "none", "no_rope_layers", "windows"] = "all"
+    rotary_dim_key: str = ""  # key of config.json: rotated channels of a head, at theta 10,000
+    interleaved_rope: bool = False  # channels 2 i and 2 i + 1 form a pair, not i and i + half
+    embedding_times_root: bool = False  # embeddings are multiplied by sqrt(hidden_size)
+    embedding_factor_key: str = ""  # key of config.json: factor of the embeddings
+    positions: Positions | None = None  # learned, added to embeddings; None: no such table
+    logits_divisor_key: str = ""  # logits are divided by it
+    logits_factor_key: str = ""  # logits are multiplied by it
+    # Keys of config.json for variants that are not supported, with the value that they must have. A
+    # missing key has that value.
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    like_hidden_size: tuple[str, ...] = ()  # keys that must equal hidden_size if they are present
+    logits_cap_key: str = ""  # softcapped logits: cap * tanh(logits / cap)
+    tied: bool = False  # default of tie_word_embeddings
+    float16: bool = True  # activations stay within its range
+    rules: ConfigRules | None = None  # None: `inspect` does not check its config and tensors
+    # How files differ from the usual form (stored_form.py): their own keys of config.json by the
+    # usual ones; a prefix that some leave out; weights of a layer are [inputs, outputs]; tensors
+    # of a layer that hold masks.
+    config_keys: Mapping[str, str] = field(default_factory=dict)
+    left_out_prefix: str = ""
+    transposed: bool = False
+    masks: tuple[str, ...] = ()
+    layer: str = "model.layers.{i}"
+    num_layers_key: str = "num_hidden_layers"
+    draft_layers_key: str = ""  # MTP layers after those, for drafts only (next_token.py)
+    draft_prefix: str = ""  # prefixes of tensors outside of layers that are for drafts only
+    embedding: str = "model.embed_tokens.weight"
+    last_norm: str = "model.norm.weight"
+    head: str = HEAD
+    head_bias: bool = False
+
+    @property
+    def served(self) -> bool:
+        """Return True if qserve serves the family."""
+        return bool(self.builder)
+
+    def check_config(self, config: Mapping[str, Any]) -> None:
+        """Raise CheckpointError if a key asks for a variant that this project does not compute."""
+        for key, wanted in self.fixed.items():
+            found = config.get(key, wanted)
+            if found != wanted and not (isinstance(wanted, bool) and bool(found) is wanted):
+                raise CheckpointError(
+                    f"config.json {key}",
+                    f"expected {json.dumps(wanted)}, found {json.dumps(found)!s:.80}: this variant"
+                    f" of {self.architecture} is not supported",
+                    "use a model of the family without it",
+                )
+        for key in self.like_hidden_size:
+            found, wanted = config.get(key), config.get("hidden_size")
+            if found is not None and found != wanted:
+                raise CheckpointError(
+                    f"config.json {key}",
+                    f"expected hidden_size, {wanted}, found {json.dumps(found)!s:.80}: embeddings"
+                    " that are projected are not supported",
+                    "use a model of the family without the projections",
+                )
+
+    def draft_layers(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the prefixes of draft layers, which the model itself does not use."""
+        first, count = config.get(self.num_layers_key), config.get(self.draft_layers_key)
+        if not (is_size(first) and is_size(count)):
+            return ()
+        numbers = range(first, first + min(count, MAX_LAYERS))
+        return tuple(f"{self.layer.format(i=number)}." for number in numbers)
+
+    def unread(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the prefixes of tensors that the model itself does not use."""
+        layers = self.draft_layers(config)
+        return (*layers, self.draft_prefix) if self.draft_prefix else layers
+
+    def has_state(self, layer: int, config: Mapping[str, Any]) -> bool:
+        """Return True if a layer has a state instead of keys and values."""
+        return self.delta_net is not None and self.delta_net.stand_in(layer, config)
+
+    def is_tied(self, config: Mapping[str, Any]) -> bool:
+        """Return True if the head is the embedding."""
+        return bool(config.get("tie_word_embeddings", self.tied))
+
+    def embedding_factor(self, config: Mapping[str, Any]) -> float:
+        """Return the factor of the embeddings."""
+        if self.embedding_times_root:
+            return config["hidden_size"] ** 0.5
+        return config.get(self.embedding_factor_key, 1.0)
+
+    @property
+    def dense(self) -> tuple[Projection, ...]:
+        """Return the projections of a dense layer with attention, in the order they run."""
+        attention = (self.qkv, self.o)
+        return attention if self.experts else (*attention, self.gate_up, self.down)
+
+    def projections(
+        self, num_experts: int = 0, dense: bool = False, has_state: bool = False
+    ) -> Iterator[Projection]:
+        """Return every projection of a layer, in the order they run.
+
+        `dense`: of a layer without experts. `has_state`: of a layer without attention.
+        """
+        if has_state:
+            net = self.delta_net
+            yield from (net.inputs, net.gates, net.out, *self.dense[2:])
+        else:
+            yield from self.dense
+        if self.experts and dense:
+            yield from (self.gate_up, self.down)
+        elif self.experts:
+            for number in range(0 if self.experts.fused else num_experts):
+                yield self.experts.gate_up.expert(number)
+                yield self.experts.down.expert(number)
+            if self.experts.shared:
+                yield from (self.experts.shared.gate_up, self.experts.shared.down)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Return a layer's linears as stored, without those of experts."""
+        return tuple(linear for projection in self.dense for linear in projection.linears)
+
+    def linears_of(self, config: Mapping[str, Any], layer: int | None = None) -> list[Linear]:
+        """Return a layer's linears, those of its experts too, in the order they run.
+
+        Without a number, the layer has attention, and experts if the family does.
+        """
+        dense = bool(
+            self.experts and layer is not None and not self.experts.stand_in(layer, config)
+        )
+        has_state = layer is not None and self.has_state(layer, config)
+        projections = self.projections(num_experts(config) or 0, dense, has_state)
+        return [linear for projection in projections for linear in projection.linears]
+
+    def layer_tensors(
+        self, config: Mapping[str, Any], layer: int | None = None
+    ) -> dict[str, Shape]:
+        """Return a layer's tensors in a float checkpoint, by their names below the layer.
+
+        Without a number, as `linears_of`.
+        """
+        has_state = layer is not None and self.has_state(layer, config)
+        linears = self.linears_of(config, layer)
+        shapes = {f"{linear.name}.weight": linear.shape for linear in linears}
+        for linear in linears:
+            if is_set(linear.bias, config):
+                shapes[f"{linear.name}.bias"] = (linear.outputs,)
+        leaves = ("weight", "bias") if self.norm_bias else ("weight",)
+        shapes |= {
+            f"{norm.name}.{leaf}": ((norm.size,),)
+            for norm in self.norms
+            if is_set(norm.present, config) and not (has_state and norm.of_attention)
+            for leaf in leaves
+        }
+        if has_state:
+            shapes |= self.delta_net.tensors
+        if self.sinks:
+            shapes[self.sinks] = (("num_attention_heads",),)
+        if self.experts and (layer is None or self.experts.stand_in(layer, config)):
+            shapes |= self.experts.tensors(config)
+        return shapes
+
+    @property
+    def model_tensors(self) -> dict[str, Shape]:
+        """Return the tensors outside of layers. A tied model has no head."""
+        shapes: dict[str, Shape] = {
+            self.embedding: (("vocab_size",), ("hidden_size",)),
+            self.last_norm: (("hidden_size",),),
+            self.head: (("vocab_size",), ("hidden_size",)),
+        }
+        if self.head_bias:
+            shapes[self.head_bias_name] = (("vocab_size",),)
+        if self.norm_bias:
+            shapes[self.last_norm_bias] = (("hidden_size",),)
+        if self.positions is not None:
+            shapes[self.positions.name] = (("positions",), ("hidden_size",))
+        return shapes
+
+    @property
+    def head_bias_name(self) -> str:
+        """Return the bias of the head, in families whose head has one."""
+        return f"{self.head.removesuffix('weight')}bias"
+
+    @property
+    def last_norm_bias(self) -> str:
+        """Return the bias of the last norm, in families whose norms have one."""
+        return f"{self.last_norm.removesuffix('weight')}bias"
+
+    def norm_eps(self, config: Mapping[str, Any]) -> float:
+        """Return the epsilon of norms. `config` has its defaults filled in."""
+        return config[self.norm_eps_key] if self.norm_eps_key else 1e-5
+
+    def tensors(self, config: Mapping[str, Any]) -> dict[str, Shape]:
+        """Return every tensor of a float checkpoint by its full name."""
+        shapes = self.model_tensors
+        if self.is_tied(config):
+            del shapes[self.head]
+        for number in range(config[self.num_layers_key]):
+            prefix = self.layer.format(i=number)
+            of_layer = self.layer_tensors(config, number)
+            shapes |= {f"{prefix}.{name}": shape for name, shape in of_layer.items()}
+        return shapes
+
+    def sizes(self, config: Mapping[str, Any]) -> dict[str, int | None]:
+        """Return the values of the sizes that shapes name; None if config.json does not state
+        one."""
+        found = named_sizes(config, self.rules.defaults if self.rules else {}, self.inner_key)
+        if self.positions is not None:
+            length = config.get(self.positions.length_key)
+            found["positions"] = length + self.positions.offset if is_size(length) else None
+        return found
+
+
+def check_num_layers(config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if config.json states more layers than any model has.
+
+    Readers build lists of that many layers; 10^9 of them take gigabytes.
+    """
+    count = config.get("num_hidden_layers")
+    if isinstance(count, int) and count > MAX_LAYERS:
+        raise CheckpointError(
+            "config.json num_hidden_layers",
+            f"expected {MAX_LAYERS} or less, found {count}",
+            "copy it from the float model",
+        )

@@ -1,0 +1,68 @@
+"""Table of the model families for people: `qserve families`, and the list in README.md."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from formats.architecture.family import Family
+from formats.families import FAMILIES
+
+KINDS = ("dense", "experts", "gated delta nets")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyFacts:
+    """Support of one architecture."""
+
+    title: str
+    architecture: str  # as config.json names it
+    model_type: str
+    kind: str  # one of KINDS
+    served: bool
+    tensor_parallel: bool
+    speculation: str  # "any drafter", "any drafter and its MTP layer", or "no"
+    windows: str  # layers with sliding-window attention: "none", "all", "some"
+
+
+def facts(family: Family) -> FamilyFacts:
+    """Return what the project supports of a family."""
+    has_states = family.delta_net is not None
+    drafters = "any drafter and its MTP layer" if family.draft_layers_key else "any drafter"
+    return FamilyFacts(
+        title=family.title,
+        architecture=family.architecture,
+        model_type=family.model_type,
+        kind=KINDS[2] if has_states else KINDS[1] if family.experts else KINDS[0],
+        served=family.served,
+        tensor_parallel=not has_states,
+        speculation="no" if has_states else drafters,
+        windows={"none": "none", "all": "all", "layer_types": "some"}[family.window],
+    )
+
+
+def rows() -> list[dict[str, object]]:
+    """Return the facts of all families as plain objects."""
+    return [asdict(facts(family)) for family in FAMILIES.values()]
+
+
+def to_text() -> str:
+    """Return the table as text, one line per family."""
+    lines = [("family", "architecture", "kind", "served", "tensor parallel", "speculation")]
+    for each in map(facts, FAMILIES.values()):
+        answers = ("yes" if flag else "no" for flag in (each.served, each.tensor_parallel))
+        lines.append((each.title, each.architecture, each.kind, *answers, each.speculation))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def readme_list() -> str:
+    """Return the served families as README.md lists them, by kind."""
+    return "; ".join(f"{kind}: {', '.join(_titles(kind))}" for kind in KINDS)
+
+
+def _titles(kind: str) -> Iterator[str]:
+    for each in map(facts, FAMILIES.values()):
+        if each.kind == kind and each.served:
+            yield each.title

@@ -1,0 +1,35 @@
+"""Linears of a float checkpoint that can be quantized: names, shapes, and which stay in float."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from formats.architecture.family import Family
+from formats.architecture.sizes import size
+
+
+def linear_shapes(
+    family: Family, config: Mapping[str, Any], sizes: Mapping[str, int | None]
+) -> dict[str, tuple[int, int]]:
+    """Return [N, K] of every linear of every decoder layer, by full name.
+
+    `sizes`: as `Family.sizes` returns them, none unknown. Experts that are stored as one tensor
+    are not among the linears.
+    """
+    found = {}
+    for layer in range(config[family.num_layers_key]):
+        prefix = family.layer.format(i=layer)
+        for linear in family.linears_of(config, layer):
+            N, K = (size(names, sizes) for names in linear.shape)
+            found[f"{prefix}.{linear.name}"] = (N, K)
+    return found
+
+
+def kept_in_float(family: Family, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return full names of linears that stay in float unless asked for, with the reason."""
+    net, found = family.delta_net, {}
+    for layer in range(config[family.num_layers_key]):
+        if family.has_state(layer, config):
+            prefix = family.layer.format(i=layer)
+            names = [f"{prefix}.{linear.name}" for linear in net.gates.linears]
+            found |= dict.fromkeys(names, net.gates.float_because)
+    return found

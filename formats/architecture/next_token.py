@@ -1,0 +1,121 @@
+"""Multi-token prediction (MTP) layers, stored after a model's own layers.
+
+An MTP layer of DeepSeek-V3 (arXiv 2412.19437, section 2.2) or GLM-4.5 predicts the token after the
+next. It is a decoder layer of the family that reads a state of the model and the next token.
+
+    x = eh_proj([enorm(embedding of token i + 1), hnorm(state of position i)])
+    state = shared_head.norm(layer(x))        logits of token i + 2 = shared_head.head(state)
+
+The state is the input of the model's head, or the one that the MTP layer itself made for the
+previous token. This module handles names and shapes only.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from formats.architecture.family import Family, Shape
+from formats.architecture.sizes import num_experts
+from formats.checkpoint import TensorEntry
+from formats.families import FAMILIES
+from formats.layouts import is_quantized
+from formats.table import size_text
+
+# Names below the layer.
+EMBEDDING_NORM, STATE_NORM = "enorm.weight", "hnorm.weight"
+PROJECTION = "eh_proj"  # the embedding comes first
+LAST_NORM, HEAD, EMBEDDING = "shared_head.norm.weight", "shared_head.head", "embed_tokens.weight"
+# Copies of the model's own tensors, which are used if these are missing.
+SHARED = (f"{HEAD}.weight", EMBEDDING)
+
+
+def tensors(family: Family, config: Mapping[str, Any], layer: int) -> dict[str, Shape]:
+    """Return the tensors that an MTP layer must have in a float checkpoint, by names below it."""
+    C = ("hidden_size",)
+    return {
+        EMBEDDING_NORM: (C,),
+        STATE_NORM: (C,),
+        f"{PROJECTION}.weight": (C, C * 2),
+        LAST_NORM: (C,),
+        **family.layer_tensors(config, layer),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftLayers:
+    """MTP layers of a checkpoint."""
+
+    stated: int  # number in config.json
+    layers: tuple[str, ...]  # layers with at least one tensor
+    num_bytes: int
+    missing: tuple[str, ...]  # tensors that these layers lack
+
+    def to_text(self) -> str:
+        """Return a line for the report."""
+        if not self.layers:
+            return f"draft layers: none, config.json states {self.stated}; the model runs without"
+        here = f"draft layers: {', '.join(self.layers)}, {size_text(self.num_bytes)}"
+        if self.missing:
+            return f"{here}, unusable: {self.missing[0]} is missing"
+        return (
+            f'{here}; --speculative-config \'{{"method": "mtp"}}\' runs them, else they are unused'
+        )
+
+
+def find_draft_layers(
+    config: Mapping[str, Any], entries: Mapping[str, TensorEntry]
+) -> DraftLayers | None:
+    """Find the MTP layers of a folder; None: config.json states none, or its family has none."""
+    family = _family(config)
+    prefixes = () if family is None else family.draft_layers(config)
+    if not prefixes:
+        return None
+    layers, missing, num_bytes = [], [], 0
+    for prefix in prefixes:
+        found = {n.removeprefix(prefix): e for n, e in entries.items() if n.startswith(prefix)}
+        if not found:
+            continue
+        layers.append(prefix.removesuffix("."))
+        num_bytes += sum(entry.num_bytes for entry in found.values())
+        number = int(layers[-1].rpartition(".")[2])
+        missing += [
+            prefix + name
+            for name in tensors(family, config, number)
+            if name not in found and not is_quantized(name.removesuffix(".weight"), found)
+        ]
+    return DraftLayers(
+        stated=len(prefixes), layers=tuple(layers), num_bytes=num_bytes, missing=tuple(missing)
+    )
+
+
+def draft_linears(
+    config: Mapping[str, Any], entries: Mapping[str, TensorEntry]
+) -> dict[str, tuple[int, int]]:
+    """Return [N, K] of the float matrices of MTP layers, by full name."""
+    family = _family(config)
+    found = {}
+    if family is not None and family.draft_prefix:
+        for name, entry in entries.items():
+            if name.startswith(family.draft_prefix) and name.endswith(".weight"):
+                found |= (
+                    {name.removesuffix(".weight"): entry.shape} if len(entry.shape) == 2 else {}
+                )
+    for prefix in () if family is None else family.draft_layers(config):
+        number = int(prefix.removesuffix(".").rpartition(".")[2])
+        dense = family.experts is None or not family.experts.stand_in(number, config)
+        projections = family.projections(num_experts(config) or 0, dense)
+        names = [linear.name for projection in projections for linear in projection.linears]
+        for name in (PROJECTION, *names, HEAD):
+            entry = entries.get(f"{prefix}{name}.weight")
+            if entry is not None and len(entry.shape) == 2:
+                found[prefix + name] = entry.shape
+    return found
+
+
+def _family(config: Mapping[str, Any]) -> Family | None:
+    """Return the family that config.json names if it may have MTP layers."""
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    has_any = family is not None and (family.draft_layers_key or family.draft_prefix)
+    return family if has_any else None

@@ -1,0 +1,36 @@
+"""Architectures that are refused by name, with the reason and what to do instead."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from formats.errors import CheckpointError
+
+_ALIBI = (
+    "adds ALiBi biases to attention scores, which no attention kernel of this project computes",
+    "use a model with rotary or learned positions",
+)
+_CHATGLM = (
+    "is the form of ChatGLM that runs code from its folder",
+    "use its form for transformers, such as zai-org/glm-4-9b-chat-hf",
+)
+# architecture -> (problem, remedy)
+REFUSED: dict[str, tuple[str, str]] = {
+    "BloomForCausalLM": _ALIBI,
+    "MptForCausalLM": _ALIBI,
+    "MPTForCausalLM": _ALIBI,
+    "ChatGLMModel": _CHATGLM,
+    "ChatGLMForConditionalGeneration": _CHATGLM,
+    "RWForCausalLM": (
+        "is the form of Falcon that runs code from its folder",
+        "use its form for transformers, such as tiiuae/falcon-7b",
+    ),
+}
+
+
+def check_not_refused(config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError, with the reason, if config.json names a refused architecture."""
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    if isinstance(name, str) and name in REFUSED:
+        problem, remedy = REFUSED[name]
+        raise CheckpointError("config.json architectures", f"{name} {problem}", remedy)

@@ -1,0 +1,70 @@
+"""Values of the sizes that a family's shapes name, as far as config.json states them."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+_NUMBERS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+    "shared_expert_intermediate_size",
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
+    *("linear_key_head_dim", "linear_value_head_dim"),
+)
+
+
+NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def is_size(value: Any) -> bool:
+    """Return True for an integer above 0."""
+    return type(value) is int and value > 0
+
+
+def _product(sizes: Mapping[str, int | None], *names: str) -> int | None:
+    found = [sizes[name] for name in names]
+    return None if None in found else math.prod(found)
+
+
+def num_experts(config: Mapping[str, Any]) -> int | None:
+    """Return the number of experts per layer, under either key of config.json."""
+    stated = [config[key] for key in NUM_EXPERTS_KEYS if key in config]
+    return stated[0] if stated and is_size(stated[0]) else None
+
+
+def size(names: tuple[str, ...], sizes: Mapping[str, int | None]) -> int | None:
+    """Return the sum of the named sizes; None if one is unknown."""
+    found = [sizes.get(name) for name in names]
+    return None if None in found else sum(found)
+
+
+def named_sizes(
+    config: Mapping[str, Any], defaults: Mapping[str, int], inner_key: str
+) -> dict[str, int | None]:
+    """Return sizes by name; None if config.json does not state one.
+
+    `inner_key` is the key of the width of a dense feed-forward, "intermediate_size".
+    """
+    stated = {k: v for k, v in config.items() if k in _NUMBERS and (v is None or is_size(v))}
+    numbers = {**defaults, **stated}
+    found = {name: numbers.get(name) for name in _NUMBERS}
+    if inner_key != "intermediate_size":
+        inner = config.get(inner_key)
+        found["intermediate_size"] = inner if is_size(inner) else None
+    heads, hidden, head_dim = (
+        found[name] for name in ("num_attention_heads", "hidden_size", "head_dim")
+    )
+    kv_heads = heads if found["num_key_value_heads"] is None else found["num_key_value_heads"]
+    if head_dim is None and heads and hidden:
+        head_dim = found["head_dim"] = hidden // heads
+    for name, count in (("q", heads), ("kv", kv_heads)):
+        found[name] = count * head_dim if count and head_dim else None
+    found["q_and_gate"] = found["q"] and 2 * found["q"]
+    keys, values = (
+        _product(found, f"linear_num_{x}_heads", f"linear_{x}_head_dim") for x in ("key", "value")
+    )
+    found["delta_v"] = values
+    found["delta_qkv"] = 2 * keys + values if keys and values else None
+    inner, shared = found["moe_intermediate_size"], config.get("n_shared_experts")
+    found["shared_experts"] = inner * shared if inner and is_size(shared) else None
+    return {**found, "num_experts": num_experts(config), "one": 1}

@@ -1,0 +1,151 @@
+"""Files of older families in the usual form: keys of config.json, names, order of dims.
+
+GPT-2's config.json has keys of its own (`n_embd`), its weights are [inputs, outputs], its names may
+lack a prefix, and its masks are stored. The reader adds the usual keys, drops the masks, and
+presents weights as [outputs, inputs]; the writer stores them as they were.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from formats.architecture.family import MAX_LAYERS, Family
+from formats.architecture.sizes import is_size
+from formats.families import FAMILIES
+from formats.files.tensor_entry import TensorEntry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransposedEntry(TensorEntry):
+    """Matrix of a file with its dims exchanged: `shape` is not the file's."""
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Return rows `start` to `stop`: columns of the file, all of which is read."""
+        return self.read()[start:stop]
+
+    def read(self) -> torch.Tensor:
+        """Read the whole matrix. Raises CheckpointError."""
+        rows, columns = self.shape
+        stored = self.read_bytes(0, self.num_bytes).view(self.dtype).reshape(columns, rows)
+        return stored.T.contiguous()
+
+
+def usual_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json with the usual keys next to the family's own.
+
+    Values that transformers derives are filled in, too. Other families' configs are unchanged.
+    """
+    family = _family(config)
+    if family is None:
+        return config
+    own = family.config_keys
+    found = {usual: config[key] for usual, key in own.items() if key in config}
+    config = {**config, **found} if found else config
+    derive = _DERIVED_KEYS.get(family.model_type)
+    return config if derive is None else {**config, **derive(config)}
+
+
+def usual_entries(
+    config: Mapping[str, Any], entries: dict[str, TensorEntry]
+) -> dict[str, TensorEntry]:
+    """Return the tensors with the names and the order of dims of the family's row."""
+    family = _family(config)
+    if family is None:
+        return entries
+    masks = tuple(f".{name}" for name in family.masks)
+    if masks:
+        entries = {n: entry for n, entry in entries.items() if not n.endswith(masks)}
+    prefix = family.left_out_prefix
+    if prefix and not any(name.startswith(prefix) for name in entries):
+        ends = f"{family.head.partition('.')[0]}."
+        entries = {n if n.startswith(ends) else prefix + n: e for n, e in entries.items()}
+    exchanged = transposed_names(config, entries)
+    return {n: _exchanged(e) if n in exchanged else e for n, e in entries.items()}
+
+
+def transposed_names(
+    config: Mapping[str, Any], entries: Mapping[str, TensorEntry]
+) -> frozenset[str]:
+    """Return the weights that the family stores as [inputs, outputs]."""
+    family = _family(config)
+    if family is None or not family.transposed:
+        return frozenset()
+    layer = re.escape(family.layer).replace(re.escape("{i}"), r"\d{1,9}")
+    names = "|".join(re.escape(linear.name) for linear in family.linears)
+    stored = re.compile(rf"{layer}\.(?:{names})\.weight")
+    return frozenset(n for n, e in entries.items() if stored.fullmatch(n) and len(e.shape) == 2)
+
+
+def _exchanged(entry: Any) -> Any:
+    if not isinstance(entry, TensorEntry):
+        return entry.transposed()  # of a tensor in memory (HeldTensors)
+    values = {field.name: getattr(entry, field.name) for field in fields(TensorEntry)}
+    return TransposedEntry(**{**values, "shape": entry.shape[::-1]})
+
+
+def _family(config: Mapping[str, Any]) -> Family | None:
+    names = config.get("architectures")
+    is_one = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
+    return FAMILIES.get(names[0]) if is_one else None
+
+
+def _inner(key: str) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Return what fills in the width of a feed-forward: 4 times the hidden size."""
+
+    def derive(config: Mapping[str, Any]) -> dict[str, Any]:
+        hidden = config.get("hidden_size")
+        return {key: 4 * hidden} if config.get(key) is None and is_size(hidden) else {}
+
+    return derive
+
+
+def _bigcode(config: Mapping[str, Any]) -> dict[str, Any]:
+    heads = config.get("num_attention_heads")
+    kv_heads = 1 if config.get("multi_query", True) else heads
+    return {**_inner("n_inner")(config), **_known(num_key_value_heads=kv_heads)}
+
+
+def _falcon(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return KV heads and norms: 40B has its own number, 7B one, both whatever the other says."""
+    is_new, norms = config.get("new_decoder_architecture"), config.get("num_ln_in_parallel_attn")
+    kv_heads = config.get("num_attention_heads")
+    if is_new:
+        kv_heads = config.get("num_kv_heads") or kv_heads
+    elif config.get("multi_query", True):
+        kv_heads = 1
+    return {
+        **_inner("ffn_hidden_size")(config),
+        **_known(num_key_value_heads=kv_heads),
+        "num_ln_in_parallel_attn": norms or (2 if is_new else 1),
+    }
+
+
+def _ernie_moe(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the layers without experts, which ERNIE states as a range and an interval."""
+    count, every = config.get("num_hidden_layers"), config.get("moe_layer_interval", 1)
+    first, last = config.get("moe_layer_start_index", 1), config.get("moe_layer_end_index", -1)
+    if not is_size(count) or not is_size(every) or type(first) is not int or type(last) is not int:
+        return {}
+    last = count - 1 if last == -1 else last
+    layers = range(min(count, MAX_LAYERS))
+    return {
+        "mlp_only_layers": [i for i in layers if (i + 1) % every or not first <= i <= last],
+        **_known(n_shared_experts=config.get("moe_num_shared_experts", 2)),
+    }
+
+
+def _known(**values: Any) -> dict[str, Any]:
+    """Return the values that are sizes: others are config.json's faults, reported elsewhere."""
+    return {key: value for key, value in values.items() if is_size(value)}
+
+
+_DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "gpt2": _inner("n_inner"),
+    "gptj": _inner("n_inner"),
+    "gpt_bigcode": _bigcode,
+    "falcon": _falcon,
+    "ernie4_5_moe": _ernie_moe,
+}

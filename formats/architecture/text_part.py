@@ -1,0 +1,198 @@
+"""The text model inside a vision-language checkpoint: its config.json and tensor names.
+
+Such a checkpoint has the text model's config under `text_config`, and its tensors below a prefix.
+Only the text model is read; the rest is ignored.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from formats.families import FAMILIES
+
+TEXT_CONFIG = "text_config"
+_BLOCK = "quantization_config"
+_HEAD = "lm_head."
+HEAD_WEIGHT = "lm_head.weight"
+# architectures that hold a text model
+WRAPPERS = (
+    "Gemma3ForConditionalGeneration",
+    "Idefics3ForConditionalGeneration",
+    "LlavaForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "SmolVLMForConditionalGeneration",
+)
+# model_type of a text part -> that of the text model with the same layers
+_SAME_LAYERS = {
+    "qwen2_5_vl": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+}
+# prefixes in the file -> in the text model; the first match counts
+_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": _HEAD,
+    "model.language_model.": "model.",
+    "model.text_model.": "model.",
+}
+_PART_NAMES = ("vision_tower", "multi_modal_projector", "vision_model", "connector", "visual")
+# prefixes of the other parts
+_OTHER_PARTS = tuple(f"{parent}{part}." for parent in ("", "model.") for part in _PART_NAMES)
+_DOT = r"\\?\."  # in a name, or in a pattern of names
+_ROPES = ("rope_parameters", "rope_scaling")
+# keys that default to those of the whole model
+_SHARED = (
+    *("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id"),
+    *(_BLOCK, "transformers_version"),
+)
+# transformers' defaults, which published files leave out
+_DEFAULTS = {
+    # of LLaVA-1.5, whose text_config names the model it was trained from
+    "llama": {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+    },
+}
+
+
+def has_text_part(config: Mapping[str, Any]) -> bool:
+    """Return True for the config.json of a multimodal model whose text model is known."""
+    names, text = config.get("architectures"), _stated_text(config)
+    is_wrapper = isinstance(names, list) and len(names) == 1 and names[0] in WRAPPERS
+    return is_wrapper and isinstance(text, dict) and bool(_architecture(text))
+
+
+def text_config(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return config.json of the text model alone; other configs are unchanged.
+
+    `names` are the text model's tensors. They decide whether there is a head, because the whole and
+    its text model may disagree on tying.
+    """
+    if not has_text_part(config):
+        return config
+    text = _stated_text(config)
+    shared = {key: config[key] for key in _SHARED if key in config}
+    if _BLOCK in shared:
+        shared[_BLOCK] = text_block(shared[_BLOCK])
+    defaults = _DEFAULTS.get(text["model_type"], {})
+    for key in _ROPES:
+        if isinstance(text.get(key), dict):
+            text = {**text, key: _one_axis(text[key])}
+    has_head = any(name.startswith(_HEAD) for name in names)
+    return {
+        **shared,
+        **defaults,
+        **text,
+        "model_type": _model_type(text),
+        "architectures": [_architecture(text)],
+        "tie_word_embeddings": not has_head,
+    }
+
+
+def text_name(name: str) -> str | None:
+    """Return a tensor's name in the text model; None: it belongs to another part."""
+    if name.startswith(_OTHER_PARTS):
+        return None
+    for prefix, own in _PREFIXES.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return name
+
+
+def text_prefix(names: Iterable[str]) -> str:
+    """Return what the stored names of the text model have instead of `model.`."""
+    for name in names:
+        for prefix, own in _PREFIXES.items():
+            if own != _HEAD and name.startswith(prefix):
+                return prefix
+    return "model."
+
+
+def stored_name(name: str, prefix: str) -> str:
+    """Return the stored name of a tensor of the text model; the inverse of `text_name`."""
+    if name.startswith(_HEAD):
+        own = next((each for each, own in _PREFIXES.items() if own == _HEAD), _HEAD)
+        return own + name.removeprefix(_HEAD) if prefix == "language_model.model." else name
+    return prefix + name.removeprefix("model.") if name.startswith("model.") else name
+
+
+def other_part_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of the parts that hold these tensors, such as `vision_tower`."""
+    words = {word for name in names for word in name.split(".")[:2]}
+    return tuple(part for part in _PART_NAMES if part in words)
+
+
+def stored_block(block: dict[str, Any], prefix: str, parts: Sequence[str]) -> dict[str, Any]:
+    """Return the quantization block of the whole model: stored names, other parts in float."""
+    stored = r"\1".join(prefix.split("."))  # with dots as they are in `model.layers`
+    found = _renamed(block, rf"(?<![\w.])model({_DOT})(?=layers)", stored)
+    if "ignore" in found:
+        found["ignore"] = [*(found["ignore"] or ()), *(f"re:.*{part}.*" for part in parts)]
+    elif "modules_to_not_convert" in found:
+        found["modules_to_not_convert"] = [*(found["modules_to_not_convert"] or ()), *parts]
+    elif found.get("quant_method") == "gptq":
+        skipped = {f"-:.*{part}.*": {} for part in parts}
+        found["dynamic"] = {**(found.get("dynamic") or {}), **skipped}
+    return found
+
+
+def text_block(block: Any) -> Any:
+    """Return a quantization block with the text model's names; the inverse of `stored_block`."""
+    for prefix, own in _PREFIXES.items():
+        if own != _HEAD:
+            stored = _DOT.join(prefix[:-1].split("."))
+            block = _renamed(block, rf"(?<![\w.]){stored}({_DOT})(?=layers)", r"model\1")
+    return block
+
+
+def _renamed(value: Any, pattern: str, by: str) -> Any:
+    if isinstance(value, str):
+        return re.sub(pattern, by, value)
+    if isinstance(value, list):
+        return [_renamed(each, pattern, by) for each in value]
+    if isinstance(value, dict):
+        return {
+            _renamed(key, pattern, by): _renamed(each, pattern, by) for key, each in value.items()
+        }
+    return value
+
+
+def _stated_text(config: Mapping[str, Any]) -> Any:
+    """Return the text model's config; files of Qwen2.5-VL have its keys next to `vision_config`."""
+    text = config.get(TEXT_CONFIG)
+    if text is None and config.get("model_type") == "qwen2_5_vl":
+        return {key: value for key, value in config.items() if key != "vision_config"}
+    return text
+
+
+def _one_axis(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rope parameters without the axes of images: those of a text are equal."""
+    kept = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
+    for key in ("type", "rope_type"):
+        if kept.get(key) == "mrope":
+            kept[key] = "default"
+    return kept
+
+
+def _model_type(text: Mapping[str, Any]) -> Any:
+    stated = text.get("model_type")
+    return _SAME_LAYERS.get(stated, stated) if isinstance(stated, str) else stated
+
+
+def _architecture(text: Mapping[str, Any]) -> str:
+    for family in FAMILIES.values():
+        if family.model_type == _model_type(text):
+            return family.architecture
+    return ""

@@ -1,0 +1,1 @@
+"""Codecs of the formats that we write (GPTQ, AWQ, compressed-tensors), and of their relatives."""

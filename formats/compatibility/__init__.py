@@ -1,0 +1,1 @@
+"""Which programs load a checkpoint: rules with their evidence."""

@@ -1,0 +1,380 @@
+"""Rules on which program loads what, one row each, with the evidence for each.
+
+Versions: vLLM 0.33.0 (0.25.1 and 0.29.0 where stated), SGLang 0.5.23, transformers 5.23.0 with
+optimum 2.3.0, gptqmodel 7.7.0 and compressed-tensors 0.20.0.
+"""
+
+from formats.architecture.rope_types import SERVED_ROPE_TYPES
+from formats.compatibility.compressed import COMPRESSED_RULES
+from formats.compatibility.loads_in import Facts, Rule, Verdict, judge
+from formats.compatibility.others import OTHER_RULES
+from formats.compatibility.terms import (
+    OPTIMUM,
+    OTHERS,
+    OURS,
+    OWN_SOURCE,
+    PROGRAMS,
+    SERVERS,
+    SGLANG,
+    SGLANG_SOURCE,
+    TRANSFORMERS,
+    VLLM,
+    VLLM_SOURCE,
+    any_scheme,
+    gptq_bits,
+    groups,
+    is_w4a8,
+    row,
+    small_shape,
+    trait,
+    when,
+)
+from formats.compatibility.vendors import VENDOR_RULES
+from formats.families import FAMILIES, served_architectures
+from formats.scheme import CHANNEL, FP4_TYPES
+
+
+def loads_in(facts: Facts) -> list[Verdict]:
+    """Return one verdict for each program."""
+    return judge(facts, RULES, PROGRAMS)
+
+
+RULES: tuple[Rule, ...] = (
+    # rules for any format
+    row("own-error", OURS, "no", lambda f: f.config_error or f.first_error, OWN_SOURCE),
+    row("damaged", OTHERS, "no", lambda f: f.first_error, "what inspection found"),
+    row(
+        "unreadable",
+        OTHERS,
+        "not judged",
+        lambda f: f.config_error and f"this project cannot read it: {f.config_error}",
+        "no rule looks at what is not read",
+    ),
+    row(
+        "family",
+        OURS,
+        "no",
+        when(
+            lambda f: f.architecture not in served_architectures(),
+            f"serves {', '.join(served_architectures())}",
+        ),
+        OWN_SOURCE,
+    ),
+    row(
+        "activation",
+        (OURS, *SERVERS),
+        "no",
+        lambda f: (
+            ""
+            if f.choices.activation == f.choices.usual_activation
+            else f"computes {f.choices.usual_activation}, not {f.choices.activation}"
+        ),
+        "vllm/model_executor/models/llama.py LlamaMLP; SGLang's is alike",
+    ),
+    row(
+        "rope",
+        OURS,
+        "no",
+        lambda f: (
+            ""
+            if f.choices.rope in SERVED_ROPE_TYPES
+            else f"computes no rotary embedding of type {f.choices.rope}"
+        ),
+        OWN_SOURCE,
+    ),
+    row(
+        "unplaced",
+        OURS,
+        "no",
+        lambda f: f.unplaced and f"does not expect the tensor {f.unplaced}",
+        OWN_SOURCE,
+    ),
+    row(
+        "second-file-transformers",
+        TRANSFORMERS,
+        "no",
+        lambda f: (
+            f.second_file
+            and f"does not read {f.second_file}: loads a float model with random weights"
+        ),
+        "transformers/quantizers/auto.py of 5.23.0, run",
+    ),
+    row(
+        "second-file-servers",
+        SERVERS,
+        "no",
+        lambda f: (
+            f.second_file
+            and f"reads {f.second_file} only with --quantization: copy it into config.json"
+        ),
+        "vllm/model_executor/model_loader/weight_utils.py get_quant_config; SGLang's is alike",
+    ),
+    row(
+        "fused-mixed",
+        SERVERS,
+        "no",
+        lambda f: f.fused_mixed and f"loads {f.fused_mixed} as one matrix in one scheme",
+        f"{VLLM_SOURCE}/utils/quant_utils.py is_layer_skipped, {VLLM_SOURCE}/utils/gptq_utils.py",
+        "gptq",
+        "awq",
+        "compressed-tensors",
+        "auto-round",
+        "fp8",
+    ),
+    row(
+        "renamed-experts",
+        TRANSFORMERS,
+        "no",
+        lambda f: (
+            f.renamed
+            and f"does not find experts called {f.renamed.found} (it looks for"
+            f" {f.renamed.expected}) and fills them with random numbers: convert renames them"
+        ),
+        "transformers/conversion_mapping.py of 5.23.0, run",
+    ),
+    row(
+        "delta-net",
+        VLLM,
+        "yes",
+        when(
+            lambda f: (family := FAMILIES.get(f.architecture)) is not None and family.delta_net,
+            "its source supports gated delta nets; not run here",
+        ),
+        "vllm/model_executor/models/qwen3_next.py and qwen3_5.py packed_modules_mapping, "
+        "layers/mamba/gdn/qwen_gdn_linear_attn.py create_qkvz_proj and create_ba_proj, "
+        "layers/linear.py weight_loader_v2 of 0.33.0: in_proj_qkv and in_proj_z are one matrix in "
+        "one scheme, as are in_proj_b and in_proj_a, in float or quantized",
+    ),
+    # cases that this project runs without a dedicated kernel
+    row(
+        "own-act-order",
+        OURS,
+        "slow",
+        trait("act-order", "inputs are reordered on every call (act-order)"),
+        OWN_SOURCE,
+    ),
+    row(
+        "own-bits",
+        OURS,
+        "slow",
+        any_scheme(
+            lambda s: s.weight.type == "int" and s.weight.bits not in (4, 8),
+            "bits other than 4 and 8 have no kernel of their own",
+        ),
+        OWN_SOURCE,
+    ),
+    row(
+        "own-fp4",
+        OURS,
+        "slow",
+        any_scheme(
+            lambda s: s.weight.type in FP4_TYPES,
+            "4-bit floating point runs as 8-bit codes: same weights, twice the memory",
+        ),
+        OWN_SOURCE,
+    ),
+    row(
+        "own-narrow-inputs",
+        OURS,
+        "no",
+        lambda f: (
+            f.config is not None
+            and f.config.narrow_inputs
+            and "refuses 4-bit integer activations (W4A4) without --activation-bits 8 or 16, which"
+            " run it with wider activations"
+        ),
+        OWN_SOURCE,
+    ),
+    row(
+        "own-input-factors",
+        OURS,
+        "slow",
+        trait(
+            "input factors",
+            "inputs are multiplied by pre_quant_scale: such linears are read as float weights",
+        ),
+        OWN_SOURCE,
+    ),
+    row(
+        "own-inputs",
+        OURS,
+        "slow",
+        when(
+            lambda f: f.config is not None and f.config.unrounded_inputs,
+            "inputs stay in 16 bits: there is no kernel for how the file rounds them",
+        ),
+        OWN_SOURCE,
+    ),
+    row(
+        "own-w4a8",
+        OURS,
+        "slow",
+        any_scheme(
+            lambda s: is_w4a8(s, "int") or is_w4a8(s, "float"),
+            "4-bit weights with 8-bit activations have no kernel of their own",
+        ),
+        OWN_SOURCE,
+    ),
+    # GPTQ
+    row(
+        "gptq-without-desc-act",
+        VLLM,
+        "no",
+        when(lambda f: f.desc_act is None, "refuses a quantization_config without desc_act"),
+        f"{VLLM_SOURCE}/auto_gptq.py from_config",
+        "gptq",
+    ),
+    row("gptq-bits", VLLM, "no", gptq_bits, f"{VLLM_SOURCE}/auto_gptq.py TYPE_MAP", "gptq"),
+    row(
+        "gptq-groups",
+        VLLM,
+        "no",
+        groups("takes groups of 32, 64, 128 or -1, not {}"),
+        f"{VLLM_SOURCE}/auto_gptq.py verify_marlin_supported",
+        "gptq",
+    ),
+    row(
+        "gptq-desc-act",
+        VLLM,
+        "no",
+        when(
+            lambda f: f.desc_act and any(s.weight.group_size != CHANNEL for s in f.schemes),
+            "refuses desc_act with groups",
+        ),
+        f"{VLLM_SOURCE}/utils/gptq_utils.py normalize_and_validate_gptq_desc_act",
+        "gptq",
+    ),
+    row(
+        "gptq-mislabelled",
+        SGLANG,
+        "no",
+        trait("mislabelled", "its fallback kernel follows checkpoint_format, which is wrong"),
+        f"{SGLANG_SOURCE}/gptq/schemes/gptq_linear.py use_v2_format",
+        "gptq",
+    ),
+    row(
+        "gptq-plain-kernel",
+        SGLANG,
+        "slow",
+        when(gptq_bits, "only its fallback float16 kernel takes this"),
+        f"{SGLANG_SOURCE}/gptq TYPE_MAP",
+        "gptq",
+    ),
+    row(
+        "gptq-groups-sglang",
+        SGLANG,
+        "slow",
+        groups("the fast kernel takes groups of 32, 64, 128 or -1"),
+        f"{SGLANG_SOURCE}/marlin_utils.py",
+        "gptq",
+    ),
+    row(
+        "gptq-act-order-sglang",
+        SGLANG,
+        "slow",
+        trait("act-order", "reorders the inputs on every call (act-order)"),
+        f"{SGLANG_SOURCE}/gptq/schemes/gptq_linear.py",
+        "gptq",
+    ),
+    row(
+        "gptq-shapes",
+        SGLANG,
+        "slow",
+        small_shape,
+        f"{SGLANG_SOURCE}/marlin_utils.py check_marlin_supports_layer",
+        "gptq",
+    ),
+    row(
+        "gptq-dynamic",
+        TRANSFORMERS,
+        "no",
+        when(
+            lambda f: f.exceptions,
+            "ignores dynamic, which sets the schemes of some linears, and fails or computes garbage"
+            " (convert to compressed-tensors)",
+        ),
+        f"{OPTIMUM}, run",
+        "gptq",
+    ),
+    row(
+        "gptq-mislabelled-transformers",
+        TRANSFORMERS,
+        "no",
+        trait("mislabelled", "follows checkpoint_format, which is wrong"),
+        OPTIMUM,
+        "gptq",
+    ),
+    row(
+        "gptq-v1-asymmetric",
+        TRANSFORMERS,
+        "no",
+        when(
+            lambda f: (
+                f.config.zeros == "v1"
+                and not f.config.scheme.weight.symmetric
+                and not f.written_by_gptqmodel
+            ),
+            "refuses asymmetric GPTQ with v1 zeros of unknown writers",
+        ),
+        "gptqmodel/models/loader.py of 7.7.0",
+        "gptq",
+    ),
+    row(
+        "gptq-transformers",
+        TRANSFORMERS,
+        "yes",
+        lambda f: "with optimum and gptqmodel installed",
+        OPTIMUM,
+        "gptq",
+    ),
+    row(
+        "gptq-activations",
+        OTHERS,
+        "yes",
+        any_scheme(
+            lambda s: s.activation is not None,
+            "as W8A16: only this project knows the 8-bit activation key",
+        ),
+        "none of their sources has the key",
+        "gptq",
+    ),
+    # AWQ
+    row(
+        "awq-no-zeros",
+        OTHERS,
+        "no",
+        trait("no zeros", "needs qzeros, also of symmetric weights"),
+        f"{VLLM_SOURCE}/auto_awq.py, {SGLANG_SOURCE}/awq",
+        "awq",
+    ),
+    row(
+        "awq-symmetric",
+        SERVERS,
+        "slow",
+        any_scheme(
+            lambda s: s.weight.symmetric,
+            "zero_point false is refused by the fast kernel; convert writes true",
+        ),
+        f"{VLLM_SOURCE}/auto_awq.py query_marlin_supported_quant_types",
+        "awq",
+    ),
+    row(
+        "awq-groups",
+        SERVERS,
+        "slow",
+        groups("the fast kernel takes groups of 32, 64, 128 or -1, not {}"),
+        f"{VLLM_SOURCE}/auto_awq.py",
+        "awq",
+    ),
+    row(
+        "awq-transformers",
+        TRANSFORMERS,
+        "yes",
+        lambda f: "with gptqmodel installed",
+        "transformers/quantizers/quantizer_awq.py of 5.23.0",
+        "awq",
+    ),
+    *COMPRESSED_RULES,
+    *VENDOR_RULES,
+    *OTHER_RULES,
+)

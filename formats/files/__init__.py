@@ -1,0 +1,1 @@
+"""Files of a model folder besides the tensors: locks, atomic writes, side files, data rows."""

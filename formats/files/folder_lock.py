@@ -1,0 +1,48 @@
+"""Locks on a folder or a file, so that one process writes it at a time."""
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+
+def make_locked(folder: Path) -> int:
+    """Create an empty, locked folder; return the descriptor that holds the lock.
+
+    Closing the descriptor, or the end of the process, releases the lock. Raises BlockingIOError if
+    another process has it.
+    """
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:  # the holder has just published or deleted it: create it again
+            continue
+        try:
+            lock(descriptor)
+            if is_still_named(descriptor, folder):
+                for path in folder.iterdir():  # left by a killed run
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def lock(descriptor: int) -> None:
+    """Lock an open file until it is closed. Raises BlockingIOError if another process has it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        pass  # a file system without locks, such as some network ones: two runs are not kept apart
+
+
+def is_still_named(descriptor: int, path: Path) -> bool:
+    """Return True if a folder or file still had its name when it was locked."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False

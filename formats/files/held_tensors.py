@@ -1,0 +1,89 @@
+"""HeldTensors: tensors in memory, presented like the tensors of a model folder.
+
+Names become those of the family's row, as `CheckpointReader` makes them.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from formats.architecture.bare_model import bare_names
+from formats.architecture.expert_names import canonical_names
+from formats.architecture.stored_form import usual_entries
+from formats.architecture.text_part import has_text_part, text_name
+from formats.architecture.tied_head import settle_head
+from formats.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldTensor:
+    """A tensor in memory with the interface of TensorEntry."""
+
+    name: str
+    tensor: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tensor.nbytes
+
+    def transposed(self) -> "HeldTensor":
+        """Return the tensor with its dims exchanged."""
+        return replace(self, tensor=self.tensor.T)
+
+    def read(self) -> torch.Tensor:
+        """Return the tensor."""
+        return self.tensor
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Return rows `start` to `stop`, in the host's memory."""
+        return self.tensor[start:stop].contiguous().cpu()
+
+
+class HeldTensors:
+    """Reader of tensors in memory: `config`, `entries` by name, `get(name)`."""
+
+    num_other_parts = 0
+    gguf_summary = ""
+
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]], config: dict[str, Any]) -> None:
+        """`config`: of config.json. Raises CheckpointError where a name comes twice."""
+        self.folder = Path("tensors of the update")
+        entries: dict[str, HeldTensor] = {}
+        for name, tensor in tensors:
+            if name in entries:
+                raise CheckpointError(f"tensor {name}", "comes twice in the update")
+            if not isinstance(tensor, torch.Tensor):
+                raise CheckpointError(
+                    f"tensor {name}", f"expected a tensor, found {type(tensor).__name__}"
+                )
+            entries[name] = HeldTensor(name=name, tensor=tensor.detach())
+        if has_text_part(config):
+            entries = {own: e for name, e in entries.items() if (own := text_name(name))}
+        entries = usual_entries(config, entries)
+        if renamed := bare_names(entries):
+            entries = {own: entries[name] for name, own in renamed.items()}
+        self.config, entries = settle_head(config, entries)
+        self.unties_head = self.config is not config
+        if renamed := canonical_names(self.config, entries):
+            entries = {own: entries[name] for name, own in renamed.items()}
+        self.entries = entries
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entries
+
+    def get(self, name: str) -> torch.Tensor:
+        """Return one tensor, where it is. Raises CheckpointError if there is none of that name."""
+        if name not in self.entries:
+            raise CheckpointError(f"tensor {name!r}", "is not in the update")
+        return self.entries[name].tensor

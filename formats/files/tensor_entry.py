@@ -1,0 +1,83 @@
+"""Entries of a checkpoint: where a tensor lies, read on request."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from formats.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """Tensor as a safetensors header describes it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    num_bytes: int
+    file: Path
+    offset: int  # offset of its first byte in the file
+
+    @property
+    def stored_as(self) -> str:
+        """Name of the type in the file."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def blocks(self, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (index of the first value, values) of each run of at most `most_bytes`, in one
+        reused buffer. Raises OSError.
+        """
+        buffer = torch.empty(min(most_bytes, self.num_bytes), dtype=torch.uint8)
+        with self.file.open("rb", buffering=0) as file:
+            file.seek(self.offset)
+            for begin in range(0, self.num_bytes, most_bytes):
+                block = buffer[: self.num_bytes - begin]
+                if file.readinto(memoryview(block.numpy())) != len(block):
+                    raise OSError("the file ends inside")
+                yield begin // self.dtype.itemsize, block.view(self.dtype)
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Read rows `start` to `stop` of a tensor of one or more dims. Raises CheckpointError.
+
+        The file is read, not mapped, because mapped pages count as memory of this process.
+        """
+        row_bytes = self.num_bytes // self.shape[0]
+        data = self.read_bytes(start * row_bytes, stop * row_bytes)
+        return data.view(self.dtype).reshape(stop - start, *self.shape[1:])
+
+    def read(self) -> torch.Tensor:
+        """Read the whole tensor from its file. Raises CheckpointError."""
+        if not self.num_bytes:
+            return torch.empty(self.shape, dtype=self.dtype)
+        return self.read_bytes(0, self.num_bytes).view(self.dtype).reshape(self.shape)
+
+    def read_bytes(self, start: int, stop: int) -> torch.Tensor:
+        """Read bytes `start` to `stop` of the tensor's data. Raises CheckpointError."""
+        data = torch.empty(stop - start, dtype=torch.uint8)
+        try:
+            with self.file.open("rb", buffering=0) as file:
+                file.seek(self.offset + start)
+                view, done = memoryview(data.numpy()), 0
+                while done < len(view):
+                    count = file.readinto(view[done:])
+                    if not count:
+                        raise CheckpointError(str(self.file), f"ends inside {self.name}")
+                    done += count
+        except OSError as error:
+            raise CheckpointError(str(self.file), f"cannot be read: {error.strerror}") from None
+        return data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatedShape(TensorEntry):
+    """Shape that a header's metadata states, read like a tensor."""
+
+    values: tuple[int, ...]
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        return self.read()[start:stop]
+
+    def read(self) -> torch.Tensor:
+        return torch.tensor(self.values)

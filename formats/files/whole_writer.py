@@ -1,0 +1,73 @@
+"""WholeWriter: write a vision-language checkpoint around a new text model.
+
+The text model's tensors get the names that they have in the source, the vision part is copied from
+there, and config.json is the source's with what changed in the text model.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from formats.architecture.text_part import (
+    TEXT_CONFIG,
+    other_part_names,
+    stored_block,
+    stored_name,
+    text_prefix,
+)
+from formats.checkpoint import DEFAULT_MAX_SHARD_BYTES, CheckpointReader, CheckpointWriter
+from formats.codecs.config_fields import BLOCK
+
+TIED = "tie_word_embeddings"
+
+
+def open_writer(
+    folder: str | Path,
+    source: CheckpointReader,
+    *,
+    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+) -> CheckpointWriter:
+    """Return a writer of a model with the form of `source`. Raises CheckpointError."""
+    if source.other_parts:
+        return WholeWriter(folder, source, max_shard_bytes=max_shard_bytes)
+    return CheckpointWriter(folder, max_shard_bytes=max_shard_bytes, transposed=source.transposed)
+
+
+class WholeWriter(CheckpointWriter):
+    """Takes tensors and config.json of a text model; writes the whole model."""
+
+    def __init__(self, folder: str | Path, source: CheckpointReader, *, max_shard_bytes: int):
+        super().__init__(folder, max_shard_bytes=max_shard_bytes)
+        self._source = source
+        self._prefix = text_prefix(entry.name for entry in source.entries.values())
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Queue a tensor of the text model."""
+        super().add(stored_name(name, self._prefix), tensor)
+
+    def seal(self, config: dict[str, Any], *, side_files_from: Path) -> Path:
+        """Copy the other parts, then write all that the text model's writer does."""
+        for name, entry in self._source.other_parts.items():
+            super().add(name, entry.read())
+        return super().seal(self._whole(config), side_files_from=side_files_from)
+
+    def write_json(self, name: str, value: dict[str, Any]) -> None:
+        """Add a JSON file; a quantization block gets the names of the whole model."""
+        super().write_json(name, self._block(value) if "quant_method" in value else value)
+
+    def _block(self, block: dict[str, Any]) -> dict[str, Any]:
+        return stored_block(block, self._prefix, other_part_names(self._source.other_parts))
+
+    def _whole(self, config: dict[str, Any]) -> dict[str, Any]:
+        whole, before = copy.deepcopy(self._source.whole_config), self._source.config
+        text = whole.get(TEXT_CONFIG, whole)
+        for key, value in config.items():
+            if key == BLOCK:
+                whole[BLOCK] = self._block(value)
+            elif before.get(key) != value:
+                text[key] = value
+                if key == TIED:
+                    whole[key] = value
+        return whole

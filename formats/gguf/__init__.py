@@ -1,0 +1,1 @@
+"""GGUF files: read as model folders, and written. See formats/README.md."""

@@ -1,0 +1,184 @@
+"""Blocks of each GGUF type -> float32, bit for bit as gguf-py computes them.
+
+A decoder takes the bytes of blocks [B, bytes] and returns their weights [B, length]. d, m and dmin
+are float16; q is a code. See formats/README.md for the layouts. Legend: B blocks.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from formats.gguf.block_types import BlockType
+from formats.in_memory.fp4 import MAGNITUDES
+
+# the values of the codes of IQ4_NL and IQ4_XS
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+# twice the values of the codes of MXFP4, which are whole numbers
+FP4_DOUBLES = tuple(int(2 * m) for m in MAGNITUDES) + tuple(int(-2 * m) for m in MAGNITUDES)
+
+
+def half(data_BX: torch.Tensor, at: int) -> torch.Tensor:
+    """Return the float16 number at a byte of each block as float32 [B, 1]."""
+    return data_BX[:, at : at + 2].contiguous().view(torch.float16).float()
+
+
+def nibbles(bytes_BX: torch.Tensor) -> torch.Tensor:
+    """Return the low four bits of all bytes, then the high ones: [B, 2 X]."""
+    return torch.cat([bytes_BX & 15, bytes_BX >> 4], -1)
+
+
+def q5_codes(data_BX: torch.Tensor, at: int) -> torch.Tensor:
+    """Return 5-bit codes [B, 32]: at a byte of the block, 32 fifth bits, then 16 bytes."""
+    low = nibbles(data_BX[:, at + 4 : at + 20])
+    return low | _bits(data_BX[:, at : at + 4]) << 4
+
+
+def _bits(bytes_BX: torch.Tensor) -> torch.Tensor:
+    """Return the bits of bytes [B, X], the lowest first: [B, 8 X]."""
+    shifts = torch.arange(8, dtype=torch.uint8)
+    return ((bytes_BX[..., None] >> shifts) & 1).flatten(1)
+
+
+def _fields(bytes_BX: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return fields of `bits` bits, the lowest of all bytes first: [B, 8 / bits, X]."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
+    return (bytes_BX[:, None, :] >> shifts) & (2**bits - 1)
+
+
+def _q4_0(data_BX: torch.Tensor) -> torch.Tensor:
+    return half(data_BX, 0) * (nibbles(data_BX[:, 2:]).float() - 8)
+
+
+def _q4_1(data_BX: torch.Tensor) -> torch.Tensor:
+    return half(data_BX, 0) * nibbles(data_BX[:, 4:]).float() + half(data_BX, 2)
+
+
+def _q5_0(data_BX: torch.Tensor) -> torch.Tensor:
+    return half(data_BX, 0) * (q5_codes(data_BX, 2).float() - 16)
+
+
+def _q5_1(data_BX: torch.Tensor) -> torch.Tensor:
+    return half(data_BX, 0) * q5_codes(data_BX, 4).float() + half(data_BX, 2)
+
+
+def _q8_0(data_BX: torch.Tensor) -> torch.Tensor:
+    return half(data_BX, 0) * data_BX[:, 2:].view(torch.int8).float()
+
+
+def _q2_k(data_BX: torch.Tensor) -> torch.Tensor:
+    scales, codes = data_BX[:, :16], data_BX[:, 16:80]
+    d, dmin = half(data_BX, 80), half(data_BX, 82)
+    # each 32 bytes hold 128 codes, 2 bits of each byte for 32 of them
+    q = torch.cat([_fields(part, 2).flatten(1) for part in codes.split(32, 1)], 1).float()
+    scale, low = d * (scales & 15).float(), dmin * (scales >> 4).float()
+    return _scaled(q, scale) - low.repeat_interleave(16, 1)
+
+
+def _q3_k(data_BX: torch.Tensor) -> torch.Tensor:
+    high, codes, packed = data_BX[:, :32], data_BX[:, 32:96], data_BX[:, 96:108]
+    low_scales = torch.cat([packed[:, :8] & 15, packed[:, :8] >> 4], 1)
+    high_scales = _fields(packed[:, 8:], 2).flatten(1)
+    scales = (low_scales | high_scales << 4).to(torch.int8) - 32
+    q = torch.cat([_fields(part, 2).flatten(1) for part in codes.split(32, 1)], 1)
+    is_low = _fields(high, 1).flatten(1) ^ 1  # the code is 4 less where its high bit is 0
+    q = q.to(torch.int8) - (is_low << 2).to(torch.int8)
+    return _scaled(q.float(), half(data_BX, 108) * scales.float())
+
+
+def k_scales(packed_B12: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the eight 6-bit scales and minima of Q4_K and Q5_K, uint8 [B, 8] each."""
+    first, second, last = packed_B12.split(4, 1)
+    scale = torch.cat([first & 63, (last & 15) | (first >> 6) << 4], 1)
+    low = torch.cat([second & 63, (last >> 4) | (second >> 6) << 4], 1)
+    return scale, low
+
+
+def _q4_k(data_BX: torch.Tensor) -> torch.Tensor:
+    q = torch.cat([nibbles(part) for part in data_BX[:, 16:].split(32, 1)], 1)
+    return _with_minima(q, data_BX)
+
+
+def _q5_k(data_BX: torch.Tensor) -> torch.Tensor:
+    low = torch.cat([nibbles(part) for part in data_BX[:, 48:].split(32, 1)], 1)
+    return _with_minima(low | _fields(data_BX[:, 16:48], 1).flatten(1) << 4, data_BX)
+
+
+def _with_minima(q: torch.Tensor, data_BX: torch.Tensor) -> torch.Tensor:
+    scale, low = k_scales(data_BX[:, 4:16])
+    d, dmin = half(data_BX, 0) * scale.float(), half(data_BX, 2) * low.float()
+    return _scaled(q.float(), d) - dmin.repeat_interleave(32, 1)
+
+
+def q6_codes(data_BX: torch.Tensor) -> torch.Tensor:
+    """Return the 6-bit codes of Q6_K, uint8 [B, 256]."""
+    parts = []
+    for i in range(2):
+        low = nibbles(data_BX[:, 64 * i : 64 * i + 64])
+        high = _fields(data_BX[:, 128 + 32 * i : 160 + 32 * i], 2).flatten(1)
+        parts.append(low | high << 4)
+    return torch.cat(parts, 1)
+
+
+def _q6_k(data_BX: torch.Tensor) -> torch.Tensor:
+    scales = data_BX[:, 192:208].view(torch.int8).float()
+    return _scaled(q6_codes(data_BX).float() - 32, half(data_BX, 208) * scales)
+
+
+def _iq4_nl(data_BX: torch.Tensor) -> torch.Tensor:
+    return half(data_BX, 0) * iq4_values(nibbles(data_BX[:, 2:])).float()
+
+
+def iq4_values(codes: torch.Tensor) -> torch.Tensor:
+    """Return the values of 4-bit codes of IQ4_NL and IQ4_XS, int16."""
+    return torch.tensor(IQ4_VALUES, dtype=torch.int16)[codes.int()]
+
+
+def _iq4_xs(data_BX: torch.Tensor) -> torch.Tensor:
+    high = _fields_of_word(data_BX[:, 2:4])
+    low = torch.stack([data_BX[:, 4:8] & 15, data_BX[:, 4:8] >> 4], -1).flatten(1)
+    scales = (low | high << 4).to(torch.int8) - 32
+    q = torch.cat([nibbles(part) for part in data_BX[:, 8:].split(16, 1)], 1)
+    return _scaled(iq4_values(q).float(), half(data_BX, 0) * scales.float())
+
+
+def _fields_of_word(bytes_B2: torch.Tensor) -> torch.Tensor:
+    """Return the eight 2-bit fields of a 16-bit word, the lowest first: uint8 [B, 8]."""
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)
+    return ((bytes_B2[..., None] >> shifts) & 3).flatten(1)
+
+
+def _mxfp4(data_BX: torch.Tensor) -> torch.Tensor:
+    exponent = data_BX[:, :1].to(torch.int32)
+    # 2^(exponent - 128) as the bits of a float32, subnormal below 2
+    bits = torch.where(exponent < 2, 0x00200000 << exponent.clamp(max=2), (exponent - 1) << 23)
+    doubles = torch.tensor(FP4_DOUBLES, dtype=torch.float32)[nibbles(data_BX[:, 1:]).int()]
+    return bits.view(torch.float32) * doubles
+
+
+def _scaled(q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return codes [B, length] times the scale of their group, of which there are [B, groups]."""
+    return (q.unflatten(1, (scales.shape[1], -1)) * scales[..., None]).flatten(1)
+
+
+DECODERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
+}
+
+
+def decode_rows(data: torch.Tensor, kind: BlockType, in_features: int) -> torch.Tensor:
+    """Return the weights [rows, in_features] of a run of bytes, in float32 or the plain dtype."""
+    if kind.float_dtype:
+        return data.view(getattr(torch, kind.float_dtype)).reshape(-1, in_features)
+    return DECODERS[kind.name](data.reshape(-1, kind.num_bytes)).reshape(-1, in_features)

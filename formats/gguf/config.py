@@ -1,0 +1,149 @@
+"""Metadata of a GGUF file -> the keys of config.json. Needs no torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from formats.architecture.family import MAX_LAYERS, Family
+from formats.errors import CheckpointError
+from formats.gguf.container import GgufFile
+from formats.gguf.metadata import Metadata
+from formats.gguf.rope import rope_keys
+
+# config.json key -> metadata key below the architecture
+SIZES = {
+    "hidden_size": "embedding_length",
+    "num_attention_heads": "attention.head_count",
+    "max_position_embeddings": "context_length",
+}
+TOKENS = {
+    "bos_token_id": "tokenizer.ggml.bos_token_id",
+    "eos_token_id": "tokenizer.ggml.eos_token_id",
+    "pad_token_id": "tokenizer.ggml.padding_token_id",
+}
+# Gemma's largest models scale scores by the width of a head of the hidden size, others by head_dim.
+WIDE_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}
+
+
+def make_config(metadata: Metadata) -> dict[str, Any]:
+    """Return config.json. Raises CheckpointError, naming the key that is missing or wrong."""
+    row, gguf = metadata.architecture, metadata.gguf
+    family = find_family(metadata)
+    heads = metadata.size("attention.head_count")
+    layers = num_layers(metadata)
+    embedding = gguf.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise CheckpointError(f"{metadata.subject}: token_embd.weight", "is missing or no matrix")
+    config: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "dtype": activation_dtype(gguf, family),
+        "vocab_size": embedding.shape[0],
+        "num_hidden_layers": layers,
+        "num_key_value_heads": metadata.size("attention.head_count_kv", heads),
+        family.inner_key: _feed_forward(metadata),
+        "head_dim": head_dim(metadata),
+        "tie_word_embeddings": "output.weight" not in gguf.tensors,
+        family.norm_eps_key: _norm_eps(metadata),
+        **{key: metadata.size(name) for key, name in SIZES.items()},
+        **row.fixed,
+    }
+    for key, name in row.keys.items():
+        value = metadata.get(name)
+        if value is not None:
+            config[key] = value if isinstance(value, bool) else metadata.number(name)
+    for key, name in row.bias_keys.items():
+        config[key] = any(each.endswith(f".{name}") for each in gguf.tensors)
+    if not has_experts(metadata):
+        for key in ("num_local_experts", "num_experts_per_tok"):
+            config.pop(key, None)
+    config |= _windows(metadata, layers)
+    config |= rope_keys(metadata, config)
+    if row.name in WIDE_GEMMA_LAYERS:
+        wide = layers == WIDE_GEMMA_LAYERS[row.name]
+        width = config["hidden_size"] // heads if wide else config["head_dim"]
+        config["query_pre_attn_scalar"] = width
+    for key, name in TOKENS.items():
+        value = gguf.metadata.get(name)
+        # None, too: the defaults of config classes are ids of other vocabularies
+        config[key] = value if type(value) is int and value < embedding.shape[0] else None
+    return config
+
+
+def find_family(metadata: Metadata) -> Family:
+    """Return the family's row of a file."""
+    window = metadata.get("attention.sliding_window")
+    return metadata.architecture.family_of(
+        has_experts=has_experts(metadata), has_window=bool(window)
+    )
+
+
+def has_experts(metadata: Metadata) -> bool:
+    """Return True if the file states experts."""
+    return bool(metadata.get("expert_count"))
+
+
+def num_layers(metadata: Metadata) -> int:
+    """Return the number of layers without those that only draft."""
+    count = metadata.size("block_count")
+    drafts = metadata.get("nextn_predict_layers") or 0
+    count = count - drafts if type(drafts) is int else count
+    if not 0 < count <= MAX_LAYERS:
+        raise metadata.wrong("block_count", f"expected 1 to {MAX_LAYERS} layers, found {count}")
+    return count
+
+
+def head_dim(metadata: Metadata) -> int:
+    """Return the width of a head."""
+    heads = metadata.size("attention.head_count")
+    width = metadata.size("attention.key_length", metadata.size("embedding_length") // heads or 1)
+    if metadata.size("attention.value_length", width) != width:
+        raise metadata.wrong("attention.value_length", f"differs from the keys' length {width}")
+    return width
+
+
+def activation_dtype(gguf: GgufFile, family: Family) -> str:
+    """Return the dtype to run in: bfloat16 for files that hold it, else float16 where it fits."""
+    types = {tensor.type.name for tensor in gguf.tensors.values() if len(tensor.shape) > 1}
+    return "bfloat16" if "BF16" in types or not family.float16 else "float16"
+
+
+def _feed_forward(metadata: Metadata) -> int:
+    """Return the width of the dense feed-forward; of a file with experts alone, theirs."""
+    own = "feed_forward_length"
+    expert = "expert_feed_forward_length"
+    return metadata.size(expert if metadata.get(own) in (None, 0) else own)
+
+
+def _norm_eps(metadata: Metadata) -> float:
+    for key in ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"):
+        value = metadata.number(key)
+        if value is not None:
+            return value
+    raise metadata.wrong("attention.layer_norm_rms_epsilon", "is missing")
+
+
+def _windows(metadata: Metadata, layers: int) -> Mapping[str, Any]:
+    """Return the keys of sliding windows."""
+    row, key = metadata.architecture, "attention.sliding_window"
+    window = metadata.get(key)
+    if not row.window:
+        return {}
+    if not window:
+        if row.window == "all" or row.with_window:
+            return {}
+        return {"sliding_window": None, "layer_types": ["full_attention"] * layers}
+    window = metadata.size(key)
+    if row.window == "all":
+        return {"sliding_window": window}
+    pattern = metadata.get(f"{key}_pattern")
+    if isinstance(pattern, bool):
+        slides = [pattern] * layers
+    elif isinstance(pattern, list):
+        slides = [bool(each) for each in pattern][:layers]
+    else:
+        every = metadata.size(f"{key}_pattern", row.pattern)
+        slides = [(i + 1) % every != 0 for i in range(layers)]
+    if len(slides) != layers:
+        raise metadata.wrong(f"{key}_pattern", f"expected {layers} values, found {len(slides)}")
+    kinds = {True: "sliding_attention", False: "full_attention"}
+    return {"sliding_window": window, "layer_types": [kinds[each] for each in slides]}

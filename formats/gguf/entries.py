@@ -1,0 +1,179 @@
+"""Tensors of a GGUF file as entries of a checkpoint: read, decoded and reordered on request.
+
+A linear whose blocks kernels run is presented as codes and scales (kernel_forms.py), any other
+tensor as floats. Nothing is decoded before it is read.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from formats.architecture.family import Family
+from formats.files.tensor_entry import TensorEntry
+from formats.gguf import kernel_forms
+from formats.gguf.blocks import decode_rows
+from formats.gguf.kernel_forms import CODES, SCALES, form_of
+from formats.gguf.names import Presented
+from formats.scheme import Scheme
+
+FLOATS = "floats"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufEntry(TensorEntry):
+    """Tensor that is decoded when it is read. `num_bytes` is its part of the file."""
+
+    presented: Presented
+    content: str = FLOATS  # or the name of a tensor of kernel_forms.py
+
+    @property
+    def stored_as(self) -> str:
+        """Return the type of its blocks."""
+        return self.presented.stored.type.name.lower()
+
+    def read(self) -> torch.Tensor:
+        """Read and decode the whole tensor. Raises CheckpointError."""
+        presented = self.presented
+        rows = self._decoded(0, self._num_rows)
+        if presented.heads:
+            rows = _halves_first(rows, presented.heads)
+        if presented.offset:
+            rows = rows - presented.offset
+        return rows.reshape(self.shape).to(self.dtype)
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Read and decode rows `start` to `stop`. Raises CheckpointError."""
+        if self.presented.heads or len(self.shape) != 2:
+            return self.read()[start:stop]
+        return self._decoded(start, stop).to(self.dtype)
+
+    def blocks(self, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (index of the first value, values) of each run of decoded rows."""
+        if len(self.shape) != 2 or self.presented.heads:
+            yield 0, self.read()
+            return
+        step = max(1, most_bytes // (self.shape[1] * self.dtype.itemsize))
+        for begin in range(0, self.shape[0], step):
+            values = self.rows(begin, min(begin + step, self.shape[0]))
+            yield begin * self.shape[1], values.flatten()
+
+    @property
+    def _num_rows(self) -> int:
+        """Number of stored rows. A vector is one value in each of its rows, if rows are moved."""
+        shape = self.presented.shape
+        return 1 if len(shape) == 1 else torch.Size(shape[:-1]).numel()
+
+    def _decoded(self, start: int, stop: int) -> torch.Tensor:
+        presented, kind = self.presented, self.presented.stored.type
+        in_features = presented.shape[-1]
+        row_bytes = kind.row_bytes(in_features)
+        first = presented.first_row + start
+        data = self.read_bytes(first * row_bytes, (presented.first_row + stop) * row_bytes)
+        if self.content == CODES:
+            return kernel_forms.codes_of(data, kind, in_features)
+        if self.content == SCALES:
+            return kernel_forms.scales_of(data, kind, in_features, self.name)
+        decoded = decode_rows(data, kind, in_features)
+        return decoded.reshape(-1, 1) if len(presented.shape) == 1 else decoded
+
+
+def _halves_first(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return rows of pairs (2 i, 2 i + 1) in each head as those of halves (i, i + half)."""
+    return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def make_entries(
+    found: Mapping[str, Presented],
+    runs_on_codes: Iterable[str],
+    *,
+    float_dtype: torch.dtype | None = None,
+) -> dict[str, TensorEntry]:
+    """Return entries by name. Modules in `runs_on_codes` have codes and scales instead of weights.
+
+    `float_dtype`: dtype that decoded blocks are rounded to; None: float32, which is exact.
+    """
+    on_codes = set(runs_on_codes)
+    entries: dict[str, TensorEntry] = {}
+    for name, presented in found.items():
+        module = name.removesuffix(".weight")
+        if module != name and module in on_codes:
+            for content, entry in _coded(module, presented).items():
+                entries[f"{module}.{content}"] = entry
+        else:
+            entries[name] = _floats(name, presented, float_dtype)
+    return entries
+
+
+def _floats(name: str, presented: Presented, dtype: torch.dtype | None) -> TensorEntry:
+    kind = presented.stored.type
+    num_bytes = kind.row_bytes(torch.Size(presented.shape).numel())
+    plain = getattr(torch, kind.float_dtype) if kind.float_dtype else None
+    if plain is not None and not (presented.heads or presented.offset):
+        row_bytes = kind.row_bytes(presented.shape[-1])
+        return TensorEntry(
+            name=name,
+            dtype=plain,
+            shape=presented.shape,
+            num_bytes=num_bytes,
+            file=presented.stored.file,
+            offset=presented.stored.offset + presented.first_row * row_bytes,
+        )
+    return GgufEntry(
+        name=name,
+        dtype=plain or dtype or torch.float32,
+        shape=presented.shape,
+        num_bytes=num_bytes,
+        file=presented.stored.file,
+        offset=presented.stored.offset,
+        presented=presented,
+    )
+
+
+def _coded(module: str, presented: Presented) -> dict[str, TensorEntry]:
+    kind = presented.stored.type
+    form, (N, K) = form_of(kind), presented.shape
+    groups = K // kernel_forms.GROUP
+    scale_bytes = N * groups * form.scales_dtype.itemsize
+    shapes = {
+        CODES: ((N, K // form.codes_per_item), form.codes_dtype),
+        SCALES: ((N, groups), form.scales_dtype),
+    }
+    return {
+        content: GgufEntry(
+            name=f"{module}.{content}",
+            dtype=dtype,
+            shape=shape,
+            num_bytes=scale_bytes if content == SCALES else kind.row_bytes(N * K) - scale_bytes,
+            file=presented.stored.file,
+            offset=presented.stored.offset,
+            presented=presented,
+            content=content,
+        )
+        for content, (shape, dtype) in shapes.items()
+    }
+
+
+def schemes_of(found: Mapping[str, Presented], family: Family) -> dict[str, Scheme | None]:
+    """Return the scheme of every linear; None: it is read as floats.
+
+    A linear of a layer, or a separate head, runs on its codes if a kernel takes them.
+    """
+    schemes: dict[str, Scheme | None] = {}
+    outer = {family.embedding.removesuffix(".weight")}
+    before = family.layer.partition("{i}")[0]
+    router = f".{family.experts.router}" if family.experts else None
+    shared = family.experts.shared.gate if family.experts and family.experts.shared else ""
+    head = family.head.removesuffix(".weight")
+    for name, presented in found.items():
+        module = name.removesuffix(".weight")
+        is_matrix = module != name and len(presented.shape) == 2 and module not in outer
+        if not is_matrix or not (module.startswith(before) or module == head):
+            continue
+        if (router and module.endswith(router)) or (shared and module.endswith(f".{shared}")):
+            continue
+        form = form_of(presented.stored.type)
+        schemes[module] = form.scheme if form is not None else None
+    if schemes.get(head) is None:
+        schemes.pop(head, None)
+    return schemes

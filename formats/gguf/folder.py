@@ -1,0 +1,217 @@
+"""The folder made from a GGUF file: config.json, tokenizer files and an index of tensors.
+
+It is made once, in the user's cache, under a key of the file's path, size and time, and read like
+any model folder; the weights stay in the GGUF file. Needs no torch where the folder exists.
+"""
+
+import array
+import atexit
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from formats.errors import CheckpointError
+from formats.gguf.block_types import BY_NAME, find_type
+from formats.gguf.config import find_family, head_dim, make_config, num_layers
+from formats.gguf.container import SPLIT_NAME, StoredTensor, read_gguf, split_files
+from formats.gguf.metadata import Metadata
+from formats.gguf.names import NameMap, Presented
+from formats.gguf.tokenizer import tokenizer_files
+
+FORMAT = 1  # version of the folder's content; a new one makes new folders
+INDEX = "gguf.json"
+SUFFIX = ".gguf"
+REMEDY = "give the GGUF file again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufIndex:
+    """Content of the folder's index: the file's tensors under the family's names."""
+
+    path: Path  # the first file
+    presented: dict[str, Presented]
+
+
+def find_gguf(path: str | Path) -> Path | None:
+    """Return the GGUF file that a model argument means; None: it means something else.
+
+    A folder means its only GGUF file, or the first of a split model, unless it has other weights.
+    Raises CheckpointError if the folder has several models.
+    """
+    path = Path(path)
+    if path.suffix == SUFFIX and not path.is_dir():
+        return path
+    if not path.is_dir() or (path / INDEX).exists():
+        return None
+    try:
+        names = sorted(each.name for each in path.iterdir())
+    except OSError:
+        return None
+    found = [name for name in names if name.endswith(SUFFIX) and not name.startswith("mmproj")]
+    if not found or any(
+        name.endswith((".safetensors", ".safetensors.index.json")) for name in names
+    ):
+        return None
+    models = {_stem(name): name for name in reversed(found)}
+    if len(models) > 1:
+        raise CheckpointError(
+            str(path), f"holds {len(models)} GGUF models: {', '.join(found[:8])}", "give one file"
+        )
+    return path / next(iter(models.values()))
+
+
+def _stem(name: str) -> str:
+    match = SPLIT_NAME.fullmatch(name)
+    return match["stem"] if match else name.removesuffix(SUFFIX)
+
+
+def model_folder(path: str | Path) -> Path:
+    """Return the model folder that an argument means, which is made for a GGUF file.
+
+    Raises CheckpointError.
+    """
+    file = find_gguf(path)
+    return Path(path) if file is None else folder_of_file(file)
+
+
+def gguf_name(folder: str | Path) -> str:
+    """Return the name of the GGUF file that a folder was made from; empty: it is a model folder."""
+    path = Path(folder)
+    return path.name if (path / INDEX).is_file() else ""
+
+
+def folder_of_file(file: Path) -> Path:
+    """Return the folder of a GGUF file, which is made if it does not exist yet."""
+    if not file.is_file():
+        raise CheckpointError(str(file), "not found", "give a GGUF file or a model folder")
+    stated = [_fingerprint(each) for each in split_files(file)]
+    key = hashlib.sha256(json.dumps([FORMAT, stated]).encode()).hexdigest()[:24]
+    root = Path(os.path.expanduser("~/.cache/qserve/gguf"))
+    folder = root / key / _stem(file.name)
+    if (folder / INDEX).is_file():
+        return folder
+    texts = _make_texts(file, stated)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        return _write(folder, texts)
+    except OSError:  # no home, or a full or read-only disk
+        parent = Path(tempfile.mkdtemp(prefix="qserve-gguf-"))
+        atexit.register(shutil.rmtree, parent, ignore_errors=True)
+        return _write(parent / _stem(file.name), texts)
+
+
+def _fingerprint(path: Path) -> list[Any]:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise CheckpointError(str(path), f"cannot be read: {error.strerror}") from None
+    return [str(path.resolve()), status.st_size, status.st_mtime_ns]
+
+
+def _write(folder: Path, texts: dict[str, str]) -> Path:
+    """Write the folder under another name and rename it. The first of several writers wins."""
+    staging = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
+    try:
+        for name, text in texts.items():
+            (staging / name).write_text(text, encoding="utf-8")
+        staging.chmod(0o755)
+        try:
+            staging.rename(folder)
+        except OSError:
+            if not (folder / INDEX).is_file():
+                raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return folder
+
+
+def _make_texts(file: Path, stated: list[list[Any]]) -> dict[str, str]:
+    """Return the text of each file of the folder. Raises CheckpointError."""
+    from formats.gguf import config_block
+    from formats.gguf.entries import schemes_of
+    from formats.quant_config import BLOCK, QuantConfig
+
+    gguf = read_gguf(file)
+    metadata = Metadata(gguf)
+    config = make_config(metadata)
+    found = _name_map(metadata).present(gguf.tensors, str(file))
+    schemes = schemes_of(found, find_family(metadata))
+    types = Counter(found[f"{name}.weight"].stored.type.name for name in schemes)
+    block: dict[str, Any] = {}
+    if any(scheme is not None for scheme in schemes.values()):
+        block = QuantConfig.of_modules("compressed-tensors", schemes).to_dict()
+    if not all(BY_NAME[name].float_dtype for name in types):
+        config[BLOCK] = config_block.write(block, types)
+    numbers = {path: number for number, path in enumerate(gguf.files)}
+    tensors = [_row(each, numbers) for each in found.values()]
+    index = {"format": FORMAT, "files": stated, "tensors": tensors}
+    others = tokenizer_files(metadata, config)
+    values = {"config.json": config, **others, INDEX: index}
+    return {
+        name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for name, value in values.items()
+    }
+
+
+def _name_map(metadata: Metadata) -> NameMap:
+    heads = metadata.size("attention.head_count")
+    head_dim(metadata)  # raises for keys and values of other lengths
+    return NameMap(
+        architecture=metadata.architecture,
+        family=find_family(metadata),
+        num_layers=num_layers(metadata),
+        heads=heads,
+        kv_heads=metadata.size("attention.head_count_kv", heads),
+    )
+
+
+def _row(each: Presented, numbers: dict[Path, int]) -> list[Any]:
+    stored = each.stored
+    place = [numbers[stored.file], stored.type.id, stored.offset, list(stored.shape), stored.name]
+    return [each.name, list(each.shape), each.first_row, each.heads, each.offset, place]
+
+
+def read_index(folder: Path) -> GgufIndex:
+    """Read the folder's index. Raises CheckpointError if the GGUF file is gone or was changed."""
+    try:
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        files = [Path(path) for path, _, _ in index["files"]]
+        for path, stated in zip(files, index["files"], strict=True):
+            if not path.is_file():
+                raise CheckpointError(str(path), "not found; its folder is a cache", REMEDY)
+            if _fingerprint(path) != stated:
+                raise CheckpointError(str(path), "has changed since it was opened", REMEDY)
+        presented = {}
+        for name, shape, first_row, heads, offset, place in index["tensors"]:
+            number, kind, at, stored_shape, stored_name = place
+            stored = StoredTensor(
+                name=stored_name,
+                type=find_type(kind, stored_name),
+                shape=tuple(stored_shape),
+                file=files[number],
+                offset=at,
+            )
+            presented[name] = Presented(
+                name=name,
+                stored=stored,
+                shape=tuple(shape),
+                first_row=first_row,
+                heads=heads,
+                offset=offset,
+            )
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(str(folder / INDEX), "is damaged", "remove its folder") from None
+    return GgufIndex(path=files[0], presented=presented)
+
+
+def as_list(values: Any) -> list[Any]:
+    """Return an array of metadata as a list; [] for anything else."""
+    return list(values) if isinstance(values, list | array.array) else []

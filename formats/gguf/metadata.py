@@ -1,0 +1,58 @@
+"""Metadata of a GGUF file below its architecture's name, with checks. Needs no torch."""
+
+import struct
+from typing import Any
+
+from formats.errors import CheckpointError
+from formats.gguf.architectures import Architecture, find_architecture
+from formats.gguf.container import GgufFile
+
+MAX_SIZE = 2**31
+
+
+class Metadata:
+    """Metadata of one file, read with checks by its keys below the architecture."""
+
+    def __init__(self, gguf: GgufFile) -> None:
+        """Raises CheckpointError for an unknown architecture."""
+        self.gguf, self.subject = gguf, str(gguf.files[0])
+        name = gguf.metadata.get("general.architecture")
+        self.architecture: Architecture = find_architecture(name, self.subject)
+
+    def get(self, key: str) -> Any:
+        """Return a value, or None where the file has none. An array of equal numbers is one."""
+        value = self.gguf.metadata.get(f"{self.architecture.name}.{key}")
+        if value is None or isinstance(value, str | bool | int | float):
+            return value
+        values = list(value)
+        return values[0] if values and len(set(values)) == 1 else values
+
+    def number(self, key: str, default: float | None = None) -> float | None:
+        """Return a finite number. Raises CheckpointError if the file has something else."""
+        value = self.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool | str | list) or value != value or abs(value) > 1e30:
+            raise self.wrong(key, f"expected a number, found {value!r:.60}")
+        return shortest(value) if isinstance(value, float) else value
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """Return a positive whole number. Raises CheckpointError if there is none."""
+        value = self.get(key)
+        value = default if value is None else value
+        if type(value) is not int or not 0 < value < MAX_SIZE:
+            raise self.wrong(key, f"expected a positive whole number, found {value!r:.60}")
+        return value
+
+    def wrong(self, key: str, problem: str) -> CheckpointError:
+        name = f"{self.subject}: {self.architecture.name}.{key}"
+        return CheckpointError(name, problem, "fetch the file again, or another one of the model")
+
+
+def shortest(value: float) -> float:
+    """Return the number with the fewest digits that is the same float32, as files hold them."""
+    for digits in range(1, 9):
+        found = float(f"{value:.{digits}g}")
+        if struct.pack("<f", found) == struct.pack("<f", value):
+            return found
+    return value

@@ -1,0 +1,197 @@
+"""Tensors of a GGUF file by the names of the family's checkpoint. Needs no torch.
+
+A stacked tensor of experts is presented as one tensor for each. Names of linears come from the
+family's row, names of norms from the architecture's.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from formats.architecture.family import Family, Projection
+from formats.errors import CheckpointError
+from formats.gguf.architectures import Architecture
+from formats.gguf.container import StoredTensor
+from formats.gguf.rope import FREQUENCIES, LONG, SHORT
+
+IN_CONFIG = (FREQUENCIES, LONG, SHORT)  # read for config.json
+OF_A_LAYER = re.compile(r"blk\.(?P<number>\d{1,5})\.(?P<local>.+)\.(?P<kind>weight|bias)")
+OLD_EXPERT = re.compile(r"(?P<local>ffn_(?:gate|up|down))\.(?P<number>\d{1,4})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Presented:
+    """Tensor under the family's name, and its place in a stored one."""
+
+    name: str
+    stored: StoredTensor
+    shape: tuple[int, ...]
+    first_row: int = 0  # of the stored rows
+    heads: int = 0  # rows are in the order of rotated pairs in so many heads; 0: in the usual one
+    offset: float = 0.0  # what the stored values are above the family's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NameMap:
+    """Names of one model's tensors."""
+
+    architecture: Architecture
+    family: Family
+    num_layers: int
+    heads: int
+    kv_heads: int
+
+    def present(self, tensors: Mapping[str, StoredTensor], subject: str) -> dict[str, Presented]:
+        """Return every tensor by the family's name. Raises CheckpointError for one without."""
+        found: dict[str, Presented] = {}
+        for stored in tensors.values():
+            for each in self._of(stored, subject):
+                if each.name in found:
+                    raise CheckpointError(f"{subject}: {stored.name}", f"is {each.name} again")
+                found[each.name] = each
+        return found
+
+    def _of(self, stored: StoredTensor, subject: str) -> Iterator[Presented]:
+        if stored.name in IN_CONFIG:
+            return
+        match = OF_A_LAYER.fullmatch(stored.name)
+        if match is None:
+            name = self._outer_names.get(stored.name)
+            if name is None:
+                raise _unplaced(stored, self.architecture, subject)
+            is_norm = stored.name == "output_norm.weight"
+            yield self._whole(stored, name, offset=self.family.norm_offset * is_norm)
+            return
+        number, local, kind = int(match["number"]), match["local"], match["kind"]
+        if number >= self.num_layers:  # a layer that only drafts
+            return
+        if local in ("attn_rot_embd", "rope_freqs"):
+            return
+        layer = self.family.layer.format(i=number)
+        yield from self._in_layer(stored, layer, local, kind, subject)
+
+    def _in_layer(
+        self, stored: StoredTensor, layer: str, local: str, kind: str, subject: str
+    ) -> Iterator[Presented]:
+        norm = self.architecture.norms.get(local)
+        if norm is not None:
+            offset = self.family.norm_offset if kind == "weight" else 0.0
+            yield self._whole(stored, f"{layer}.{norm}.{kind}", offset=offset)
+        elif local in self._linears:
+            heads = self._permuted.get(local, 0)
+            yield self._whole(stored, f"{layer}.{self._linears[local]}.{kind}", heads=heads)
+        elif self._others.get(f"{local}.{kind}") is not None:
+            yield self._whole(stored, f"{layer}.{self._others[f'{local}.{kind}']}")
+        elif local in self._experts and len(stored.shape) == 3:
+            E, N, K = stored.shape
+            for number in range(E):
+                name = self._experts[local].format(e=number)
+                yield Presented(
+                    name=f"{layer}.{name}.{kind}",
+                    stored=stored,
+                    shape=(N, K),
+                    first_row=number * N,
+                )
+        elif (old := OLD_EXPERT.fullmatch(local)) and f"{old['local']}_exps" in self._experts:
+            name = self._experts[f"{old['local']}_exps"].format(e=int(old["number"]))
+            yield self._whole(stored, f"{layer}.{name}.{kind}")
+        else:
+            raise _unplaced(stored, self.architecture, subject)
+
+    def _whole(self, stored: StoredTensor, name: str, **different: float) -> Presented:
+        whole = Presented(name=name, stored=stored, shape=stored.shape)
+        shared = self.family.experts and self.family.experts.shared
+        if shared and shared.gate and name.endswith(f"{shared.gate}.weight"):
+            whole = replace(whole, shape=(1, stored.shape[-1]))
+        return replace(whole, **different)
+
+    @property
+    def _outer_names(self) -> dict[str, str]:
+        names = {
+            "token_embd.weight": self.family.embedding,
+            "output_norm.weight": self.family.last_norm,
+            "output.weight": self.family.head,
+        }
+        if self.family.norm_bias:
+            names["output_norm.bias"] = self.family.last_norm_bias
+        return names
+
+    @property
+    def _permuted(self) -> dict[str, int]:
+        if not self.architecture.permuted:
+            return {}
+        return {"attn_q": self.heads, "attn_k": self.kv_heads}
+
+    @property
+    def _linears(self) -> dict[str, str]:
+        return linear_names(self.family)
+
+    @property
+    def _experts(self) -> dict[str, str]:
+        return other_names(self.family, "{e}")
+
+    @property
+    def _others(self) -> dict[str, str]:
+        """Full names of tensors that are neither norms nor linears of the dense layer."""
+        experts = self.family.experts
+        names = {}
+        for key, name in other_names(self.family, "").items():
+            if experts and experts.routing.correction and name.endswith(experts.routing.correction):
+                names[f"{key}.bias"] = name
+            elif name == self.family.sinks:
+                names[f"{key}.weight"] = name
+            else:
+                names |= {f"{key}.{kind}": f"{name}.{kind}" for kind in ("weight", "bias")}
+        return names
+
+
+def other_names(family: Family, of_experts: str) -> dict[str, str]:
+    """Return the family's names of the tensors that only some layers have, by GGUF's.
+
+    `of_experts` "{e}": those of one expert, with its number left open; "": all others.
+    """
+    experts, names = family.experts, {}
+    if of_experts:
+        if experts is None or experts.fused:
+            return {}
+        return _feed_forward(experts.gate_up, experts.down, "_exps")
+    if family.sinks:
+        names["attn_sinks"] = family.sinks
+    if experts is None:
+        return names
+    names["ffn_gate_inp"] = experts.router
+    if experts.routing.correction:
+        names["exp_probs_b"] = f"{experts.module}.{experts.routing.correction}"
+    if experts.shared:
+        names |= _feed_forward(experts.shared.gate_up, experts.shared.down, "_shexp")
+        if experts.shared.gate:
+            names["ffn_gate_inp_shexp"] = experts.shared.gate
+    return names
+
+
+def linear_names(family: Family) -> dict[str, str]:
+    """Return the family's names of a layer's linears by GGUF's, both below the layer."""
+    qkv, o = family.qkv, family.o
+    names = {"attn_output": o.linears[0].name}
+    if qkv.stored_fused:
+        names["attn_qkv"] = qkv.name
+    else:
+        of_qkv = zip(("attn_q", "attn_k", "attn_v"), qkv.members, strict=True)
+        names |= {key: name for key, (name, _) in of_qkv}
+    return names | _feed_forward(family.gate_up, family.down, "")
+
+
+def _feed_forward(gate_up: Projection, down: Projection, suffix: str) -> dict[str, str]:
+    """Return the names of a feed-forward. A stored fused matrix is GGUF's `up`."""
+    linears = gate_up.linears
+    keys = ("ffn_gate", "ffn_up") if len(linears) == 2 else ("ffn_up",)
+    names = {f"{key}{suffix}": each.name for key, each in zip(keys, linears, strict=True)}
+    return {**names, f"ffn_down{suffix}": down.linears[0].name}
+
+
+def _unplaced(stored: StoredTensor, architecture: Architecture, subject: str) -> CheckpointError:
+    return CheckpointError(
+        f"{subject}: {stored.name}",
+        f"is not known as a tensor of {architecture.name}",
+        "this variant of the architecture is not read; take the model's safetensors",
+    )

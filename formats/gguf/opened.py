@@ -1,0 +1,65 @@
+"""A GGUF file's folder, opened: config.json and entries of the tensors as a reader wants them."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from formats.codecs.config_fields import BLOCK
+from formats.families import FAMILIES
+from formats.files.tensor_entry import TensorEntry
+from formats.gguf.block_types import BY_NAME
+from formats.gguf.entries import make_entries, schemes_of
+from formats.gguf.folder import INDEX, read_index
+from formats.gguf.kernel_forms import form_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedGguf:
+    """Configuration and tensors of a GGUF file."""
+
+    config: dict[str, Any]
+    entries: dict[str, TensorEntry]
+    summary: str  # which types of linears run on their codes, and which as floats
+
+
+def is_gguf_folder(folder: Path) -> bool:
+    """Return True if a folder was made from a GGUF file (gguf/folder.py)."""
+    return (folder / INDEX).is_file()
+
+
+def open_gguf(
+    folder: Path, config: Mapping[str, Any], *, as_floats: bool, rounded: bool
+) -> OpenedGguf:
+    """Return config.json and entries. Raises CheckpointError if the GGUF file is gone or changed.
+
+    `as_floats`: no linear has codes. `rounded`: floats have the dtype of config.json.
+    """
+    index = read_index(folder)
+    family = FAMILIES[config["architectures"][0]]
+    schemes = schemes_of(index.presented, family)
+    on_codes = [name for name, scheme in schemes.items() if scheme is not None and not as_floats]
+    types = Counter(index.presented[f"{name}.weight"].stored.type.name for name in schemes)
+    dtype = getattr(torch, str(config.get("dtype")), None) if rounded else None
+    return OpenedGguf(
+        config={key: value for key, value in config.items() if key != BLOCK or not as_floats},
+        entries=make_entries(index.presented, on_codes, float_dtype=dtype),
+        summary=_summary(index.path, types),
+    )
+
+
+def _summary(path: Path, types: Mapping[str, int]) -> str:
+    """Return a line on how many linears of each type run on codes, and how many as floats."""
+    parts = []
+    for name, count in types.items():
+        form = form_of(BY_NAME[name])
+        if form is not None:
+            parts.append(f"{count} {name} run packed ({form.scheme})")
+        elif not BY_NAME[name].float_dtype:
+            parts.append(f"{count} {name} are dequantized at load")
+        else:
+            parts.append(f"{count} {name}")
+    return f"{path}: linears: {', '.join(parts)}"

@@ -1,0 +1,141 @@
+"""Rotary embeddings of a GGUF file -> the keys of config.json. Needs no torch.
+
+Scaling by frequency is a tensor in GGUF: divisors of the inverse frequencies. Those of Llama 3's
+rule become its parameters again, if these give the same numbers; any other ones are listed in
+config.json, as in LongRoPE.
+"""
+
+import array
+import math
+from typing import Any
+
+from formats.errors import CheckpointError
+from formats.gguf.metadata import Metadata
+
+FREQUENCIES = "rope_freqs.weight"
+LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+ORIGINAL = "original_max_position_embeddings"
+# Llama 3's parameters: low and high factor, and the context lengths to try
+LLAMA3_FACTORS = ((1.0, 4.0),)
+LLAMA3_LENGTHS = (8192, 4096, 16384, 32768, 2048)
+MAX_DIVISORS = 4096
+
+
+def rope_keys(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of rotary embeddings. Raises CheckpointError."""
+    theta = metadata.number("rope.freq_base", 10000.0)
+    keys: dict[str, Any] = {"rope_theta": float(theta)}
+    local = metadata.number("rope.freq_base_swa")
+    if local is not None and "rope_local_base_freq" in config:
+        keys["rope_local_base_freq"] = float(local)
+    width = metadata.size("rope.dimension_count", config["head_dim"])
+    if width > config["head_dim"]:
+        raise metadata.wrong("rope.dimension_count", f"exceeds head_dim, {config['head_dim']}")
+    # A key of its own also where it is 1: some config classes have another default.
+    if width != config["head_dim"] or config["model_type"] in ("glm4", "glm4_moe", "nemotron"):
+        keys["partial_rotary_factor"] = width / config["head_dim"]
+    scaling = _scaling(metadata, config, float(theta), width)
+    if scaling is not None:
+        keys["rope_scaling"] = scaling
+        if scaling["rope_type"] == "longrope":
+            keys[ORIGINAL] = scaling[ORIGINAL]
+    return keys
+
+
+def _scaling(
+    metadata: Metadata, config: dict[str, Any], theta: float, width: int
+) -> dict[str, Any] | None:
+    original = metadata.get("rope.scaling.original_context_length")
+    length = config["max_position_embeddings"]
+    if LONG in metadata.gguf.tensors or SHORT in metadata.gguf.tensors:
+        long, short = (_divisors(metadata, name, width) for name in (LONG, SHORT))
+        scaling = {
+            "rope_type": "longrope",
+            "long_factor": long,
+            "short_factor": short,
+            ORIGINAL: metadata.size("rope.scaling.original_context_length", length),
+        }
+        factor = metadata.number("rope.scaling.attn_factor")
+        return scaling if factor is None else {**scaling, "attention_factor": float(factor)}
+    if FREQUENCIES in metadata.gguf.tensors:
+        found = _divisors(metadata, FREQUENCIES, width)
+        if all(each == 1.0 for each in found):
+            return None
+        return llama3_parameters(found, theta, width) or {
+            "rope_type": "longrope",
+            "long_factor": found,
+            "short_factor": found,
+            ORIGINAL: length,
+            "attention_factor": 1.0,
+        }
+    kind = metadata.get("rope.scaling.type")
+    factor = metadata.number("rope.scaling.factor", metadata.number("rope.scale_linear"))
+    if kind in (None, "none", "longrope") and factor in (None, 0.0, 1.0):
+        return None
+    if kind in (None, "linear") and factor:
+        return None if factor == 1.0 else {"rope_type": "linear", "factor": float(factor)}
+    if kind != "yarn" or not factor:
+        raise metadata.wrong("rope.scaling.type", f"{kind!r:.40} with factor {factor} is not read")
+    scaling = {"rope_type": "yarn", "factor": float(factor)}
+    if original is not None:
+        scaling[ORIGINAL] = metadata.size("rope.scaling.original_context_length")
+    if config["model_type"] == "gpt_oss":
+        scaling["truncate"] = False
+    for key, name in (
+        ("attention_factor", "rope.scaling.yarn_attn_factor"),
+        ("beta_fast", "rope.scaling.yarn_beta_fast"),
+        ("beta_slow", "rope.scaling.yarn_beta_slow"),
+    ):
+        value = metadata.number(name)
+        if value is not None:
+            scaling[key] = float(value)
+    return scaling
+
+
+def llama3_divisors(
+    theta: float, width: int, factor: float, low: float, high: float, original: float
+) -> list[float]:
+    """Return Llama 3's divisors of the inverse frequencies."""
+    divisors = []
+    for i in range(0, width, 2):
+        wavelength = 2 * math.pi * theta ** (i / width)
+        smooth = min(max((original / wavelength - low) / (high - low), 0.0), 1.0)
+        divisors.append(1 / ((1 - smooth) / factor + smooth))
+    return divisors
+
+
+def llama3_parameters(found: list[float], theta: float, width: int) -> dict[str, Any] | None:
+    """Return Llama 3's parameters that give these divisors; None: none do."""
+    factor = max(found)
+    for low, high in LLAMA3_FACTORS:
+        for original in LLAMA3_LENGTHS:
+            made = llama3_divisors(theta, width, factor, low, high, original)
+            if all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(made, found, strict=True)):
+                return {
+                    "rope_type": "llama3",
+                    "factor": float(factor),
+                    "low_freq_factor": low,
+                    "high_freq_factor": high,
+                    ORIGINAL: original,
+                }
+    return None
+
+
+def _divisors(metadata: Metadata, name: str, width: int) -> list[float]:
+    """Read a tensor of divisors [width / 2]. Raises CheckpointError."""
+    tensor = metadata.gguf.tensors.get(name)
+    subject = f"{metadata.subject}: {name}"
+    if tensor is None or tensor.type.name != "F32" or tensor.shape != (width // 2,):
+        found = "none" if tensor is None else f"{tensor.type.name} {list(tensor.shape)}"
+        raise CheckpointError(subject, f"expected F32 [{width // 2}], found {found}")
+    if width // 2 > MAX_DIVISORS:
+        raise CheckpointError(subject, f"has {width // 2} values")
+    try:
+        with tensor.file.open("rb") as file:
+            file.seek(tensor.offset)
+            values = array.array("f", file.read(tensor.num_bytes))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(subject, f"cannot be read: {error}") from None
+    if len(values) != width // 2 or not all(0 < value < 1e6 for value in values):
+        raise CheckpointError(subject, "expected positive numbers")
+    return values.tolist()

@@ -1,0 +1,1 @@
+"""GGUF files written from checkpoints. Imported when a command writes one."""

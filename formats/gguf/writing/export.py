@@ -1,0 +1,264 @@
+"""A checkpoint written as a GGUF file, code for code where its linears are quantized.
+
+Rows of q and k, names and norms become GGUF's (architectures.py). Nothing is rounded unless the
+caller asks for a type of the embedding.
+"""
+
+import struct
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from formats.architecture.family import Family
+from formats.checkpoint import CheckpointReader
+from formats.errors import CheckpointError
+from formats.families import FAMILIES
+from formats.gguf.architectures import Architecture
+from formats.gguf.block_types import BY_NAME, BlockType
+from formats.gguf.names import linear_names, other_names
+from formats.gguf.rope import FREQUENCIES
+from formats.gguf.writing.container_writer import (
+    NewTensor,
+    Value,
+    check_file_is_free,
+    write_gguf,
+)
+from formats.gguf.writing.encode import encode_floats, encode_weight, type_of
+from formats.gguf.writing.metadata import (
+    architecture_of,
+    check_states,
+    metadata_of,
+    num_experts,
+)
+from formats.gguf.writing.tokenizer import tokenizer_metadata
+from formats.in_memory.weights import Weight
+from formats.layouts import decode_linear, layout_of, quantized_modules, tensor_names
+from formats.names import GGUF_SCHEMES
+from formats.quant_config import QuantConfig, find_block
+from formats.scheme import Scheme
+from formats.table import size_text
+
+FLOAT_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+# general.file_type by the most frequent type of the linears
+FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32, "MXFP4": 38}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """Result of an export."""
+
+    file: Path
+    num_bytes: int
+    types: Mapping[str, int]  # number of tensors of each type
+
+    def to_text(self) -> str:
+        counts = ", ".join(f"{count} {name}" for name, count in self.types.items())
+        return f"Wrote {self.file}: {size_text(self.num_bytes)}; tensors: {counts}"
+
+
+def export_gguf(
+    source: str | Path,
+    target: str | Path,
+    *,
+    embedding_type: str | None = None,
+    exact: bool = True,
+) -> Exported:
+    """Write a checkpoint as one GGUF file. Raises CheckpointError for what GGUF cannot hold.
+
+    `embedding_type`: a type such as Q8_0 for the embedding and a float head; None: as stored.
+    `exact` False rounds the minima of asymmetric weights to float16.
+    """
+    target = check_file_is_free(target)
+    reader = CheckpointReader(source, rounded=True)
+    family, row = _family_of(reader.config)
+    metadata, divisors = metadata_of(reader.config, family, row, target.stem)
+    export = _Export(reader, family, row, embedding_type, exact)
+    tensors = export.tensors()
+    if divisors is not None:
+        data = struct.pack(f"<{len(divisors)}f", *divisors)
+        shape = (len(divisors),)
+        tensors.append(
+            NewTensor(name=FREQUENCIES, type=BY_NAME["F32"], shape=shape, make=lambda: data)
+        )
+    types = Counter(tensor.type.name for tensor in tensors)
+    layers = Counter(t.type.name for t in tensors if ".ffn_" in t.name or ".attn_" in t.name)
+    layers.pop("F32", None)
+    most = layers.most_common(1)[0][0] if layers else "F32"
+    metadata["general.file_type"] = Value(type="u32", value=FILE_TYPES.get(most, 1))
+    metadata |= tokenizer_metadata(reader.folder, reader.config["vocab_size"])
+    size = write_gguf(target, metadata, tensors)
+    try:
+        check_states(target, reader.config)
+    except CheckpointError:
+        target.unlink()
+        raise
+    return Exported(file=target, num_bytes=size, types=types)
+
+
+def check_exports(source: str | Path, scheme: Scheme) -> None:
+    """Raise CheckpointError if GGUF has no blocks of a scheme, or does not hold a model."""
+    spec = scheme.weight
+    has_blocks = (spec.type, spec.bits) in (("int", 4), ("int", 8), ("mxfp4", 4))
+    if scheme.activation is not None or not has_blocks or (spec.bits == 8 and not spec.symmetric):
+        raise CheckpointError(
+            f"scheme {scheme}",
+            "has no lossless form in GGUF",
+            f"use {', '.join(GGUF_SCHEMES)}",
+        )
+    config = CheckpointReader(source, as_floats=True).config
+    metadata_of(config, *_family_of(config), "")
+
+
+def _family_of(config: Mapping[str, Any]) -> tuple[Family, Architecture]:
+    names = config.get("architectures") or [""]
+    family = FAMILIES.get(names[0])
+    if family is None:
+        raise CheckpointError(f"architecture {names[0]}", "is not known", "use a known family")
+    return family, architecture_of(family)
+
+
+class _Export:
+    """Tensors of one checkpoint under GGUF's names."""
+
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        family: Family,
+        row: Architecture,
+        embedding_type: str | None,
+        exact: bool,
+    ) -> None:
+        self._reader, self._family, self._row = reader, family, row
+        self._embedding_type, self._exact = embedding_type, exact
+        block = find_block(reader.folder, reader.config)
+        self._quant = QuantConfig.from_dict(block) if block else None
+        self._coded = set(quantized_modules(reader.entries))
+        self._left = set(reader.entries)
+
+    def tensors(self) -> list[NewTensor]:
+        """Return all tensors, in the order of the model. Raises CheckpointError."""
+        family, found = self._family, []
+        found += self._tensor("token_embd", [family.embedding.removesuffix(".weight")], outer=True)
+        config = self._reader.config
+        for number in range(config["num_hidden_layers"]):
+            found += self._layer(number)
+        found += self._tensor("output_norm", [family.last_norm.removesuffix(".weight")])
+        if not family.is_tied(config):
+            found += self._tensor("output", [family.head.removesuffix(".weight")], outer=True)
+        self._left.discard(family.head)
+        left = sorted(self._left)
+        if left:
+            raise CheckpointError(
+                left[0], f"and {len(left) - 1} more tensors have no name in GGUF", "remove them"
+            )
+        return found
+
+    def _layer(self, number: int) -> list[NewTensor]:
+        family, found = self._family, []
+        prefix, stem = family.layer.format(i=number), f"blk.{number}"
+        single = {**self._row.norms, **linear_names(family), **other_names(family, "")}
+        for theirs, ours in single.items():
+            found += self._tensor(f"{stem}.{theirs}", [f"{prefix}.{ours}"], optional=True)
+        if family.experts is not None:
+            count = num_experts(self._reader.config) or 0
+            for theirs, ours in other_names(family, "{e}").items():
+                modules = [f"{prefix}.{ours.format(e=e)}" for e in range(count)]
+                found += self._tensor(f"{stem}.{theirs}", modules, optional=True, stacked=True)
+        return found
+
+    def _tensor(
+        self,
+        name: str,
+        modules: list[str],
+        *,
+        optional: bool = False,
+        outer: bool = False,
+        stacked: bool = False,
+    ) -> list[NewTensor]:
+        """Return the weight and the bias of a module, or of a stack of them, that exist."""
+        found = []
+        if modules[0] in self._coded:
+            found.append(self._codes(name, modules, stacked))
+        elif f"{modules[0]}.weight" in self._reader:
+            names = [f"{module}.weight" for module in modules]
+            found.append(self._floats(f"{name}.weight", names, outer, stacked))
+        elif modules[0] in self._reader:  # a tensor without a leaf, such as sinks
+            found.append(self._floats(name, modules, outer, stacked))
+        elif not optional:
+            raise CheckpointError(f"{modules[0]}.weight", "is missing", "take a whole checkpoint")
+        if f"{modules[0]}.bias" in self._reader:
+            names = [f"{module}.bias" for module in modules]
+            found.append(self._floats(f"{name}.bias", names, False, stacked))
+        return found
+
+    def _codes(self, name: str, modules: list[str], stacked: bool) -> NewTensor:
+        first = self._weight(modules[0])
+        kind, shape = type_of(first, modules[0]), (first.out_features, first.in_features)
+        for module in modules:
+            fields = tensor_names(module, layout_of(self._quant), self._reader.entries)
+            self._left -= set(fields.values())
+
+        def make() -> bytes:
+            parts = []
+            for module in modules:
+                weight = self._weight(module)
+                if type_of(weight, module) != kind:
+                    raise CheckpointError(module, f"is not {kind.name} as {modules[0]} is")
+                parts.append(encode_weight(weight, module, exact=self._exact))
+            return _to_bytes(self._in_pairs(name, torch.cat(parts)))
+
+        full = (len(modules), *shape) if stacked else shape
+        return NewTensor(name=f"{name}.weight", type=kind, shape=full, make=make)
+
+    def _weight(self, module: str) -> Weight:
+        fields = tensor_names(module, layout_of(self._quant), self._reader.entries)
+        tensors = {field: self._reader.get(full) for field, full in fields.items()}
+        return decode_linear(module, tensors, self._quant)
+
+    def _floats(self, name: str, names: list[str], outer: bool, stacked: bool) -> NewTensor:
+        entry = self._reader.entries[names[0]]
+        for each in names:
+            if each not in self._reader:
+                raise CheckpointError(each, "is missing", "take a whole checkpoint")
+            self._left.discard(each)
+        kind = self._float_type(name, entry.dtype, entry.shape, outer)
+        is_norm = name.endswith("norm.weight")
+        offset = self._family.norm_offset if is_norm else 0.0
+
+        def make() -> bytes:
+            parts = [self._reader.get(each) for each in names]
+            parts = [part.float() + offset if offset else part for part in parts]
+            rows = [encode_floats(part, kind) for part in parts]
+            if len(entry.shape) == 1 and not stacked:
+                rows = [row.reshape(entry.shape[0], -1) for row in rows]
+            return _to_bytes(self._in_pairs(name.rpartition(".")[0], torch.cat(rows)))
+
+        shape = (len(names), *entry.shape) if stacked else tuple(entry.shape)
+        return NewTensor(name=name, type=kind, shape=shape, make=make)
+
+    def _float_type(
+        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], outer: bool
+    ) -> BlockType:
+        """Return the type of a float tensor: vectors and routers are F32 in every file."""
+        if len(shape) == 1 or "ffn_gate_inp" in name:
+            return BY_NAME["F32"]
+        if outer and self._embedding_type is not None and shape[-1] % 32 == 0:
+            return BY_NAME[self._embedding_type]
+        return BY_NAME[FLOAT_TYPES.get(dtype, "F32")]
+
+    def _in_pairs(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of q or k in the order of rotated pairs, where the row says so."""
+        local, config = name.rpartition(".")[2], self._reader.config
+        heads = config["num_attention_heads"]
+        heads = {"attn_q": heads, "attn_k": config.get("num_key_value_heads") or heads}.get(local)
+        if heads is None or not self._row.permuted:
+            return rows
+        return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def _to_bytes(rows: torch.Tensor) -> bytes:
+    return rows.contiguous().numpy().tobytes()

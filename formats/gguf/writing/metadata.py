@@ -1,0 +1,173 @@
+"""config.json -> metadata of a GGUF file: formats/gguf/config.py the other way round.
+
+Needs no torch.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from formats.architecture.family import Family
+from formats.errors import CheckpointError
+from formats.gguf.architectures import ARCHITECTURES, Architecture
+from formats.gguf.config import make_config
+from formats.gguf.container import read_gguf
+from formats.gguf.metadata import Metadata
+from formats.gguf.rope import ORIGINAL, llama3_divisors
+from formats.gguf.writing.container_writer import Value
+
+REMEDY = "write another format"
+# Rows whose files need more than this module writes
+NOT_WRITTEN = ("phi3", "gpt-oss", "glm4moe")
+# config.json's keys that may differ: the file has another name or form for them
+NOT_COMPARED = {
+    *("architectures", "model_type", "dtype", "hidden_act", "tie_word_embeddings"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "rope_theta", "rope_scaling"),
+    *("quantization_config", "sliding_window", "partial_rotary_factor", ORIGINAL),
+}
+WHOLE = ("expert_count", "expert_used_count", "expert_shared_count", "leading_dense_block_count")
+
+
+def architecture_of(family: Family) -> Architecture:
+    """Return the row that a family is written as. Raises CheckpointError if there is none."""
+    for row in ARCHITECTURES.values():
+        names = (row.family, row.with_experts, row.with_window)
+        if family.architecture in names and row.name not in NOT_WRITTEN:
+            return row
+    raise CheckpointError(f"architecture {family.architecture}", "is not written as GGUF", REMEDY)
+
+
+def head_width(config: Mapping[str, Any]) -> int:
+    """Return the width of a head."""
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def num_experts(config: Mapping[str, Any]) -> int | None:
+    """Return the number of routed experts; None: there are none."""
+    keys = ("num_local_experts", "num_experts", "n_routed_experts")
+    return next((config[key] for key in keys if config.get(key)), None)
+
+
+def metadata_of(
+    config: Mapping[str, Any], family: Family, row: Architecture, name: str
+) -> tuple[dict[str, Any], list[float] | None]:
+    """Return the metadata without the tokenizer's, and the divisors of `rope_freqs.weight`, if any.
+
+    Raises CheckpointError for a config.json that GGUF cannot state.
+    """
+    heads, width = config["num_attention_heads"], head_width(config)
+    own: dict[str, Any] = {
+        "block_count": _u32(config["num_hidden_layers"]),
+        "context_length": _u32(config["max_position_embeddings"]),
+        "embedding_length": _u32(config["hidden_size"]),
+        "feed_forward_length": _u32(config[family.inner_key]),
+        "attention.head_count": _u32(heads),
+        "attention.head_count_kv": _u32(config.get("num_key_value_heads") or heads),
+        "attention.key_length": _u32(width),
+        "attention.value_length": _u32(width),
+        "vocab_size": _u32(config["vocab_size"]),
+    }
+    kind = "rms_epsilon" if family.norm_kind == "rms" else "epsilon"
+    eps = config.get(family.norm_eps_key, 1e-5) if family.norm_eps_key else 1e-5
+    own[f"attention.layer_norm_{kind}"] = _f32(eps)
+    for key, theirs in row.keys.items():
+        value = num_experts(config) if theirs == "expert_count" else config.get(key)
+        if value is not None:
+            own[theirs] = _u32(value) if theirs in WHOLE else _stated(theirs, value)
+    own |= _windows(config, row)
+    rope, divisors = _rope(config, width)
+    own |= rope
+    general = {
+        "general.architecture": row.name,
+        "general.type": "model",
+        "general.name": name,
+        "general.quantization_version": _u32(2),
+    }
+    return general | {f"{row.name}.{key}": value for key, value in own.items()}, divisors
+
+
+def check_states(file: Path, config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if the metadata of a file mean another config.json than `config`."""
+    read = make_config(Metadata(read_gguf(file)))
+    layers = range(config["num_hidden_layers"])
+    interval = read.get("no_rope_layer_interval")
+    if interval:
+        read["no_rope_layers"] = [int((i + 1) % interval != 0) for i in layers]
+    for key in sorted(read.keys() & config.keys() - NOT_COMPARED):
+        if config[key] is not None and config[key] != read[key]:
+            raise CheckpointError(
+                f"config.json {key}",
+                f"is {config[key]!r:.60}, but {read['model_type']} in GGUF has {read[key]!r:.60}",
+                REMEDY,
+            )
+
+
+def _u32(value: int) -> Value:
+    return Value(type="u32", value=value)
+
+
+def _f32(value: float) -> Value:
+    return Value(type="f32", value=float(value))
+
+
+def _stated(key: str, value: Any) -> Value:
+    if isinstance(value, bool):
+        return Value(type="bool", value=value)
+    return _u32(value) if key.endswith("_length") else _f32(value)
+
+
+def _windows(config: Mapping[str, Any], row: Architecture) -> dict[str, Any]:
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    if config.get("use_sliding_window") is False or not window:
+        return {}
+    if isinstance(kinds, list) and "sliding_attention" not in kinds:
+        return {}
+    if not row.window:
+        raise CheckpointError(
+            "config.json sliding_window", f"{row.name} has no windows in GGUF", REMEDY
+        )
+    found = {"attention.sliding_window": _u32(window)}
+    if row.window == "pattern" and isinstance(kinds, list):
+        slides = [kind == "sliding_attention" for kind in kinds]
+        found["attention.sliding_window_pattern"] = Value(type="bool", value=slides)
+    return found
+
+
+def _rope(config: Mapping[str, Any], width: int) -> tuple[dict[str, Any], list[float] | None]:
+    stated = config.get("rope_parameters") or {}
+    full = stated.get("full_attention", stated)
+    scaling = {**full, **(config.get("rope_scaling") or {})}  # the older key takes precedence
+    theta = scaling.get("rope_theta", config.get("rope_theta"))
+    if theta is None:
+        raise CheckpointError("config.json rope_theta", "is not stated", "add it")
+    part = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
+    rotated = int(width * part)
+    keys: dict[str, Any] = {
+        "rope.freq_base": _f32(theta),
+        "rope.dimension_count": _u32(rotated),
+    }
+    local = stated.get("sliding_attention", {}).get("rope_theta")
+    local = local or config.get("rope_local_base_freq")
+    if local:
+        keys["rope.freq_base_swa"] = _f32(local)
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return keys, None
+    factor, original = scaling.get("factor"), scaling.get(ORIGINAL)
+    if kind == "llama3":
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        return keys, llama3_divisors(theta, rotated, factor, low, high, original)
+    if kind not in ("linear", "yarn"):
+        raise CheckpointError("config.json rope_scaling", f"{kind!r} is not written", REMEDY)
+    keys["rope.scaling.type"] = kind
+    keys["rope.scaling.factor"] = _f32(factor)
+    if original:
+        keys["rope.scaling.original_context_length"] = _u32(original)
+    for theirs, name in (
+        ("rope.scaling.yarn_attn_factor", "attention_factor"),
+        ("rope.scaling.yarn_beta_fast", "beta_fast"),
+        ("rope.scaling.yarn_beta_slow", "beta_slow"),
+    ):
+        if kind == "yarn" and scaling.get(name) is not None:
+            keys[theirs] = _f32(scaling[name])
+    return keys, None

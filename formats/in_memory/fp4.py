@@ -1,0 +1,218 @@
+"""In-memory form of a weight in 4-bit floating point: MXFP4 and NVFP4.
+
+A number is a sign, two bits of exponent and one of mantissa (e2m1): 0, 0.5, 1, 1.5, 2, 3, 4 or 6.
+MXFP4 has a power-of-two scale for 32 inputs. NVFP4 has a float8 scale for 16 inputs and one float32
+scale for the tensor. Twice a number is an integer, so `as_codes` converts exactly to symmetric
+8-bit codes, for which there are kernels. Legend: N outputs, K inputs, G groups, B bytes of a row.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from formats.errors import CheckpointError
+from formats.in_memory.packed import PackedWeight
+from formats.numerics.affine import rows_at_once
+from formats.scheme import FP4_TYPES, ActivationSpec, QuantSpec, Scheme
+
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+LARGEST = MAGNITUDES[-1]
+FP8_SCALE = torch.float8_e4m3fn
+FP8_LARGEST = 448.0
+EXPONENT_BIAS = 127  # a byte e of MXFP4's scales is 2^(e - 127)
+SCALE_DTYPES = {"mxfp4": torch.uint8, "nvfp4": FP8_SCALE}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Fp4Weight:
+    """A weight [N, K]: W[n, k] = scale[n, g] * number[n, k], g = k // group size."""
+
+    bytes_NB: torch.Tensor  # uint8 [N, K / 2]: the number of an even input in the low four bits
+    scales_NG: torch.Tensor  # MXFP4: uint8 exponents; NVFP4: float8_e4m3fn
+    global_scale: torch.Tensor | None  # NVFP4: float32 [], a divisor of the scales
+    spec: QuantSpec
+    activation: ActivationSpec | None = None
+    input_scale: torch.Tensor | None = None
+    # NVFP4 as NVIDIA's tools write it: float32 [], a factor of the scales
+    global_factor: torch.Tensor | None = None
+
+    @classmethod
+    def from_float(
+        cls, weight_NK: torch.Tensor, spec: QuantSpec, name: str = "weight"
+    ) -> "Fp4Weight":
+        """Round to nearest. Raises CheckpointError, with `name`, on NaN or infinity."""
+        spec.check_shape(name, *weight_NK.shape)
+        blocks = weight_NK.split(rows_at_once(weight_NK.shape[1]))
+        if not all(torch.isfinite(block).all() for block in blocks):
+            raise CheckpointError(name, "its weights contain NaN or infinity", "fix the model")
+        largest_NG = torch.cat([_groups(block, spec).abs().amax(-1) for block in blocks])
+        global_scale = None
+        if spec.type == "mxfp4":
+            # the smallest power of two that clips nothing by more than half a step
+            exponent_NG = (largest_NG / 7).clamp(min=2.0**-126).log2().ceil()
+            exponent_NG = torch.where(largest_NG == 0, 0.0, exponent_NG)
+            scales_NG = (exponent_NG + EXPONENT_BIAS).clamp(0, 254).to(torch.uint8)
+        else:
+            global_scale = FP8_LARGEST * LARGEST / largest_NG.amax().clamp(min=1e-30)
+            wanted_NG = (largest_NG * global_scale / LARGEST).clamp(2.0**-9, FP8_LARGEST)
+            scales_NG = wanted_NG.to(FP8_SCALE)
+        found = cls(
+            bytes_NB=torch.empty(0, dtype=torch.uint8),
+            scales_NG=scales_NG,
+            global_scale=global_scale,
+            spec=spec,
+        )
+        steps = found.steps().split(len(blocks[0]))
+        bytes_NB = [
+            _to_bytes((_groups(block, spec) / step_NG[..., None]).flatten(1))
+            for block, step_NG in zip(blocks, steps, strict=True)
+        ]
+        packed = replace(found, bytes_NB=torch.cat(bytes_NB))
+        packed.check(name)
+        return packed
+
+    @property
+    def out_features(self) -> int:
+        return self.bytes_NB.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return 2 * self.bytes_NB.shape[1]
+
+    @property
+    def input_order(self) -> None:
+        """None: these formats never reorder inputs."""
+        return None
+
+    @property
+    def scheme(self) -> Scheme:
+        return Scheme(weight=self.spec, activation=self.activation)
+
+    @property
+    def device(self) -> torch.device:
+        return self.bytes_NB.device
+
+    def steps(self) -> torch.Tensor:
+        """Return the scales as float32 [N, G]."""
+        if self.spec.type == "mxfp4":
+            return torch.exp2(self.scales_NG.float() - EXPONENT_BIAS)
+        if self.global_factor is not None:
+            return self.scales_NG.float() * self.global_factor.float()
+        return self.scales_NG.float() / self.global_scale.float()
+
+    def check(self, name: str = "weight") -> None:
+        """Raise CheckpointError, with `name`, unless every invariant of the fields holds."""
+        if self.bytes_NB.dtype != torch.uint8 or self.bytes_NB.ndim != 2:
+            raise CheckpointError(
+                name,
+                f"expected uint8 [N, K / 2], found {self.bytes_NB.dtype}"
+                f" {list(self.bytes_NB.shape)}",
+            )
+        self.spec.check_shape(name, self.out_features, self.in_features)
+        shape = (self.out_features, self.spec.num_groups(self.in_features))
+        dtype = SCALE_DTYPES[self.spec.type]
+        if self.scales_NG.shape != shape or self.scales_NG.dtype != dtype:
+            raise CheckpointError(
+                f"{name} scales",
+                f"expected {dtype} {list(shape)}, found {self.scales_NG.dtype}"
+                f" {list(self.scales_NG.shape)}",
+            )
+        whole = self.global_scale if self.global_factor is None else self.global_factor
+        if (whole is None) != (self.spec.type == "mxfp4"):
+            raise CheckpointError(f"{name} global scale", "is there for NVFP4 and only for it")
+        if self.spec.type == "mxfp4" and (self.scales_NG == 255).any():
+            raise CheckpointError(f"{name} scales", "contain NaN")
+        if whole is not None and not (whole.numel() == 1 and bool(whole > 0)):
+            raise CheckpointError(f"{name} global scale", "expected one number above 0")
+        steps_NG = self.steps()
+        if not torch.isfinite(steps_NG).all():
+            raise CheckpointError(f"{name} scales", "contain NaN or infinity")
+
+    def with_divisor(self, name: str = "weight") -> "Fp4Weight":
+        """Return the same weight with a dividing global scale, as compressed-tensors stores it.
+
+        Raises CheckpointError if no float32 divisor gives the same products.
+        """
+        if self.global_factor is None:
+            return self
+        steps_NG = self.steps()
+        nearest = (1 / self.global_factor.double()).float()
+        tried = nearest.view(torch.int32) + torch.arange(-2, 3, device=nearest.device).int()
+        for divisor in tried.view(torch.float32):
+            found = replace(self, global_scale=divisor, global_factor=None)
+            if torch.equal(found.steps(), steps_NG):
+                return found
+        raise CheckpointError(
+            name,
+            "its global scale is a multiplier, and no float32 number divides to the same"
+            " weights: they would change by up to one part in 2^23",
+            "serve the folder as it is, or quantize the float model",
+        )
+
+    def numbers(self) -> torch.Tensor:
+        """Return twice each number, int8 [N, K]: -12 to 12."""
+        return doubled(self.bytes_NB)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return the weights [N, K] in `dtype`, computed in float32."""
+        groups_NGL = self.numbers().float().mul_(0.5).unflatten(1, (self.scales_NG.shape[1], -1))
+        return groups_NGL.mul_(self.steps()[..., None]).flatten(1).to(dtype)
+
+    def as_codes(self) -> PackedWeight:
+        """Return the same weights, bit for bit, as symmetric 8-bit codes with float32 scales.
+
+        A group whose scale is 0 has codes of zero and scale 1.
+        """
+        spec = QuantSpec(bits=8, symmetric=True, group_size=self.spec.group_size)
+        steps_NG = self.steps() / 2
+        empty_NG = steps_NG == 0
+        steps_NG = steps_NG.masked_fill(empty_NG, 1)
+        parts, rows = [], rows_at_once(self.in_features)
+        for start in range(0, self.out_features, rows):
+            own = slice(start, start + rows)
+            numbers_NK = doubled(self.bytes_NB[own]).to(torch.int16)
+            numbers_NGL = numbers_NK.unflatten(1, (steps_NG.shape[1], -1))
+            numbers_NGL = numbers_NGL.masked_fill(empty_NG[own, :, None], 0)
+            codes_NK = numbers_NGL.flatten(1) + spec.symmetric_zero
+            parts.append(PackedWeight.from_codes(codes_NK, steps_NG[own], None, spec))
+        return PackedWeight.merge(parts)
+
+    def to(self, device: torch.device | str) -> "Fp4Weight":
+        whole = {
+            field: value.to(device)
+            for field in ("global_scale", "global_factor")
+            if (value := getattr(self, field)) is not None
+        }
+        return replace(
+            self, bytes_NB=self.bytes_NB.to(device), scales_NG=self.scales_NG.to(device), **whole
+        )
+
+
+def _groups(weight_NK: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+    """Return float32 groups [N, G, L]."""
+    return weight_NK.float().unflatten(1, (spec.num_groups(weight_NK.shape[1]), -1))
+
+
+def doubled(bytes_NB: torch.Tensor) -> torch.Tensor:
+    """Unpack bytes to twice their numbers, low four bits first: int8 [N, 2 B]."""
+    table = torch.tensor([int(2 * x) for x in MAGNITUDES], dtype=torch.int8)
+    table = torch.cat([table, -table]).to(bytes_NB.device)
+    return table[torch.stack([bytes_NB & 15, bytes_NB >> 4], -1).flatten(1).int()]
+
+
+def _to_bytes(places_NK: torch.Tensor) -> torch.Tensor:
+    """Round multiples of a scale to the nearest numbers, two per byte; ties go to even codes."""
+    table = torch.tensor(MAGNITUDES, device=places_NK.device)
+    middles = (table[1:] + table[:-1]) / 2
+    size_NK = places_NK.abs()
+    codes_NK = torch.bucketize(size_NK, middles, right=False)
+    # a tie goes to the even code
+    tied_NK = (size_NK[..., None] == middles).any(-1)
+    codes_NK = torch.where(tied_NK & (codes_NK % 2 == 1), codes_NK + 1, codes_NK)
+    codes_NK = codes_NK.to(torch.uint8) | ((places_NK < 0).to(torch.uint8) << 3)
+    return codes_NK[:, 0::2] | (codes_NK[:, 1::2] << 4)
+
+
+def is_fp4(spec: QuantSpec) -> bool:
+    """Return True if a spec's numbers are 4-bit floating point."""
+    return spec.type in FP4_TYPES

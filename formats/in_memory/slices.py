@@ -1,0 +1,122 @@
+"""Slices of a decoded weight by outputs or inputs, exact code for code.
+
+Legend: N outputs, K inputs, G groups.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from formats.errors import CheckpointError
+from formats.in_memory.fp8 import Fp8Weight, block_size
+from formats.in_memory.packed import PackedWeight
+from formats.in_memory.weights import Weight
+from formats.numerics.bits import code_multiple, pack, unpack
+from formats.scheme import ALL, CHANNEL
+
+# Outputs of a slice, in order: ranges or indices.
+Rows = Sequence[tuple[int, int]] | torch.Tensor
+
+
+def take_rows(tensor: torch.Tensor, rows: Rows, dim: int = 0) -> torch.Tensor:
+    """Copy some rows along a dimension."""
+    if tensor.dtype == torch.float8_e4m3fn:  # float8 does not support index_select on every device
+        return take_rows(tensor.view(torch.uint8), rows, dim).view(tensor.dtype)
+    if isinstance(rows, torch.Tensor):
+        return tensor.index_select(dim, rows.to(tensor.device))
+    return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in rows], dim)
+
+
+def take_outputs(weight: Weight, rows: Rows) -> Weight:
+    """Return the weight of some outputs."""
+    if isinstance(weight, PackedWeight):
+        return replace(
+            weight,
+            words_NW=take_rows(weight.words_NW, rows),
+            scales_NG=take_rows(weight.scales_NG, rows),
+            zeros_NG=take_rows(weight.zeros_NG, rows),
+        )
+    codes_NK = take_rows(weight.codes_NK, rows)
+    block = weight.spec.rows
+    if block == ALL:
+        return replace(weight, codes_NK=codes_NK)
+    if not isinstance(rows, torch.Tensor) and _are_blocks(rows, block, weight.out_features):
+        blocks = [(start // block, -(-stop // block)) for start, stop in rows]
+        return replace(weight, codes_NK=codes_NK, scales_RC=take_rows(weight.scales_RC, blocks))
+    if block == 1:
+        scales_RC = take_rows(weight.scales_RC, rows)
+        return replace(weight, codes_NK=codes_NK, scales_RC=scales_RC)
+    # If a block is cut, its scale is repeated for each row.
+    scales_NC = weight.scales_RC.repeat_interleave(block, 0)[: weight.out_features]
+    spec = replace(weight.spec, rows=1)
+    return replace(weight, codes_NK=codes_NK, scales_RC=take_rows(scales_NC, rows), spec=spec)
+
+
+def _are_blocks(rows: Sequence[tuple[int, int]], block: int, total: int) -> bool:
+    """Return True if the ranges are whole blocks, so the result has the same blocks."""
+    *others, last = rows
+    inner = all(start % block == 0 and stop % block == 0 for start, stop in others)
+    return inner and last[0] % block == 0 and (last[1] % block == 0 or last[1] == total)
+
+
+def take_inputs(weight: Weight, start: int, stop: int, name: str = "weight") -> Weight:
+    """Return the weight of inputs start..stop - 1, counted in sorted order with act-order.
+
+    With act-order, its inputs are input_order[start:stop] of the whole weight, and it has no
+    input_order itself. If it begins or ends inside a group, groups become smaller ones of the same
+    scale.
+    """
+    if isinstance(weight, Fp8Weight):
+        return _fp8_inputs(weight, start, stop)
+    spec, length = weight.spec, weight.spec.group_length(weight.in_features)
+    scales_NG, zeros_NG = weight.scales_NG, weight.zeros_NG
+    if spec.group_size != CHANNEL:
+        group = math.gcd(length, start, stop)
+        if group < length:
+            spec = replace(spec, group_size=group)
+            scales_NG, zeros_NG = (
+                each.repeat_interleave(length // group, 1) for each in (scales_NG, zeros_NG)
+            )
+        runs = ((start // group, stop // group),)
+        scales_NG, zeros_NG = take_rows(scales_NG, runs, 1), take_rows(zeros_NG, runs, 1)
+    multiple = code_multiple(spec.bits)
+    if start % multiple or stop % multiple:
+        if (stop - start) % multiple:
+            raise CheckpointError(
+                name,
+                f"its inputs {start} to {stop - 1} do not fill words of {multiple} codes",
+                "use fewer GPUs",
+            )
+        words_NW = pack(unpack(weight.words_NW, spec.bits)[:, start:stop], spec.bits)
+    else:
+        words = multiple * spec.bits // 32
+        first, last = start // multiple * words, stop // multiple * words
+        words_NW = take_rows(weight.words_NW, ((first, last),), 1)
+    return replace(
+        weight,
+        words_NW=words_NW,
+        scales_NG=scales_NG,
+        zeros_NG=zeros_NG,
+        spec=spec,
+        in_features=stop - start,
+        input_order=None,
+    )
+
+
+def _fp8_inputs(weight: Fp8Weight, start: int, stop: int) -> Fp8Weight:
+    codes_NK = take_rows(weight.codes_NK, ((start, stop),), 1)
+    spec, scales_RC = weight.spec, weight.scales_RC
+    if spec.group_size == CHANNEL:
+        return replace(weight, codes_NK=codes_NK)
+    _, length = block_size(spec, weight.out_features, weight.in_features)
+    first, last = start // length, -(-stop // length)
+    if start % length and last - first > 1:
+        group = math.gcd(length, start)
+        spec = replace(spec, group_size=group)
+        scales_RC = scales_RC.repeat_interleave(length // group, 1)
+        first, last = start // group, -(-stop // group)
+    return replace(
+        weight, codes_NK=codes_NK, scales_RC=take_rows(scales_RC, ((first, last),), 1), spec=spec
+    )

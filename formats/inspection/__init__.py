@@ -1,0 +1,1 @@
+"""`qserve inspect`: checks of a model folder, and their findings."""

@@ -1,0 +1,474 @@
+"""`qserve inspect`: what a model folder holds, what is wrong with it, and which programs load it.
+
+It reads headers, the small tensors of quantized linears (zeros, scales, group index) and all float
+tensors, at the speed of the disk. It needs no model and no GPU. Damage becomes a Problem, so the
+rest is still reported. Legend: N outputs, K inputs, G groups.
+"""
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from formats.architecture.bare_model import bare_names, with_head
+from formats.architecture.expert_names import canonical_names, renamed_experts
+from formats.architecture.next_token import EMBEDDING, DraftLayers, find_draft_layers
+from formats.architecture.stored_form import usual_config, usual_entries
+from formats.architecture.text_part import has_text_part, text_block, text_config
+from formats.architecture.tied_head import HEAD, TIE, says_tied, settle_head
+from formats.checkpoint import CONFIG, read_json
+from formats.compatibility.loads_in import Facts, Verdict
+from formats.compatibility.rules import loads_in
+from formats.errors import CheckpointError, InputError
+from formats.files.side_files import find_side_files
+from formats.gguf.folder import model_folder
+from formats.in_memory.packed import SCALE_DTYPES as FLOAT_DTYPES
+from formats.inspection.awq import awq_linear, gemv_linear
+from formats.inspection.compressed import compressed_linear
+from formats.inspection.config import Choices, check_config
+from formats.inspection.files import Shards, check_tokenizer, read_shards
+from formats.inspection.findings import Findings, Problem, how_many
+from formats.inspection.gptq import gptq_linear
+from formats.inspection.kv import check_kv_scales
+from formats.inspection.linear_summary import LinearSummary, decoded_linear, float_linear
+from formats.inspection.model import check_experts, check_model, check_places, check_shapes
+from formats.inspection.parallel import parallel_sizes
+from formats.inspection.values import check_values
+from formats.layouts import (
+    READ_DECODED,
+    decode_linear,
+    has_input_factors,
+    is_float_view,
+    is_quantized,
+    layout_of,
+    quantized_modules,
+    tensor_names,
+    why_no_scheme,
+)
+from formats.other_tools.modelopt_config import METHODS as MODELOPT
+from formats.other_tools.modelopt_config import algorithms
+from formats.quality.record import measured_text, read_quality
+from formats.quant_config import BLOCK, QuantConfig, find_block, second_file
+from formats.rules import FUSED, LAYER_NUMBER, natural_key
+from formats.scheme import CHANNEL
+from formats.table import size_text, text_table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """Report on a model folder."""
+
+    folder: str
+    architecture: str
+    format: str  # "float", "gptq", or another tool's quant_method
+    scheme: str  # from config.json; empty if it is missing or unreadable
+    kv_cache: str | None  # "int8" or "fp8" if there are scales for such a cache
+    linears: tuple[LinearSummary, ...]
+    other_bytes: int  # embeddings, norms, biases, head
+    total_bytes: int  # all tensors of the text model
+    parallel: dict[int, str]  # number of GPUs -> why tensor parallelism fails; empty: it works
+    loads_in: tuple[Verdict, ...]
+    problems: tuple[Problem, ...]
+    vision_bytes: int = 0  # tensors of the vision part, which stay in float
+    draft_layers: DraftLayers | None = None  # MTP layers; None: config.json states none
+    # Distance from the float model as `quantize` measured it; None: not measured
+    quality: dict[str, Any] | None = None
+
+    @property
+    def ok(self) -> bool:
+        """True if there are no errors; warnings are allowed."""
+        return all(problem.severity != "error" for problem in self.problems)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Return the bits on disk per weight of the linears; 0 without linears."""
+        weights = sum(linear.out_features * linear.in_features for linear in self.linears)
+        return 8 * sum(linear.num_bytes for linear in self.linears) / weights if weights else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        linears = [{**asdict(linear), "traits": sorted(linear.traits)} for linear in self.linears]
+        return {
+            **asdict(self),
+            "linears": linears,
+            "loads_in": [verdict._asdict() for verdict in self.loads_in],
+            "bits_per_weight": self.bits_per_weight,
+            "ok": self.ok,
+        }
+
+    def to_text(self) -> str:
+        """Return the report: headline, table of linears, totals, problems, verdicts."""
+        rows = [
+            (
+                linear.name,
+                str(linear.out_features),
+                str(linear.in_features),
+                linear.scheme,
+                size_text(linear.num_bytes),
+            )
+            for linear in self.linears
+        ]
+        lines = [
+            f"{self.folder}: {self.architecture or 'no architecture'}, {self.format}"
+            + f" {self.scheme}" * bool(self.scheme)
+            + f", scales of an {self.kv_cache} KV cache" * bool(self.kv_cache),
+            "",
+            text_table(("linear", "N", "K", "scheme", "bytes"), rows),
+            "",
+            f"{len(rows)} linears: {size_text(self.total_bytes - self.other_bytes)},"
+            f" {self.bits_per_weight:.2f} bits per weight;"
+            f" other tensors: {size_text(self.other_bytes)}; total: {size_text(self.total_bytes)}",
+            *([f"vision part: {size_text(self.vision_bytes)}, in float"] * bool(self.vision_bytes)),
+            "",
+            text_table(
+                ("loads in", "", "why"), [(v.program, v.answer, v.reason) for v in self.loads_in]
+            ),
+            "tensor parallel: "
+            + "; ".join(
+                f"{size} {'no: ' + why if why else 'yes'}" for size, why in self.parallel.items()
+            ),
+            *([] if self.draft_layers is None else [self.draft_layers.to_text()]),
+            *([] if self.quality is None else [f"quality: {measured_text(self.quality)}"]),
+            "",
+            *(str(problem) for problem in self.problems),
+            how_many(self.problems),
+        ]
+        return "\n".join(lines)
+
+
+def inspect_checkpoint(folder: str | Path) -> Inspection:
+    """Inspect a model folder. Raises CheckpointError if it is not a readable folder."""
+    named, folder = folder, model_folder(folder)
+    if not folder.is_dir():
+        raise CheckpointError(str(folder), "is not a folder", "give a local model folder")
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise CheckpointError(str(folder), "cannot be read: Permission denied")
+    findings = Findings()
+    config = _read_config(folder, findings)
+    try:
+        find_side_files(folder)
+        check_tokenizer(folder, findings)
+    except CheckpointError as error:
+        findings.caught(error)
+    shards = read_shards(folder, findings)
+    if has_text_part(config):
+        shards.keep_text_part()
+        config = text_config(config, shards.entries)
+    config = usual_config(config)
+    shards.entries = usual_entries(config, shards.entries)
+    renamed = bare_names(shards.entries)
+    if renamed:
+        shards.entries = {own: shards.entries[name] for name, own in renamed.items()}
+    config = _settle_head(config, shards, findings)
+    config = with_head(config, shards.entries, is_bare=bool(renamed))
+    renamed = canonical_names(config, shards.entries)
+    if renamed:
+        shards.entries = {own: shards.entries[name] for name, own in renamed.items()}
+    block = _find_block(folder, config, findings)
+    quant, config_error = _read_quantization(folder, block, config, shards, findings)
+    linears = [*_quantized_linears(shards, block, quant, findings), *_float_linears(shards)]
+    linears.sort(key=lambda linear: natural_key(linear.name))
+    fused_mixed = check_fused(linears, quant, findings)
+    choices = check_config(config, findings) if config else Choices()
+    unplaced = ""
+    if not config_error:  # the tensors of an unsupported format are unknown
+        _check_labels(linears, quant, block, findings)
+        check_model(config, shards, findings)
+        check_experts(config, shards, findings)
+        check_shapes(config, linears, shards, findings)
+        unplaced = check_places(config, quant.layout if quant else None, shards, findings)
+    check_kv_scales(quant, shards, findings)
+    check_values(shards, findings)
+    total_bytes = sum(entry.num_bytes for entry in shards.entries.values())
+    names = config.get("architectures")
+    names = [str(name) for name in names] if isinstance(names, list) else []
+    method = _format_name(block, shards)
+    block = block if isinstance(block, dict) else {}
+    errors = [problem for problem in findings.problems if problem.severity == "error"]
+    facts = Facts(
+        architecture=names[0] if len(names) == 1 else "",
+        method=method,
+        config=quant,
+        config_error=config_error,
+        linears=linears,
+        choices=choices,
+        first_error=next(
+            (f"{e.subject}: {e.text}" for e in errors if not (e.read_here or e.unread)), ""
+        ),
+        fused_mixed=fused_mixed,
+        unplaced=unplaced,
+        desc_act=bool(block["desc_act"]) if "desc_act" in block else None,
+        written_by_gptqmodel="gptqmodel" in str(block.get("meta", "")).lower(),
+        second_file="" if config.get(BLOCK) is not None else second_file(folder),
+        exceptions=bool(block.get("dynamic")),
+        packing=str(block.get("packing_format", "")),
+        algorithms=algorithms(block) if method in MODELOPT else (),
+        renamed=renamed_experts(renamed),
+    )
+    try:
+        quality = read_quality(folder)
+    except CheckpointError as error:
+        quality = None
+        findings.warning(error.subject, error.problem, error.remedy)
+    return Inspection(
+        folder=str(named),
+        architecture=names[0] if names else "",
+        format=method,
+        scheme=_headline(linears) if quant else "",
+        kv_cache=quant.kv_cache if quant else None,
+        linears=tuple(linears),
+        other_bytes=total_bytes - sum(linear.num_bytes for linear in linears),
+        total_bytes=total_bytes,
+        parallel=parallel_sizes(config, quant, linears),
+        loads_in=tuple(loads_in(facts)),
+        problems=tuple(findings.problems),
+        vision_bytes=shards.vision_bytes,
+        draft_layers=find_draft_layers(config, shards.entries),
+        quality=quality and quality.measured,
+    )
+
+
+def _headline(linears: list[LinearSummary]) -> str:
+    """Return the scheme of all linears, or the number of linears per scheme."""
+    counts = Counter(
+        "float" if "float" in linear.traits else linear.scheme for linear in linears
+    ).most_common()
+    if len(counts) == 1:
+        return counts[0][0]
+    return "mixed: " + ", ".join(f"{number} {scheme}" for scheme, number in counts)
+
+
+def _read_config(folder: Path, findings: Findings) -> dict[str, Any]:
+    try:
+        return read_json(folder / CONFIG)
+    except CheckpointError as error:
+        findings.caught(error)
+        return {}
+
+
+def _settle_head(config: dict[str, Any], shards: Shards, findings: Findings) -> dict[str, Any]:
+    """Return config.json with its tie flag decided by the tensors; report a contradiction or a
+    copy."""
+    try:
+        settled, shards.entries = settle_head(config, shards.entries)
+    except CheckpointError as error:
+        findings.caught(error)
+        return config
+    if settled is not config:
+        findings.warning(
+            f"{CONFIG} {TIE}",
+            f"asks for a tied head, but {HEAD.removesuffix('.weight')} differs from the embedding:"
+            " this project, transformers 5 and vLLM since August 2026 keep it, older readers and"
+            " SGLang leave it out",
+            "set it to false",
+        )
+    elif says_tied(config) and HEAD in shards:
+        findings.warning(HEAD, "is a copy of the embedding it is tied to", "remove it")
+    return settled
+
+
+def _find_block(folder: Path, config: dict[str, Any], findings: Findings) -> Any:
+    try:
+        return find_block(folder, config)
+    except CheckpointError as error:
+        findings.caught(error)
+        return None
+
+
+def _read_quantization(
+    folder: Path, block: Any, config: dict[str, Any], shards: Shards, findings: Findings
+) -> tuple[QuantConfig | None, str]:
+    """Return (the quantization config or None, why it cannot be read)."""
+    has_codes = bool(quantized_modules(shards.entries))
+    if block is None:
+        if has_codes:
+            findings.error(CONFIG, f"has no {BLOCK}, but there are quantized tensors")
+        return None, ""
+    try:
+        quant = QuantConfig.from_dict(block)
+    except InputError as error:
+        findings.caught(error, unread=True)
+        return None, f"{error.subject}: {error.problem}"
+    if config and BLOCK not in config:  # an unreadable config.json is reported already
+        findings.warning(
+            second_file(folder),
+            f"holds the {BLOCK}, config.json does not",
+            "copy it into config.json",
+        )
+    if not has_codes and quant.scheme is not None and not shards.damaged:
+        findings.error(CONFIG, f"has a {BLOCK}, but there are no quantized tensors")
+    second = layout_of(quant).second_file
+    if second is not None and (folder / second).exists() and BLOCK in config:
+        try:
+            if text_block(read_json(folder / second)) != block:
+                findings.warning(second, f"differs from config.json's {BLOCK}", "copy the block")
+        except CheckpointError as error:
+            findings.caught(error)
+    return quant, ""
+
+
+def _quantized_linears(
+    shards: Shards, block: Any, quant: QuantConfig | None, findings: Findings
+) -> Iterable[LinearSummary]:
+    """Check each quantized linear. Without a readable config, check GPTQ ones by their shapes."""
+    stated = block.get("quant_method") if isinstance(block, dict) else "gptq"
+    for name in quantized_modules(shards.entries):
+        summary = None
+        if quant is None:
+            if stated == "gptq":
+                summary = gptq_linear(name, shards, None, "v1", findings)
+        else:
+            summary = _quantized_linear(name, shards, quant, findings)
+        if _is_there_twice(name, shards):
+            findings.error(
+                f"{name}.weight", "is stored beside codes of the same linear", "remove one of them"
+            )
+        if summary is not None:
+            yield summary
+
+
+def _is_there_twice(name: str, shards: Shards) -> bool:
+    """Return True if a float weight is stored in addition to the codes of a linear."""
+    weight = shards.entries.get(f"{name}.weight")
+    if is_float_view(f"{name}.weight", shards.entries):
+        return False
+    packed = any(f"{name}.{field}" in shards for field in ("qweight", "weight_packed"))
+    return weight is not None and (packed or weight.dtype in FLOAT_DTYPES)
+
+
+def _quantized_linear(
+    name: str, shards: Shards, quant: QuantConfig, findings: Findings
+) -> LinearSummary | None:
+    try:
+        scheme = quant.scheme_for(name)
+    except InputError as error:
+        findings.caught(error)
+        return None
+    if scheme is None:
+        findings.error(name, why_no_scheme(name, quant))
+        return None
+    if quant.layout == "gptq":
+        return gptq_linear(name, shards, scheme, quant.zeros, findings)
+    if quant.layout == "awq":
+        return awq_linear(name, shards, scheme, findings)
+    if quant.layout == "awq-gemv":
+        return gemv_linear(name, shards, scheme, findings)
+    if quant.layout in READ_DECODED:
+        return decoded_linear(
+            name,
+            tensor_names(name, layout_of(quant), shards.entries),
+            lambda tensors: decode_linear(name, tensors, quant),
+            shards,
+            findings,
+            scheme=scheme,
+            traits=frozenset(
+                ["unrounded inputs"] * bool(quant.unrounded_inputs)
+                + ["input factors"] * has_input_factors(name, shards.entries)
+            ),
+        )
+    return compressed_linear(name, shards, scheme, quant, findings)
+
+
+def _format_name(block: Any, shards: Shards) -> str:
+    if isinstance(block, dict):
+        return str(block.get("quant_method", "unknown"))
+    return "gptq" if any(name.endswith(".qweight") for name in shards.entries) else "float"
+
+
+def _float_linears(shards: Shards) -> Iterable[LinearSummary]:
+    """Return the float matrices of decoder layers."""
+    for name, entry in shards.entries.items():
+        module = name.removesuffix(".weight")
+        if (
+            name.endswith(".weight")
+            and len(entry.shape) == 2
+            and LAYER_NUMBER.search(name)
+            and not name.endswith(f".{EMBEDDING}")
+            and not is_quantized(module, shards.entries)
+        ):
+            yield float_linear(module, entry)
+
+
+def check_fused(linears: list[LinearSummary], quant: QuantConfig | None, findings: Findings) -> str:
+    """Report members of a fused matrix that differ. Returns the first such matrix, or ""."""
+    unstated = {linear.name for linear in linears if _is_float_unstated(linear, quant)}
+    by_parent: dict[str, dict[str, str]] = defaultdict(dict)
+    for linear in linears:
+        parent, _, local = linear.name.rpartition(".")
+        # floats of another dtype are cast into the matrix
+        by_parent[parent][local] = "float" if "float" in linear.traits else linear.scheme
+    first = ""
+    for parent, schemes in by_parent.items():
+        for members in FUSED:
+            present = {local: schemes[local] for local in members if local in schemes}
+            if len(set(present.values())) > 1:
+                text = ", ".join(f"{local} {scheme}" for local, scheme in present.items())
+                findings.error(
+                    parent,
+                    f"{text}: servers load these as one matrix",
+                    "give them one scheme",
+                    read_here=unstated.isdisjoint(f"{parent}.{local}" for local in present),
+                )
+                first = first or f"{', '.join(present)} of {parent}"
+    return first
+
+
+def _is_float_unstated(linear: LinearSummary, quant: QuantConfig | None) -> bool:
+    """Return True for a float linear that no readable config leaves in float."""
+    if "float" not in linear.traits:
+        return False
+    try:
+        return quant is None or quant.scheme_for(linear.name) is not None
+    except InputError:
+        return True
+
+
+def _check_act_order(
+    linears: list[LinearSummary], quant: QuantConfig | None, block: Any, findings: Findings
+) -> None:
+    """Report desc_act (act-order) if it is set and groups can have an index."""
+    stated = isinstance(block, dict) and block.get("desc_act")
+    if quant is None or not stated or all(s.weight.group_size == CHANNEL for s in quant.schemes):
+        return
+    text = "is true: vLLM refuses it with groups"
+    if any("act-order" in linear.traits for linear in linears):
+        findings.warning(f"{BLOCK}.desc_act", text, "requantize")
+    elif any(linear.traits.isdisjoint({"float"}) for linear in linears):
+        findings.warning(
+            f"{BLOCK}.desc_act",
+            f"{text}, and other readers take a slower path; every group index is in order",
+            "set it to false: no weight changes",
+        )
+
+
+def _check_labels(
+    linears: list[LinearSummary], quant: QuantConfig | None, block: Any, findings: Findings
+) -> None:
+    """Report labels of the config that contradict the linears."""
+    _check_act_order(linears, quant, block, findings)
+    for linear in linears:
+        if "act-order" in linear.traits and not (quant is not None and quant.act_order):
+            leaf = "g_idx" if quant is None or quant.layout == "gptq" else "weight_g_idx"
+            findings.error(
+                f"{linear.name}.{leaf}",
+                "inputs are not grouped in order, and the configuration does not say so: readers"
+                " that follow the configuration compute garbage",
+                "state desc_act (actorder) if the index is intended, or remove it",
+            )
+    quantized = [linear for linear in linears if "float" not in linear.traits]
+    if quant is None or quant.layout != "gptq" or quant.scheme.weight.symmetric or not quantized:
+        return
+    if all("symmetric data" in linear.traits for linear in quantized):
+        findings.warning(
+            f"{BLOCK}.sym",
+            "is false, but all zero points are symmetric: vLLM would load it as symmetric",
+            "set sym to true",
+        )
+    else:
+        counts = Counter(linear.scheme for linear in quantized)
+        findings.warning(
+            f"{BLOCK}.sym",
+            f"is false ({counts.most_common(1)[0][0]}): vLLM loads only symmetric GPTQ",
+            "convert to awq or compressed-tensors",
+        )

@@ -1,0 +1,80 @@
+"""Checks whether a checkpoint can be divided over several GPUs, from shapes and groups alone.
+
+Heads and feed-forward features are divided as the loader does it (shares.py): in whole units, and
+one GPU may get more units than another.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from formats.architecture.sizes import num_experts
+from formats.errors import InputError
+from formats.families import FAMILIES
+from formats.in_memory.dense import is_dense
+from formats.in_memory.shares import share_features, share_heads
+from formats.inspection.linear_summary import LinearSummary
+from formats.quant_config import QuantConfig
+from formats.scheme import Scheme
+
+SIZES = (1, 2, 4, 8)
+# suffix of a linear's name, with its dot -> size of its inputs
+SPLIT_BY_INPUTS = {
+    f".{linear.name.rpartition('.')[2]}": linear.inputs
+    for family in FAMILIES.values()
+    for projection in family.projections(num_experts=1)
+    for linear in projection.linears
+    if projection.split == "inputs"
+}
+
+
+def parallel_sizes(
+    config: Mapping[str, Any], quant: QuantConfig | None, linears: Sequence[LinearSummary]
+) -> dict[int, str]:
+    """Return for each number of GPUs why it does not work; empty: it works."""
+    return {size: _why_not(size, config, quant, linears) for size in SIZES}
+
+
+def _why_not(
+    size: int,
+    config: Mapping[str, Any],
+    quant: QuantConfig | None,
+    linears: Sequence[LinearSummary],
+) -> str:
+    if not config:
+        return "unknown without a config.json"
+    if size == 1:
+        return ""
+    names = config.get("architectures")
+    is_name = isinstance(names, list) and names and isinstance(names[0], str)
+    family = FAMILIES.get(names[0]) if is_name else None
+    if family is None:
+        return "unknown: config.json names no architecture that is known here"
+    if family.delta_net is not None:
+        return "layers with recurrent states cannot be divided over GPUs"
+    sizes = family.sizes(config)
+    attention: list[Scheme | None] = []
+    try:
+        for linear in linears:
+            inputs = next(
+                (row for end, row in SPLIT_BY_INPUTS.items() if linear.name.endswith(end)), None
+            )
+            scheme = None
+            if quant is not None and "float" not in linear.traits:
+                scheme = quant.scheme_for(linear.name)
+                scheme = None if scheme is not None and is_dense(scheme.weight) else scheme
+            if inputs == "q":
+                attention.append(scheme)
+            elif inputs is not None:
+                share_features(linear.name, linear.in_features, size, scheme)
+        heads, kv_heads, head_dim = (
+            sizes.get(key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
+        )
+        if heads and head_dim:
+            share_heads(heads, kv_heads or heads, head_dim, size, list(set(attention)) or [None])
+        if family.experts and family.experts.fused and num_experts(config):
+            inner = sizes.get(family.experts.down.inputs)
+            if inner:
+                share_features(family.experts.module, inner, size, None)
+    except InputError as error:
+        return error.problem
+    return ""

@@ -1,0 +1,1 @@
+"""Rounding between floats and codes, and dense packing of codes into words."""

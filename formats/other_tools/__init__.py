@@ -1,0 +1,1 @@
+"""Formats of other tools, which are only read: bitsandbytes, torchao, HQQ, ModelOpt, Quark."""

@@ -1,0 +1,86 @@
+"""HQQ's tensors -> weights, on the local names of one linear. See formats/README.md.
+
+W = (code - zero) * scale with non-integer zero points. Weights are therefore read as floats,
+computed in the dtype of the scales as HQQ does. A linear's settings are also stored as tensors.
+Legend: N outputs, K inputs.
+"""
+
+import torch
+
+from formats.errors import CheckpointError
+from formats.in_memory.dense import DenseWeight
+from formats.scheme import QuantSpec
+
+CODES = "W_q"
+# settings: each a number or a text, stored as a tensor
+SETTINGS = ("nbits", "group_size", "axis", "shape", "packing", "view_as_float")
+UNUSED = (
+    *("unpack_view_dtype", "compute_dtype", "quant_scale", "quant_zero", "offload_meta"),
+    *("encoded_state_dict", "stores_quant_config", "channel_wise", "optimize", "round_zero"),
+)
+FIELDS = (CODES, "scale", "zero", *SETTINGS, *UNUSED)
+# bits -> (codes per word, its dtype). Rows are split into as many parts as a word has codes. A word
+# holds one row of each part, the first part's in the highest bits.
+PACKED = {8: (1, torch.uint8), 4: (2, torch.uint8), 3: (10, torch.int32), 2: (4, torch.uint8)}
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def decode(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str) -> DenseWeight:
+    """Decode the weight in the dtype of its scales. Raises CheckpointError."""
+    for field in (CODES, "scale", "zero", "shape", "axis", "nbits"):
+        if field not in tensors:
+            raise CheckpointError(
+                f"{name}.{field}",
+                "is missing",
+                "scales that are quantized too are not read; quantize the float original",
+            )
+    bits, axis = (_number(tensors[field], f"{name}.{field}") for field in ("nbits", "axis"))
+    if bits != spec.bits:
+        raise CheckpointError(f"{name}.nbits", f"config.json states {spec.bits}, found {bits}")
+    if axis not in (0, 1):
+        raise CheckpointError(f"{name}.axis", f"expected 0 or 1, found {axis}")
+    shape = tensors["shape"].flatten().tolist()
+    if len(shape) != 2 or not all(type(n) is int and 0 < n < 2**31 for n in shape):
+        raise CheckpointError(f"{name}.shape", f"expected N and K, found {shape[:4]}")
+    N, K = shape
+    scale, zero = tensors["scale"], tensors["zero"]
+    length = spec.group_length(N if axis == 0 and spec.group_size < 0 else K)
+    if N * K % length:
+        raise CheckpointError(name, f"{N * K} weights are not divisible by the group size {length}")
+    groups = N * K // length
+    wanted = (1, groups) if axis == 0 else (groups, 1)
+    for field, part in (("scale", scale), ("zero", zero)):
+        if part.shape != wanted or part.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{name}.{field}",
+                f"expected floats {list(wanted)}, found {part.dtype} {list(part.shape)}",
+            )
+    rows = length if axis == 0 else groups
+    codes = _codes(tensors[CODES], bits, rows, N * K // rows, f"{name}.{CODES}").to(scale.dtype)
+    weight = DenseWeight(weight_NK=((codes - zero) * scale).reshape(N, K), spec=spec)
+    weight.check(name)
+    return weight
+
+
+def _number(tensor: torch.Tensor, name: str) -> int:
+    if tensor.numel() != 1 or tensor.is_floating_point():
+        raise CheckpointError(name, f"expected one number, found {tensor.dtype} {tensor.shape}")
+    return int(tensor)
+
+
+def _codes(words: torch.Tensor, bits: int, rows: int, columns: int, name: str) -> torch.Tensor:
+    """Unpack to uint8 [rows, columns]; the words may be stored as another dtype."""
+    if bits not in PACKED:
+        raise CheckpointError(name, f"{bits} bits are not read, only {', '.join(map(str, PACKED))}")
+    per_word, dtype = PACKED[bits]
+    packed_rows = -(-rows // per_word)
+    data = words.contiguous().flatten().view(torch.uint8)
+    if data.numel() != packed_rows * columns * dtype.itemsize:
+        raise CheckpointError(
+            name,
+            f"expected {packed_rows * columns * dtype.itemsize} bytes for {rows} x {columns} codes"
+            f" of {bits} bits, found {data.numel()}",
+        )
+    packed = data.view(dtype).view(packed_rows, columns)
+    parts = [packed >> (bits * (per_word - 1 - i)) & (2**bits - 1) for i in range(per_word)]
+    return torch.cat(parts).to(torch.uint8)[:rows]

@@ -1,0 +1,213 @@
+"""The keys of NVIDIA's Model Optimizer (`quant_method: modelopt`). Read only.
+
+Its own file, hf_quant_config.json, has them below `quantization`. config.json also has keys in
+compressed-tensors' style, which are less specific than `quant_algo`.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from formats.checkpoint import read_json
+from formats.codecs.config_fields import BLOCK
+from formats.codecs.kv_cache import KEY, read_kv_scheme
+from formats.errors import CheckpointError
+from formats.patterns import wildcard
+from formats.rules import Rule
+from formats.scheme import (
+    ALL,
+    CHANNEL,
+    DEFAULT_GROUP_SIZE,
+    FP4_TYPES,
+    MXFP8,
+    ActivationSpec,
+    QuantSpec,
+    Scheme,
+    checked_group_size,
+)
+
+METHODS = ("modelopt", "modelopt_fp4", "modelopt_mixed")
+SECOND_FILE = "hf_quant_config.json"
+MAX_RULES = 20_000
+MIXED = "MIXED_PRECISION"
+
+_FP8 = {"bits": 8, "symmetric": True, "type": "float"}
+_STATIC_FP8 = ActivationSpec(type="float", dynamic=False, per="tensor")
+_INT8 = QuantSpec(bits=8, symmetric=True, group_size=CHANNEL)
+_NVFP4 = QuantSpec(bits=4, symmetric=True, group_size=FP4_TYPES["nvfp4"], type="nvfp4")
+_MXFP4 = QuantSpec(bits=4, symmetric=True, group_size=FP4_TYPES["mxfp4"], type="mxfp4")
+# quant_algo, in capitals -> (scheme, input rounding of the file that is not applied here)
+ALGORITHMS: dict[str, tuple[Scheme, str]] = {
+    "FP8": (
+        Scheme(weight=QuantSpec(**_FP8, group_size=CHANNEL, rows=ALL), activation=_STATIC_FP8),
+        "",
+    ),
+    "FP8_PER_CHANNEL_PER_TOKEN": (
+        Scheme(
+            weight=QuantSpec(**_FP8, group_size=CHANNEL), activation=ActivationSpec(type="float")
+        ),
+        "",
+    ),
+    "FP8_PB_WO": (Scheme(weight=QuantSpec(**_FP8, group_size=128, rows=128)), ""),
+    "MXFP8": (Scheme(weight=MXFP8), "8-bit float with power-of-two scales"),
+    "NVFP4": (Scheme(weight=_NVFP4), "4-bit float"),
+    "NVFP4_AWQ": (Scheme(weight=_NVFP4), "4-bit float"),
+    "W4A16_NVFP4": (Scheme(weight=_NVFP4), ""),
+    "W4A8_NVFP4_FP8": (Scheme(weight=_NVFP4), "8-bit float"),
+    "MXFP4": (Scheme(weight=_MXFP4), "4-bit float"),
+    "W4A8_MXFP4_FP8": (Scheme(weight=_MXFP4), "8-bit float"),
+    "W4A16_AWQ": (Scheme(weight=QuantSpec(bits=4, symmetric=True)), ""),
+    "W8A16": (Scheme(weight=_INT8), ""),
+    "W8A8_SQ_PER_CHANNEL": (
+        Scheme(weight=_INT8, activation=ActivationSpec(dynamic=False, per="tensor")),
+        "",
+    ),
+}
+# Algorithms that are not supported, and what they do.
+REFUSED = {
+    "NVFP4_SVD": "adds a product of two small float matrices to every linear (SVDQuant)",
+    "W4A8_AWQ": "rounds 4-bit integer weights to float8 a second time",
+}
+
+
+def read(block: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a QuantConfig. Raises CheckpointError, naming the key."""
+    values = block.get("quantization", block)
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{BLOCK}.quantization", f"expected an object, found {values!r:.80}")
+    kv_cache = _kv_cache(values)
+    excluded = values.get("exclude_modules", values.get("ignore")) or []
+    rules = [
+        Rule(kind="regex", text=_pattern(name), scheme=None)
+        for name in _names(excluded, f"{BLOCK}.exclude_modules")
+    ]
+    algorithm = values.get("quant_algo")
+    if algorithm is None and kv_cache is not None:
+        return {"scheme": None, "rules": (), "kv_cache": kv_cache, "layout": "modelopt"}
+    if algorithm == MIXED:
+        named = values.get("quantized_layers")
+        if not isinstance(named, dict) or not named or len(named) > MAX_RULES:
+            raise CheckpointError(f"{BLOCK}.quantized_layers", "expected an object with a name")
+        found = {
+            name: _scheme(keys, f"{BLOCK}.quantized_layers[{name[:80]!r}]")
+            for name, keys in named.items()
+        }
+        rules += [
+            Rule(kind="regex", text=_pattern(name), scheme=scheme)
+            for name, (scheme, _) in found.items()
+        ]
+        rules.append(Rule(kind="all", scheme=None))
+    else:
+        found = {"": _scheme(values, BLOCK)}
+    return {
+        "scheme": next(iter(found.values()))[0],
+        "rules": tuple(rules),
+        "lm_head": True,  # unless a rule excludes it
+        "kv_cache": kv_cache,
+        "quantizer": _producer(block),
+        "layout": "modelopt",
+        "unrounded_inputs": next((reason for _, reason in found.values() if reason), ""),
+    }
+
+
+def algorithms(block: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the `quant_algo` of a block, or of its layers if they differ; in capitals,
+    unchecked."""
+    values = block.get("quantization", block)
+    values = values if isinstance(values, dict) else {}
+    named = values.get("quantized_layers")
+    each = [values]
+    if values.get("quant_algo") == MIXED and isinstance(named, dict):
+        each = [keys for keys in named.values() if isinstance(keys, dict)]
+    return tuple(dict.fromkeys(str(keys.get("quant_algo")).upper() for keys in each))
+
+
+def completed(folder: Path, block: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json's block with the group size, which only the other file has for 4-bit
+    integers.
+
+    Raises CheckpointError if that file cannot be read.
+    """
+    path = folder / SECOND_FILE
+    if "group_size" in block or _group_size(block) is not None or not path.is_file():
+        return block
+    own = read_json(path).get("quantization")
+    size = own.get("group_size") if isinstance(own, dict) else None
+    return block if size is None else {**block, "group_size": size}
+
+
+def _scheme(keys: Any, where: str) -> tuple[Scheme, str]:
+    """Return (scheme, input rounding that is not applied here) of an algorithm."""
+    if not isinstance(keys, dict):
+        raise CheckpointError(where, f"expected an object, found {keys!r:.80}")
+    algorithm = keys.get("quant_algo")
+    name = algorithm.upper() if isinstance(algorithm, str) else ""
+    if name in REFUSED:
+        raise CheckpointError(
+            f"{where}.quant_algo",
+            f"{algorithm} {REFUSED[name]}, which is not read",
+            "quantize the float model",
+        )
+    if name not in ALGORITHMS:
+        raise CheckpointError(
+            f"{where}.quant_algo",
+            f"expected one of {', '.join(ALGORITHMS)} or {MIXED}, found {algorithm!r:.80}",
+            "quantize the float model",
+        )
+    scheme, unrounded = ALGORITHMS[name]
+    size = keys.get("group_size") or _group_size(keys)
+    fixed = scheme.weight.group_size
+    if name == "W4A16_AWQ":
+        size = checked_group_size(size or DEFAULT_GROUP_SIZE, f"{where}.group_size: group size")
+        weight = QuantSpec(bits=4, symmetric=True, group_size=size)
+        return Scheme(weight=weight), unrounded
+    if size and scheme.weight.type in (*FP4_TYPES, "float") and fixed != CHANNEL and size != fixed:
+        raise CheckpointError(
+            f"{where}.group_size", f"expected {fixed} with {algorithm}, found {size!r:.80}"
+        )
+    return scheme, unrounded
+
+
+def _group_size(keys: Mapping[str, Any]) -> Any:
+    """Return the group size that the keys in compressed-tensors' style state, or None."""
+    groups = keys.get("config_groups")
+    for group in groups.values() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if isinstance(weights, dict) and weights.get("group_size"):
+            return weights["group_size"]
+    return None
+
+
+def _kv_cache(values: Mapping[str, Any]) -> str | None:
+    stated = values.get("kv_cache_quant_algo") or values.get(KEY)
+    if isinstance(stated, dict) or stated is None:
+        return read_kv_scheme(stated, f"{BLOCK}.{KEY}")[0]
+    caches = {"FP8": "fp8", "INT8": "int8"}
+    if stated not in caches:
+        raise CheckpointError(
+            f"{BLOCK}.kv_cache_quant_algo",
+            f"expected {' or '.join(caches)}, found {stated!r:.80}",
+            "remove the key to serve the model with a 16-bit KV cache",
+        )
+    return caches[stated]
+
+
+def _pattern(name: str) -> str:
+    """Turn a name with `*` into a pattern for that module and all below it."""
+    return wildcard(name).removesuffix("$") + r"(?:\..*)?$"
+
+
+def _names(value: Any, where: str) -> list[str]:
+    if (
+        not isinstance(value, list)
+        or len(value) > MAX_RULES
+        or not all(isinstance(name, str) and name for name in value)
+    ):
+        raise CheckpointError(where, "expected a list of names and patterns")
+    return value
+
+
+def _producer(block: Mapping[str, Any]) -> str:
+    producer = block.get("producer")
+    version = producer.get("version", "") if isinstance(producer, dict) else ""
+    return f"modelopt:{version}"

@@ -1,0 +1,242 @@
+"""PEFT LoRA folder in memory: A, B and their factor for each adapted linear.
+
+y = W x + scale * B (A x). Legend: N outputs, K inputs, r rank.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from formats.architecture.family import Family, Projection
+from formats.architecture.text_part import text_name
+from formats.checkpoint import TensorEntry, read_header
+from formats.errors import CheckpointError, one_line
+from formats.peft.lora_config import LoraConfig
+
+WEIGHTS = "adapter_model.safetensors"
+PICKLE = "adapter_model.bin"
+PREFIX = "base_model.model."
+ENDS = {".lora_A.weight": "A", ".lora_B.weight": "B"}
+# Tensors of features that lora_config.py refuses, for adapters whose config does not name them.
+OTHER_TENSORS = {
+    "lora_embedding_": "adapts the embedding",
+    "lora_magnitude_vector": "is DoRA's",
+    "lora_B.bias": "is a bias of lora_B",
+    ".base_layer.": "is a weight of the base model",
+}
+MAX_BYTES = 2**35
+MAX_HEADER_BYTES = 4_000_000  # 880 linears take 260,000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraPair:
+    """Low-rank update of one linear."""
+
+    a_rK: torch.Tensor
+    b_Nr: torch.Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.a_rK.shape[0]
+
+    def delta(self) -> torch.Tensor:
+        """Return scale * B A in float32 [N, K], which is added to the weight."""
+        return self.scale * (self.b_Nr.float() @ self.a_rK.float())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraAdapter:
+    """Pairs of an adapter folder, by the linear's name in the base checkpoint."""
+
+    folder: str
+    config: LoraConfig
+    pairs: Mapping[str, LoraPair]
+
+    @property
+    def rank(self) -> int:
+        """Return the largest rank."""
+        return max(pair.rank for pair in self.pairs.values())
+
+
+def adapted_projections(
+    family: Family, config: Mapping[str, Any]
+) -> Iterator[tuple[int, str, Projection]]:
+    """Yield (layer, its prefix, projection) of every linear that can be adapted.
+
+    These are all linears of a layer except the router and the routed experts.
+    """
+    for layer in range(config[family.num_layers_key]):
+        dense = bool(family.experts) and not family.experts.stand_in(layer, config)
+        for projection in family.projections(0, dense, family.has_state(layer, config)):
+            yield layer, family.layer.format(i=layer), projection
+
+
+def adapted_shapes(family: Family, config: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Return [N, K] of every linear that can be adapted, by its name in the checkpoint."""
+    sizes = family.sizes(config)
+    return {
+        f"{prefix}.{linear.name}": (sum(sizes[n] for n in linear.outputs), sizes[linear.inputs])
+        for _, prefix, projection in adapted_projections(family, config)
+        for linear in projection.linears
+    }
+
+
+def read_adapter(
+    folder: str | Path,
+    shapes: Mapping[str, tuple[int, int]],
+    *,
+    max_rank: int | None = None,
+    is_wanted: Callable[[], bool] = lambda: True,
+) -> LoraAdapter:
+    """Read an adapter for a base model whose linears have these shapes. Raises CheckpointError.
+
+    `is_wanted` is called before each linear; if it returns False, reading stops with an error.
+    Sizes and ranks are checked before a tensor is read; every tensor must be used, and every linear
+    that the configuration names must have its pair.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError(str(folder), "is not a folder", "give a folder that PEFT has saved")
+    config = LoraConfig.from_folder(folder)
+    file = _File(folder)
+    names = _sorted_out(file, shapes)
+    for module, parts in names.items():
+        _check_wanted(folder, is_wanted)
+        _check_pair(file, config, module, parts, shapes, max_rank)
+    if not names:
+        raise CheckpointError(str(file.path), "holds no tensors", "save the adapter again")
+    # An expression may match more than exists: "all-linear" also matches the router.
+    listed = not isinstance(config.target, str)
+    missing = [name for name in shapes if listed and name not in names and config.adapts(name)]
+    if missing:
+        raise CheckpointError(
+            str(folder),
+            f"{config.source} names {missing[0]}, which has no tensors, as {len(missing)} in all",
+            "was it trained on this model?",
+        )
+    pairs = {}
+    for module, parts in names.items():
+        _check_wanted(folder, is_wanted)
+        a_rK, b_Nr = (_finite(file, parts[part]) for part in "AB")
+        pairs[module] = LoraPair(a_rK=a_rK, b_Nr=b_Nr, scale=config.scale_of(module))
+    return LoraAdapter(folder=str(folder), config=config, pairs=pairs)
+
+
+def _check_wanted(folder: Path, is_wanted: Callable[[], bool]) -> None:
+    if not is_wanted():
+        raise CheckpointError(str(folder), "was only partly read: no request waits for it")
+
+
+class _File:
+    """Tensors of an adapter folder, safetensors first: `entries` with shapes, `get(name)`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / WEIGHTS
+        self._pickled: dict[str, torch.Tensor] | None = None
+        self.entries: dict[str, tuple[tuple[int, ...], torch.dtype]]
+        if self.path.exists():
+            header = read_header(self.path, MAX_HEADER_BYTES)
+            self._header: dict[str, TensorEntry] = header
+            self.entries = {name: (entry.shape, entry.dtype) for name, entry in header.items()}
+            return
+        self.path = folder / PICKLE
+        if not self.path.is_file():
+            raise CheckpointError(
+                str(folder), f"has neither {WEIGHTS} nor {PICKLE}", "fetch it again"
+            )
+        if self.path.stat().st_size > MAX_BYTES:
+            raise CheckpointError(str(self.path), f"is larger than {MAX_BYTES} bytes")
+        path = self.path
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # the errors of a damaged file are not documented
+            problem = f"cannot be read: {one_line(error)}"
+            raise CheckpointError(str(self.path), problem, "save it as safetensors") from None
+        tensors = isinstance(found, dict) and all(
+            isinstance(name, str) and isinstance(value, torch.Tensor)
+            for name, value in found.items()
+        )
+        if not tensors:
+            raise CheckpointError(str(self.path), "expected tensors by name", "save it again")
+        self._pickled = found
+        self.entries = {name: (tuple(t.shape), t.dtype) for name, t in found.items()}
+
+    def get(self, name: str) -> torch.Tensor:
+        if self._pickled is not None:
+            return self._pickled[name]
+        entry = self._header[name]
+        with self.path.open("rb") as file:
+            file.seek(entry.offset)
+            data = bytearray(entry.num_bytes)
+            if file.readinto(data) != entry.num_bytes:
+                raise CheckpointError(str(self.path), f"ends inside {name}", "fetch it again")
+        return torch.frombuffer(data, dtype=entry.dtype).reshape(entry.shape)
+
+
+def _sorted_out(file: _File, shapes: Mapping[str, tuple[int, int]]) -> dict[str, dict[str, str]]:
+    """Map modules to {"A": tensor name, "B": tensor name}. Every tensor must belong to one."""
+    found: dict[str, dict[str, str]] = {}
+    for name in file.entries:
+        end = next((end for end in ENDS if name.endswith(end)), None)
+        if not name.startswith(PREFIX) or end is None:
+            reason = next((why for part, why in OTHER_TENSORS.items() if part in name), "")
+            raise CheckpointError(
+                f"{file.path}: {name}",
+                f"{reason or 'is not a tensor of a LoRA adapter'}; not supported",
+                "train or save the adapter with linears as targets alone",
+            )
+        stored = name.removeprefix(PREFIX).removesuffix(end)
+        module = stored if stored in shapes else text_name(stored) or ""
+        if module not in shapes:
+            raise CheckpointError(
+                f"{file.path}: {name}",
+                f"adapts {stored}, which is not a linear of this model that can be adapted",
+                "was it trained on this model? Attention and feed-forwards can be adapted, but not"
+                " embeddings, heads, routers and experts; `qserve merge` takes a float model's"
+                " linears",
+            )
+        found.setdefault(module, {})[ENDS[end]] = name
+    return found
+
+
+def _check_pair(
+    file: _File,
+    config: LoraConfig,
+    module: str,
+    parts: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, int]],
+    max_rank: int | None,
+) -> None:
+    subject = f"{file.path}: {module}"
+    if len(parts) != 2:
+        raise CheckpointError(subject, f"has lora_{'/'.join(parts)} alone", "fetch it again")
+    if not config.adapts(module):
+        raise CheckpointError(
+            subject, f"has tensors, and {config.source} does not name it", "fix one of the two"
+        )
+    (N, K), rank = shapes[module], config.rank_of(module)
+    for part, shape in (("A", (rank, K)), ("B", (N, rank))):
+        found, dtype = file.entries[parts[part]]
+        if found != shape:
+            raise CheckpointError(
+                f"{subject} lora_{part}",
+                f"expected {list(shape)}, found {list(found)}",
+                "was it trained on this model, with these ranks?",
+            )
+        if not dtype.is_floating_point:
+            raise CheckpointError(f"{subject} lora_{part}", f"expected floats, found {dtype}")
+    if max_rank is not None and rank > max_rank:
+        raise CheckpointError(
+            subject, f"expected a rank of at most {max_rank}, found {rank}", "raise --max-lora-rank"
+        )
+
+
+def _finite(file: _File, name: str) -> torch.Tensor:
+    tensor = file.get(name)
+    if not tensor.float().isfinite().all():
+        raise CheckpointError(f"{file.path}: {name}", "holds NaN or infinity", "train it again")
+    return tensor

@@ -1,0 +1,90 @@
+"""Operations of attention, and the kernels that do them."""
+
+import torch
+
+from qkernels.attention.config import PREFILL_WIDE_KEYS
+from qkernels.dispatch import Kernel, Operation, reference, triton_or_reference
+from qkernels.gpu import device as gpu_device
+from qkernels.operands.codes import CODE_DTYPES
+from qkernels.problem import (
+    HALF_DTYPES,
+    Problem,
+    has_float8_products,
+    needs_triton,
+    needs_triton_on_gpu,
+)
+
+KV_WRITE_MAX_HEAD_DIM = 1024  # a head lies in one program's registers
+
+
+def triton_attention(problem: Problem) -> str | None:
+    reason = needs_triton_on_gpu(problem)
+    if reason is None and not 16 <= problem.head_dim <= 256:
+        return f"takes heads of 16 to 256, not {problem.head_dim}"
+    if reason is None and problem.page_size not in (16, 32, 64, 128):
+        return f"takes pages of 16, 32, 64 or 128 tokens, not {problem.page_size}"
+    return reason or _refuses_pages(problem)
+
+
+def _refuses_pages(problem: Problem) -> str | None:
+    """Why the GPU cannot read or write such pages; None: it can."""
+    if problem.pages_dtype == torch.float8_e4m3fn and problem.device == "cuda":
+        return None if has_float8_products() else "float8 pages need an sm_89 GPU or later"
+    return None
+
+
+def triton_kv_write(problem: Problem) -> str | None:
+    reason = needs_triton_on_gpu(problem)
+    if reason is None and problem.head_dim > KV_WRITE_MAX_HEAD_DIM:
+        return f"takes heads of up to {KV_WRITE_MAX_HEAD_DIM}, not {problem.head_dim}"
+    return reason or _refuses_pages(problem)
+
+
+def sm90_prefill(problem: Problem) -> str | None:
+    reason = needs_triton(problem) or gpu_device.lacks_arch(torch.device(problem.device), "sm_90")
+    if reason is not None:
+        return reason
+    if not problem.chunk:
+        return "made for the many rows of a prompt chunk"
+    if problem.sinks:
+        return "does not support attention sinks"
+    if problem.dtype not in HALF_DTYPES:
+        return f"takes float16 and bfloat16, not {problem.dtype}"
+    if problem.pages_dtype not in (None, problem.dtype, *CODE_DTYPES.values()):
+        return f"takes pages of {problem.dtype}, int8 or float8, not {problem.pages_dtype}"
+    if not 16 <= problem.head_dim <= 256 or problem.head_dim % 8:
+        return f"takes heads of 16 to 256, divisible by 8, not {problem.head_dim}"
+    if problem.head_dim > 128 and problem.pages_dtype in CODE_DTYPES.values():
+        return f"takes heads of up to 128 over 8-bit pages, not {problem.head_dim}"
+    if problem.page_size not in (16, 32, 64, 128):
+        return f"takes pages of 16, 32, 64 or 128 tokens, not {problem.page_size}"
+    if problem.head_dim > 128 and problem.page_size > PREFILL_WIDE_KEYS:
+        return (
+            f"takes pages of up to {PREFILL_WIDE_KEYS} tokens with heads of more than 128, not"
+            f" {problem.page_size}"
+        )
+    if not problem.tma_pages:
+        return "takes pages whose address and strides are multiples of 16 bytes"
+    return None
+
+
+PAGED_ATTENTION = Operation(
+    "paged_attention",
+    Kernel(
+        name="sm90_prefill",
+        module="attention.sm90_prefill",
+        priority=30,
+        supports=sm90_prefill,
+    ),
+    Kernel(
+        name="triton",
+        module="attention.triton_paged",
+        priority=20,
+        supports=triton_attention,
+    ),
+    reference("attention"),
+)
+APPLY_ROPE = triton_or_reference("attention", "apply_rope", "rope", needs_triton_on_gpu)
+WRITE_KV = triton_or_reference("attention", "write_kv_", "rope_write_kv", triton_kv_write)
+ROPE_WRITE_KV = triton_or_reference("attention", "rope_write_kv_", "rope_write_kv", triton_kv_write)
+OPERATIONS = (PAGED_ATTENTION, APPLY_ROPE, WRITE_KV, ROPE_WRITE_KV)

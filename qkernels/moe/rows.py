@@ -1,0 +1,98 @@
+"""Operations of a mixture of experts, and the kernels that do them."""
+
+import torch
+
+from qkernels.choice import parse_choice
+from qkernels.dispatch import Kernel, Operation, reference, triton_or_reference
+from qkernels.gpu import device as gpu_device
+from qkernels.moe.config import fits
+from qkernels.moe.variants import NAMES, VARIANTS, Layer
+from qkernels.problem import (
+    HALF_DTYPES,
+    Problem,
+    has_float8_products,
+    needs_triton,
+    needs_triton_on_gpu,
+)
+from qkernels.wna16.layout import MIN_K_STEP, k_step
+
+
+def triton_experts(problem: Problem) -> str | None:
+    """`in_features` is the inner size, `out_features` the hidden one."""
+    reason = needs_triton(problem)
+    if reason is not None:
+        return reason
+    if problem.alike is not None:
+        return problem.alike
+    if problem.dtype not in HALF_DTYPES:
+        return f"takes float16 and bfloat16, not {problem.dtype}"
+    hidden, inner = problem.out_features, problem.in_features
+    reason = fits(hidden, inner)
+    if reason is not None:
+        return reason
+    spec, activation = problem.spec, problem.activation
+    if spec is None:
+        return None
+    if activation is None:
+        return _refuses_packed(problem)
+    if spec.bits != 8 or not spec.symmetric or spec.type != activation.type:
+        return f"takes symmetric int8 or float8 on both sides, not {spec} and {activation}"
+    if spec.type == "float" and not has_float8_products():
+        return "this GPU has no float8 products"
+    if activation.per == "group":
+        if (spec.group_size, activation.group_size) != (128, 128) or hidden % 128 or inner % 128:
+            return "takes float8 in blocks of 128 inputs, of sizes divisible by 128"
+        return None
+    if spec.num_groups(inner) != 1 or spec.num_groups(hidden) != 1:
+        return "takes a scale for each output, or float8 in blocks"
+    return None
+
+
+def _refuses_packed(problem: Problem) -> str | None:
+    spec = problem.spec
+    if spec.type != "int" or spec.bits not in (4, 8):
+        return f"takes 4- and 8-bit integer weights with 16-bit activations, not {spec}"
+    for size in (problem.out_features, problem.in_features):
+        group = spec.group_length(size)
+        if k_step(group) < MIN_K_STEP or size % group:
+            return f"takes groups divisible by {MIN_K_STEP}, not {group} of {size}"
+    return None
+
+
+def explain_variants(problem: Problem) -> list[tuple[str, str]]:
+    """(variant, how many tokens it takes or why none)."""
+    spec, activation = problem.spec, problem.activation
+    weight_only = spec is not None and activation is None
+    layer = Layer(
+        kind="float" if spec is None else "packed" if weight_only else "codes",
+        spec=spec,
+        num_experts=1,  # which variant refuses a layer depends on none of the zeros and ones
+        top_k=1,
+        hidden=problem.out_features,
+        inner=problem.in_features,
+        sm_count=0,
+        shared_bytes=0,
+        lacks_sm90=gpu_device.lacks_arch(torch.device(problem.device), "sm_90"),
+    )
+    choice = parse_choice(problem.requested)
+    return [
+        (each.name, choice.explained(each.name, each.refuses(layer), each.tokens))
+        for each in VARIANTS
+    ]
+
+
+ROUTE = triton_or_reference("moe", "route", "triton_route", needs_triton_on_gpu)
+ROUTE_TOKENS = triton_or_reference("moe", "route_tokens", "triton_route", needs_triton_on_gpu)
+EXPERTS = Operation(
+    "experts",
+    Kernel(
+        name="triton",
+        module="moe.triton_experts",
+        priority=20,
+        supports=triton_experts,
+        variants=NAMES,
+        explain_variants=explain_variants,
+    ),
+    reference("moe"),
+)
+OPERATIONS = (ROUTE, ROUTE_TOKENS, EXPERTS)

@@ -1,0 +1,36 @@
+"""Table of all operations by name, and `explain` for the choice of a kernel."""
+
+from qkernels import dispatch
+from qkernels.attention import rows as attention
+from qkernels.delta_net import rows as delta_net
+from qkernels.dispatch import Explanation, Operation
+from qkernels.drafts import rows as drafts
+from qkernels.errors import KernelError
+from qkernels.linear import rows as linear
+from qkernels.lora import rows as lora
+from qkernels.moe import rows as moe
+from qkernels.rowwise import rows as rowwise
+from qkernels.sampling import rows as sampling
+
+OPERATIONS: dict[str, Operation] = {
+    operation.name: operation
+    for folder in (linear, attention, rowwise, moe, lora, delta_net, sampling, drafts)
+    for operation in folder.OPERATIONS
+}
+
+
+def operation(name: str) -> Operation:
+    """Return the operation of this name. Raises KernelError if it is unknown."""
+    found = OPERATIONS.get(name)
+    if found is None:
+        known = ", ".join(OPERATIONS)
+        raise KernelError(f"operation {name!r}", "unknown", f"known operations: {known}")
+    return found
+
+
+def explain(op: str, **problem: object) -> Explanation:
+    """Explain for every row of an operation whether it is chosen, and why.
+
+    `problem`: the fields of Problem. Raises KernelError for an unknown operation.
+    """
+    return dispatch.explain(operation(op), **problem)

@@ -1,0 +1,115 @@
+"""replace_linears: quantize the linears of a torch model in place, such as a transformers model."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from formats.errors import InputError
+from formats.layouts import check_writable, find_layout, why_not
+from formats.names import SchemeName
+from formats.plan import fits
+from formats.scheme import Scheme
+from qkernels.quant_linear import QuantLinear
+
+HEAD = ("lm_head",)
+SHOWN = 5  # names in an error
+
+
+def replace_linears(
+    model: nn.Module,
+    scheme: SchemeName | str | Scheme,
+    *,
+    ignore: Sequence[str] = HEAD,
+) -> list[str]:
+    """Replace every torch Linear of a model by a QuantLinear, rounded to nearest, in place.
+
+    Returns the names of the replaced layers. Layers that `ignore` fits stay in float: an entry is
+    a part of a name, a pattern with * or ? for the whole name, or "re:" and a regular expression,
+    as in `qserve quantize --ignore`. Subclasses of Linear stay, too: they may do more than
+    multiply. The layers stay on their devices. The float weights and the new ones are in memory
+    together until all layers are rounded.
+
+    A head that is tied to the embedding gets its own codes once `ignore` leaves it out; the
+    embedding stays in float, and `model.config.tie_word_embeddings` becomes False.
+
+    Raises InputError before anything is changed: for a scheme that QuantLinear cannot hold, layers
+    of a shape that does not fit it, weights that are not loaded or not finite, and entries of
+    `ignore` that fit no layer.
+    """
+    parsed = Scheme.parse(scheme)
+    check_writable(find_layout("gptq"), parsed, "replace_linears")
+    linears = _linears(model, ignore)
+    _check_shapes(linears, parsed)
+    made: dict[nn.Module, QuantLinear] = {}  # one layer may have several names
+    for name, linear in linears.items():
+        if linear not in made:
+            layer = QuantLinear.from_float(_weight(name, linear), parsed, linear.bias, name)
+            made[linear] = layer.train(linear.training)
+    _untie(model, linears)
+    for name, linear in linears.items():
+        parent, _, local = name.rpartition(".")
+        setattr(model.get_submodule(parent), local, made[linear])
+    return list(linears)
+
+
+def _linears(model: nn.Module, ignore: Sequence[str]) -> dict[str, nn.Linear]:
+    """Return the linears to replace, by every name that they have."""
+    if isinstance(ignore, str):
+        raise InputError("ignore", f"expected a list of names, found {ignore!r}", "use [name]")
+    found = {
+        name: module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if type(module) is nn.Linear and name
+    }
+    for pattern in ignore:
+        if tuple(ignore) != HEAD and not any(fits(pattern, name) for name in found):
+            raise InputError(
+                f"ignore {pattern!r}", "fits no linear", f"one of them is {next(iter(found), '')}"
+            )
+    ignored = {module for name, module in found.items() if any(fits(each, name) for each in ignore)}
+    linears = {name: module for name, module in found.items() if module not in ignored}
+    if not linears:
+        raise InputError(
+            type(model).__name__,
+            "has no torch Linear to replace"
+            + (": `ignore` fits all of them" if found else " below it"),
+        )
+    return linears
+
+
+def _check_shapes(linears: dict[str, nn.Linear], scheme: Scheme) -> None:
+    layout, misfits = find_layout("gptq"), []
+    for name, linear in linears.items():
+        reason = why_not(layout, scheme, linear.out_features, linear.in_features)
+        if reason is not None:
+            misfits.append((name, reason))
+    if misfits:
+        names = ", ".join(name for name, _ in misfits[:SHOWN])
+        others = f" and {len(misfits) - SHOWN} more" if len(misfits) > SHOWN else ""
+        raise InputError(
+            f"scheme {scheme}",
+            f"does not fit {len(misfits)} of {len(linears)} linears ({names}{others}):"
+            f" {misfits[0][1]}",
+            "name them in `ignore`, or give another group size, such as w4a16-sym-g32",
+        )
+
+
+def _weight(name: str, linear: nn.Linear) -> torch.Tensor:
+    weight_NK = linear.weight
+    if weight_NK.is_meta:
+        raise InputError(name, "has no weight yet (meta device)", "load the model first")
+    if not torch.isfinite(weight_NK).all():
+        raise InputError(name, "its weight has numbers that are not finite", "repair the model")
+    return weight_NK
+
+
+def _untie(model: nn.Module, linears: dict[str, nn.Linear]) -> None:
+    """Clear the flag that ties the head, if the head is replaced.
+
+    With the flag, transformers would tie again when the embedding is resized.
+    """
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    weight = getattr(embedding, "weight", None)
+    if weight is not None and any(linear.weight is weight for linear in linears.values()):
+        model.config.tie_word_embeddings = False

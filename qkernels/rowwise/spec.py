@@ -1,0 +1,69 @@
+"""Specifications of norms, activations and branch epilogues.
+
+Legend: C channels.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+NormKind = Literal["rms", "layer"]
+ActKind = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class NormSpec:
+    """Norm over the channels of a row, computed in float32.
+
+    "rms" is weight * x / sqrt(mean(x^2) + eps). With a weight in x's dtype, x / rms(x) is rounded
+    before the multiplication, as in Llama. With a float32 weight only the product is rounded, as in
+    Gemma. "layer" is weight * (x - mean(x)) / sqrt(var(x) + eps) + bias, rounded once. Families
+    that store weight - 1 add it when weights are loaded.
+    """
+
+    kind: NormKind = "rms"
+    weight_C: torch.Tensor  # in x's dtype or float32
+    bias_C: torch.Tensor | None = None  # "layer" only
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActSpec:
+    """Activation function. If gated, its result for the first half is multiplied by the second.
+
+    "gelu_tanh" is the tanh approximation of GELU, "relu2" the square of ReLU.
+    """
+
+    kind: ActKind
+    gated: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Branch:
+    """Epilogue of attention or feed-forward before the residual is added.
+
+    It is a norm (Gemma, OLMo 2), a factor (Granite), or both in this order.
+    """
+
+    norm: NormSpec | None = None
+    factor: float = 1.0
+
+
+PLAIN = Branch()
+
+
+def norm_tensors(spec: NormSpec | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return weight and bias as kernels take them."""
+    return (None, None) if spec is None else (spec.weight_C, spec.bias_C)
+
+
+def norm_constants(spec: NormSpec | None, branch: Branch) -> dict[str, object]:
+    """Return the compile-time constants of a kernel that normalizes a sum with a branch."""
+    end = branch.norm
+    return {
+        "KIND": "rms" if spec is None else spec.kind,
+        "BRANCH_KIND": "rms" if end is None else end.kind,
+        "BRANCH_EPS": 0.0 if end is None else end.eps,
+        "BRANCH_FACTOR": branch.factor,
+    }

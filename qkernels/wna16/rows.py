@@ -1,0 +1,131 @@
+"""Kernels of products with packed weights and 16-bit activations: rows of `linear`."""
+
+import functools
+
+import torch
+
+from qkernels.choice import parse_choice
+from qkernels.dispatch import Kernel
+from qkernels.problem import HALF_DTYPES, Problem, needs_triton
+from qkernels.tuning import table as tuning_table
+from qkernels.tuning.op import bucket
+from qkernels.wna16.layout import MIN_K_STEP, k_step
+from qkernels.wna16.tuned import TUNED
+from qkernels.wna16.variants import NAMES, VARIANTS, Shape, variant_of
+
+FAST_CPUS = ("AVX2", "AVX512")  # where torch has vector code for its packed products
+CPU_GROUPS = (32, 64, 128, 256)
+
+
+def _refuses_weight(problem: Problem, bits: int) -> str | None:
+    """Why it is no integer weight of so many bits alone; None: it is."""
+    if problem.spec is None or (problem.spec.bits, problem.spec.type) != (bits, "int"):
+        return f"takes {bits}-bit integer weights, not {problem.spec}"
+    if problem.activation is not None:
+        return "takes 16-bit activations, not 8-bit ones"
+    return None
+
+
+def triton_weight_only(problem: Problem, bits: int) -> str | None:
+    reason = needs_triton(problem)
+    if reason is not None:
+        return reason
+    if problem.dtype not in HALF_DTYPES:
+        return f"takes float16 and bfloat16, not {problem.dtype}"
+    reason = _refuses_weight(problem, bits)
+    if reason is not None:
+        return reason
+    group = problem.spec.group_length(problem.in_features)
+    if k_step(group) < MIN_K_STEP or problem.in_features % group:
+        return f"takes groups divisible by {MIN_K_STEP}, not {group}"
+    if problem.out_features % 8:
+        return f"takes a number of outputs divisible by 8, not {problem.out_features}"
+    if problem.out_features * problem.in_features * bits // 32 >= 2**31:
+        return "the weight's words cannot be counted in 32 bits"
+    return None
+
+
+def explain_variants(problem: Problem) -> list[tuple[str, str]]:
+    """(variant, which rows it takes or why none), and what was measured on this GPU."""
+    shape = Shape.on(
+        torch.device(problem.device),
+        N=problem.out_features,
+        K=problem.in_features,
+        spec=problem.spec,
+        sm_count=0,  # which variant refuses a weight does not depend on it
+    )
+    choice = parse_choice(problem.requested)
+    measured = _measured(problem)
+    lines = []
+    for variant in VARIANTS:
+        rows = f"{variant.rows}, adds adapters" if variant.adds_adapters else variant.rows
+        note = choice.explained(variant.name, variant.refuses(shape), rows)
+        lines.append((variant.name, note + measured.get(variant.name, "")))
+    return lines
+
+
+def _measured(problem: Problem) -> dict[str, str]:
+    """For how many rows a variant was found fastest on this GPU."""
+    if problem.device != "cuda" or not torch.cuda.is_available():
+        return {}
+    rows = tuning_table.tuning_table_of(torch.device("cuda", torch.cuda.current_device())).measured(
+        TUNED,
+        N=problem.out_features,
+        K=problem.in_features,
+        group=problem.spec.group_length(problem.in_features),
+        bits=problem.spec.bits,
+    )
+    found: dict[str, list[int]] = {}
+    for row in rows:
+        found.setdefault(variant_of(row.config).name, []).append(bucket(row.problem["M"]))
+    return {
+        name: "; measured on this GPU for up to " + ", ".join(map(str, sorted(most))) + " rows"
+        for name, most in found.items()
+    }
+
+
+def cpu_weight_only(problem: Problem, bits: int) -> str | None:
+    if problem.device != "cpu":
+        return f"runs on cpu, not on {problem.device}"
+    if torch.backends.cpu.get_cpu_capability() not in FAST_CPUS:
+        return f"torch has fast products for {' and '.join(FAST_CPUS)}, not for this CPU"
+    if problem.dtype != torch.bfloat16:
+        return f"takes bfloat16, not {problem.dtype}: torch's other products take a scalar loop"
+    reason = _refuses_weight(problem, bits)
+    if reason is not None:
+        return reason
+    group = problem.spec.group_length(problem.in_features)
+    if bits == 8 and (not problem.spec.symmetric or group != problem.in_features):
+        return f"takes symmetric codes of one scale for each output, not {problem.spec}"
+    if bits == 4 and (group not in CPU_GROUPS or problem.in_features % group):
+        return f"takes groups of {', '.join(map(str, CPU_GROUPS))}, not {group}"
+    if bits == 4 and problem.out_features % 16:
+        return f"takes a number of outputs divisible by 16, not {problem.out_features}"
+    if problem.in_features % 16:  # torch 2.13 reads over the end of x and of the weight
+        return f"takes a number of inputs divisible by 16, not {problem.in_features}"
+    return None
+
+
+KERNELS = (
+    *(
+        Kernel(
+            name=f"w{bits}a16",
+            module="wna16.gemm",
+            priority=30,
+            supports=functools.partial(triton_weight_only, bits=bits),
+            variants=NAMES,
+            explain_variants=explain_variants,
+        )
+        for bits in (4, 8)
+    ),
+    *(
+        Kernel(
+            name=f"cpu_w{bits}a16",
+            module="wna16.cpu",
+            priority=25,
+            supports=functools.partial(cpu_weight_only, bits=bits),
+            variants=("cpu",),
+        )
+        for bits in (4, 8)
+    ),
+)

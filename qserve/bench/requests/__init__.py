@@ -1,0 +1,1 @@
+"""Requests that benchmarks send: data sets, traces, send times."""

@@ -1,0 +1,59 @@
+"""Settings of `qserve bench sweep` and its parts. Loads no torch."""
+
+from dataclasses import dataclass
+
+from qserve.command_line.setting import REQUIRED, check_settings, setting
+
+WORKLOADS = ("request_rate", "max_concurrency")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepSettings:
+    """Settings of the server times settings of its benchmark."""
+
+    bench_cmd: str = setting(
+        REQUIRED, "the benchmark command, such as: qserve bench serve --num-prompts 9"
+    )
+    serve_cmd: str | None = setting(
+        None,
+        "the command that starts a server for each of --serve-params; default: a server "
+        "that already runs",
+    )
+    serve_params: str | None = setting(
+        None, 'JSON file: a list of flags and values, such as [{"max-num-seqs": 8}, ...]'
+    )
+    bench_params: str | None = setting(None, "the same for the benchmark")
+    workload_var: str | None = setting(
+        None, "also vary this flag of the benchmark over --workload-values", WORKLOADS
+    )
+    workload_values: str | None = setting(None, "values of this flag, such as 1,2,4,8")
+    num_runs: int = setting(3, "runs per combination", low=1)
+    output_dir: str = setting("results", "folder of the results")
+    experiment_name: str | None = setting(None, "sub-folder of this sweep; default: the date")
+    ready_timeout: float = setting(600.0, "seconds that a server may take to start", low=1)
+    after_bench_cmd: str | None = setting(None, "command to run after each benchmark")
+    dry_run: bool = setting(False, "print the commands without running them")
+    resume: bool = setting(False, "keep existing runs")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlotSettings:
+    """Plots of a sweep's results, or of results of `bench serve`."""
+
+    x: str = setting("request_rate", "key of the horizontal axis")
+    y: list[str] = setting(
+        [],
+        "keys of the vertical axis; default: median_ttft_ms p99_ttft_ms median_tpot_ms",
+        many=True,
+    )
+    by: str = setting("label", "key whose values get one line each")
+    gpus: int = setting(
+        1, "number of GPUs of the server, by which the Pareto plot divides the throughput", low=1
+    )
+    output: str = setting("sweep.png", "PNG file")
+
+    def __post_init__(self) -> None:
+        check_settings(self)

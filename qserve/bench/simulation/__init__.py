@@ -1,0 +1,1 @@
+"""Simulation of replicas and routers on a virtual clock."""

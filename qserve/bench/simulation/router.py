@@ -1,0 +1,72 @@
+"""Routers, one row each: choose the replica for a request. Loads no torch."""
+
+import zlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from qserve.bench.simulation.replica import Replica, SimulatedRequest
+from qserve.deploy.prefix_table import PrefixTable
+
+PREFIX = 512  # number of leading tokens by which "prefix" distinguishes prompts
+
+Choose = Callable[[Sequence[Replica], SimulatedRequest], int]
+
+
+def make_router(name: str, seed: int) -> Choose:
+    """Create a row of ROUTERS with its own state."""
+    return ROUTERS[name](seed)
+
+
+def _round_robin(seed: int) -> Choose:
+    turn = -1
+
+    def choose(replicas: Sequence[Replica], request: SimulatedRequest) -> int:
+        nonlocal turn
+        turn = (turn + 1) % len(replicas)
+        return turn
+
+    return choose
+
+
+def _random(seed: int) -> Choose:
+    random = np.random.default_rng(seed)
+    return lambda replicas, request: int(random.integers(len(replicas)))
+
+
+def _least_outstanding(seed: int) -> Choose:
+    return lambda replicas, request: min(
+        range(len(replicas)), key=lambda index: replicas[index].num_open
+    )
+
+
+def _prefix(seed: int) -> Choose:
+    """Send prompts with the same beginning to the same replica, which then finds their pages."""
+
+    def choose(replicas: Sequence[Replica], request: SimulatedRequest) -> int:
+        leading = request.name if request.prompt is None else str(request.prompt[:PREFIX])
+        return zlib.crc32(leading.encode()) % len(replicas)
+
+    return choose
+
+
+def _prefix_load(seed: int) -> Choose:
+    """Choose as `qserve serve --router prefix`: by the prompts sent to each and by its load."""
+    table = PrefixTable()
+
+    def choose(replicas: Sequence[Replica], request: SimulatedRequest) -> int:
+        prompt = request.prompt
+        text = request.name.encode() if prompt is None else np.array(prompt, np.int32).tobytes()
+        loads = {str(index): each.num_open for index, each in enumerate(replicas)}
+        return int(table.choose(text, loads)[0])
+
+    return choose
+
+
+ROUTERS: dict[str, Callable[[int], Choose]] = {
+    "round-robin": _round_robin,
+    "random": _random,
+    "least-outstanding": _least_outstanding,
+    "prefix": _prefix,
+    "prefix-load": _prefix_load,
+}

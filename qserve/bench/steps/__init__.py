@@ -1,0 +1,1 @@
+"""Measurements of single steps, their least times, and profiles."""

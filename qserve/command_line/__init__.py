@@ -1,0 +1,1 @@
+"""Parts of the command line: rows of commands, flags from settings, settings files."""

@@ -1,0 +1,152 @@
+"""argparse parser for a table of commands, with flags made from settings classes.
+
+A command's flags are the fields of its settings classes (qserve/config.py). The module loads no
+torch.
+"""
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import NoReturn
+
+from formats.errors import InputError
+from qserve.command_line import config_file
+from qserve.command_line.command import Command
+from qserve.config import EngineConfig, ServerConfig
+from qserve.deploy.settings import DeploySettings
+
+SHORT_FLAGS = {"output": "-o", "input": "-i", "quick": "-q"}
+# Settings that several commands share, or of which there are many, follow the command's own in its
+# help.
+SECTIONS = {
+    ServerConfig: "the server",
+    EngineConfig: "the engine",
+    DeploySettings: "replicas",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser whose errors are one line: a usage with eighty flags would hide the message."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def add_commands(
+    parser: argparse.ArgumentParser, commands: Mapping[str, Command], path: str = ""
+) -> None:
+    """Add the rows of a table as subcommands; `path` names the commands above them."""
+    dest = f"{path} command".strip()
+    subparsers = parser.add_subparsers(
+        dest=dest, required=True, metavar="COMMAND", help="one of the following"
+    )
+    for name, command in commands.items():
+        text = command.help
+        sub = subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:])
+        if command.commands:
+            add_commands(sub, command.commands, f"{path} {name}".strip())
+            continue
+        if command.argument is not None:
+            _add_argument(sub, command)
+        if command.has_config_file:
+            sub.add_argument(
+                config_file.FLAG,
+                metavar="FILE",
+                help="YAML, TOML or JSON file with this command's flags; the command line takes "
+                "precedence",
+            )
+        added = {"model"}
+        for cls in sorted(command.settings, key=_section):
+            group = sub.add_argument_group(SECTIONS[cls]) if cls in SECTIONS else sub
+            hints = typing.get_type_hints(cls)
+            for field in dataclasses.fields(cls):
+                if field.name not in added:  # classes may share a setting, such as tokenizer
+                    added.add(field.name)
+                    _add_flag(group, field, hints[field.name])
+        sub.usage = _usage(sub)
+
+
+def check_argument(command: Command, arguments: argparse.Namespace) -> None:
+    """Raise InputError if a command's argument is given neither as positional nor as flag."""
+    name = command.argument
+    if name is None or command.argument_optional or getattr(arguments, name) is not None:
+        return
+    raise InputError(name.upper(), f"expected a {command.argument_help}", f"add it, or --{name}")
+
+
+def with_dashes(argument: str) -> str:
+    """Write the name of a flag with dashes: --max_model_len is --max-model-len."""
+    flag, equals, value = argument.partition("=")
+    # A text value, such as a prompt, may also start with dashes; the name of a flag has no spaces.
+    if not flag.startswith("--") or len(flag.split()) != 1:
+        return argument
+    return flag.replace("_", "-") + equals + value
+
+
+def _number_or_text(text: str) -> int | str:
+    """Parse a value that is an integer or a word."""
+    return int(text) if text.removeprefix("-").isdecimal() else text
+
+
+def _section(cls: type) -> int:
+    """Position of a settings class in the help: the command's own settings come first."""
+    return [*SECTIONS].index(cls) if cls in SECTIONS else -1
+
+
+def _usage(parser: argparse.ArgumentParser) -> str:
+    """Usage line with the required arguments and flags; the help lists the others below it."""
+    parts = [parser.prog]
+    for action in parser._actions:
+        if not action.option_strings:
+            parts.append(f"[{action.metavar}]" if action.nargs == "?" else action.metavar)
+        elif action.required:
+            parts.append(f"{action.option_strings[0]} {action.dest.upper()}")
+    return " ".join([*parts, "[options]"])
+
+
+def _add_argument(parser: argparse.ArgumentParser, command: Command) -> None:
+    name, help_text = command.argument, command.argument_help
+    if not command.argument_is_flag_too:
+        parser.add_argument(name, metavar=name.upper(), help=help_text)
+        return
+    parser.add_argument(
+        name, metavar=name.upper(), nargs="?", default=argparse.SUPPRESS, help=help_text
+    )
+    parser.add_argument(f"--{name}", help=f"alias of {name.upper()}")
+
+
+def _add_flag(parser: argparse._ActionsContainer, field: dataclasses.Field, hint: object) -> None:
+    if field.metadata["positional"]:
+        parser.add_argument(
+            field.name, metavar=field.name.upper(), type=hint, help=field.metadata["help"]
+        )
+        return
+    names = [SHORT_FLAGS[field.name]] if field.name in SHORT_FLAGS else []
+    names.append("--" + field.name.replace("_", "-"))
+    help_text = field.metadata["help"]
+    if hint is bool:
+        # A flag that is on by default needs a --no- form.
+        action = argparse.BooleanOptionalAction if field.default else "store_true"
+        parser.add_argument(*names, action=action, default=field.default, help=help_text)
+        return
+    if typing.get_origin(hint) is list:
+        several = {"action": "extend", "nargs": "+"} if field.metadata["many"] else {}
+        parser.add_argument(*names, **{"action": "append"} | several, default=[], help=help_text)
+        return
+    required = field.default is dataclasses.MISSING
+    if not required and field.default is not None:
+        help_text += " (default: %(default)s)"
+    if isinstance(hint, types.UnionType):
+        kinds = typing.get_args(hint)
+        both = int in kinds and str in kinds
+        hint = _number_or_text if both else next(k for k in kinds if k is not type(None))
+    parser.add_argument(
+        *names,
+        type=hint,
+        required=required,
+        default=None if required else field.default,
+        choices=field.metadata["choices"],
+        help=help_text,
+    )

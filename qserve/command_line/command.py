@@ -1,0 +1,30 @@
+"""Command: one row of the command line's tables. Loads no torch."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from qserve.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One subcommand: `run` gets its argument and its settings, and returns the exit code.
+
+    A command with `commands` has subcommands instead of an argument and settings. Without
+    `argument`, `run` gets only the settings.
+    """
+
+    help: str
+    settings: tuple[type, ...] = ()
+    run: Callable[..., int] | None = None
+    argument: str | None = "model"
+    argument_help: str = "model folder, or hub name ORG/NAME"
+    # The argument may also be given as a flag of the same name, as in other servers' benchmarks.
+    argument_is_flag_too: bool = False
+    argument_optional: bool = False
+    commands: Mapping[str, "Command"] = field(default_factory=dict)
+
+    @property
+    def has_config_file(self) -> bool:
+        """True if the command has many flags, and so also --config FILE."""
+        return EngineConfig in self.settings

@@ -1,0 +1,77 @@
+"""Settings from a file: `--config FILE` stands for the flags in it. Loads no torch.
+
+The file's extension selects YAML, TOML or JSON. A key is a flag, with dashes or underscores. The
+command line takes precedence.
+"""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from formats.errors import InputError, one_line
+
+FLAG = "--config"
+
+
+def find(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """Split off the --config file from the arguments. Raises InputError."""
+    path, others, rest = None, [], iter(arguments)
+    for argument in rest:
+        if argument == FLAG:
+            path = next(rest, None)
+            if path is None:
+                raise InputError(FLAG, "expected a file", "add its path after the flag")
+        elif argument.startswith(f"{FLAG}="):
+            path = argument.partition("=")[2]
+        else:
+            others.append(argument)
+    return path, others
+
+
+def read(path: str) -> dict[str, Any]:
+    """Read the settings of a file, by name with dashes. Raises InputError."""
+    try:
+        found = _parse(Path(path), Path(path).read_text())
+    except OSError as error:
+        raise InputError(
+            path, f"cannot be read: {error.strerror}", "choose another file"
+        ) from error
+    except Exception as error:  # of three parsers
+        raise InputError(path, f"cannot be read: {one_line(error)}", "correct the file") from error
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise InputError(path, "expected a mapping of flags to values", "correct the file")
+    return {name.replace("_", "-"): value for name, value in found.items()}
+
+
+def as_arguments(path: str, settings: dict[str, Any], known: dict[str, bool]) -> list[str]:
+    """Convert settings to arguments; `known`: each flag's name, and True for a switch.
+
+    Raises InputError for a setting that is not a flag.
+    """
+    arguments = []
+    for name, value in settings.items():
+        if name not in known:
+            raise InputError(path, f"{name} is not a setting of this command", "see --help")
+        if known[name]:
+            if not isinstance(value, bool):
+                raise InputError(path, f"{name}: expected true or false, found {value!r}")
+            arguments += [f"--{name}"] * value
+            continue
+        if value is None:
+            continue
+        values = value if isinstance(value, list) else [value]
+        if any(isinstance(each, dict | list | bool) for each in values):
+            raise InputError(path, f"{name}: expected a string or a number, found {value!r}")
+        arguments += [f"--{name}={each}" for each in values]
+    return arguments
+
+
+def _parse(path: Path, text: str) -> Any:
+    if path.suffix == ".toml":
+        return tomllib.loads(text)
+    if path.suffix == ".json":
+        return json.loads(text)
+    import yaml  # installed with transformers
+
+    return yaml.safe_load(text)

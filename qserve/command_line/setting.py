@@ -1,0 +1,57 @@
+"""A setting: a dataclass field that is also a command-line flag. Loads no torch."""
+
+import math
+from dataclasses import MISSING, field, fields
+from typing import Any
+
+from formats.errors import InputError
+
+REQUIRED = MISSING  # as a default: the flag is required
+
+
+def setting(
+    default: Any,
+    help: str,
+    choices: tuple[str | int, ...] | None = None,
+    *,
+    positional: bool = False,
+    many: bool = False,
+    low: float | None = None,
+    high: float | None = None,
+) -> Any:
+    """Declare a dataclass field that is also a command-line flag, or a positional argument.
+
+    A list field is a flag that may be repeated; with `many`, one flag takes several values. `low`
+    and `high` are the bounds of a number.
+    """
+    metadata = {"help": help, "choices": choices, "positional": positional, "many": many}
+    metadata |= {"low": low, "high": high}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def check_settings(config: object) -> None:
+    """Raise InputError for a setting outside of its choices or range."""
+    for each in fields(config):
+        value, allowed = getattr(config, each.name), each.metadata
+        flag = f"--{each.name.replace('_', '-')}"
+        if value is None or not allowed:
+            continue
+        if allowed["choices"] is not None and value not in allowed["choices"]:
+            raise InputError(
+                flag, f"expected one of {', '.join(map(str, allowed['choices']))}, found {value!r}"
+            )
+        low, high = allowed["low"], allowed["high"]
+        if low is not None and not low <= value <= (math.inf if high is None else high):
+            expected = f"{low} or more" if high is None else f"{low} to {high}"
+            raise InputError(flag, f"expected {expected}, found {value}")
+
+
+def check_key(source: str, key: str) -> None:
+    """Raise InputError for an API key that no client can send; the message does
+    not show the key.
+    """
+    # HTTP strips white space at the ends of a header.
+    if not key or key != key.strip():
+        raise InputError(source, "expected a key without white space at its ends")

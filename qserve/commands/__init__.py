@@ -1,0 +1,1 @@
+"""Commands that need a module of their own: run-batch, chat, complete, compare."""

@@ -1,0 +1,137 @@
+"""EngineParts: components of an engine, and the stages of its start in order."""
+
+import logging
+from dataclasses import dataclass
+
+from qserve.config import EngineConfig
+from qserve.engine import media_limits, state_limits
+from qserve.engine.distributed.worker_group import WorkerGroup
+from qserve.engine.kv_cache.block_pool import BlockPool
+from qserve.engine.kv_cache.host_tier import HostTier
+from qserve.engine.pending.grammars import GrammarQueue
+from qserve.engine.pending.pending import PendingRequests
+from qserve.engine.pending.remote_kv import RemoteKv, num_slots
+from qserve.engine.runner.memory import GIB
+from qserve.engine.scheduling.itl_control import ItlControl
+from qserve.engine.scheduling.policies import Policy, make_policy
+from qserve.engine.scheduling.scheduler import Scheduler
+from qserve.engine.sizes import largest_step, pick_length, read_model
+from qserve.engine.step.step_input import StepInput
+from qserve.lora.adapter_table import AdapterTable, make_table
+from qserve.model.model_config import ModelConfig
+from qserve.model.sharing import check_ranks
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """A loaded model and the components of its engine."""
+
+    model: ModelConfig
+    max_model_len: int
+    workers: WorkerGroup
+    scheduler: Scheduler
+    transfers: RemoteKv
+    adapters: AdapterTable | None  # None: the engine takes none
+    pending: PendingRequests
+
+    @classmethod
+    def start(cls, config: EngineConfig) -> "EngineParts":
+        """Load the model. Raises InputError."""
+        # Before the model: a mistyped name should fail before a long load.
+        policy = make_policy(config.scheduling_policy, prefill_batch_size=config.prefill_batch_size)
+        model = read_model(config)
+        if model.rounding is not None:
+            logger.info("Quantizing while loading: %s", model.rounding.to_text())
+        max_model_len = pick_length(config, model)
+        model.check_length(max_model_len)
+        state_limits.check_states(config, model)
+        check_ranks(model, config.tensor_parallel_size, config.pipeline_parallel_size)
+        workers = WorkerGroup(config, model, max_model_len)
+        try:
+            return cls._around(workers, config, model, max_model_len, policy)
+        except BaseException:
+            workers.close()  # or ranks would run for as long as the error is referenced
+            raise
+
+    @classmethod
+    def _around(
+        cls,
+        workers: WorkerGroup,
+        config: EngineConfig,
+        model: ModelConfig,
+        max_model_len: int,
+        policy: Policy,
+    ) -> "EngineParts":
+        num_pages = _prepare(workers, config, max_model_len)
+        scheduler = Scheduler(
+            BlockPool(num_pages, config.block_size, _host_pages(workers, config)),
+            max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            policy=policy,
+            states=state_limits.make_states(config, workers.runner),
+            snapshots=state_limits.make_snapshots(config, workers.runner),
+            prefix_caching=state_limits.finds_prefixes(config, workers.runner),
+            pace=ItlControl(config.target_itl_ms / 1e3) if config.target_itl_ms else None,
+            window=model.longest_window,
+            encoder=media_limits.make_budget(config, model),
+            forecasts=config.admission == "forecast",
+            speculation=config.speculation
+            and config.speculation.make_speculation(
+                max_model_len=max_model_len, looks_ahead=workers.runner.looks_ahead
+            ),
+        )
+        transfers = RemoteKv.make(config, model, max_model_len, workers, scheduler)
+        adapters = make_table(config, workers.adapters)
+        return cls(
+            model=model,
+            max_model_len=max_model_len,
+            workers=workers,
+            scheduler=scheduler,
+            transfers=transfers,
+            adapters=adapters,
+            pending=PendingRequests(
+                scheduler, GrammarQueue(config.tokenizer_folder, model), adapters, transfers
+            ),
+        )
+
+
+def _prepare(workers: WorkerGroup, config: EngineConfig, max_model_len: int) -> int:
+    """Prepare workers for steps. Returns their number of KV pages."""
+    largest = largest_step(config, max_model_len, workers.runner.drafting)
+    workers.compile_kernels(largest)
+    num_pages = _pick_num_pages(workers, config, max_model_len, largest)
+    num_tokens = num_pages * config.block_size
+    logger.info(
+        "KV cache: %d tokens in %d pages, %.2f GiB (%s)",
+        num_tokens,
+        num_pages,
+        num_pages * workers.runner.bytes_per_page / GIB,
+        workers.runner.kv_format,
+    )
+    text = "Maximum concurrency for %d tokens per request: %.2fx"
+    logger.info(text, max_model_len, num_tokens / max_model_len)
+    workers.prepare(num_pages, min(max_model_len, config.max_num_batched_tokens, num_tokens))
+    return num_pages
+
+
+def _pick_num_pages(
+    workers: WorkerGroup, config: EngineConfig, max_model_len: int, largest: StepInput
+) -> int:
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override
+    fits = workers.num_pages_that_fit(largest)
+    # More than this can never be in use.
+    return min(fits, config.max_num_seqs * -(-max_model_len // config.block_size))
+
+
+def _host_pages(workers: WorkerGroup, config: EngineConfig) -> HostTier | None:
+    """Make slots for KV pages in the host's memory if the configuration asks for some."""
+    page_bytes = workers.bytes_per_page
+    count = num_slots(config, page_bytes)
+    if not count or not state_limits.finds_prefixes(config, workers.runner):
+        return None
+    logger.info("KV pages on the host: %d, %.2f GiB", count, count * page_bytes / GIB)
+    workers.offload_pages(count)
+    return HostTier(count)

@@ -1,0 +1,1 @@
+"""Operators' commands to an engine: pause, sleep, wake, new weights."""

@@ -1,0 +1,187 @@
+"""CommandQueue: carries out an operator's commands between the steps of an engine, in order.
+
+Loads no torch, which the engine loads.
+"""
+
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, NamedTuple
+
+from qserve.engine.control.commands import (
+    AbortAll,
+    AnyCommand,
+    EngineState,
+    GetDigests,
+    Outcome,
+    PauseGeneration,
+    ResumeGeneration,
+    Sleep,
+    UpdateWeights,
+    WakeUp,
+)
+
+if TYPE_CHECKING:
+    from qserve.engine.control.operations import StagedUpdate
+    from qserve.engine.engine import Engine
+
+Stage = Callable[[], "StagedUpdate"]
+# Yields until the engine is drained; returns the outcome.
+Work = Generator[None, None, Outcome]
+
+
+class Finished(NamedTuple):
+    """A command that was carried out, or that failed."""
+
+    number: int
+    outcome: Outcome
+    error: Exception | None = None
+
+
+class CommandQueue:
+    """Commands of one engine. One that waits for running requests delays later ones."""
+
+    def __init__(self, engine: "Engine") -> None:
+        self._engine = engine
+        self._waiting: deque[tuple[int, Work]] = deque()
+        self._paused_by_sleep = False  # then the wake continues generation
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, number: int, command: AnyCommand) -> None:
+        """Queue a command; an abort goes ahead of those that wait for requests."""
+        if isinstance(command, AbortAll):
+            self._waiting.appendleft((number, self._abort()))
+        else:
+            self._waiting.append((number, self._work(command)))
+
+    def add_update(self, number: int, stage: Stage, mode: str) -> None:
+        """Queue an update of weights that `stage` reads."""
+        self._waiting.append((number, self._update(stage, mode)))
+
+    def advance(self) -> list[Finished]:
+        """Carry out commands as far as possible now. Call it before and after each step."""
+        finished = []
+        while self._waiting:
+            number, work = self._waiting[0]
+            try:
+                next(work)
+                return finished
+            except StopIteration as end:
+                finished.append(Finished(number, end.value))
+            except Exception as error:  # the command's own failure
+                finished.append(Finished(number, self._outcome(), error))
+            self._waiting.remove((number, work))
+        return finished
+
+    def _outcome(self) -> Outcome:
+        engine = self._engine
+        return Outcome(
+            state=EngineState(
+                is_paused=engine.is_paused,
+                is_sleeping=engine.operations.is_sleeping,
+                weight_version=engine.operations.version,
+            )
+        )
+
+    def _work(self, command: AnyCommand) -> Work:
+        match command:
+            case PauseGeneration():
+                return self._pause(command)
+            case ResumeGeneration():
+                return self._resume()
+            case Sleep():
+                return self._sleep(command)
+            case WakeUp():
+                return self._wake_up(command)
+            case UpdateWeights():
+                return self._update(lambda: self._stage(command), command.mode)
+            case GetDigests():
+                return self._digests()
+        raise AssertionError(f"no such command: {command!r:.80}")
+
+    def _drained(self, mode: str) -> Generator[None, None, None]:
+        """Pause the engine unless it is paused, and wait until nothing is in flight."""
+        engine = self._engine
+        if not engine.is_paused:
+            engine.pause(mode)
+        while not engine.is_drained:
+            yield
+
+    def _pause(self, command: PauseGeneration) -> Work:
+        self._engine.pause(command.mode)
+        self._paused_by_sleep = False
+        yield from self._drained(command.mode)
+        if command.clear_cache:
+            self._engine.reset_prefix_cache()
+        return self._outcome()
+
+    def _resume(self) -> Work:
+        self._engine.resume()
+        return self._outcome()
+        yield  # makes it a generator
+
+    def _abort(self) -> Work:
+        count = self._engine.abort_all()
+        outcome = self._outcome()
+        return Outcome(state=outcome.state, num_requests=count)
+        yield
+
+    def _sleep(self, command: Sleep) -> Work:
+        engine = self._engine
+        engine.operations.check_sleep(command.level)
+        if not engine.is_paused:
+            engine.pause(command.mode)
+            self._paused_by_sleep = True
+        yield from self._drained(command.mode)
+        if command.level:
+            engine.recompute_all()
+            try:
+                engine.operations.sleep(command.level)
+            except BaseException:
+                self._end_sleep()
+                raise
+        return self._outcome()
+
+    def _wake_up(self, command: WakeUp) -> Work:
+        self._engine.operations.wake_up(command.tags)
+        self._end_sleep()
+        return self._outcome()
+        yield
+
+    def _end_sleep(self) -> None:
+        """Continue generation if a sleep paused it, and all is awake."""
+        if self._paused_by_sleep and not self._engine.operations.is_sleeping:
+            self._paused_by_sleep = False
+            self._engine.resume()
+
+    def _update(self, stage: Stage, mode: str) -> Work:
+        engine = self._engine
+        # Before anything happens to running requests: wrong weights are refused here.
+        update = stage()
+        was_paused = engine.is_paused
+        yield from self._drained(mode)
+        try:
+            engine.recompute_all()
+            engine.operations.commit(update)
+        finally:
+            if not was_paused:
+                engine.resume()
+        return self._outcome()
+
+    def _stage(self, command: UpdateWeights) -> "StagedUpdate":
+        operations = self._engine.operations
+        update = operations.stage(
+            folder=command.folder, version=command.version, digests=command.digests
+        )
+        return update if command.is_kept else update.without_folder()
+
+    def _digests(self) -> Work:
+        found = self._engine.operations.weight_digests()
+        return Outcome(
+            state=self._outcome().state,
+            total_digest=found.total,
+            digests=found.tensors,
+            schemes=found.schemes,
+        )
+        yield

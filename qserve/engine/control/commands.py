@@ -1,0 +1,87 @@
+"""Commands of an operator to an engine, and their outcome. Loads no torch.
+
+Names and modes are vLLM's.
+"""
+
+import msgspec
+
+ABORT, WAIT, KEEP = "abort", "wait", "keep"
+# what happens to requests that the engine has when it is paused
+MODES = {
+    ABORT: "they end at once, with the finish reason abort",
+    WAIT: "they finish first",
+    KEEP: "they stop, and continue later",
+}
+WEIGHTS, KV_CACHE, CUDA_GRAPH = "weights", "kv_cache", "cuda_graph"
+TAGS = (WEIGHTS, KV_CACHE, CUDA_GRAPH)  # graphs come with the pages, to which they point
+LEVELS = (0, 1, 2)  # paused; weights on the host; weights dropped
+FIRST_VERSION = "0"  # of the weights that an engine starts with
+
+
+class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all commands."""
+
+
+class PauseGeneration(Command):
+    """Stop generation; later requests wait. Done when no step is in flight."""
+
+    mode: str = ABORT
+    clear_cache: bool = True  # drop the prefix cache, too
+
+
+class ResumeGeneration(Command):
+    """Continue generation."""
+
+
+class AbortAll(Command):
+    """End all requests. Later requests run as usual."""
+
+
+class Sleep(Command):
+    """Pause generation and give the device's memory back."""
+
+    level: int = 1
+    mode: str = ABORT
+
+
+class WakeUp(Command):
+    """Bring back weights, pages or, without tags, all. Generation continues with all."""
+
+    tags: list[str] | None = None
+
+
+class UpdateWeights(Command):
+    """Replace the weights by those of a folder."""
+
+    folder: str
+    version: str | None = None  # None: the number of updates
+    mode: str = WAIT  # KEEP: running requests compute their KV pages again and continue
+    is_kept: bool = True  # False: the folder is deleted afterwards
+    digests: bool = False  # compute them now, not when they are asked for
+
+
+class GetDigests(Command):
+    """Return the digests of the weights."""
+
+
+class EngineState(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts about an engine that commands change."""
+
+    is_paused: bool = False
+    is_sleeping: bool = False
+    weight_version: str = FIRST_VERSION
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of a command."""
+
+    state: EngineState = EngineState()
+    num_requests: int = 0  # aborted
+    total_digest: str = ""
+    digests: dict[str, str] = {}  # of each tensor, by name
+    schemes: dict[str, str] = {}  # of each linear that is rounded, by name
+
+
+AnyCommand = (
+    PauseGeneration | ResumeGeneration | AbortAll | Sleep | WakeUp | UpdateWeights | GetDigests
+)

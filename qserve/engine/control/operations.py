@@ -1,0 +1,186 @@
+"""Operations on one engine that has no step in flight: sleep, wake, new weights, their digests."""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from formats.checkpoint import CheckpointReader
+from formats.errors import InputError
+from formats.weight_digest import total_digest
+from qserve.config import EngineConfig
+from qserve.engine.control.commands import FIRST_VERSION, KV_CACHE, LEVELS, TAGS, WEIGHTS
+from qserve.engine.distributed.worker_group import WorkerGroup
+from qserve.engine.runner.residence import Residence
+from qserve.model.model_config import ModelConfig
+from qserve.model.resident.staged import StagedWeights
+from qserve.model.resident.update_source import UpdateSource, rounded_schemes
+
+logger = logging.getLogger(__name__)
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightDigests:
+    """Digests of an engine's weights."""
+
+    version: str
+    total: str
+    tensors: dict[str, str]  # by name
+    schemes: dict[str, str]  # of each linear that is rounded here, by name without `.weight`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedUpdate:
+    """New weights that are read and checked, but not used yet."""
+
+    weights: StagedWeights
+    version: str
+    folder: str | None  # None: tensors, which cannot be read again
+
+    def without_folder(self) -> "StagedUpdate":
+        """Return this update without its folder, which will be deleted."""
+        return replace(self, folder=None)
+
+
+class Operations:
+    """Sleep and weights of one engine."""
+
+    def __init__(self, config: EngineConfig, model: ModelConfig, workers: WorkerGroup) -> None:
+        self._config, self._model, self._workers = config, model, workers
+        self._folder: str | None = config.model  # whose weights are in use; None: tensors
+        self._last_folder, self._last_version = config.model, FIRST_VERSION  # before tensors
+        self._digests: dict[str, str] | None = None  # None: not computed yet
+        self._num_updates = 0
+        self.version = FIRST_VERSION  # of the weights
+        self.is_sleeping = False
+
+    @property
+    def _residence(self) -> Residence:
+        return self._workers.residence
+
+    def check_awake(self) -> None:
+        """Raise InputError while weights or pages are not on the device."""
+        if self.is_sleeping:
+            raise InputError("the model", "is asleep", "wake it up first")
+
+    def check_sleep(self, level: int) -> None:
+        """Raise InputError where this level cannot be had."""
+        if level not in LEVELS:
+            raise InputError("sleep level", f"expected 0, 1 or 2, found {level}")
+        if level:
+            _ = self._residence  # raises for several ranks
+
+    def sleep(self, level: int) -> None:
+        """Give the device's memory back. Level 0 does nothing: generation is paused anyway."""
+        self.check_sleep(level)
+        if level:
+            self._residence.sleep(level)
+            self.is_sleeping = True
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Bring back what the tags name; None: all. Raises InputError.
+
+        After a sleep of level 2 the weights come from the model's folder, or from that of the last
+        update. Tensors of an update are lost by then: the version is again that of the folder.
+        """
+        wanted = tuple(TAGS if tags is None else tags)
+        for tag in wanted:
+            if tag not in TAGS:
+                raise InputError("tags", f"expected {', '.join(TAGS)}, found {tag!r:.40}")
+        if not self.is_sleeping:
+            return
+        residence = self._residence
+        if WEIGHTS in wanted and not residence.has_weights:
+            if residence.lost_weights and self._folder is None:
+                self._folder, self.version = self._last_folder, self._last_version
+                self._digests = None
+                logger.warning(
+                    "The tensors of the last update are lost; the weights are version %s again,"
+                    " from %s",
+                    self.version,
+                    self._folder,
+                )
+            residence.wake_weights()
+        if KV_CACHE in wanted:
+            residence.wake_pages()
+        self.is_sleeping = residence.is_asleep
+
+    def stage(
+        self,
+        *,
+        folder: str | None = None,
+        tensors: NamedTensors | None = None,
+        version: str | None = None,
+        digests: bool = False,
+    ) -> StagedUpdate:
+        """Read and check new weights from a folder or tensors. Raises InputError; changes nothing.
+
+        `version`: default: the number of updates so far. `digests`: compute them now; those of
+        tensors cannot be computed later.
+        """
+        if self._config.kv_transfer is not None:
+            raise InputError(
+                "weight updates",
+                "are not supported with --kv-transfer-config: other engines would find KV pages of"
+                " other weights",
+            )
+        if self._model.vision is not None:
+            raise InputError(
+                "weight updates",
+                "do not include the vision tower, which would keep its old weights",
+                "start with --language-model-only",
+            )
+        residence, device = self._residence, self._workers.runner.device
+        if folder is not None:
+            update = UpdateSource.of_folder(self._model, folder, device)
+        else:
+            config = CheckpointReader(self._config.model).config
+            update = UpdateSource.of_tensors(self._model, tensors or (), config, device)
+        staged = residence.stage(update, {} if digests else None)
+        if version is None:
+            version = str(self._num_updates + 1)
+        return StagedUpdate(weights=staged, version=version, folder=folder)
+
+    def commit(self, update: StagedUpdate) -> None:
+        """Use staged weights. Wakes them, where they sleep. Raises InputError."""
+        self._residence.fill(update.weights)
+        self._num_updates += 1
+        self._digests = update.weights.digests and dict(update.weights.digests)
+        if update.folder is None:
+            if self._folder is not None:
+                self._last_folder, self._last_version = self._folder, self.version
+        else:
+            device = self._workers.runner.device
+            self._residence.open_weights = partial(
+                UpdateSource.of_folder, self._model, update.folder, device
+            )
+        self._folder, self.version = update.folder, update.version
+        self.is_sleeping = self._residence.is_asleep
+
+    def weight_digests(self) -> WeightDigests:
+        """Digests of the weights in use. Reads their folder at the first call. Raises InputError.
+
+        A digest is of what was read and rounded, not of the kernels' private layouts.
+        """
+        if self._digests is None:
+            if self._folder is None:
+                raise InputError(
+                    "weight digests",
+                    "were not computed with the last update, whose tensors are gone",
+                    "update with digests",
+                )
+            if self._config.load_format == "dummy":
+                raise InputError("weight digests", "random weights have none")
+            found: dict[str, str] = {}
+            self._residence.stage(self._residence.open_weights(), found)
+            self._digests = found
+        return WeightDigests(
+            version=self.version,
+            total=total_digest(self._digests),
+            tensors=self._digests,
+            schemes=rounded_schemes(self._model),
+        )

@@ -1,0 +1,1 @@
+"""Run one model on several ranks: worker group, rank processes, executors."""

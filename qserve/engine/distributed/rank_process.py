@@ -1,0 +1,208 @@
+"""The process of one rank: `python -m qserve.engine.distributed.rank_process --fd N`.
+
+N is a socket to the leader; `--connect HOST:PORT` reaches a leader on another machine. The process
+runs the calls that the leader sends, in order, and exits when the leader's connection closes.
+"""
+
+import argparse
+import gc
+import logging
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any
+
+from formats.errors import InputError
+from qserve.config import EngineConfig
+from qserve.engine.distributed.rank_channel import BEGIN, DONE, FAILED, REFUSED, call, unpack
+from qserve.processes import frames, logs
+
+TOKEN_VARIABLE = "QSERVE_RANK_TOKEN"  # what a leader lets ranks in by
+EXIT_GRACE = 2.0  # seconds that a step may still run after the leader is gone
+
+logger = logging.getLogger(__name__)
+
+
+class _Rank:
+    """Target of the leader's calls. A method is a call, and its return value the reply."""
+
+    def start(
+        self,
+        config: EngineConfig,
+        max_model_len: int,
+        rank: int,
+        index: int,
+        num_here: int,
+        address: str,
+    ) -> None:
+        """Choose the device. `index`: of the rank among the `num_here` of this machine."""
+        import torch
+
+        from qserve.engine.runner.devices import pick_device, use_device
+
+        torch.set_grad_enabled(False)
+        self._config, self._rank, self._address = config, rank, address
+        self._max_model_len = max_model_len
+        self._device = pick_device(config, index, num_here)
+        use_device(self._device, config)
+
+    def load(self) -> tuple:
+        """Meet the other ranks, then load our part of the model. Returns its facts."""
+        from qserve.engine.runner.worker import Worker
+        from qserve.engine.sizes import read_model
+        from qserve.parallel.ranks import join
+
+        config = self._config
+        model = read_model(config)
+        ranks = join(
+            self._address,
+            self._rank,
+            tensor_parallel_size=config.tensor_parallel_size,
+            stages=config.pipeline_parallel_size,
+            device=self._device,
+            all_reduce=config.all_reduce,
+            hidden_size=model.hidden_size,
+        )
+        self._ranks = ranks
+        self._worker = Worker(config, model, self._max_model_len, self._device, ranks)
+        gc.freeze()
+        return self._worker.facts()
+
+    def finish(self) -> None:
+        """Wait for all work on the device."""
+        worker = vars(self).get("_worker")  # None: the model was never loaded
+        if worker is not None:
+            worker.finish()
+
+    def leave(self) -> None:
+        """Leave the process group together with the leader, which does the same now."""
+        known = vars(self)
+        if "_worker" in known:
+            self._worker.close()
+        if "_ranks" in known:
+            self._ranks.leave()
+
+    def __getattr__(self, name: str):
+        return getattr(self._worker, name)
+
+
+# Calls whose reply the leader waits for; of all others what comes back stays here.
+ANSWERED = ("start", "load", "warm_up_shapes", "num_pages_that_fit", "prepare", "open_pages")
+CALLS = (
+    *(*ANSWERED, "compile_kernels", "offload_pages", "launch", "logits", "capture_next"),
+    *("place_adapter", "forget_adapter", "tap", "prepare_replay", "run_replay", "leave"),
+)
+# Calls that return a future, whose result is the reply.
+BEGUN = ("read_adapter", "match_pages", "load_pages", "save_pages")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Make the leader's calls until it is gone. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="qserve.engine.distributed.rank_process")
+    parser.add_argument("--fd", type=int, help="a connected socket")
+    parser.add_argument("--connect", help="or the leader's address, HOST:PORT")
+    parser.add_argument("--rank", type=int, required=True, help="for log lines")
+    logs.add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    text = f"%(levelname)s rank {arguments.rank} %(name)s: %(message)s"
+    logs.configure(arguments.log_level, arguments.log_format, text)
+    if arguments.fd is not None:
+        connection = socket.socket(fileno=arguments.fd)
+    else:
+        connection = _connect(arguments.connect, arguments.rank)
+    threading.Thread(target=_watch, args=(connection,), daemon=True).start()
+    line, rank = _Line(connection), _Rank()
+    try:
+        while True:
+            name, *values = unpack(frames.receive(connection))
+            if name == BEGIN:
+                number, name, *values = values
+                if name not in BEGUN:
+                    raise frames.MessageError(f"the leader begins {name!r}, which no rank knows")
+                line.answer_later(number, getattr(rank, name)(*values))
+                continue
+            if name not in CALLS:
+                raise frames.MessageError(f"the leader asks for {name!r}, which no rank knows")
+            result = getattr(rank, name)(*values)
+            if name in ANSWERED:
+                line.send("reply", result)
+    except (EOFError, ConnectionError):
+        rank.finish()  # the leader's last step needs our part; _watch ends what takes too long
+        return 0
+    except Exception as error:
+        line.fail(error)
+    return 1
+
+
+class _Line:
+    """Connection to the leader. All threads may use it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+
+    def send(self, name: str, *values: Any) -> None:
+        with self._sending:
+            self._connection.sendall(call(name, *values))
+
+    def answer_later(self, number: int, begun: Future) -> None:
+        """Send its result once it is done."""
+        begun.add_done_callback(lambda done: self._answer(number, done))
+
+    def fail(self, error: Exception) -> None:
+        """Report why the rank ends."""
+        if isinstance(error, InputError):
+            failure = error.subject, error.problem, error.remedy
+        else:
+            logger.error("The rank failed", exc_info=error)
+            failure = "", _one_line(error), ""
+        try:
+            self.send(FAILED, *failure)
+        except OSError:
+            logger.warning("The leader was gone before it could be told: %s", failure)
+
+    def _answer(self, number: int, done: Future) -> None:
+        try:
+            self.send(DONE, number, done.result())
+        except InputError as error:
+            self.send(REFUSED, number, error.subject, error.problem, error.remedy)
+        except ConnectionError:
+            logger.debug("The leader was gone before it could be told")
+        except Exception as error:  # what is begun is help: steps can do without it
+            logger.exception("What the leader had begun failed")
+            self.send(REFUSED, number, "", _one_line(error), "")
+
+
+def _one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"
+
+
+def _connect(address: str, rank: int) -> socket.socket:
+    """Connect to a leader on another machine, and say who we are."""
+    host, _, port = address.rpartition(":")
+    connection = socket.create_connection((host, int(port)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    token = os.environ.pop(TOKEN_VARIABLE)
+    connection.sendall(frames.frame(f"{rank} {token}".encode()))
+    return connection
+
+
+def _watch(connection: socket.socket) -> None:
+    """End the process when the leader is gone, whatever the main thread waits for."""
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    poll.poll()
+    time.sleep(EXIT_GRACE)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    # A regular exit would wait for process groups that the other ranks have left.
+    os._exit(code)

@@ -1,0 +1,282 @@
+"""WorkerGroup: the worker or workers that compute a step.
+
+A sharded model has several ranks. This process has rank 0, the leader, whose engine plans every
+step. The other ranks get the same calls with the same StepInput in the same order, and sample the
+same tokens. The engine does not know how many ranks there are.
+"""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from formats.errors import InputError
+from qserve.config import EngineConfig
+from qserve.engine.distributed.executors import ProcessExecutor
+from qserve.engine.distributed.rank_channel import RankDiedError
+from qserve.engine.distributed.rank_group import RankGroup
+from qserve.engine.runner.devices import pick_device, use_device
+from qserve.engine.runner.model_runner import ModelRunner, StepHandle
+from qserve.engine.runner.out_of_memory import ran_out
+from qserve.engine.runner.residence import Residence
+from qserve.engine.runner.worker import Worker
+from qserve.engine.start_phases import phase
+from qserve.engine.step.step_input import StepInput
+from qserve.kv_transfer.shared_pages import SharedPages
+from qserve.lora.shared_adapters import SharedAdapters
+from qserve.model.cache_spec import WarmUpShape
+from qserve.model.model_config import ModelConfig
+from qserve.parallel.ranks import join
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerGroup:
+    """A loaded model, ready for steps once it has pages."""
+
+    def __init__(self, config: EngineConfig, model: ModelConfig, max_model_len: int) -> None:
+        """Load the model. Raises InputError, which names the rank if there are several."""
+        self._config = config
+        self._ours: Worker | None = None  # filled below
+        self._rank_group: RankGroup | None = None
+        self._page_bytes: tuple[int, ...] = ()  # of each rank; filled below
+        self._shapes: list[WarmUpShape] = []  # filled by compile_kernels, used by prepare
+        if config.num_ranks == 1:
+            device = pick_device(config)
+            use_device(device, config)
+            self._ours = Worker(config, model, max_model_len, device)
+            self._page_bytes = (self.runner.bytes_per_page,)
+            return
+        try:
+            self._start_ranks(config, model, max_model_len)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start_ranks(self, config: EngineConfig, model: ModelConfig, max_model_len: int) -> None:
+        executor = _executor(config, max_model_len)
+        device = pick_device(config, executor.leader_index, executor.num_here)
+        use_device(device, config)
+        self._rank_group = RankGroup(executor.start)
+        self._rank_group.at_end(executor.end)
+        with phase(f"Starting {config.num_ranks} ranks"):
+            self._rank_group.replies()
+            self._rank_group.tell("load")
+            with self._in_step():
+                ranks = join(
+                    executor.address,
+                    0,
+                    tensor_parallel_size=config.tensor_parallel_size,
+                    stages=config.pipeline_parallel_size,
+                    device=device,
+                    all_reduce=config.all_reduce,
+                    hidden_size=model.hidden_size,
+                    check=self._rank_group.check,
+                )
+        self._rank_group.at_leave(ranks.leave)
+        self._rank_group.at_end(ranks.close)
+        self._rank_group.watch(abort=ranks.abort)
+        with self._in_step(waits=False):
+            self._ours = worker = Worker(config, model, max_model_len, device, ranks)
+
+        def leave() -> None:
+            worker.close()
+            ranks.leave()
+
+        self._rank_group.at_leave(leave)
+        facts = [self._ours.facts(), *(reply[0] for reply in self._rank_group.replies())]
+        if self._ours.runner.taps:
+            self._rank_group.tell("tap", self._ours.runner.taps)
+        self._page_bytes = tuple(page_bytes for *_, page_bytes in facts)
+        for rank, (name, size, layers, heads, kv_heads, _) in enumerate(facts):
+            logger.info(
+                "Rank %d on %s: weights %.2f GiB, %d layers of %d heads and %d KV heads",
+                *(rank, name, size, layers, heads, kv_heads),
+            )
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The leader's."""
+        return self._ours.runner
+
+    @functools.cached_property
+    def adapters(self) -> SharedAdapters | None:
+        """Access to the adapters of all ranks; None without --enable-lora."""
+        ours = self._ours.adapters
+        return None if ours is None else SharedAdapters(ours, self._rank_group)
+
+    @property
+    def residence(self) -> Residence:
+        """Weights and pages on the device. Raises InputError if there are several ranks."""
+        if self._rank_group is not None:
+            raise InputError(
+                "sleep and weight updates",
+                f"are not supported by a model on {self.num_ranks} ranks",
+                "restart the server for new weights",
+            )
+        return self._ours.residence
+
+    @property
+    def computes_in_launch(self) -> bool:
+        """`launch` returns when the step is done: a CPU has no queue of work."""
+        return self._ours.computes_in_launch
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes of a KV page, summed over all ranks."""
+        return sum(self._page_bytes)
+
+    @property
+    def num_ranks(self) -> int:
+        return self._config.num_ranks
+
+    def watch(self, on_death: Callable[[Exception], None]) -> None:
+        """Call `on_death` from another thread when a rank died and no call of ours raised it."""
+        if self._rank_group is not None:
+            self._rank_group.watch(on_stuck=on_death)
+
+    def compile_kernels(self, largest_step: StepInput) -> None:
+        """Compile in parallel the kernels of steps up to the largest (CUDA only)."""
+        shapes = self._ours.warm_up_shapes()
+        if self._rank_group is not None:
+            self._rank_group.tell("warm_up_shapes")
+            # Ranks with unequal shards launch different kernels, but each step needs all ranks.
+            theirs = [shape for reply in self._rank_group.replies() for shape in reply[0]]
+            shapes = list(dict.fromkeys([*shapes, *theirs]))
+        self._shapes = shapes
+        with self._together("compile_kernels", largest_step, shapes):
+            self._ours.compile_kernels(largest_step, shapes)
+
+    def num_pages_that_fit(self, largest_step: StepInput) -> int:
+        """Number of KV pages that fit on every rank. Raises InputError where none fits on one."""
+        with self._together("num_pages_that_fit", largest_step):
+            num_pages = self._ours.num_pages_that_fit(largest_step)
+        if self._rank_group is None:
+            return num_pages
+        fits = [num_pages, *(reply[0] for reply in self._rank_group.replies())]
+        logger.info("KV pages that fit on ranks 0, 1, ...: %s", ", ".join(map(str, fits)))
+        return min(fits)
+
+    def prepare(self, num_pages: int, longest_step: int) -> None:
+        """Make the KV pages, load the kernels of steps up to the longest, and capture graphs."""
+        shapes, self._shapes = self._shapes, []
+        with self._together("prepare", num_pages, longest_step, shapes):
+            self._ours.prepare(num_pages, longest_step, shapes)
+        if self._rank_group is not None:
+            self._rank_group.replies()
+
+    def offload_pages(self, num_slots: int) -> None:
+        """Allocate host memory for `num_slots` KV pages on all ranks."""
+        with self._together("offload_pages", num_slots):
+            self._ours.offload_pages(num_slots)
+
+    def open_pages(self) -> SharedPages:
+        """Open the connector of each rank for KV pages. Raises InputError."""
+        with self._together("open_pages"):
+            page_bytes = [self._ours.open_pages()]
+        if self._rank_group is not None:
+            page_bytes += [reply[0] for reply in self._rank_group.replies()]
+        return SharedPages(self._ours.pages, self._rank_group, page_bytes)
+
+    def free_unused(self) -> None:
+        """Free the device's unused memory after it ran out."""
+        self._ours.free_unused()
+
+    def capture_next(self) -> bool:
+        """Capture one more CUDA graph, in an idle moment. Returns False where none is left."""
+        if not self._ours.can_capture_next:
+            return False
+        with self._together("capture_next"):
+            return self._ours.capture_next()
+
+    def launch(self, step: StepInput) -> StepHandle:
+        """Start a step. Returns without waiting for it, where the device allows that."""
+        if self._rank_group is None:
+            return self._ours.launch(step)
+        with self._together("launch", step):
+            return self._ours.launch(step)
+
+    def launch_forward(self, step: StepInput) -> None:
+        """Start a step that awaits masks, as far as its logits; `launch_sampling` comes next."""
+        self.runner.launch_forward(step)
+
+    def is_computing(self) -> bool:
+        """True while the device runs the forward pass that `launch_forward` started."""
+        return self.runner.is_computing
+
+    def launch_sampling(self, step: StepInput) -> StepHandle:
+        """Start the rest of it: the same step with its masks."""
+        return self.runner.launch_sampling(step)
+
+    def prepare_replay(self, step: StepInput) -> str:
+        """Be ready to run a step again and again. Returns in which graph (worker.py)."""
+        with self._together("prepare_replay", step):
+            self._ours.prepare_replay(step)
+        return self._ours.replay.graph
+
+    def run_replay(self, count: int) -> None:
+        """Launch it so many times. Does not wait for the device."""
+        with self._together("run_replay", count):
+            self._ours.run_replay(count)
+
+    def logits(self, step: StepInput) -> torch.Tensor:
+        """Logits [T, V] in float32 after every token of a step."""
+        with self._together("logits", step):
+            return self._ours.logits(step)
+
+    def check(self) -> None:
+        """Raise RankDiedError where a rank is gone, and where one did not take part in a sum."""
+        if self._rank_group is not None:
+            self._rank_group.check()
+            self._ours.check()
+
+    def close(self) -> None:
+        """End the other ranks. Nothing can be computed after it."""
+        if self._rank_group is not None:
+            self._rank_group.close()
+
+    @contextlib.contextmanager
+    def _together(self, name: str, *values: object) -> Iterator[None]:
+        """Context of a call that all ranks make."""
+        if self._rank_group is None:
+            yield
+            return
+        self._rank_group.tell(name, *values)
+        with self._in_step():
+            yield
+
+    @contextlib.contextmanager
+    def _in_step(self, waits: bool = True) -> Iterator[None]:
+        """Context of work of all ranks: an error caused by another rank is reported as its own.
+
+        `waits`: True if the work waits for other ranks.
+        """
+        rank_group = self._rank_group
+        rank_group.is_waiting = waits
+        try:
+            yield
+        except InputError as error:
+            raise InputError(f"rank 0: {error.subject}", error.problem, error.remedy) from error
+        except Exception as error:
+            if isinstance(error, RuntimeError | MemoryError) and ran_out(error):
+                first = str(error).partition("\n")[0]
+                raise RankDiedError(f"rank 0 ran out of memory in a step: {first}") from error
+            rank_group.explain(error)
+            raise
+        except BaseException:  # Ctrl-C: the others are in the step, and wait for us
+            rank_group.break_off("it was interrupted in a step; close the model and load it again")
+            raise
+        finally:
+            rank_group.is_waiting = False
+
+
+def _executor(config: EngineConfig, max_model_len: int) -> Any:
+    """Make the executor that starts the other ranks."""
+    if config.distributed_executor_backend == "ray":
+        from qserve.engine.distributed.ray_executor import RayExecutor  # an extra
+
+        return RayExecutor(config, max_model_len)
+    return ProcessExecutor(config, max_model_len)

@@ -1,0 +1,140 @@
+"""InFlightSteps: steps on the device, from their launch until their tokens are read."""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from qserve.engine.distributed.worker_group import WorkerGroup
+from qserve.engine.request import Request
+from qserve.engine.runner.model_runner import StepHandle
+from qserve.engine.runner.out_of_memory import ran_out
+from qserve.engine.runner.pooling import PoolPlan, plan_pool_rows
+from qserve.engine.runner.prompt_logprobs import PromptPlan, plan_prompt_rows
+from qserve.engine.scheduling.plan import StepPlan
+from qserve.engine.scheduling.scheduler import Scheduler
+from qserve.engine.stats import EngineStats
+from qserve.engine.step.mask_jobs import MaskJobs
+from qserve.engine.step.request_rows import RequestRows
+from qserve.engine.step.step_input import StepInput
+from qserve.engine.step.step_ranges import StepRanges
+from qserve.engine.token_event import TokenEvent
+
+logger = logging.getLogger(__name__)
+
+
+class InFlightStep(NamedTuple):
+    """A launched step whose results are not read."""
+
+    plan: StepPlan
+    prompts: PromptPlan | None  # requests whose prompt log probabilities it computes
+    pools: PoolPlan | None  # requests whose prompts it pools
+    handle: StepHandle
+    launched: float
+
+
+class InFlightSteps:
+    """In-flight steps of one engine, oldest first."""
+
+    def __init__(
+        self,
+        workers: WorkerGroup,
+        scheduler: Scheduler,
+        masks: MaskJobs,
+        meter: EngineStats,
+        *,
+        max_num_seqs: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.workers, self._scheduler = workers, scheduler
+        self._masks, self._stats, self._clock = masks, meter, clock
+        self.ranges = StepRanges()
+        self._rows = RequestRows(max_num_seqs)
+        self._reporting: set[str] = set()  # requests with prompt log probabilities or pooling
+        self._in_flight: deque[InFlightStep] = deque()
+
+    def __len__(self) -> int:
+        return len(self._in_flight)
+
+    def __iter__(self) -> Iterator[InFlightStep]:
+        return iter(self._in_flight)
+
+    def add(self, request: Request) -> None:
+        """Prepare for the steps of a new request."""
+        if request.prompt_logprobs is not None or request.pooled is not None:
+            self._reporting.add(request.request_id)
+
+    def forget(self, request_id: str) -> None:
+        self._reporting.discard(request_id)
+
+    def launch(self, plan: StepPlan) -> list[TokenEvent]:
+        """Launch a non-empty step. Returns the events of steps that had to finish first."""
+        step = StepInput.build(
+            plan,
+            page_size=self._scheduler.pool.page_size,
+            rows=self._rows,
+            is_split=not self._masks.waits,
+        )
+        prompts = pools = None
+        if self._reporting:
+            prompts, pools = plan_prompt_rows(plan), plan_pool_rows(plan)
+        if prompts is not None:
+            step = replace(step, prompt_rows=prompts.rows)
+        if pools is not None:
+            step = replace(step, pool_rows=pools.rows)
+        events: list[TokenEvent] = []
+        launched = self._clock()
+        try:
+            if step.awaits_masks:
+                # The device computes while the host reads the tokens that the masks depend on.
+                self._masks.begin(plan)
+                with self.ranges.around(plan):
+                    self.workers.launch_forward(step)
+                events += self.take(0)
+                late = self._masks.late(plan, self.workers.is_computing)
+                step = step.with_masks(plan, self._rows, late)
+                handle = self.workers.launch_sampling(step)
+                plan = plan.leave_out_(late) if late else plan
+            else:
+                with self.ranges.around(plan):
+                    handle = self.workers.launch(step)
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out(error):
+                raise
+            # In-flight steps first: they may hold tokens of the same requests and end them. The
+            # pages that this step would have computed must not be found in the prefix cache.
+            self._scheduler.keep_private(plan)
+            return events + self.take(0) + self._fail(plan, error)
+        self._in_flight.append(InFlightStep(plan, prompts, pools, handle, launched))
+        return events
+
+    def take(self, num_left: int) -> list[TokenEvent]:
+        """Wait for the oldest steps and apply their tokens; leave `num_left` in flight."""
+        events: list[TokenEvent] = []
+        while len(self._in_flight) > num_left:
+            plan, prompts, pools, handle, launched = self._in_flight.popleft()
+            if prompts is not None:
+                handle.prompts.give_to(prompts)
+            if pools is not None:
+                handle.pools.give_to(pools)
+            sampled, logprobs = handle.result(), handle.logprobs()
+            self.workers.check()  # with a dead rank these tokens are meaningless
+            self._stats.note_result(plan, launched, has_waited=bool(sampled))
+            emitted = None
+            if plan.drafting is not None:
+                emitted, drafts = handle.num_emitted(), handle.proposed()
+                if drafts is not None:
+                    self._scheduler.speculation.take_drafts(plan.chunks, drafts)
+            events += self._scheduler.update(plan, sampled, logprobs, emitted)
+        return events
+
+    def _fail(self, plan: StepPlan, error: Exception) -> list[TokenEvent]:
+        """End the requests of a step that ran out of device memory. The others continue."""
+        self.workers.free_unused()
+        reason = (
+            f"the device ran out of memory in a step of {plan.num_tokens} tokens; lower"
+            " --max-num-batched-tokens, --max-num-seqs or --gpu-memory-utilization"
+        )
+        logger.error("%s: %s", reason, str(error).partition("\n")[0])
+        return self._scheduler.fail_step(plan, reason)

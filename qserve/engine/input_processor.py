@@ -1,0 +1,158 @@
+"""InputProcessor: validates a request's inputs and creates the Request.
+
+Raises InputError for inputs that the model or the engine's settings do not allow.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+
+from formats.errors import InputError
+from qserve.engine import state_limits
+from qserve.engine.pooled import Pooled
+from qserve.engine.request import Request
+from qserve.engine.runner.pooling import NO_HEAD, check_pooling
+from qserve.engine.scheduling.beams import BeamGroup
+from qserve.engine.step.masks import token_filter
+from qserve.lora.adapter_table import AdapterTable, adapters_of
+from qserve.model.model_config import ModelConfig
+from qserve.multimodal.layouts import check_features
+from qserve.multimodal.media import MediaItem, check_media
+from qserve.multimodal.positions import positions_of
+from qserve.params.handling import Handling
+from qserve.params.sampling_params import SamplingParams
+from qserve.pooling.params import KINDS_OF_LAST_ROW
+
+
+class InputProcessor:
+    """Validates the requests of one engine."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        max_model_len: int,
+        adapters: AdapterTable | None,
+        *,
+        seed: int,
+        speculates: bool,
+    ) -> None:
+        """`seed` seeds the generator of seeds for requests without one."""
+        self._model, self._max_model_len = model, max_model_len
+        self._adapters, self._speculates = adapters, speculates
+        self._seeds = torch.Generator().manual_seed(seed)
+
+    def make(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        handling: Handling,
+        *,
+        arrived: float,
+        client: str = "",
+        group: str = "",
+    ) -> Request:
+        """Create a request that can be queued. Raises InputError for an invalid one."""
+        if params.n != 1:
+            raise ValueError("the engine runs one output per request; callers fan out n")
+        subject, length = f"request {request_id}", len(prompt_token_ids)
+        self._check_prompt(subject, prompt_token_ids)
+        self._check_media(subject, handling.media, length)
+        pooling = handling.pooling
+        if pooling is not None:
+            check_pooling(subject, pooling, self._model)
+            params = SamplingParams(max_tokens=1, temperature=0)
+        elif self._model.instead_of_head:
+            raise InputError(subject, NO_HEAD, "request embeddings: /v1/embeddings, LLM.embed")
+        self._check_params(subject, params)
+        state_limits.check_handling(subject, handling, self._model)
+        self._check_beams(subject, handling)
+        room = self._max_model_len - length
+        request = Request(
+            request_id=request_id,
+            token_ids=list(prompt_token_ids),
+            num_prompt_tokens=length,
+            # A prompt without output (0) also needs a step that samples: its token is dropped.
+            max_tokens=room if params.max_tokens is None else min(max(params.max_tokens, 1), room),
+            params=params,
+            seed=self._new_seed() if params.seed is None else params.seed,
+            stop_token_ids=frozenset(params.stop_token_ids),
+            eos_token_ids=frozenset() if params.ignore_eos else self._model.eos_token_ids,
+            client=client,
+            group=group,
+            priority=handling.priority,
+            media=handling.media,
+            cache_salt=handling.cache_salt,
+            arrived=arrived,
+            prompt_logprobs=None if params.prompt_logprobs is None else [],
+            reads_cache=params.prompt_logprobs is None
+            and (pooling is None or pooling.kind in KINDS_OF_LAST_ROW),
+            pooled=None if pooling is None else Pooled(params=pooling),
+            adapter=handling.lora and adapters_of(self._adapters).find(handling.lora),
+        )
+        if handling.media and self._model.vision is not None and self._model.vision.axis_pairs:
+            request.rope_positions, request.rope_shift = positions_of(handling.media)
+        if params.has_filter:
+            request.token_filter = token_filter(request, self._model.vocab_size)
+        if handling.beam_search is not None:
+            request.beams = BeamGroup(request, handling.beam_search, self._model.vocab_size)
+        return request
+
+    def _new_seed(self) -> int:
+        return int(torch.randint(2**62, (), generator=self._seeds))
+
+    def _check_prompt(self, subject: str, token_ids: Sequence[int]) -> None:
+        length, vocab_size = len(token_ids), self._model.vocab_size
+        if not 0 < length < self._max_model_len:
+            raise InputError(
+                subject,
+                f"expected a prompt of 1 to {self._max_model_len - 1} tokens, found {length}",
+                "shorten it" if length else "give at least one token",
+            )
+        if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+            wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
+            raise InputError(subject, f"token id {wrong} is not in 0..{vocab_size - 1}")
+
+    def _check_media(self, subject: str, items: Sequence[MediaItem], num_tokens: int) -> None:
+        check_media(subject, items, num_tokens)
+        for item in items:
+            if item.kind not in self._model.media_kinds:
+                raise InputError(
+                    subject,
+                    f"has a media item of kind {item.kind!r}; {self._model.family.architecture}"
+                    f" takes {', '.join(('text', *sorted(self._model.media_kinds)))}",
+                    self._model.no_vision or "remove it, or serve a model with an encoder for it",
+                )
+        vision = self._model.vision
+        for number, item in enumerate(items):
+            if vision is not None and (problem := check_features(item, vision)):
+                raise InputError(
+                    f"{subject} media item {number}",
+                    problem,
+                    "use the MediaProcessor of the model's folder",
+                )
+
+    def _check_params(self, subject: str, params: SamplingParams) -> None:
+        most = self._model.vocab_size - 1
+        for name, tokens in (
+            ("logit_bias", [token for token, _ in params.logit_bias]),
+            ("stop_token_ids", params.stop_token_ids),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+            ("bad_words", tuple(chain.from_iterable(params.bad_words_token_ids))),
+        ):
+            token = max(tokens, default=0)
+            if token > most:
+                raise InputError(f"{subject} {name}", f"token id {token} is not in 0..{most}")
+        if params.bad_words and not params.bad_words_token_ids:
+            raise InputError(
+                f"{subject} bad_words", "have no token ids", "also pass bad_words_token_ids"
+            )
+
+    def _check_beams(self, subject: str, handling: Handling) -> None:
+        if handling.beam_search is not None and self._speculates:
+            raise InputError(
+                f"{subject} use_beam_search",
+                "is not supported with speculative decoding",
+                "start the engine without --speculative-config",
+            )

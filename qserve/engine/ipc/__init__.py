@@ -1,0 +1,1 @@
+"""The engine in its own process: messages, client, supervisor."""

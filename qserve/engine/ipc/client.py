@@ -1,0 +1,416 @@
+"""EngineClient: the server's end of the engine process.
+
+It runs on one asyncio loop, owns no GPU, and exchanges tokens and events.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+
+from formats.errors import InputError
+from qserve.config import EngineConfig
+from qserve.engine.control.commands import AnyCommand, EngineState, Outcome
+from qserve.engine.ipc import messages
+from qserve.engine.ipc.messages import (
+    Abort,
+    Add,
+    Beat,
+    CancelLoad,
+    Done,
+    EngineDied,
+    Events,
+    FromEngine,
+    LoadAdapter,
+    Operate,
+    Profile,
+    Ready,
+    Refused,
+    ResetPrefixCache,
+    Start,
+    StartFailed,
+    ToEngine,
+    UnloadAdapter,
+)
+from qserve.engine.ipc.process import ENGINE
+from qserve.engine.report import EngineReport
+from qserve.engine.token_event import TokenEvent, TokenLogprobs
+from qserve.errors import BusyError
+from qserve.lora.request import LoRARequest
+from qserve.params.handling import DEFAULT, Handling
+from qserve.params.sampling_params import SamplingParams
+from qserve.processes.child_process import start_child
+from qserve.profile.profiler_config import ProfilerConfig
+
+EXIT_TIMEOUT = 10.0  # seconds between asking the process to exit and killing it
+CLOSED = "the engine was closed"
+WATCH_SECONDS = 1.0  # interval of the liveness check
+
+logger = logging.getLogger(__name__)
+
+
+# Called with each event of a request, and with each report of the engine, as soon as it arrives.
+Watch = Callable[[TokenEvent], None]
+WatchEngine = Callable[[EngineReport], None]
+
+
+def ignore(arrived: TokenEvent | EngineReport) -> None:
+    """Default watch: does nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Timeouts after which an engine counts as dead, in seconds."""
+
+    silence: float = 60.0  # without any message; the engine sends one every second
+    step: float = 600.0  # duration of one step
+
+
+class RefusedError(InputError):
+    """The engine refused a request that can never run."""
+
+
+class _Output:
+    """The pending events of one request, merged into one.
+
+    However slowly the consumer reads, this holds at most the tokens of one output.
+    """
+
+    def __init__(self, watch: Watch = ignore) -> None:
+        self._watch = watch
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+        self._last: TokenEvent | None = None
+        self._refusal: RefusedError | BusyError | None = None
+        self._changed = asyncio.Event()
+
+    def put(self, event: TokenEvent) -> None:
+        if self._last is not None and self._last.finish_reason is not None:
+            return
+        self._watch(event)
+        self._token_ids += event.token_ids
+        self._logprobs += event.logprobs
+        if event.prompt_logprobs is not None:
+            self._prompt_logprobs = event.prompt_logprobs
+        self._last = event
+        self._changed.set()
+
+    def refuse(self, refusal: RefusedError | BusyError) -> None:
+        self._refusal = refusal
+        self._changed.set()
+
+    async def take(self) -> TokenEvent:
+        await self._changed.wait()
+        self._changed.clear()
+        if self._refusal is not None:
+            raise self._refusal
+        last, token_ids, self._token_ids = self._last, tuple(self._token_ids), []
+        logprobs, self._logprobs = tuple(self._logprobs), []
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
+        return last._replace(
+            token_ids=token_ids, logprobs=logprobs, prompt_logprobs=prompt_logprobs
+        )
+
+
+class EngineClient:
+    """A running engine process. Created by `EngineClient.start`, ended by `close`."""
+
+    max_model_len: int
+    vocab_size: int
+    media_kinds: tuple[str, ...]
+    no_vision: str
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        watch: WatchEngine,
+        limits: Limits,
+    ) -> None:
+        self._process, self._reader, self._writer = process, reader, writer
+        self._watch = watch
+        self._limits = limits
+        self._heard = True  # a message has arrived since the last check
+        self._busy_seconds = 0.0  # duration of the engine's current step so far
+        self._adding = asyncio.Lock()
+        self._num_commands = 0
+        self._answers: dict[int, asyncio.Future[Done]] = {}  # by the number of the command
+        self.state = EngineState()  # after the last command
+        self._outputs: dict[str, _Output] = {}
+        self._tasks: list[asyncio.Task] = []
+        self._dead = asyncio.Event()
+        self._cause_of_death = ""
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        *,
+        engine: str = ENGINE,
+        watch: WatchEngine = ignore,
+        limits: Limits | None = None,
+        arguments: Sequence[str] = (),
+        check: bool = True,
+    ) -> "EngineClient":
+        """Start the process and wait for its model to load. Raises InputError on failure.
+
+        `watch` gets the engine's reports; the last one, of a dead engine, is all zeros. `arguments`
+        are further command-line arguments of the process. `check`: refuse a model whose logits are
+        not those stored in its folder.
+        """
+        process, reader, writer = await start_child(
+            "qserve.engine.ipc.process", f"--engine={engine}", *arguments
+        )
+        client = cls(process, reader, writer, watch, limits or Limits())
+        try:
+            writer.write(messages.encode(Start(config=config, check=check)))
+            await client._wait_until_ready()
+        except BaseException:
+            await client.close()
+            raise
+        client._tasks = [
+            asyncio.create_task(client._read()),
+            asyncio.create_task(client._watch_over()),
+        ]
+        return client
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._dead.is_set()
+
+    async def wait_until_dead(self) -> str:
+        """Return the cause when the engine is gone, for whatever reason."""
+        await self._dead.wait()
+        return self._cause_of_death
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        watch: Watch = ignore,
+        client: str = "",
+        group: str = "",
+        handling: Handling = DEFAULT,
+    ) -> AsyncIterator[TokenEvent]:
+        """Run one request; its last event has a finish_reason, "error" if the engine dies.
+
+        If the consumer is slow, it gets merged events; `watch` sees each as it arrives. Closing the
+        generator early aborts the request. `client` is the owner of the request and `group` the API
+        request of which it is one output; both are used for fair scheduling. Raises RefusedError if
+        the engine can never run the request, BusyError if it cannot now.
+        """
+        if request_id in self._outputs:
+            raise ValueError(f"request id {request_id!r} is in use")
+        if not self.is_alive:
+            yield self._death_event(request_id)
+            return
+        output = self._outputs[request_id] = _Output(watch)
+        try:
+            # The engine does not use text; megabytes of stop strings would be sent with each of n
+            # outputs.
+            params = replace(params, stop=()) if params.stop else params
+            add = Add(
+                request_id=request_id,
+                prompt_token_ids=prompt_token_ids,
+                params=params,
+                sent=time.perf_counter(),
+                client=client,
+                group=group,
+                handling=handling,
+            )
+            await self._send(add)
+            finished = False
+            while not finished:
+                event = await output.take()
+                finished = event.finish_reason is not None
+                if finished:
+                    self._outputs.pop(request_id, None)
+                yield event
+        except (RefusedError, BusyError):
+            self._outputs.pop(request_id, None)
+            raise
+        finally:
+            self.abort(request_id)
+
+    async def _send(self, add: Add) -> None:
+        # One per turn of the loop: 128 outputs of a long prompt take as many milliseconds.
+        async with self._adding:
+            self._writer.write(messages.encode(add))
+            # A lost connection is reported to all requests by the reader.
+            with contextlib.suppress(ConnectionError):
+                await self._writer.drain()
+            await asyncio.sleep(0)
+
+    def abort(self, request_id: str) -> None:
+        """Abort a request that has not finished; an unknown id is ignored."""
+        if self._outputs.pop(request_id, None) is not None and self.is_alive:
+            self._writer.write(messages.encode(Abort(request_id=request_id)))
+
+    def reset_prefix_cache(self) -> None:
+        """Make later requests find no KV pages of earlier ones."""
+        if self.is_alive:
+            self._writer.write(messages.encode(ResetPrefixCache()))
+
+    async def profile(self, config: ProfilerConfig | None) -> str:
+        """Start recording steps, or stop with None. Returns an error message, or ""."""
+        done = await self._command(lambda number: Profile(number=number, config=config))
+        return done.problem
+
+    async def load_adapter(self, lora: LoRARequest) -> str:
+        """Load an adapter. Returns "" once requests can use it, or an error message."""
+        done = await self._command(
+            lambda number: LoadAdapter(number=number, lora=lora),
+            lambda number: CancelLoad(number=number),
+        )
+        return done.problem
+
+    async def operate(self, command: AnyCommand) -> tuple[Outcome, str]:
+        """Carry out an operator's command. Returns its outcome, and an error message or ""."""
+        done = await self._command(lambda number: Operate(number=number, command=command))
+        return done.outcome or Outcome(state=self.state), done.problem
+
+    async def _command(
+        self,
+        make: Callable[[int], ToEngine],
+        cancel: Callable[[int], ToEngine] | None = None,
+    ) -> Done:
+        """Send a command and return the engine's answer.
+
+        `make` creates the message of a number, `cancel` that to send if the caller stops waiting.
+        """
+        if not self.is_alive:
+            return Done(number=0, problem=self._cause_of_death)
+        self._num_commands += 1
+        number = self._num_commands
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._writer.write(messages.encode(make(number)))
+            return await answer
+        except asyncio.CancelledError:
+            if cancel is not None and self.is_alive:
+                self._writer.write(messages.encode(cancel(number)))
+            raise
+        finally:
+            del self._answers[number]
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter. Requests that already use it keep it."""
+        if self.is_alive:
+            self._writer.write(messages.encode(UnloadAdapter(name=name)))
+
+    async def close(self) -> None:
+        """End the process: close the socket and terminate it; kill it after EXIT_TIMEOUT."""
+        for task in self._tasks:
+            task.cancel()
+        self._die(CLOSED)
+        self._writer.close()
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            try:
+                await asyncio.wait_for(self._process.wait(), EXIT_TIMEOUT)
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
+
+    async def _wait_until_ready(self) -> None:
+        try:
+            message = await messages.read(self._reader, FromEngine)
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            code = await self._process.wait()
+            remedy = "see its messages above"
+            if code == -signal.SIGKILL:
+                remedy = (
+                    "the system probably killed it for using too much memory; on a CPU use"
+                    " --dtype bfloat16 or a smaller --cpu-kv-cache-memory"
+                )
+            raise InputError(
+                "engine process", f"ended with exit code {code} while it was starting", remedy
+            ) from error
+        if isinstance(message, StartFailed):
+            raise InputError(message.subject, message.problem, message.remedy)
+        if not isinstance(message, Ready):
+            raise messages.MessageError(f"expected Ready, found {type(message).__name__}")
+        self.max_model_len, self.vocab_size = message.max_model_len, message.vocab_size
+        self.media_kinds, self.no_vision = message.media_kinds, message.no_vision
+        self._watch(message.report)
+
+    async def _read(self) -> None:
+        cause = ""
+        try:
+            while not cause:
+                message = await messages.read(self._reader, FromEngine)
+                self._heard = True
+                if isinstance(message, Events):
+                    self._watch(message.report)
+                    self._busy_seconds = 0.0
+                    for event in message.events:
+                        if event.request_id in self._outputs:
+                            self._outputs[event.request_id].put(event)
+                elif isinstance(message, Refused) and message.request_id in self._outputs:
+                    kind = BusyError if message.is_temporary else RefusedError
+                    refusal = kind(message.subject, message.problem, message.remedy)
+                    self._outputs[message.request_id].refuse(refusal)
+                elif isinstance(message, Done):
+                    if message.outcome is not None:
+                        self.state = message.outcome.state
+                    _settle(self._answers.get(message.number), message)
+                elif isinstance(message, Beat):
+                    self._busy_seconds = message.busy_seconds
+                elif isinstance(message, EngineDied):
+                    cause = message.message
+        except (asyncio.IncompleteReadError, ConnectionError):
+            cause = f"the engine process ended with exit code {await self._process.wait()}"
+        except Exception as error:
+            # Whatever the error, no one reads the engine's messages any more.
+            logger.exception("Cannot read the engine's messages")
+            cause = f"{type(error).__name__}: {error}"
+        self._die(cause)
+
+    async def _watch_over(self) -> None:
+        """Kill an engine that sends no message, or whose step does not end.
+
+        The loop counts checks, not seconds: if this process was stopped, the engine is not to
+        blame.
+        """
+        limits, num_silent, cause = self._limits, 0, ""
+        while not cause:
+            await asyncio.sleep(WATCH_SECONDS)
+            num_silent = 0 if self._heard else num_silent + 1
+            self._heard = False
+            if num_silent * WATCH_SECONDS >= limits.silence:
+                cause = f"the engine process sent no message for {limits.silence:g} s"
+            elif self._busy_seconds > limits.step:
+                cause = f"one step of the engine took more than {limits.step:g} s"
+        self._die(cause)
+        # A stopped or stuck process would not react to SIGTERM or a closed socket.
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    def _die(self, cause: str) -> None:
+        if not self.is_alive:
+            return
+        if cause != CLOSED:
+            logger.error("The engine died: %s", cause)
+        self._cause_of_death = cause
+        self._dead.set()
+        self._watch(EngineReport())
+        for number, answer in self._answers.items():
+            _settle(answer, Done(number=number, problem=cause))
+        for request_id, output in self._outputs.items():
+            output.put(self._death_event(request_id))
+
+    def _death_event(self, request_id: str) -> TokenEvent:
+        return TokenEvent.failure(request_id, self._cause_of_death)
+
+
+def _settle(future: asyncio.Future[Done] | None, done: Done) -> None:
+    """Resolve the future if it is still pending."""
+    if future is not None and not future.done():
+        future.set_result(done)

@@ -1,0 +1,435 @@
+"""The engine process: `python -m qserve.engine.ipc.process --fd N`, N a connected Unix socket.
+
+The client starts it, and it ends when the client is gone. One thread reads messages into a queue,
+one sends a heartbeat every second; only the main thread touches the engine. An error in any thread
+ends the process.
+"""
+
+import argparse
+import gc
+import importlib
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from formats.errors import InputError
+from qserve.engine import cpu_threads
+from qserve.engine.control.command_queue import CommandQueue
+from qserve.engine.ipc import messages
+from qserve.engine.ipc.adapter_loads import AdapterLoads, AdapterRead
+from qserve.engine.ipc.messages import (
+    Abort,
+    Add,
+    Beat,
+    CancelLoad,
+    Done,
+    EngineDied,
+    Events,
+    FromEngine,
+    LoadAdapter,
+    Operate,
+    Profile,
+    Ready,
+    Refused,
+    ResetPrefixCache,
+    Start,
+    StartFailed,
+    UnloadAdapter,
+)
+from qserve.engine.start_phases import phase
+from qserve.engine.token_event import TokenEvent
+from qserve.errors import BusyError
+from qserve.processes import logs
+from qserve.processes.frames import MAX_PAYLOAD_BYTES
+from qserve.processes.log_limit import limit_logging
+
+ENGINE = "qserve.engine.engine:Engine"
+EXIT_GRACE = 2.0  # seconds that a step or a load may continue after the client is gone
+BEAT_SECONDS = 1.0
+# Handled between two steps while there is work: an Add with 1,024 stop tokens costs 0.2 ms.
+MESSAGES_PER_STEP = 64
+TOO_LARGE = (
+    f"its vectors or log probabilities take more than {MAX_PAYLOAD_BYTES >> 20} MiB; request fewer"
+    " tokens or alternatives"
+)
+# seconds that an error waits for the lock of the socket, which a stuck thread may hold
+LAST_WORD_SECONDS = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+class ClientGone(Exception):
+    """The client has closed the connection."""
+
+
+class Inbox:
+    """Messages for the main thread, in order of arrival, with aborts ahead of all others.
+
+    Otherwise the engine would keep working for a client that sent many requests and disconnected,
+    until its last request had been added. An abort removes its request if that still waits here.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._aborts: deque[Abort] = deque()
+        self._others: deque[object] = deque()
+        self._adds: dict[str, Add] = {}  # the Add messages among them
+        self._dropped: set[int] = set()  # id() of the Add messages that were aborted here
+
+    def __len__(self) -> int:
+        return len(self._aborts) + len(self._others) - len(self._dropped)
+
+    def put(self, message: object) -> None:
+        with self._changed:
+            if not isinstance(message, Abort):
+                self._others.append(message)
+                if isinstance(message, Add):
+                    self._adds[message.request_id] = message
+            elif (add := self._adds.pop(message.request_id, None)) is not None:
+                self._dropped.add(id(add))
+            else:
+                self._aborts.append(message)
+            self._changed.notify()
+
+    def wait(self, seconds: float | None) -> bool:
+        """Wait for a message at most so long; None: without limit. Returns False after it."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._aborts or self._others, seconds)
+
+    def get(self) -> object:
+        """Wait for the next message and take it."""
+        with self._changed:
+            while True:
+                self._changed.wait_for(lambda: self._aborts or self._others)
+                if self._aborts:
+                    return self._aborts.popleft()
+                message = self._others.popleft()
+                if id(message) in self._dropped:
+                    self._dropped.discard(id(message))
+                    continue
+                if isinstance(message, Add) and self._adds.get(message.request_id) is message:
+                    del self._adds[message.request_id]
+                return message
+
+    @property
+    def has_aborts(self) -> bool:
+        return bool(self._aborts)
+
+
+class _Line:
+    """The socket to the client; several threads write to it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._lock = threading.Lock()
+        self.busy_since: float | None = None  # start of the main thread's current work
+
+    def send(self, message: FromEngine) -> None:
+        data = messages.encode(message)
+        with self._lock:
+            self.connection.sendall(data)
+
+    def send_last(self, message: EngineDied | StartFailed) -> None:
+        """Send a final message if that is possible soon; nothing is sent after it."""
+        if not self._lock.acquire(timeout=LAST_WORD_SECONDS):
+            return
+        try:
+            self.connection.settimeout(LAST_WORD_SECONDS)
+            self.connection.sendall(messages.encode(message))
+            self.connection.shutdown(socket.SHUT_WR)
+        except OSError:
+            logger.warning("The client disconnected before this could be sent: %s", message)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Load the model, report, and serve until the client is gone. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="qserve.engine.ipc.process")
+    parser.add_argument("--fd", type=int, required=True, help="the connected socket")
+    parser.add_argument("--engine", default=ENGINE, help=argparse.SUPPRESS)  # for tests
+    logs.add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    logs.configure(arguments.log_level, arguments.log_format)
+    limit_logging()
+    line = _Line(socket.socket(fileno=arguments.fd))
+    inbox = Inbox()
+    _start_thread(_read, line, inbox)
+    try:
+        engine = _start(arguments.engine, line, inbox)
+        if engine is None:
+            return 1
+        _start_thread(_beat, line)
+        loads = AdapterLoads(lambda work: _start_thread(lambda _: work(), line), inbox.put)
+        commands = CommandQueue(engine)
+        gc.freeze()  # loaded objects stay; full collections need not scan them
+        while True:
+            _take_messages(engine, line, inbox, loads, commands)
+            line.busy_since = time.perf_counter()
+            _send(line, engine.step(), engine)
+            _advance(engine, line, commands)
+    except (ClientGone, ConnectionError):
+        return 0
+    except Exception as error:
+        _fail(line, error)
+        return 1
+    finally:
+        gc.unfreeze()  # otherwise nanobind reports frozen objects as leaked at exit, in forty lines
+
+
+def _start_thread(work: Callable[..., None], line: _Line, *arguments: object) -> None:
+    """Run `work` in a thread whose error ends the process, as in the main thread.
+
+    Otherwise the other threads would wait for its results, and the server for an answer.
+    """
+
+    def run() -> None:
+        try:
+            work(line, *arguments)
+        except BaseException as error:
+            _die(line, error)
+
+    threading.Thread(target=run, daemon=True).start()
+
+
+def _read(line: _Line, inbox: Inbox) -> None:
+    """Feed the queue; None means that the client is gone."""
+    try:
+        while True:
+            inbox.put(messages.receive(line.connection, messages.ToEngine))
+    except (EOFError, OSError):
+        pass
+    except messages.MessageError:
+        logger.exception("The client sent an invalid message")
+    inbox.put(None)
+    time.sleep(EXIT_GRACE)
+    # The main thread is stuck in a load or a step, and it holds the GPU.
+    os._exit(1)
+
+
+def _beat(line: _Line) -> None:
+    """Report every second that the process is alive, and how long its current step has taken."""
+    try:
+        while True:
+            since = line.busy_since
+            busy = 0.0 if since is None else time.perf_counter() - since
+            line.send(Beat(busy_seconds=busy))
+            time.sleep(BEAT_SECONDS)
+    except OSError:
+        return  # the reader sees it as well
+
+
+def _start(engine_path: str, line: _Line, inbox: Inbox) -> object | None:
+    """Create the engine for the first message, or report the error and return None."""
+    message = inbox.get()
+    if not isinstance(message, Start):
+        raise ClientGone
+    try:
+        module, _, name = engine_path.partition(":")
+        num_cores = len(os.sched_getaffinity(0))
+        config = cpu_threads.beside_a_server(message.config, num_cores=num_cores)
+        with phase("Importing the engine"):
+            make = getattr(importlib.import_module(module), name)
+        engine = make(config)
+        if message.check and config.load_format != "dummy":
+            # Imported here: it loads torch, as the engine has by now.
+            from qserve.engine.start_check import check_start
+
+            with phase("Start-up check"):
+                check_start(engine, config.model)
+    except InputError as error:
+        failure = StartFailed(subject=error.subject, problem=error.problem, remedy=error.remedy)
+    except Exception as error:
+        logger.exception("The engine failed to start")
+        failure = StartFailed(subject=message.config.model, problem=_one_line(error))
+    else:
+        watch_ranks = getattr(engine, "watch_ranks", None)  # test engines have no ranks
+        if watch_ranks is not None:
+            watch_ranks(lambda error: _die(line, error))
+        line.send(
+            Ready(
+                max_model_len=engine.max_model_len,
+                vocab_size=engine.vocab_size,
+                report=engine.report(),
+                **_media_facts(engine),
+            )
+        )
+        return engine
+    line.send_last(failure)
+    return None
+
+
+def _media_facts(engine: object) -> dict[str, Any]:
+    """Fields of Ready about media; test engines have no model."""
+    model = getattr(engine, "model_config", None)
+    if model is None:
+        return {}
+    return {"media_kinds": tuple(sorted(model.media_kinds)), "no_vision": model.no_vision}
+
+
+def _take_messages(
+    engine: object,
+    line: _Line,
+    inbox: Inbox,
+    loads: AdapterLoads,
+    commands: CommandQueue | None = None,
+) -> None:
+    """Handle the messages that have arrived; wait for one if there is nothing to compute.
+
+    All aborts are handled: each makes the next steps shorter.
+    """
+    num_taken = 0
+    while (
+        inbox.has_aborts or not engine.has_work() or (len(inbox) and num_taken < MESSAGES_PER_STEP)
+    ):
+        num_taken += not inbox.has_aborts
+        while not len(inbox) and engine.use_idle_time():
+            pass
+        line.busy_since = None
+        if not inbox.wait(getattr(engine, "idle_seconds", None)):  # test engines have none
+            return  # a step looks at the deadlines
+        message = inbox.get()
+        line.busy_since = time.perf_counter()
+        if isinstance(message, Add):
+            _add(engine, line, message)
+        elif isinstance(message, Abort):
+            engine.abort(message.request_id)
+            if not engine.has_work():
+                _send(line, [], engine)  # no step will report it
+        elif isinstance(message, ResetPrefixCache):
+            engine.reset_prefix_cache()
+        elif isinstance(message, Profile):
+            line.send(_answer(message.number, lambda command=message: _profile(engine, command)))
+        elif isinstance(message, Operate):
+            commands.add(message.number, message.command)
+            _advance(engine, line, commands)
+        elif isinstance(message, LoadAdapter):
+            loads.add(message, engine.adapters.read)
+        elif isinstance(message, CancelLoad):
+            loads.cancel(message.number)
+        elif isinstance(message, AdapterRead):
+            line.send(_put(engine, message))
+        elif isinstance(message, UnloadAdapter):
+            engine.adapters.unload(message.name)
+        else:
+            raise ClientGone
+
+
+def _add(engine: object, line: _Line, message: Add) -> None:
+    """Queue a request. An error ends only this request."""
+    try:
+        engine.add_request(
+            message.request_id,
+            message.prompt_token_ids,
+            message.params,
+            message.sent,
+            client=message.client,
+            group=message.group,
+            handling=message.handling,
+        )
+    except InputError as error:
+        line.send(
+            Refused(
+                request_id=message.request_id,
+                subject=error.subject,
+                problem=error.problem,
+                remedy=error.remedy,
+                is_temporary=isinstance(error, BusyError),
+            )
+        )
+    except Exception as error:
+        logger.exception("Request %s could not be queued", message.request_id)
+        engine.abort(message.request_id)  # it may have been queued partially
+        _send(line, [TokenEvent.failure(message.request_id, _one_line(error))], engine)
+
+
+def _advance(engine: object, line: _Line, commands: CommandQueue) -> None:
+    """Carry out commands as far as possible, and answer those that are done."""
+    finished = commands.advance()
+    if finished:
+        _send(line, [], engine)  # the report, since no step may follow
+    for number, outcome, error in finished:
+        problem = "" if error is None else _problem_of(error)
+        line.send(Done(number=number, problem=problem, outcome=outcome))
+
+
+def _problem_of(error: Exception) -> str:
+    """Error message of a command that failed."""
+    if isinstance(error, InputError | OSError):
+        return str(error)
+    logger.error("A command to the engine failed", exc_info=error)
+    return _one_line(error)
+
+
+def _answer(number: int, work: Callable[[], None]) -> Done:
+    """Run a command. An error becomes its answer and ends nothing else."""
+    try:
+        work()
+    except Exception as error:
+        return Done(number=number, problem=_problem_of(error))
+    return Done(number=number)
+
+
+def _put(engine: object, read: AdapterRead) -> Done:
+    """Install an adapter if it has been read."""
+    number, lora = read.command.number, read.command.lora
+    if read.problem:
+        return Done(number=number, problem=read.problem)
+    put = engine.adapters.put
+    return _answer(
+        number, lambda: put(lora.lora_name, lora.lora_path, read.packed, lora.lora_int_id)
+    )
+
+
+def _profile(engine: object, message: Profile) -> None:
+    if message.config is None:
+        engine.profiler.stop()
+    else:
+        engine.profiler.start(message.config)
+
+
+def _send(line: _Line, events: list[TokenEvent], engine: object) -> None:
+    """Send the events of a step. A request whose event exceeds the message limit ends."""
+    report = engine.report()
+    try:
+        line.send(Events(events=events, report=report))
+        return
+    except messages.MessageError:
+        line.send(Events(events=[], report=report))
+    for event in events:
+        try:
+            line.send(Events(events=[event], report=engine.report()))
+        except messages.MessageError:
+            engine.abort(event.request_id)
+            event = TokenEvent.refusal(event.request_id, TOO_LARGE)
+            line.send(Events(events=[event], report=engine.report()))
+
+
+def _fail(line: _Line, error: BaseException) -> None:
+    """Report the error that ends the engine, to the log and the client."""
+    try:
+        logger.error("The engine failed", exc_info=error)
+    finally:  # logging may fail if memory is short
+        line.send_last(EngineDied(message=_one_line(error)))
+
+
+def _die(line: _Line, error: BaseException) -> None:
+    """End the process from a thread; the main thread may be stuck waiting for a dead rank."""
+    try:
+        _fail(line, error)
+    finally:
+        os._exit(1)
+
+
+def _one_line(error: BaseException) -> str:
+    """Type and first line of an error, without a traceback, for a client."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

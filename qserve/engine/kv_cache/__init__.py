@@ -1,0 +1,1 @@
+"""KV pages and recurrent states: allocation, prefix cache, host tier."""

@@ -1,0 +1,176 @@
+"""StateSnapshots: copies of states, from which requests with the same prefix start.
+
+A state summarizes all tokens before it and cannot be rolled back. So at the end of a page, a
+request's state is copied to a slot of its own, under the key of that page (prefix_cache.py). A
+later request with the same tokens continues from the deepest copy whose pages are cached as well.
+Copies are made:
+
+- at the end of a prompt's last full page, which costs the prompt one more step;
+- at the end of the pages that a prompt shares with earlier ones, for later requests;
+- every SPACING tokens of long prompts and of outputs: only the newest of these per request.
+
+A chunk that ends at such a position is noted when it is planned. Its state is copied before the
+next step, when the host knows all its tokens (`settle`). The least recently used copy is evicted
+first.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from qserve.engine.request import Request, Status
+
+SPACING = 256  # tokens: that many are quickly recomputed
+# Tokens that a copy must save, since a chunk that ends there adds a step.
+LEAST_GAIN = 64
+
+
+def _none() -> np.ndarray:
+    return np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateMoves:
+    """Copies between state slots to make before a step; saves come first.
+
+    The states that the previous step left in `saved_from` are saved; then requests get the states
+    that they start from.
+    """
+
+    saved_from: np.ndarray = field(default_factory=_none)  # int64
+    saved_to: np.ndarray = field(default_factory=_none)
+    restored_from: np.ndarray = field(default_factory=_none)
+    restored_to: np.ndarray = field(default_factory=_none)
+
+
+class _Note(NamedTuple):
+    """A chunk after which a state is saved."""
+
+    request: Request
+    slot: int  # the request's own at that time
+    end: int  # number of tokens that the state covers
+    is_kept: bool  # until it is evicted; otherwise until the request's next copy
+
+
+class StateSnapshots:
+    """Allocates slots first_slot..first_slot + num_slots - 1."""
+
+    def __init__(self, first_slot: int, num_slots: int, page_size: int) -> None:
+        self.first_slot, self.num_slots, self.page_size = first_slot, num_slots, page_size
+        self._slots: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        self._free = list(range(first_slot, first_slot + num_slots))[::-1]
+        self._notes: list[_Note] = []  # of the step that was planned last
+        self._saves: dict[int, int] = {}  # snapshot's slot -> request's slot, before the next step
+        self._restores: dict[int, int] = {}  # request's slot -> snapshot's
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def has(self, key: bytes) -> bool:
+        """Return whether there is a copy at the end of the page with this key."""
+        return key in self._slots
+
+    def deepest(self, keys: Sequence[bytes]) -> int:
+        """Number of pages up to the deepest copy; 0: there is none."""
+        for count in range(len(keys), 0, -1):
+            if keys[count - 1] in self._slots:
+                return count
+        return 0
+
+    def begin_(self, request: Request, num_found: int) -> None:
+        """Restore the state of an admitted request, if there is a copy, and plan its copies.
+
+        `num_found`: cached pages, including those beyond the copy.
+        """
+        start = request.last_snapshot = request.num_computed
+        if start:
+            key = request.page_keys[start // self.page_size - 1]
+            self._slots.move_to_end(key)
+            self._restores[request.state_slot] = self._slots[key]
+        last = (request.num_tokens - 1) // self.page_size
+        stops: list[int] = []
+        for end in (num_found * self.page_size, last * self.page_size):
+            if request.reads_cache and end - (stops or [start])[-1] >= LEAST_GAIN:
+                stops.append(end)
+        request.snapshots_at = tuple(stops)
+
+    def shorter(self, request: Request, start: int, count: int) -> int:
+        """Shorten the next `count` tokens of a prompt to end the chunk where a copy is due."""
+        end = start + count
+        stop = next((each for each in request.snapshots_at if start < each <= end), None)
+        if stop is None and end < request.num_tokens:
+            stop = end // self.page_size * self.page_size
+        return stop - start if stop is not None and stop > start else count
+
+    def note(self, request: Request, end: int) -> None:
+        """Note that a planned step computes a request up to `end`: save its state if it is due."""
+        if end % self.page_size:
+            return
+        is_kept = end in request.snapshots_at
+        if is_kept or end - request.last_snapshot >= SPACING:
+            request.last_snapshot = end
+            self._notes.append(_Note(request, request.state_slot, end, is_kept))
+
+    def settle(self, insert: Callable[[Request], None]) -> None:
+        """Save the states of the step that was planned last, whose tokens are known by now.
+
+        `insert` computes the keys of a running request's full pages.
+        """
+        notes, self._notes = self._notes, []
+        for request, slot, end, is_kept in notes:
+            if request.status is Status.RUNNING:
+                insert(request)
+            index = end // self.page_size - 1
+            if index >= len(request.page_keys):
+                continue  # its tokens did not arrive, or they must not be shared
+            key = request.page_keys[index]
+            if key in self._slots:
+                self._slots.move_to_end(key)
+                continue
+            if not is_kept:
+                self.drop([request.snapshot_key])
+                request.snapshot_key = key
+            snapshot = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
+            self._slots[key] = snapshot
+            self._saves[snapshot] = slot
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """Remove the copies with these keys."""
+        for key in keys:
+            snapshot = self._slots.pop(key, None)
+            if snapshot is not None:
+                self._saves.pop(snapshot, None)
+                self._free.append(snapshot)
+
+    def invalidate(self, request: Request) -> None:
+        """Remove the copies of a request because they are invalid."""
+        self._notes = [note for note in self._notes if note.request is not request]
+        self.drop(request.page_keys)
+
+    def drop_all(self) -> None:
+        """Remove all copies. Planned restores still happen: nothing overwrites them first."""
+        self._notes = []
+        self.drop(list(self._slots))
+
+    def take_moves(self) -> StateMoves | None:
+        """The copies to make before the next step, or None."""
+        if not self._saves and not self._restores:
+            return None
+        saves = np.array(list(self._saves.items()), np.int64).reshape(-1, 2)
+        restores = np.array(list(self._restores.items()), np.int64).reshape(-1, 2)
+        self._saves, self._restores = {}, {}
+        return StateMoves(
+            saved_from=saves[:, 1],
+            saved_to=saves[:, 0],
+            restored_from=restores[:, 1],
+            restored_to=restores[:, 0],
+        )
+
+    def check_integrity(self) -> None:
+        """Assert that each slot is free or has one copy."""
+        slots = sorted([*self._slots.values(), *self._free])
+        if slots != list(range(self.first_slot, self.first_slot + self.num_slots)):
+            raise AssertionError(f"snapshot slots lost or shared: {self._slots}, {self._free}")

@@ -1,0 +1,85 @@
+"""Settings with which a model's vision tower is not used, and the budget of its encoder."""
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from qserve.config import EngineConfig
+from qserve.engine.scheduling.encoder_budget import EncoderBudget
+from qserve.model.model_config import ModelConfig
+from qserve.multimodal.families import VisionConfig
+
+logger = logging.getLogger(__name__)
+
+
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+
+
+class Limit(NamedTuple):
+    is_met: Callable[[EngineConfig, VisionConfig], bool]
+    remedy: str  # what makes the model take images
+
+
+LIMITS = (
+    Limit(lambda config, _: config.language_model_only, "remove --language-model-only"),
+    Limit(
+        lambda config, _: config.tensor_parallel_size > 1,
+        "images need --tensor-parallel-size 1: the tower is not shared by ranks",
+    ),
+    Limit(
+        lambda config, _: config.pipeline_parallel_size > 1,
+        "images need --pipeline-parallel-size 1: the tower is not shared by ranks",
+    ),
+    Limit(
+        lambda config, _: config.kv_transfer is not None,
+        "images do not work with --kv-transfer-config",
+    ),
+    Limit(
+        lambda config, vision: vision.family.is_mutual and config.target_itl_ms is not None,
+        "images of this model do not work with --target-itl-ms: each is computed in one step",
+    ),
+    Limit(
+        lambda config, vision: (
+            vision.family.is_mutual
+            and config.max_num_batched_tokens
+            < 2 * vision.values["mm_tokens_per_image"] + config.max_num_seqs
+        ),
+        "each image of this model is computed in one step: raise --max-num-batched-tokens to twice"
+        " its embeddings and --max-num-seqs",
+    ),
+    Limit(
+        lambda config, _: importlib.util.find_spec("PIL") is None,
+        "images need Pillow: pip install 'qserve-kit[vision]'",
+    ),
+    Limit(
+        lambda config, _: not any((Path(config.model) / name).exists() for name in PROCESSORS),
+        f"images need {PROCESSORS[0]}: copy it from the original model",
+    ),
+)
+
+
+def with_settings(config: EngineConfig, model: ModelConfig) -> ModelConfig:
+    """Return the model without its tower if a setting does not allow it; text still runs."""
+    if model.vision is None:
+        return model
+    for limit in LIMITS:
+        if limit.is_met(config, model.vision):
+            logger.info("Text only: %s", limit.remedy)
+            return replace(model, vision=None, media_kinds=frozenset(), no_vision=limit.remedy)
+    return model
+
+
+def encoder_rows(config: EngineConfig) -> int:
+    """Embeddings that a step may make, and that the device keeps."""
+    return config.max_num_batched_tokens
+
+
+def make_budget(config: EngineConfig, model: ModelConfig) -> EncoderBudget | None:
+    """Make the encoder's budget; None for a model that takes text alone."""
+    if model.vision is None:
+        return None
+    rows = encoder_rows(config)
+    return EncoderBudget(rows, rows)

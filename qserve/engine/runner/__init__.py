@@ -1,0 +1,1 @@
+"""Run steps on one device: worker, model runner, CUDA graphs, sampling."""

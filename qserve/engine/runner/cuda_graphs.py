@@ -1,0 +1,254 @@
+"""Steps as CUDA graphs: one launch instead of hundreds.
+
+A step runs in the graph of the next larger size. There are two kinds: decode graphs of R requests
+with equally many tokens, and chunk graphs of T tokens of any requests. Chunk graphs serve prompts
+that are short enough that Python takes longer to launch their kernels than the GPU to run them. The
+rest of a graph is padding: tokens with slot -1, requests with no rows and no keys. Graphs read
+their inputs from fixed addresses (step_buffers.py) and share one memory pool.
+
+The start captures few: the largest, which size the memory pool, and the smallest, which the first
+request uses. The others are captured while the engine is idle, or when a step first needs them.
+"""
+
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+import torch
+
+from qserve.engine.runner.capture import capture
+from qserve.engine.runner.out_of_memory import ran_out
+from qserve.engine.runner.step_buffers import GraphKey, StepBuffers, StepOutputs
+from qserve.engine.step.device_step import Batch
+from qserve.engine.step.step_input import StepInput, table_width
+
+logger = logging.getLogger(__name__)
+
+# The first token of an 8B in W4A16 on an H200 takes 17.6 / 20.4 ms with graphs, for 768 / 1000
+# tokens. Launching a step takes Python 22 to 23 ms, whatever its size (32 layers; measured with 8).
+# For longer prompts the kernels take longer than that, 45 ms for 2048 tokens, and a graph would
+# only add padding. Prompt lengths are often powers of two, and decodes run in the same step: up to
+# 64 of them fit into the next size.
+CHUNK_SIZES = (16, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 576, 768, 1024, 1088)
+FEW_REQUESTS = 8  # of a chunk step
+
+
+def ran_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether a capture ran out of memory, even if ending it raised another error."""
+    while isinstance(error, RuntimeError | MemoryError):
+        if ran_out(error):
+            return True
+        error = error.__context__
+    return False
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Numbers of rows to capture: 1, 2, 4, then multiples of 8 up to 64, of 32 beyond."""
+    sizes = [1, 2, 4, *range(8, 65, 8), *range(96, max_num_seqs + 32, 32)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def graph_keys(
+    max_num_seqs: int,
+    max_num_tokens: int,
+    counts: Collection[int] = (1,),
+    max_rows: int = 0,
+    with_adapters: bool = False,
+) -> list[GraphKey]:
+    """Keys of the graphs to capture, smallest first.
+
+    `counts`: tokens of each request of a decode: 1, and more with drafts, of which there are at
+    most `max_rows` in total. Chunks have two sizes of requests: a padding request costs attention
+    blocks and rows of the head. `with_adapters` adds a copy of each key for steps with adapters.
+    """
+    most = max(max_num_seqs, max_rows)  # sampled rows of a chunk
+    decodes = [
+        GraphKey(is_chunk=False, num_tokens=size * count, num_requests=size)
+        for count in counts
+        for size in graph_sizes(max_num_seqs)
+        if count == 1 or size * count <= min(max_rows, max_num_tokens)
+    ]
+    chunks = {
+        GraphKey(is_chunk=True, num_tokens=size, num_requests=min(requests, size, most))
+        for size in CHUNK_SIZES
+        if size <= max_num_tokens
+        for requests in (FEW_REQUESTS, most)
+    }
+    keys = [*decodes, *chunks]
+    if with_adapters:
+        keys += [replace(key, has_adapters=True) for key in keys]
+    return sorted(keys, key=lambda key: (key.num_tokens, key.num_requests, key.has_adapters))
+
+
+def graph_rows(keys: Collection[GraphKey]) -> dict[str, list[int]]:
+    """Token counts of graphs, ascending: of decodes with one token each, and of chunks."""
+    chunks = {key.num_tokens for key in keys if key.is_chunk}
+    decodes = {k.num_tokens for k in keys if not k.is_chunk and k.num_tokens == k.num_requests}
+    return {"decode": sorted(decodes), "chunk": sorted(chunks)}
+
+
+def smallest_key(keys: list[GraphKey], step: StepInput) -> GraphKey | None:
+    """Return the first of `keys` that holds a step, or None."""
+    count, has_adapters = step.rows_each, step.adapter_slots_T is not None
+    is_chunk = count == 0 or not any(key.count == count for key in keys if not key.is_chunk)
+    # a chunk graph has as many rows of logits as requests
+    num_rows = max(step.num_requests, step.num_sampled) if is_chunk else step.num_requests
+    for key in keys:
+        fits = key.num_tokens >= step.num_tokens and key.num_requests >= num_rows
+        if key.has_adapters != has_adapters:
+            continue
+        if fits and key.is_chunk == is_chunk and (is_chunk or key.count == count):
+            return key
+    return None
+
+
+def first_keys(keys: list[GraphKey]) -> list[GraphKey]:
+    """Keys to capture at the start, largest first: the smaller graphs then fit into its memory."""
+    sorts: dict[tuple[int, bool], list[GraphKey]] = {}
+    for key in keys:
+        sort = 0 if key.is_chunk else key.count, key.has_adapters
+        sorts.setdefault(sort, []).append(key)
+    ends = [key for of_sort in sorts.values() for key in (of_sort[0], of_sort[-1])]
+    return sorted(set(ends), key=keys.index, reverse=True)
+
+
+class StepGraphs:
+    """Captured graphs by key."""
+
+    def __init__(
+        self,
+        step: Callable[[Batch], StepOutputs],
+        *,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        max_context_len: int,
+        page_size: int,
+        device: torch.device,
+        in_step: bool = False,
+        counts: Collection[int] = (1,),
+        max_rows: int = 0,
+        with_adapters: bool = False,
+        with_states: bool = False,
+    ) -> None:
+        """Create the graphs of `step` and capture the first ones.
+
+        `counts` and `max_rows` are those of graph_keys. Steps with a longer context than
+        `max_context_len` use no graph. `in_step`: other ranks capture and replay the same graphs in
+        the same order.
+        """
+        self.in_step = in_step
+        self._step = step
+        self._device = device
+        self._keys = graph_keys(max_num_seqs, max_num_tokens, counts, max_rows, with_adapters)
+        width = -(-max_context_len // page_size)
+        self._max_context_len = width * page_size
+        most = max(key.num_requests for key in self._keys)
+        self._table_width = table_width(width)
+        self._buffers = StepBuffers(self._keys, most, self._table_width, device, with_states)
+        self._batches: dict[GraphKey, Batch] = {}
+        self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, StepOutputs]] = {}
+        self._pool: tuple[int, int] | None = None
+        for key in first_keys(self._keys):
+            self._capture(key)
+
+    def close(self) -> None:
+        """Free the graphs. NCCL closes no communicator while a graph holds one of its sums."""
+        self._keys = []
+        self._batches.clear()
+        self._graphs.clear()
+
+    @property
+    def num_captured(self) -> int:
+        return len(self._batches)
+
+    @property
+    def num_keys(self) -> int:
+        return len(self._keys)
+
+    @property
+    def rows(self) -> dict[str, list[int]]:
+        """Result of graph_rows."""
+        return graph_rows(self._keys)
+
+    def capture_next(self) -> bool:
+        """Capture the smallest graph that is not captured. Returns False if there is none."""
+        key = next((key for key in self._keys if key not in self._batches), None)
+        return key is not None and self._has(key)
+
+    def _has(self, key: GraphKey) -> bool:
+        """Capture a graph if necessary. Returns whether it exists.
+
+        If the device has no memory for it, no further graphs are captured.
+        """
+        if key not in self._batches:
+            try:
+                self._capture(key)
+            except (RuntimeError, MemoryError) as error:
+                # With `in_step` the other ranks have the graph and would wait for this rank in it.
+                if self.in_step or not ran_out_of_memory(error):
+                    raise
+                self._keys = [each for each in self._keys if each in self._batches]
+                logger.warning(
+                    "No memory for more than %d CUDA graphs; lower --gpu-memory-utilization",
+                    len(self._keys),
+                )
+                return False
+        return True
+
+    def _capture(self, key: GraphKey) -> None:
+        """Capture a graph: about 0.1 s for 32 layers; waits for the in-flight step."""
+        self._buffers.pad_(key)
+        batch = self._buffers.batch(key, self._max_context_len)
+        self._step(batch)  # compiles kernels, which is not allowed in a capture
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        with capture(graph, self._pool):
+            outputs = self._step(batch)
+        self._pool = self._pool or graph.pool()
+        self._graphs[key] = graph, outputs
+        self._batches[key] = batch
+
+    def key_for(self, step: StepInput) -> GraphKey | None:
+        """The smallest graph that holds a step, captured now if necessary, or None."""
+        if step.max_context_len > self._max_context_len:
+            return None
+        # includes pages of tokens still to come
+        if step.block_tables_RX.shape[1] > self._table_width:
+            return None
+        key = smallest_key(self._keys, step)
+        return key if key is None or self._has(key) else smallest_key(self._keys, step)
+
+    @property
+    def decode_keys(self) -> list[GraphKey]:
+        """Captured graphs of requests with equally many tokens, smallest first."""
+        return [key for key in self._keys if key in self._batches and not key.is_chunk]
+
+    def padded(self, key: GraphKey) -> Batch:
+        """The input buffers of a graph, filled with padding only."""
+        self._buffers.pad_(key)
+        return self._batches[key]
+
+    def fill_(self, key: GraphKey, step: StepInput) -> Batch:
+        """Copy a step to the input buffers of its graph and return them."""
+        self._buffers.fill_(key, step)
+        return self._batches[key]
+
+    def outputs(self, key: GraphKey) -> StepOutputs:
+        """The output buffers of a graph."""
+        return self._graphs[key][1]
+
+    def expect(self, key: GraphKey) -> None:
+        """Assert that the buffers hold a step for this graph; the layouts of graphs differ."""
+        holds = self._buffers.holds
+        assert holds == key, f"the buffers hold a step of {holds}, not of {key}: call fill_ first"
+
+    def replay(self, key: GraphKey) -> StepOutputs:
+        """Run the graph on the buffers. Its results are valid until the next replay.
+
+        The results have one row per request of a decode step, and one per entry of logits_rows_S of
+        a chunk step; rows beyond are padding.
+        """
+        self.expect(key)
+        graph, outputs = self._graphs[key]
+        graph.replay()
+        return outputs

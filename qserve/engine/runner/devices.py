@@ -1,0 +1,52 @@
+"""Device, dtype and number of threads of a rank."""
+
+import os
+
+import torch
+
+from formats.errors import InputError
+from qkernels.gpu.launch import set_plain_launches
+from qserve.config import EngineConfig
+from qserve.engine.cpu_threads import SET_BY_USER
+from qserve.model.model_config import ModelConfig
+
+
+def pick_device(config: EngineConfig, index: int = 0, num_here: int = 1) -> torch.device:
+    """The device with this index, on a machine that needs `num_here`. Raises InputError."""
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda", "torch finds no CUDA GPU", "use --device cpu")
+    if name == "cpu" or config.num_ranks == 1:
+        return torch.device(name)
+    found = torch.cuda.device_count()
+    if found < num_here:
+        raise InputError(
+            f"--tensor-parallel-size {config.tensor_parallel_size}"
+            f" --pipeline-parallel-size {config.pipeline_parallel_size}",
+            f"needs {num_here} GPUs on this machine, torch finds {found}",
+            "use fewer ranks, or check CUDA_VISIBLE_DEVICES",
+        )
+    return torch.device(name, index)
+
+
+def use_device(device: torch.device, config: EngineConfig) -> None:
+    """Let this process compute on `device`, and launch kernels as the settings say."""
+    set_plain_launches(config.plain_kernel_launch)
+    if device.type == "cuda":
+        if device.index is not None:
+            torch.cuda.set_device(device)
+    elif config.cpu_threads is not None:
+        torch.set_num_threads(max(1, config.cpu_threads // config.num_ranks))
+    elif config.num_ranks > 1 and not os.environ.get(SET_BY_USER):
+        # Ranks that each compute on all cores would wait for each other.
+        num_cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, num_cores // config.num_ranks))
+
+
+def pick_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
+    if name != "auto":
+        return getattr(torch, name)
+    # A CPU computes float32 at least as fast, and exactly as the reference does.
+    return torch.float32 if device.type == "cpu" else model.dtype

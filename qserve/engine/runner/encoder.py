@@ -1,0 +1,93 @@
+"""Encoder: the vision tower on the device, and the embeddings that it keeps there.
+
+The scheduler decides what is encoded, kept and dropped (scheduling/encoder_budget.py).
+Legend: M rows of a step with embeddings, C hidden size, T rows of the step.
+"""
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from formats.checkpoint import CheckpointReader
+from qserve.config import EngineConfig
+from qserve.engine.media_limits import encoder_rows
+from qserve.engine.step.device_step import Batch
+from qserve.engine.step.media_rows import MediaRows
+from qserve.engine.step.step_input import StepInput
+from qserve.engine.step.transfer import to_device
+from qserve.model.axis_ropes import AxisRopes
+from qserve.model.blocks.attention import InputEmbeds
+from qserve.model.blocks.rotary import Rotary
+from qserve.model.decoder import Decoder
+from qserve.multimodal.families import VisionConfig
+from qserve.multimodal.tower import Tower
+
+logger = logging.getLogger(__name__)
+
+
+class Encoder:
+    """Embeddings of media items, by digest, and the positions of their rows."""
+
+    def __init__(self, tower: Tower, ropes: AxisRopes | None, bytes_to_come: int) -> None:
+        """`ropes`: None if positions are numbers. `bytes_to_come`: device memory of the embeddings
+        that it may keep, and of a call of the tower.
+        """
+        self.tower, self.bytes_to_come = tower, bytes_to_come
+        self._ropes = ropes
+        self._rows: dict[str, torch.Tensor] = {}
+
+    @classmethod
+    def load(
+        cls,
+        vision: VisionConfig,
+        config: EngineConfig,
+        decoder: Decoder,
+    ) -> "Encoder":
+        """Load the tower next to a decoder, with random weights for the load format dummy."""
+        is_dummy = config.load_format == "dummy"
+        tower = Tower.load(
+            vision,
+            config.model,
+            None if is_dummy else CheckpointReader(config.model).other_parts,
+            device=decoder.device,
+            dtype=decoder.dtype,
+        )
+        ropes = None
+        if vision.axis_pairs:
+            rotaries = [each for each in decoder.modules() if isinstance(each, Rotary)]
+            is_interleaved = vision.family.has_interleaved_axes
+            ropes = AxisRopes(rotaries, vision.axis_pairs, is_interleaved=is_interleaved)
+        size = sum(each.nbytes for each in tower.parameters())
+        logger.info("Vision tower: %.2f GiB in %s", size / 2**30, tower.dtype)
+        width = decoder.config.hidden_size * (1 + vision.num_levels) * decoder.dtype.itemsize
+        return cls(tower, ropes, encoder_rows(config) * width + tower.workspace_bytes)
+
+    def with_media(self, batch: Batch, step: StepInput) -> Batch:
+        """Return a step's tensors with the embeddings and the positions of its media."""
+        if step.media is not None:
+            embeds = self._embeds(step.media, batch.token_ids_T.device)
+            last = step.media.last_keys_T
+            last_keys_T = None if last is None else to_device(last, batch.token_ids_T.device)
+            batch = replace(batch, embeds=embeds, last_keys_T=last_keys_T)
+        if step.axis_offsets_3T is not None:
+            offsets_3T = to_device(step.axis_offsets_3T, batch.token_ids_T.device)
+            # with drafts the device has corrected the positions by now
+            batch = replace(batch, row_ropes=self._ropes.of(batch.positions_T + offsets_3T))
+        return batch
+
+    def _embeds(self, media: MediaRows, device: torch.device) -> InputEmbeds | None:
+        """Drop, encode and collect what a step needs; None: it reads no embedding."""
+        for digest in media.dropped:
+            self._rows.pop(digest, None)
+        encoded = self.tower.encode(media.encode)
+        self._rows.update(
+            (item.digest, rows_MC) for item, rows_MC in zip(media.encode, encoded, strict=True)
+        )
+        found = [self._rows[digest][start:stop] for digest, start, stop in media.of_items]
+        if not found:
+            return None
+        levels = 1 + self.tower.config.num_levels
+        values_MC, *added = torch.cat(found).chunk(levels, -1)
+        rows_M = to_device(media.rows_M, device)
+        return InputEmbeds(rows_M=rows_M, values_MC=values_MC, added_MC=tuple(added))

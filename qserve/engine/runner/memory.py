@@ -1,0 +1,111 @@
+"""Number of KV pages that fit in memory."""
+
+import logging
+
+import torch
+
+from formats.errors import InputError
+from qkernels.moe.experts import PreparedExperts
+from qserve.engine.runner.model_runner import ModelRunner
+from qserve.engine.step.step_input import StepInput
+from qserve.model.decoder import Decoder
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+LESS_MEMORY = "lower --max-num-batched-tokens or --max-num-seqs, or use a smaller model"
+
+
+def num_pages_in(memory: float, runner: ModelRunner, flag: str) -> int:
+    """Number of KV pages that fit in `memory` GiB after the states.
+
+    Raises InputError, which names the flag, where none fits.
+    """
+    room = memory * GIB - runner.bytes_of_states
+    if room < 0:
+        raise InputError(
+            flag,
+            f"{memory} GiB do not hold the states of {runner.num_state_slots} requests and"
+            f" {runner.num_snapshots} snapshots, {runner.bytes_of_states / GIB:.3g} GiB",
+            "raise it, or lower --max-num-seqs or --num-state-snapshots",
+        )
+    num_pages = int(room) // runner.bytes_per_page
+    if num_pages < 1:
+        raise InputError(
+            flag,
+            f"{room / GIB:.3g} GiB hold no KV page of {runner.bytes_per_page / GIB:.3g} GiB",
+            "raise it, or lower --block-size",
+        )
+    return num_pages
+
+
+def num_pages_on_gpu(
+    runner: ModelRunner, largest_step: StepInput, graph_step: StepInput | None = None
+) -> int:
+    """Number of KV pages that fit next to the weights, the largest step and the CUDA graphs.
+
+    Runs that step once on a few pages to see its peak, and `graph_step`, the largest that a graph
+    will hold: graphs have memory of their own. Raises InputError where nothing is left.
+    """
+    device = runner.device
+    torch.cuda.empty_cache()
+    weights = torch.cuda.memory_stats(device)["allocated_bytes.all.current"]
+    runner.allocate_pages(largest_step.block_tables_RX.shape[1])
+    sample = runner.sample()
+    step_peak = _peak_of(sample, largest_step)
+    graphs = 0
+    if graph_step is not None:
+        before = torch.cuda.memory_stats(device)["allocated_bytes.all.current"]
+        graphs = max(0, _peak_of(sample, graph_step) - before)
+    sample.free_pages()
+    runner.free_pages()
+    free, total = torch.cuda.mem_get_info(device)
+    stats = torch.cuda.memory_stats(device)
+    # Outside of torch's allocator: the CUDA context, other processes.
+    outside = total - free - stats["reserved_bytes.all.current"]
+    # bytes_to_come: the table of the first request with a penalty, made while requests run.
+    peak = step_peak + outside + runner.bytes_to_come + graphs
+    budget = total * runner.config.gpu_memory_utilization
+    logger.info(
+        "GPU memory: weights %.2f GiB, activations %.2f GiB, CUDA graphs %.2f GiB, outside of"
+        " torch %.2f GiB; %.2f GiB are left for KV pages of %.2f GiB * %g"
+        " (--gpu-memory-utilization)",
+        weights / GIB,
+        (step_peak - weights + runner.bytes_to_come) / GIB,
+        graphs / GIB,
+        outside / GIB,
+        (budget - peak) / GIB,
+        total / GIB,
+        runner.config.gpu_memory_utilization,
+    )
+    num_pages = int(budget - peak) // runner.bytes_per_page
+    if num_pages < 1:
+        raise InputError(
+            "--gpu-memory-utilization",
+            f"weights and activations take {peak / GIB:.1f} GiB of the {budget / GIB:.1f} GiB"
+            " it allows, which leaves nothing for KV pages",
+            f"raise it, {LESS_MEMORY}",
+        )
+    return num_pages
+
+
+def weight_bytes(decoder: Decoder) -> int:
+    """Bytes of a decoder's weights as kernels hold them."""
+    total = sum(tensor.nbytes for tensor in decoder.buffers())
+    for prepared, _ in decoder.products():
+        stacks = [prepared]
+        if isinstance(prepared, PreparedExperts):
+            stacks = [prepared.gate_up, prepared.down]
+        for stack in stacks:
+            for member in getattr(stack, "members", [stack]):
+                tensors = [member] if isinstance(member, torch.Tensor) else member.tensors.values()
+                total += sum(tensor.nbytes for tensor in tensors)
+    return total
+
+
+def _peak_of(runner: ModelRunner, step: StepInput) -> int:
+    """Peak of allocated device memory during a step."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(runner.device)
+    runner.launch(step).result()
+    return torch.cuda.memory_stats(runner.device)["allocated_bytes.all.peak"]

@@ -1,0 +1,78 @@
+"""Microbatches of a step, so that pipeline stages compute different ones at the same time.
+
+Microbatches follow the order of the step's tokens: what a later one attends to is written before
+it. Legend: T tokens of the step, R requests (chunks).
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from qserve.engine.step.device_step import Batch
+from qserve.engine.step.step_input import StepInput
+from qserve.engine.step.transfer import to_device
+from qserve.parallel.pipeline import Pipeline
+
+# With fewer tokens a pass is bound by reading the weights, which two microbatches read twice.
+MIN_TOKENS = 256
+PER_STAGE = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch:
+    """Inputs of a forward pass for some of a step's tokens."""
+
+    tokens: slice
+    requests: np.ndarray  # int64: indices of its requests
+    later: np.ndarray  # int32: tokens of each of these in later microbatches
+    step: StepInput
+
+    def batch_of(self, whole: Batch) -> Batch:
+        """Create its inputs on the device.
+
+        Values that only the device knows come from the inputs of the whole step."""
+        device = whole.token_ids_T.device
+        contexts_R = whole.context_lengths_R[to_device(self.requests, device)]
+        return replace(
+            Batch.of(self.step, device),
+            token_ids_T=whole.token_ids_T[self.tokens],
+            positions_T=whole.positions_T[self.tokens],
+            slots_T=whole.slots_T[self.tokens],
+            context_lengths_R=contexts_R - to_device(self.later, device),
+        )
+
+
+def microbatches(step: StepInput, pipeline: Pipeline) -> list[Microbatch]:
+    """The microbatches of a step that is long enough, otherwise none."""
+    count = min(step.num_tokens // MIN_TOKENS, PER_STAGE * pipeline.num_stages)
+    if count < 2:
+        return []
+    ends = [step.num_tokens * part // count for part in range(count + 1)]
+    return [microbatch_of(step, a, b) for a, b in zip(ends, ends[1:], strict=False)]
+
+
+def microbatch_of(step: StepInput, start: int, stop: int) -> Microbatch:
+    """The microbatch of the tokens [start, stop)."""
+    begins_R, ends_R = step.query_starts_R1[:-1], step.query_starts_R1[1:]
+    low_R, high_R = np.maximum(begins_R, start), np.minimum(ends_R, stop)
+    chosen = np.flatnonzero(low_R < high_R)
+    counts_R = (high_R - low_R)[chosen]
+    starts = np.zeros(len(chosen) + 1, np.int32)
+    np.cumsum(counts_R, out=starts[1:])
+    adapters_T = step.adapter_slots_T
+    later_R = (ends_R - high_R)[chosen].astype(np.int32)
+    contexts_R = step.context_lengths_R[chosen] - later_R
+    part = replace(
+        step,
+        token_ids_T=step.token_ids_T[start:stop],
+        positions_T=step.positions_T[start:stop],
+        slots_T=step.slots_T[start:stop],
+        adapter_slots_T=None if adapters_T is None else adapters_T[start:stop],
+        block_tables_RX=step.block_tables_RX[chosen],
+        query_starts_R1=starts,
+        context_lengths_R=contexts_R,
+        state_slots_R=step.state_slots_R[chosen],
+        max_query_len=int(counts_R.max()),
+        max_context_len=int(contexts_R.max()),
+    )
+    return Microbatch(tokens=slice(start, stop), requests=chosen, later=later_R, step=part)

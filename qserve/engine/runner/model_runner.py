@@ -1,0 +1,457 @@
+"""ModelRunner: launches steps on the device.
+
+`launch()` returns a handle immediately; `StepHandle.result()` waits for the sampled tokens. Tokens
+that the host does not know yet are taken on the device from the samples of the in-flight step.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from qkernels import ops
+from qkernels.sampling.settings import INVALID_TOKEN, Samples, SampleSettings
+from qserve.config import EngineConfig
+from qserve.engine.runner.cuda_graphs import StepGraphs
+from qserve.engine.runner.encoder import Encoder
+from qserve.engine.runner.microbatches import microbatches
+from qserve.engine.runner.page_copies import PageCopies, copy_pages, copy_states
+from qserve.engine.runner.pooling import PoolHandle, launch_pooling
+from qserve.engine.runner.prompt_logprobs import SLICE_BYTES, PromptHandle, launch_prompt_logprobs
+from qserve.engine.runner.sampler import TokenHistory
+from qserve.engine.runner.speculator import DraftedStep, Speculator
+from qserve.engine.runner.step_buffers import GraphKey, StepOutputs
+from qserve.engine.runner.warm_up import warm_up_shapes, warm_up_step
+from qserve.engine.scheduling.plan import Drafting
+from qserve.engine.step.device_step import Batch
+from qserve.engine.step.step_input import StepInput
+from qserve.engine.step.transfer import HostCopy, to_device
+from qserve.engine.token_event import TokenLogprobs
+from qserve.lora.slot_memory import SlotMemory
+from qserve.model.cache_spec import Cache, StepLimits, WarmUpShape
+from qserve.model.decoder import Decoder
+from qserve.model.kv_format import pick_kv_format
+from qserve.model.layer_kinds import sample_of_layers
+from qserve.parallel.ranks import ALONE, Ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepHandle:
+    """In-flight step."""
+
+    tokens: HostCopy | None = None  # None: no row of the step samples
+    num_logprobs: tuple[int, ...] = ()  # what each sampled row asked for; -1: nothing
+    # log-probs of the sampled and top-k tokens, and the top-k ids; None if not requested
+    log_probabilities: tuple[HostCopy, HostCopy, HostCopy] | None = None
+    prompts: PromptHandle | None = None  # log probabilities of prompts, where requested
+    pools: PoolHandle | None = None  # what makes vectors of prompts, where any are asked for
+    emitted: HostCopy | None = None  # of each chunk that samples, how many tokens; None: all
+    drafts: HostCopy | None = None  # what was proposed for each of them, where the host asks
+
+    def result(self) -> list[int | str]:
+        """Wait; then one token for each sampled row, or the reason why there is none."""
+        if self.tokens is None:
+            return []
+        return [
+            "the model's logits contain NaN" if token == INVALID_TOKEN else token
+            for token in self.tokens.wait().tolist()
+        ]
+
+    def num_emitted(self) -> list[int] | None:
+        """Wait; then of each chunk that samples how many of its tokens are output; None: all."""
+        return None if self.emitted is None else self.emitted.wait().tolist()
+
+    def proposed(self) -> list[list[int]] | None:
+        """Wait; then what a drafter proposed for each chunk that samples, where asked for."""
+        return None if self.drafts is None else self.drafts.wait().tolist()
+
+    def logprobs(self) -> list[TokenLogprobs | None] | None:
+        """Wait; then one for each sampled row, None where it did not ask."""
+        if self.log_probabilities is None:
+            return None
+        drawn, tops, tokens = (copy.wait().tolist() for copy in self.log_probabilities)
+        rows = zip(self.num_logprobs, drawn, tops, tokens, strict=True)
+        return [
+            None if count < 0 else TokenLogprobs(one, tuple(ids[:count]), tuple(top[:count]))
+            for count, one, top, ids in rows
+        ]
+
+
+class _Forward(NamedTuple):
+    """Step whose forward pass is launched."""
+
+    outputs: StepOutputs
+    logits_SV: torch.Tensor  # of the rows that sample
+    prompts: PromptHandle | None
+    pools: PoolHandle | None
+    drafting: DraftedStep | None
+    done: torch.cuda.Event | None  # where the host may ask; None on a CPU
+
+
+class ModelRunner:
+    """A decoder, its caches, and the in-flight step."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        config: EngineConfig,
+        device: torch.device,
+        speculator: Speculator | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.decoder = decoder
+        self.speculator = speculator
+        self.config = config
+        self.device = device
+        self._ranks = ranks
+        self.kv_format = pick_kv_format(config.kv_cache_dtype, decoder, device)
+        page_size = config.block_size
+        self.cache_specs = [
+            layer.attention.cache_spec(self.kv_format, page_size) for layer in decoder.layers
+        ]
+        self.caches: list[Cache] = []
+        # One for each request that a step may have; then those that keep copies.
+        self.num_state_slots = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self.num_snapshots = config.num_state_snapshots if config.enable_prefix_caching else 0
+        self._under_way: _Forward | None = None  # a step that has not sampled yet
+        self._last_samples: torch.Tensor | None = None
+        self._history = TokenHistory(config.max_num_seqs, decoder.config.vocab_size, device)
+        self.graphs: StepGraphs | None = None
+        self.page_copies: PageCopies | None = None
+        self.adapters: SlotMemory | None = None  # the workers fill it
+        self.encoder: Encoder | None = None  # of media; the workers fill it
+        # Auxiliary hidden states of the decoder that a drafter reads; only the first stage has one.
+        self.taps = () if speculator is None else speculator.taps
+
+    @property
+    def drafting(self) -> Drafting | None:
+        """Most drafts of a step; None without speculation."""
+        return None if self.speculator is None else self.speculator.drafting
+
+    @property
+    def looks_ahead(self) -> bool:
+        """True if a page's contents also depend on the token after it."""
+        return self.speculator is not None and self.speculator.looks_ahead
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes of one page of all layers, the drafter's included."""
+        size = sum(spec.bytes_per_page for spec in self.cache_specs)
+        if self.speculator is not None:
+            size += self.speculator.bytes_per_page(self.kv_format)
+        return size
+
+    @property
+    def bytes_of_states(self) -> int:
+        """Bytes of all state slots of all layers, slots of snapshots included."""
+        num_slots = self.num_state_slots + self.num_snapshots
+        return num_slots * sum(spec.bytes_per_slot for spec in self.cache_specs)
+
+    @functools.cached_property
+    def has_states(self) -> bool:
+        """True if a layer keeps a state of each request."""
+        return any(spec.bytes_per_slot for spec in self.cache_specs)
+
+    @property
+    def bytes_to_come(self) -> int:
+        """Device memory that requests may still allocate, in addition to that of steps."""
+        of_encoder = 0 if self.encoder is None else self.encoder.bytes_to_come
+        return self._history.bytes_to_come + SLICE_BYTES + of_encoder
+
+    def allocate_pages(self, num_pages: int) -> None:
+        """Make the KV pages, and the states of models that have some."""
+        num_slots = self.num_state_slots + self.num_snapshots
+        self.caches = [spec.make(num_pages, num_slots, self.device) for spec in self.cache_specs]
+        if self.speculator is not None:
+            self.speculator.allocate_pages(num_pages, self.kv_format)
+
+    def free_pages(self) -> None:
+        self.caches = []
+        if self.speculator is not None:
+            self.speculator.caches.clear()
+
+    def cache_tensors(self) -> list[torch.Tensor]:
+        """Tensors of all pages and states, the drafter's included."""
+        drafter = [] if self.speculator is None else self.speculator.caches
+        caches = [*self.caches, *drafter]
+        return [each for cache in caches for each in (*cache.page_tensors, *cache.slot_tensors)]
+
+    def close_graphs(self) -> None:
+        """Free every CUDA graph."""
+        for each in (self.graphs, self.speculator):
+            if each is not None:
+                each.close()
+        self.graphs = None
+
+    def sample(self) -> "ModelRunner":
+        """Runner of the fewest layers that launch every kernel. Shares weights and KV pages."""
+        decoder, numbers = sample_of_layers(self.decoder)
+        runner = ModelRunner(decoder, self.config, self.device, self.speculator, self._ranks)
+        runner.caches = [self.caches[number] for number in numbers if self.caches]
+        runner.adapters, runner.taps = self.adapters, self.taps
+        return runner
+
+    def warm_up_shapes(self, max_num_seqs: int, max_model_len: int) -> list[WarmUpShape]:
+        """Shapes of steps that together launch every kernel of steps up to the token budget."""
+        communicator, model = self._ranks.communicator, self.decoder.config
+        sums = []
+        if communicator is not None:
+            sums = communicator.row_boundaries(model.hidden_size, self.decoder.dtype)
+        limits = StepLimits(
+            max_tokens=min(max_model_len, self.config.max_num_batched_tokens),
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+        )
+        adapters = self.adapters
+        shapes = warm_up_shapes(
+            self.decoder, self.cache_specs, limits, sums=sums, adapters=adapters
+        )
+        return list(shapes)
+
+    def check_graphs(self) -> None:
+        """Raise InputError where plain torch would read a cache, which CUDA graphs cannot hold."""
+        for spec in dict.fromkeys(self.cache_specs):
+            spec.check_graphs(self.decoder.dtype, self.device.type)
+
+    def warm_up_steps(self, max_num_seqs: int, max_model_len: int) -> list[StepInput]:
+        """Warm-up steps of these shapes."""
+        shapes = self.warm_up_shapes(max_num_seqs, max_model_len)
+        return [warm_up_step(shape, self.config.block_size, self.drafting) for shape in shapes]
+
+    @torch.inference_mode()
+    def capture_graphs(self, max_num_seqs: int, max_model_len: int) -> None:
+        """Make CUDA graphs of steps. The KV pages must be at their final addresses."""
+        longest, speculator = self.config.max_seq_len_to_capture, self.speculator
+        self.graphs = StepGraphs(
+            self._captured,
+            counts=(1,) if speculator is None else speculator.row_counts,
+            max_rows=0 if speculator is None else speculator.max_rows,
+            max_num_seqs=max_num_seqs,
+            max_num_tokens=self.config.max_num_batched_tokens,
+            max_context_len=max_model_len if longest is None else min(longest, max_model_len),
+            page_size=self.config.block_size,
+            device=self.device,
+            with_adapters=self.adapters is not None,
+            with_states=self.has_states,
+            in_step=self._ranks.are_many,
+        )
+        if speculator is not None:
+            speculator.use_graphs(self.graphs)
+
+    @torch.inference_mode()
+    def capture_next(self) -> bool:
+        """Capture one more graph, in an idle moment. Returns False where there is none left."""
+        if self.graphs is None:
+            return False
+        speculator = self.speculator
+        return self.graphs.capture_next() or (speculator is not None and speculator.capture_next())
+
+    @property
+    def can_capture_next(self) -> bool:
+        """True if a graph is left to capture."""
+        graphs, speculator = self.graphs, self.speculator
+        if graphs is None or graphs.num_captured < graphs.num_keys:
+            return graphs is not None
+        return speculator is not None and speculator.can_capture_next
+
+    def launch(self, step: StepInput) -> StepHandle:
+        """Start a step on the device. Does not wait for it."""
+        self.launch_forward(step)
+        return self.launch_sampling(step)
+
+    @torch.inference_mode()
+    def launch_forward(self, step: StepInput) -> None:
+        """Start a step up to its logits. `launch_sampling` must come next, before another step.
+
+        Nothing is left to do on a rank without logits.
+        """
+        self._move_pages(step)
+        key = prompts = pools = None
+        needs_hidden = step.prompt_rows is not None or step.pool_rows is not None
+        if self.graphs is not None and not needs_hidden and not _has_media(step):
+            key = self.graphs.key_for(step)
+        if key is not None:
+            batch = self.graphs.fill_(key, step)
+            drafting = self._fill_pending(step, batch, key)
+            outputs = self.graphs.replay(key)
+            logits_SV = outputs.logits_SV
+            if not key.is_chunk and step.num_sampled < step.num_requests:
+                logits_SV = logits_SV[to_device(step.logits_rows_S, self.device)]
+            logits_SV = logits_SV[: step.num_sampled]
+        else:
+            batch = self.batch_of(step)
+            drafting = self._fill_pending(step, batch)
+            if _has_media(step):  # a drafter reads the batch without it
+                batch = self.encoder.with_media(batch, step)
+            outputs = self.forward_logits(batch, step)
+            if outputs is None:
+                return
+            logits_SV, hidden_TC = outputs.logits_SV, outputs.hidden_TC
+            if step.prompt_rows is not None:
+                prompts = launch_prompt_logprobs(self.decoder.logits, hidden_TC, step.prompt_rows)
+            if step.pool_rows is not None:
+                pools = launch_pooling(self.decoder, hidden_TC, step.pool_rows)
+        done = None
+        if step.awaits_masks and self.device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record()
+        self._under_way = _Forward(outputs, logits_SV, prompts, pools, drafting, done)
+
+    @property
+    def is_computing(self) -> bool:
+        """True while the forward pass of a step that awaits masks runs. Always False on a CPU."""
+        under_way = self._under_way
+        return under_way is not None and under_way.done is not None and not under_way.done.query()
+
+    @torch.inference_mode()
+    def launch_sampling(self, step: StepInput) -> StepHandle:
+        """Start the sampling of a step, whose masks may have arrived since."""
+        if self._under_way is None:
+            return StepHandle()
+        (outputs, logits_SV, prompts, pools, drafting, _), self._under_way = self._under_way, None
+        if not step.num_sampled:
+            self._last_samples = None
+            if drafting is not None:
+                drafting.propose(outputs)
+            return StepHandle(prompts=prompts, pools=pools)
+        for fill in step.history_fills:
+            self._history.fill_(fill)
+        settings = SampleSettings.of_words(step.sample_words_SP, step.sample_bias_E)
+        emitted = drafts = None
+        if drafting is None:
+            samples = self._draw(logits_SV, settings.to(self.device))
+            # A failed row's request may be in the next step already: its token must be a valid
+            # index.
+            self._last_samples = samples.tokens_S.clamp(min=0)
+            tokens = HostCopy(samples.tokens_S)
+        else:
+            samples = drafting.draw(logits_SV, settings, self._draw, self._history.table)
+            tokens, emitted = drafting.tokens, drafting.num_emitted
+            drafts = drafting.propose(outputs)
+        log_probabilities = None
+        if settings.num_logprobs >= 0:
+            log_probabilities = (
+                HostCopy(samples.logprobs_S),
+                HostCopy(samples.top_logprobs_SN),
+                HostCopy(samples.top_tokens_SN),
+            )
+        return StepHandle(
+            tokens=tokens,
+            num_logprobs=() if log_probabilities is None else step.num_logprobs,
+            log_probabilities=log_probabilities,
+            prompts=prompts,
+            pools=pools,
+            emitted=emitted,
+            drafts=drafts,
+        )
+
+    def _draw(self, logits_SV: torch.Tensor, settings: SampleSettings) -> Samples:
+        return ops.sample_(logits_SV, settings, self._history.table)
+
+    def offload_pages(self, num_slots: int) -> None:
+        """Allocate host memory for `num_slots` KV pages. The device's pages exist already."""
+        drafter = [] if self.speculator is None else self.speculator.caches
+        self.page_copies = PageCopies([*self.caches, *drafter], num_slots, self.device)
+
+    def _move_pages(self, step: StepInput) -> None:
+        if step.state_moves is not None:
+            copy_states(self.caches, step.state_moves, self.device)
+        moves = step.page_moves
+        if moves is None:
+            return
+        if self.page_copies is not None:
+            self.page_copies.store(moves)
+        copy_pages(self.caches, moves, self.device)
+        if self.page_copies is not None:
+            self.page_copies.load(moves)
+
+    @property
+    def _draws(self) -> bool:
+        """True if this rank samples: every rank of the first stage does."""
+        return self.decoder.head is not None
+
+    def _hidden(
+        self, step: StepInput | None, batch: Batch
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Decoder.forward_tapped, in microbatches if pipeline stages can overlap them."""
+        pipeline = self._ranks.pipeline
+        if pipeline is None:
+            self._adapt(batch)
+            return self.decoder.forward_tapped(batch.token_ids_T, batch, self.caches, self.taps)
+        parts = [] if step is None else microbatches(step, pipeline)
+        batches = [part.batch_of(batch) for part in parts] or [batch]
+        token_ids = [each.token_ids_T for each in batches]
+        return self.decoder.forward_parts(token_ids, batches, self.caches, self.taps, self._adapt)
+
+    def _captured(self, batch: Batch) -> StepOutputs:
+        """`forward_logits` without unused outputs: a graph keeps its outputs allocated."""
+        outputs = self.forward_logits(batch)
+        if self.speculator is None or not self.speculator.drafting.runs_drafter:
+            return replace(outputs, hidden_TC=None)
+        return outputs
+
+    def forward_logits(self, batch: Batch, step: StepInput | None = None) -> StepOutputs | None:
+        """Compute a batch up to the logits of the rows that sample; None on a rank without logits.
+
+        `step`: of the batch, which may be computed in microbatches.
+        """
+        hidden_TC, tapped = self._hidden(step, batch)
+        if not self._draws:
+            return None
+        logits_SV = self.decoder.logits(hidden_TC[batch.logits_rows_S])
+        return StepOutputs(logits_SV=logits_SV, hidden_TC=hidden_TC, taps=tapped)
+
+    def batch_of(self, step: StepInput) -> Batch:
+        """Copy a step to the device, with state slots if the model has states."""
+        return Batch.of(step, self.device, self.has_states)
+
+    def _fill_pending(
+        self, step: StepInput, batch: Batch, key: GraphKey | None = None
+    ) -> DraftedStep | None:
+        """Fill in tokens of the in-flight step, which the host does not know yet.
+
+        Returns the speculative part of the step, if there is one.
+        """
+        if step.draft_rows is not None and self.speculator is not None:
+            drafting = self.speculator.begin(step, batch, key)
+            drafting.fill_(self._ranks.pipeline)
+            return drafting
+        count = len(step.pending_index)
+        if count == 0 or not self._draws:
+            return None
+        token_ids = batch.token_ids_T
+        in_order = np.arange(count)
+        if np.array_equal(step.pending_index, in_order) and np.array_equal(
+            step.pending_row, in_order
+        ):  # decode steps of the same requests, the usual case
+            token_ids[:count] = self._last_samples[:count]
+            return None
+        index, rows = (
+            to_device(array, self.device) for array in (step.pending_index, step.pending_row)
+        )
+        token_ids[index] = self._last_samples[rows]
+        return None
+
+    @torch.inference_mode()
+    def logits(self, step: StepInput) -> torch.Tensor:
+        """Logits [T, V] in float32 after every token of a step, none of which is pending."""
+        self._move_pages(step)
+        hidden_TC, _ = self._hidden(step, self.batch_of(step))
+        return self.decoder.logits(hidden_TC).float() if self._draws else hidden_TC
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Hidden states [T, C] of a batch."""
+        self._adapt(batch)
+        return self.decoder(batch.token_ids_T, batch, self.caches)
+
+    def _adapt(self, batch: Batch) -> None:
+        """Set the adapter of each row for the decoder's linears."""
+        if self.adapters is not None:
+            self.adapters.rows.slots_T = batch.adapter_slots_T
+
+
+def _has_media(step: StepInput) -> bool:
+    """True for a step with embeddings of media, or positions of three axes: in no CUDA graph."""
+    return step.media is not None or step.axis_offsets_3T is not None

@@ -1,0 +1,40 @@
+"""Recognition of out-of-memory errors, of torch and of other libraries."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from formats.errors import InputError
+
+# Messages of other errors than OutOfMemoryError: the CPU's allocator, pinned memory and launches,
+# cuBLAS.
+OUT_OF_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "CUDA error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+
+
+@contextmanager
+def out_of_memory_is_named(doing: str, remedy: str) -> Iterator[None]:
+    """Convert an out-of-memory error of the block to an InputError with the remedy."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not ran_out(error):
+            raise
+        first = str(error).partition("\n")[0].partition(". ")[0]
+        raise InputError("memory", f"ran out while {doing}: {first}", remedy) from error
+
+
+def ran_out(error: RuntimeError | MemoryError) -> bool:
+    """Return whether an error means that the device or the host is out of memory."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    # The death of a rank is not the failure of a step, whatever caused it.
+    return type(error).__module__.partition(".")[0] != "qserve" and any(
+        text in str(error) for text in OUT_OF_MEMORY
+    )

@@ -1,0 +1,120 @@
+"""Residence: what of a model is on the device, and what a sleeping engine has given back.
+
+Level 1 keeps the weights in pinned host memory, level 2 drops them. Both free the KV pages and the
+CUDA graphs. Tensors stay the same objects with new addresses, so graphs are captured again;
+compiled kernels stay.
+"""
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from formats.errors import InputError
+from qserve.engine.runner.memory import GIB
+from qserve.engine.runner.model_runner import ModelRunner
+from qserve.engine.runner.out_of_memory import out_of_memory_is_named
+from qserve.engine.start_phases import phase
+from qserve.model.resident.leaves import tensors
+from qserve.model.resident.memory import SleepingMemory
+from qserve.model.resident.staged import StagedWeights, stage
+from qserve.model.resident.update_source import UpdateSource
+
+OTHERS = "another program holds the GPU's memory; wake the model again when it is free"
+
+logger = logging.getLogger(__name__)
+
+
+class Residence:
+    """Weights and pages of one worker, each awake or asleep."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        max_model_len: int,
+        open_weights: Callable[[], UpdateSource],
+        capture_graphs: Callable[[], None] | None,
+    ) -> None:
+        """`open_weights`: source of the weights that a sleep of level 2 drops.
+
+        `capture_graphs`: captures the first CUDA graphs again; None: there are none.
+        """
+        self._runner, self._max_model_len = runner, max_model_len
+        self.open_weights, self._capture_graphs = open_weights, capture_graphs
+        self._pages: SleepingMemory | None = None  # None: awake
+        self._weights: SleepingMemory | None = None
+
+    @property
+    def is_asleep(self) -> bool:
+        """True if pages or weights are not on the device."""
+        return self._pages is not None or self._weights is not None
+
+    @property
+    def has_weights(self) -> bool:
+        return self._weights is None
+
+    @property
+    def lost_weights(self) -> bool:
+        """True if the weights were dropped, and are neither on the device nor on the host."""
+        return self._weights is not None and not self._weights.keeps
+
+    def sleep(self, level: int) -> None:
+        """Give memory back. No step may be in flight. Raises InputError, and then gives none."""
+        runner, is_cuda = self._runner, self._runner.device.type == "cuda"
+        if is_cuda:
+            torch.cuda.synchronize(runner.device)
+        if self._weights is None:
+            with out_of_memory_is_named("keeping the weights on the host", "sleep at level 2"):
+                self._weights = SleepingMemory(tensors(runner.decoder), keeps=level == 1)
+        runner.close_graphs()  # not before: a sleep that fails leaves all as it was
+        if self._pages is None:
+            self._pages = SleepingMemory(runner.cache_tensors(), keeps=False)
+        if is_cuda:
+            torch.cuda.empty_cache()
+        freed = self._pages.num_bytes + self._weights.num_bytes
+        logger.info("Sleeping at level %d: %.2f GiB are free", level, freed / GIB)
+
+    def wake_weights(self) -> None:
+        """Bring the weights back, from the host or from their source. Raises InputError."""
+        if self._weights is None:
+            return
+        if self.lost_weights:
+            self.fill(self.stage(self.open_weights()))
+            return
+        with phase("Waking the weights"), out_of_memory_is_named("waking the weights", OTHERS):
+            self._weights.restore()
+        self._weights = None
+
+    def wake_pages(self) -> None:
+        """Make the KV pages, empty, and capture the first CUDA graphs. Raises InputError."""
+        if self._pages is None:
+            return
+        if self._weights is not None:
+            raise InputError("wake_up", "KV pages follow the weights", "wake the weights first")
+        with phase("Waking the KV pages"), out_of_memory_is_named("waking the KV pages", OTHERS):
+            self._pages.restore()
+        self._pages = None
+        if self._capture_graphs is not None and self._runner.device.type == "cuda":
+            self._capture_graphs()
+
+    def stage(self, update: UpdateSource, digests: dict[str, str] | None = None) -> StagedWeights:
+        """Read new weights and check them; nothing changes. Raises InputError."""
+        with out_of_memory_is_named("reading the new weights", OTHERS):
+            return stage(
+                self._runner.decoder,
+                update.config,
+                update.source,
+                device=self._runner.device,
+                max_model_len=self._max_model_len,
+                kernels=self._runner.config.kernels,
+                digests=digests,
+            )
+
+    def fill(self, staged: StagedWeights) -> None:
+        """Replace the weights, which are awake afterwards. No step may be in flight."""
+        if self._weights is not None:
+            with out_of_memory_is_named("waking the weights", OTHERS):
+                self._weights.restore()
+            self._weights = None
+        staged.commit()

@@ -1,0 +1,88 @@
+"""Speculator: the runner's interface to speculative decoding (qserve/speculation)."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from qkernels.sampling.settings import Samples, SampleSettings
+from qserve.engine.runner.cuda_graphs import StepGraphs
+from qserve.engine.runner.step_buffers import GraphKey, StepOutputs
+from qserve.engine.scheduling.plan import Drafting
+from qserve.engine.step.device_step import Batch
+from qserve.engine.step.step_input import StepInput
+from qserve.engine.step.transfer import HostCopy
+from qserve.model.cache_spec import Cache, KvFormat
+from qserve.parallel.pipeline import Pipeline
+
+
+class DraftedStep(Protocol):
+    """Speculative part of one step: `fill_`, then the model runs, then `draw`, then `propose`."""
+
+    tokens: HostCopy | None  # of all rows that sample; set by `draw`, as is `num_emitted`
+    num_emitted: HostCopy | None  # of each chunk that samples; None: all
+
+    def fill_(self, pipeline: Pipeline | None = None) -> None:
+        """Fill in tokens that only the device knows, and correct positions."""
+
+    def draw(
+        self,
+        logits_SV: torch.Tensor,
+        settings: SampleSettings,
+        draw_rows: Callable[[torch.Tensor, SampleSettings], Samples],
+        history_WV: torch.Tensor | None,
+    ) -> Samples:
+        """Sample all rows, and verify the drafts."""
+
+    def propose(self, outputs: StepOutputs) -> HostCopy | None:
+        """Run the drafter. Returns its drafts [D, K] where the host asks for them."""
+
+
+class Speculator(Protocol):
+    """Drafter of one worker, its caches, and the tokens that requests have on the device."""
+
+    @property
+    def taps(self) -> Sequence[int]:
+        """Layers whose auxiliary hidden states the drafter reads."""
+
+    @property
+    def drafting(self) -> Drafting:
+        """Most drafts of a step."""
+
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        """Possible numbers of rows of a request that decodes."""
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows of a step whose requests have drafts."""
+
+    @property
+    def looks_ahead(self) -> bool:
+        """True if the drafter's keys at a position depend on the next token, too."""
+
+    @property
+    def caches(self) -> list[Cache]:
+        """Caches of the drafter's layers."""
+
+    def bytes_per_page(self, kv_format: KvFormat) -> int:
+        """Bytes of one page of the drafter's layers."""
+
+    def allocate_pages(self, num_pages: int, kv_format: KvFormat) -> None:
+        """Make the caches, whose pages have the numbers of the model's."""
+
+    def begin(self, step: StepInput, batch: Batch, key: GraphKey | None) -> DraftedStep:
+        """Prepare the speculative part of a step. `key`: of the CUDA graph that it runs in."""
+
+    def use_graphs(self, graphs: StepGraphs) -> None:
+        """Run the speculative part of steps in CUDA graphs, too."""
+
+    @property
+    def can_capture_next(self) -> bool:
+        """True if a graph is left to capture in an idle moment."""
+
+    def capture_next(self) -> bool:
+        """Capture one more graph. Returns False where none is left."""
+
+    def close(self) -> None:
+        """Free the CUDA graphs."""

@@ -1,0 +1,430 @@
+"""Worker: one rank's shard of the model on one device.
+
+Every rank makes the same calls in the same order, because most of them compute a step together.
+"""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from formats.checkpoint import CheckpointReader
+from qkernels.gpu.device import INTERPRETED
+from qkernels.gpu.launch import recorded_launches
+from qserve.config import EngineConfig
+from qserve.engine.runner.capture import capture
+from qserve.engine.runner.cuda_graphs import CHUNK_SIZES
+from qserve.engine.runner.devices import pick_dtype
+from qserve.engine.runner.encoder import Encoder
+from qserve.engine.runner.memory import (
+    GIB,
+    LESS_MEMORY,
+    num_pages_in,
+    num_pages_on_gpu,
+    weight_bytes,
+)
+from qserve.engine.runner.model_runner import ModelRunner, StepHandle
+from qserve.engine.runner.out_of_memory import out_of_memory_is_named
+from qserve.engine.runner.residence import Residence
+from qserve.engine.runner.warm_up import warm_up_step, with_adapters
+from qserve.engine.start_phases import phase
+from qserve.engine.step.step_input import StepInput
+from qserve.kv_transfer.connector import make_connector
+from qserve.kv_transfer.rank_pages import RankPages
+from qserve.lora.layout import AdapterLayout
+from qserve.lora.rank_adapters import RankAdapters
+from qserve.lora.slot_memory import SlotMemory
+from qserve.model.cache_spec import WarmUpShape
+from qserve.model.dummy_source import DummySource
+from qserve.model.loader import load
+from qserve.model.model_config import ModelConfig
+from qserve.model.resident.update_source import UpdateSource
+from qserve.model.rounding_source import open_source
+from qserve.parallel.ranks import ALONE, Ranks
+
+
+class Replay:
+    """One step's forward pass, prepared to run repeatedly for measurements.
+
+    A decode or a short chunk runs in the worker's own CUDA graph with its padding, as in serving.
+    A longer step runs in a graph captured for it, or eagerly where graphs are off. With several
+    ranks each rank prepares its own.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, runner: ModelRunner, step: StepInput, *, captures: bool) -> None:
+        """`captures`: whether a graph may be captured for it."""
+        key = None if runner.graphs is None else runner.graphs.key_for(step)
+        if key is not None:
+            runner.graphs.fill_(key, step)
+            self.graph = "engine"  # or "captured", or "none"
+            self._run = lambda: runner.graphs.replay(key)
+            return
+        batch = runner.batch_of(step)
+        self.graph, self._run = "none", lambda: runner.forward_logits(batch, step)
+        if captures:
+            self._run()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with capture(graph):
+                self._run()
+            self.graph, self._run = "captured", graph.replay
+
+    @torch.inference_mode()
+    def run(self, count: int) -> None:
+        """Launch it `count` times, back to back."""
+        for _ in range(count):
+            self._run()
+
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """One rank's loaded model, ready for steps once it has pages."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        max_model_len: int,
+        device: torch.device,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        """Load the model. Raises InputError."""
+        self._max_model_len = max_model_len
+        self._max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._ranks = ranks
+        self._uses_graphs = not config.enforce_eager and ranks.pipeline is None
+        self._plans_kernels = _plans_kernels(config, device)
+        # Where no kernel was compiled yet, its processes start while the model is loaded. One rank
+        # compiles; the others find the result on disk.
+        self._compile_pool = None
+        self.adapters: RankAdapters | None = None  # filled below with --enable-lora
+        self.pages: RankPages | None = None  # open_pages fills it
+        self.replay: Replay | None = None  # prepare_replay fills it
+        if self._plans_kernels and ranks.rank == 0:
+            self._compile_pool = _compile_pool(config)
+        try:
+            self.runner = self._load(config, model, device)
+        except BaseException:
+            if self._compile_pool is not None:
+                self._compile_pool.close()
+            raise
+
+    def _load(self, config: EngineConfig, model: ModelConfig, device: torch.device) -> ModelRunner:
+        with (
+            phase("Loading the model"),
+            out_of_memory_is_named("loading the weights", "use a smaller or a quantized model"),
+        ):
+            decoder = load(
+                model,
+                self._open_weights(config, model, device).source,
+                device=device,
+                dtype=pick_dtype(config.dtype, model, device),
+                max_model_len=self._max_model_len,
+                progress=self._ranks.rank == 0,
+                kernels=config.kernels,
+                ranks=self._ranks,
+            )
+            speculator = config.speculation and config.speculation.make_speculator(
+                config, decoder, max_model_len=self._max_model_len, ranks=self._ranks
+            )
+            runner = ModelRunner(decoder, config, device, speculator, self._ranks)
+            if model.vision is not None:
+                runner.encoder = Encoder.load(model.vision, config, decoder)
+            if self._uses_graphs and device.type == "cuda":
+                runner.check_graphs()
+            if config.enable_lora:
+                runner.adapters = SlotMemory(
+                    decoder,
+                    AdapterLayout(model, decoder.parts, decoder.layer_numbers),
+                    num_slots=config.max_loras,
+                    max_rank=config.max_lora_rank,
+                )
+                self.adapters = RankAdapters(runner.adapters, decoder.dtype, device)
+                self._reader = ThreadPoolExecutor(1, "adapters")
+                logger.info(
+                    "Adapters: %d slots of rank %d, %.2f GiB",
+                    config.max_loras,
+                    config.max_lora_rank,
+                    runner.adapters.num_bytes / GIB,
+                )
+            return runner
+
+    @staticmethod
+    def _open_weights(
+        config: EngineConfig, model: ModelConfig, device: torch.device
+    ) -> UpdateSource:
+        if config.load_format == "dummy":
+            source = DummySource(model, device, config.seed)
+        else:
+            source = open_source(CheckpointReader(config.model), model, device)
+        return UpdateSource(config=model, source=source)
+
+    @functools.cached_property
+    def residence(self) -> Residence:
+        """Weights and pages of this rank, which sleep and get new contents."""
+        runner = self.runner
+        model, device = runner.decoder.config, runner.device
+        return Residence(
+            runner,
+            max_model_len=self._max_model_len,
+            open_weights=lambda: self._open_weights(runner.config, model, device),
+            capture_graphs=self._capture_graphs if self._uses_graphs else None,
+        )
+
+    @property
+    def computes_in_launch(self) -> bool:
+        """`launch` returns when the step is done: a CPU has no queue of work."""
+        return self.runner.device.type == "cpu"
+
+    def warm_up_shapes(self) -> list[WarmUpShape]:
+        """Warm-up shapes that launch every kernel of this rank (CUDA only)."""
+        if self.runner.device.type != "cuda":
+            return []
+        return self.runner.warm_up_shapes(self._max_num_seqs, self._max_model_len)
+
+    def compile_kernels(self, largest_step: StepInput, shapes: Sequence[WarmUpShape]) -> None:
+        """Compile in parallel the kernels of steps up to the largest (CUDA only).
+
+        The steps run once with launches recorded instead of made. `shapes`: of all ranks, since
+        every rank takes part in each step.
+        """
+        if not self._plans_kernels:
+            return
+        runner = self.runner
+        with (
+            phase("Planning the kernels"),
+            out_of_memory_is_named("planning them", LESS_MEMORY),
+            torch.inference_mode(),
+        ):
+            steps = self._warm_up_steps(shapes)
+            runner.allocate_pages(largest_step.block_tables_RX.shape[1])
+            sample = runner.sample()
+            with recorded_launches() as jobs:
+                for step in [largest_step, *steps]:
+                    sample.launch(step).result()
+            runner.free_pages()
+        if self._compile_pool is None:
+            return
+        missing = self._compile_pool.missing(jobs.values())
+        with (
+            phase(f"Compiling {missing} of {len(jobs)} kernels")
+            if missing
+            else contextlib.nullcontext(),
+            tqdm(total=missing, desc="Compiling kernels", disable=None if missing else True) as bar,
+        ):
+            self._compile_pool.compile(jobs.values(), on_done=bar.update)
+
+    def num_pages_that_fit(self, largest_step: StepInput) -> int:
+        """Number of KV pages that fit in memory. Raises InputError where none fits."""
+        config = self.runner.config
+        if config.kv_cache_memory is not None:
+            return num_pages_in(config.kv_cache_memory, self.runner, "--kv-cache-memory")
+        if self.runner.device.type != "cuda":
+            return num_pages_in(config.cpu_kv_cache_memory, self.runner, "--cpu-kv-cache-memory")
+        graph_step = self._graph_step() if self._uses_graphs else None
+        with phase("Measuring a largest step"), out_of_memory_is_named("measuring it", LESS_MEMORY):
+            return num_pages_on_gpu(self.runner, largest_step, graph_step)
+
+    def _warm_up_steps(self, shapes: Sequence[WarmUpShape]) -> list[StepInput]:
+        page_size, drafting = self.runner.config.block_size, self.runner.drafting
+        steps = [warm_up_step(shape, page_size, drafting) for shape in shapes]
+        if self.runner.adapters is not None:
+            steps += [with_adapters(step) for step in steps]
+        return steps
+
+    def prepare(self, num_pages: int, longest_step: int, shapes: Sequence[WarmUpShape]) -> None:
+        """Make the KV pages, load the kernels of steps up to the longest, and capture graphs."""
+        runner = self.runner
+        with out_of_memory_is_named(f"making {num_pages} KV pages", f"lower {self._knob_of_pages}"):
+            runner.allocate_pages(num_pages)
+        if runner.device.type != "cuda":
+            return
+        steps = self._warm_up_steps(shapes)
+        with (
+            phase("Warming up"),
+            out_of_memory_is_named(
+                "running its steps", f"lower {self._knob_of_pages}, or {LESS_MEMORY}"
+            ),
+            torch.inference_mode(),
+        ):
+            sample = runner.sample()
+            for step in steps:
+                if step.num_tokens <= longest_step:
+                    sample.launch(step).result()
+        if self._uses_graphs:
+            self._capture_graphs()
+
+    @property
+    def _knob_of_pages(self) -> str:
+        """Flag that sets the memory of KV pages."""
+        config = self.runner.config
+        if config.num_gpu_blocks_override is not None:
+            return "--num-gpu-blocks-override"
+        if config.kv_cache_memory is not None:
+            return "--kv-cache-memory"
+        is_cuda = self.runner.device.type == "cuda"
+        return "--gpu-memory-utilization" if is_cuda else "--cpu-kv-cache-memory"
+
+    def prepare_replay(self, step: StepInput) -> None:
+        """Be ready to run a step again and again."""
+        captures = self._uses_graphs and self.runner.device.type == "cuda"
+        self.replay = Replay(self.runner, step, captures=captures)
+
+    def run_replay(self, count: int) -> None:
+        """Launch the prepared step `count` times. Does not wait for the device."""
+        self.replay.run(count)
+
+    def free_unused(self) -> None:
+        """Free the device's unused memory after it ran out."""
+        if self.runner.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @property
+    def can_capture_next(self) -> bool:
+        """True if a CUDA graph is left to capture."""
+        return self.runner.can_capture_next
+
+    def capture_next(self) -> bool:
+        """Capture one more CUDA graph, in an idle moment. Returns False where none is left."""
+        return self.runner.capture_next()
+
+    def _capture_graphs(self) -> None:
+        runner = self.runner
+        torch.cuda.empty_cache()  # or what others gave back would count as the graphs' gain
+        free, _ = torch.cuda.mem_get_info(runner.device)
+        with (
+            phase("Capturing the first CUDA graphs"),
+            out_of_memory_is_named(
+                "capturing CUDA graphs", "lower --gpu-memory-utilization, or use --enforce-eager"
+            ),
+        ):
+            runner.capture_graphs(self._max_num_seqs, self._max_model_len)
+        torch.cuda.empty_cache()
+        left, _ = torch.cuda.mem_get_info(runner.device)
+        graphs = runner.graphs
+        logger.info(
+            "CUDA graphs: %d of %d captured, %.2f GiB; the others follow when the engine is idle",
+            graphs.num_captured,
+            graphs.num_keys,
+            (free - left) / GIB,
+        )
+
+    def tap(self, taps: Sequence[int]) -> None:
+        """Read these auxiliary hidden states of the decoder, for the drafter of the first stage."""
+        self.runner.taps = tuple(taps)
+
+    def read_adapter(self, number: int, path: str) -> Future:
+        """Read this rank's shard of an adapter's folder in a thread. The future is its digest."""
+        return self._reader.submit(self.adapters.read, number, path)
+
+    def place_adapter(self, slot: int, number: int) -> None:
+        """Fill a slot of the device."""
+        self.adapters.place(slot, number)
+
+    def forget_adapter(self, number: int) -> None:
+        """Drop this rank's shard of an adapter from the host."""
+        self.adapters.forget(number)
+
+    def offload_pages(self, num_slots: int) -> None:
+        """Allocate host memory for `num_slots` KV pages."""
+        with out_of_memory_is_named(
+            f"making room for {num_slots} KV pages on the host", "lower --kv-offload-gb"
+        ):
+            self.runner.offload_pages(num_slots)
+
+    def open_pages(self) -> int:
+        """Open this rank's connector for KV pages. Returns the bytes of a page.
+
+        Raises InputError.
+        """
+        copies = self.runner.page_copies
+        connector = make_connector(self.runner.config.kv_transfer, copies.page_bytes)
+        self.pages = RankPages(connector, copies, rank=self._ranks.rank, size=self._ranks.size)
+        return self.pages.page_bytes
+
+    def match_pages(self, keys_NB: np.ndarray) -> Future:
+        """Number of these pages that this rank's connector has, up to the first it lacks."""
+        return self.pages.match(keys_NB)
+
+    def load_pages(self, keys_NB: np.ndarray, slots: Sequence[int]) -> Future:
+        """Fill slots of the host tier."""
+        return self.pages.load(keys_NB, slots)
+
+    def save_pages(self, keys_NB: np.ndarray, pages: Sequence[int]) -> Future:
+        """Save pages of the device."""
+        return self.pages.save(keys_NB, pages)
+
+    def _graph_step(self) -> StepInput:
+        """Step about as large as the largest CUDA graph."""
+        config, rows = self.runner.config, self._max_num_seqs
+        tokens = min(CHUNK_SIZES[-1], config.max_num_batched_tokens)
+        count = min(max(1, tokens // rows), self._max_model_len)
+        return StepInput.padding(
+            num_requests=rows,
+            count=count,
+            max_context_len=count,
+            page_size=config.block_size,
+            drafting=self.runner.drafting,
+        )
+
+    def finish(self) -> None:
+        """Wait for all work on the device: other ranks may need this rank's part of a step."""
+        if self.runner.device.type == "cuda":
+            torch.cuda.synchronize(self.runner.device)
+
+    def close(self) -> None:
+        """Wait for the device and free every CUDA graph. Nothing runs after it."""
+        self.finish()
+        self.replay = None
+        for each in (self.runner.graphs, self.runner.speculator):
+            if each is not None:
+                each.close()
+
+    def facts(self) -> tuple[str, float, int, int, int, int]:
+        """Device, GiB of weights, layers, heads, KV heads, bytes of a KV page."""
+        runner = self.runner
+        model = runner.decoder.config
+        return (
+            str(runner.device),
+            weight_bytes(runner.decoder) / GIB,
+            len(runner.decoder.layers),
+            model.num_heads,
+            model.num_kv_heads,
+            runner.bytes_per_page,
+        )
+
+    def launch(self, step: StepInput) -> StepHandle:
+        """Start a step. Returns without waiting for it, where the device allows that."""
+        self.check()
+        return self.runner.launch(step)
+
+    def check(self) -> None:
+        """Raise where a kernel timed out waiting for another rank. Does not wait for kernels."""
+        if self._ranks.communicator is not None:
+            self._ranks.communicator.check()
+
+    def logits(self, step: StepInput) -> torch.Tensor:
+        """Logits [T, V] in float32 after every token of a step."""
+        return self.runner.logits(step)
+
+
+def _plans_kernels(config: EngineConfig, device: torch.device) -> bool:
+    """True if kernels are compiled before they are launched."""
+    if device.type != "cuda" or INTERPRETED or config.plain_kernel_launch:
+        return False
+    return config.compile_processes != 0
+
+
+def _compile_pool(config: EngineConfig) -> Any:
+    from qkernels.gpu.compile_pool import CompilePool  # loads triton, which a CPU may lack
+
+    return CompilePool(config.compile_processes)

@@ -1,0 +1,101 @@
+"""EncoderBudget: which media items a step encodes, and whose embeddings stay on the device.
+
+It counts rows: one row is one embedding. An item is encoded whole, in the step that first needs
+one of its rows; a chunk ends before an item that does not fit into the step. Embeddings are kept by
+digest until others need their room, the least recently used first. A request whose item was dropped
+has it encoded again.
+"""
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+from qserve.engine.request import Request
+from qserve.multimodal.media import MediaItem
+
+
+class MediaPlan(NamedTuple):
+    """Encoder work of a step."""
+
+    encode: tuple[MediaItem, ...]
+    dropped: tuple[str, ...]  # digests of items whose embeddings are freed before
+
+
+class EncoderBudget:
+    """Rows that a step may encode, and rows that the device keeps."""
+
+    def __init__(self, rows_per_step: int, capacity: int) -> None:
+        """`capacity`: rows on the device. One item may exceed both limits, if it is alone."""
+        self._rows_per_step, self._capacity = rows_per_step, capacity
+        self._kept: OrderedDict[str, int] = OrderedDict()  # digest -> rows, last used last
+        self._num_kept = 0
+        self._dropped: list[str] = []  # since the last step
+        self._encode: list[MediaItem] = []  # by the step that is being planned
+        self._num_encoded = 0
+        self._used: set[str] = set()  # digests that this step reads
+
+    @property
+    def num_kept(self) -> int:
+        """Rows on the device."""
+        return self._num_kept
+
+    def begin_step(self) -> None:
+        """Forget what the step before used."""
+        self._encode, self._num_encoded, self._used = [], 0, set()
+
+    def take(self, request: Request, start: int, count: int) -> int:
+        """Provide for the items among the next `count` tokens from `start`.
+
+        Returns how many of these tokens the step can compute.
+        """
+        for item in request.media:
+            if item.end <= start:
+                continue
+            if item.offset >= start + count:
+                break
+            if item.is_mutual and item.end > start + count:
+                return max(0, item.offset - start)  # its rows see each other: they need one step
+            if not self._has(item):
+                return max(0, item.offset - start)
+        return count
+
+    def end_step(self) -> MediaPlan | None:
+        """Return the step's work; None: it reads no embedding and frees none."""
+        if not (self._used or self._dropped):
+            return None
+        plan = MediaPlan(encode=tuple(self._encode), dropped=tuple(self._dropped))
+        self._dropped = []
+        return plan
+
+    def reset(self) -> None:
+        """Drop all embeddings: it is unknown which of them a failed step made."""
+        self._dropped += self._kept
+        self._kept.clear()
+        self._num_kept = 0
+
+    def _has(self, item: MediaItem) -> bool:
+        """Return whether the step can read an item; plan to encode it if it is not there."""
+        digest, rows = item.digest, item.num_embeds
+        if digest in self._kept:
+            self._kept.move_to_end(digest)
+            self._used.add(digest)
+            return True
+        if self._encode and self._num_encoded + rows > self._rows_per_step:
+            return False
+        if not self._make_room(rows):
+            return False
+        self._kept[digest] = rows
+        self._num_kept += rows
+        self._num_encoded += rows
+        self._encode.append(item)
+        self._used.add(digest)
+        return True
+
+    def _make_room(self, rows: int) -> bool:
+        """Drop items that this step does not read. An item may exceed the room if it is alone."""
+        while self._num_kept + rows > self._capacity:
+            victim = next((each for each in self._kept if each not in self._used), None)
+            if victim is None:
+                return not self._kept
+            self._num_kept -= self._kept.pop(victim)
+            self._dropped.append(victim)
+        return True

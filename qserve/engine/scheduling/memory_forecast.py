@@ -1,0 +1,155 @@
+"""MemoryForecast: whether the KV pages last until the running requests end.
+
+A request takes more pages with each token, and returns all of them at its end. Let
+r_1 <= r_2 <= ... be the tokens that the requests are expected to add. The pages in use are highest
+shortly before one of the ends. Before the k-th they have grown by
+
+    sum over j >= k of the pages for r_k more tokens  -  sum over j < k of the pages held now
+
+A waiting request is admitted if the maximum over k, with this request, is at most the free pages.
+Otherwise requests would be preempted later, and their tokens computed twice.
+Method: Gong et al., "Past-Future Scheduler for LLM Serving under SLA Guarantees" (ASPLOS 2025).
+"""
+
+from bisect import bisect_right, insort
+from collections import deque
+
+import numpy as np
+
+from qserve.engine.kv_cache.block_pool import BlockPool
+from qserve.engine.request import Request
+
+NUM_LENGTHS = 1024  # outputs whose lengths are kept
+MIN_LENGTHS = 16  # with fewer longer outputs than this, the expected length is a guess
+# Tokens of an output, before any has ended, and the share of all pages that these take at most.
+FIRST_GUESS, MAX_GUESS_SHARE = 512, 1 / 32
+# Share of the pages that stay unplanned: more after a preemption, less after ends without one.
+MARGIN_STEP, MAX_MARGIN = 0.01, 0.1
+MARGIN_ENDS = 256
+# Steps after which a request that was refused is looked at again, if none has ended meanwhile.
+STEPS_BETWEEN = 16
+
+
+class OutputLengths:
+    """Lengths of the outputs that ended last, and the expected length of one that continues."""
+
+    def __init__(self, first_guess: int) -> None:
+        self._first_guess = first_guess
+        self._newest: deque[int] = deque()
+        self._sorted: list[int] = []
+        self._sums: np.ndarray | None = None  # of the sorted lengths from each index on
+        self._num_added = 0
+
+    def add(self, length: int) -> None:
+        if len(self._newest) == NUM_LENGTHS:
+            del self._sorted[bisect_right(self._sorted, self._newest.popleft()) - 1]
+        self._newest.append(length)
+        insort(self._sorted, length)
+        self._sums = None
+        self._num_added += 1
+
+    def expected(self, generated: np.ndarray) -> np.ndarray:
+        """Expected lengths of outputs that have `generated` tokens and continue.
+
+        The mean of the longer outputs seen; with fewer than MIN_LENGTHS of these, a guess: twice
+        the tokens generated, or `first_guess`. Short outputs end first, so guesses stay in the mean
+        until as many outputs have ended as run.
+        """
+        guess = np.maximum(2 * generated, self._first_guess).astype(np.float64)
+        num_guesses = max(0, len(generated) - self._num_added)
+        if self._sums is None:
+            lengths = np.array([*self._sorted, 0], np.float64)
+            self._sums = np.cumsum(lengths[::-1])[::-1]
+        index = np.searchsorted(self._sorted, generated, side="right")
+        num_longer = len(self._sorted) - index
+        mean = (self._sums[index] + num_guesses * guess) / np.maximum(num_longer + num_guesses, 1)
+        return np.where(num_longer >= MIN_LENGTHS, mean, guess)
+
+
+class MemoryForecast:
+    """Decides for one scheduler whether a request that fits now will also fit later."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        most = int(pool.num_pages * pool.page_size * MAX_GUESS_SHARE)
+        self._lengths = OutputLengths(min(FIRST_GUESS, max(1, most)))
+        self._margin = 0.0  # share of the pages
+        self._num_ends = 0  # since the margin changed
+        self._refused: Request | None = None
+        self._num_steps_refused = 0
+
+    def begin_step(self) -> None:
+        self._num_steps_refused += 1
+        if self._num_steps_refused >= STEPS_BETWEEN:
+            self._refused = None
+
+    def note_end(self, request: Request) -> None:
+        """A request ended, for whatever reason."""
+        self._refused = None
+        self._num_ends += 1
+        if self._num_ends >= MARGIN_ENDS:
+            self._margin = max(0.0, self._margin - MARGIN_STEP)
+            self._num_ends = 0
+        if _has_known_length(request):
+            return  # it says nothing about others
+        for row in request.rows:
+            num_tokens = len(row.token_ids) - row.num_prompt_tokens
+            if num_tokens > 0:
+                self._lengths.add(num_tokens)
+
+    def note_preemption(self) -> None:
+        """A request was preempted, since no page was free for another."""
+        self._refused = None
+        self._num_ends = 0
+        self._margin = min(MAX_MARGIN, self._margin + MARGIN_STEP)
+
+    def allows(self, request: Request, running: list[Request], num_needed: int) -> bool:
+        """Return whether the running requests and `request` are expected to fit to their ends.
+
+        `num_needed`: free pages that it takes when it starts. A request that runs alone always
+        fits.
+        """
+        if not running or request.beams is not None:
+            return True
+        if request is self._refused:
+            return False
+        size = self._pool.page_size
+        requests = [*running, request]
+        generated = np.array([each.num_tokens - each.num_prompt_tokens for each in requests])
+        most = np.array([each.max_tokens for each in requests], np.float64)
+        is_known = np.array([_has_known_length(each) for each in requests])
+        total = np.where(is_known, most, np.minimum(most, self._lengths.expected(generated)))
+        more = np.maximum(total - generated, 0)
+        # pages that others share return later than at its end
+        held = np.array(
+            [len(each.block_table) - each.facts.num_cached // size for each in running]
+            + [num_needed],
+            np.float64,
+        )
+        table = np.array(
+            [len(each.block_table) for each in running] + [self._pool.pages_for(request.num_tokens)]
+        )
+        tokens = np.array([each.num_tokens for each in requests])
+        # tokens without a page, which are negative in a page that is not full; a request's last
+        # page is half full on average
+        missing = tokens - table * size + size / 2
+        order = np.argsort(more, kind="stable")
+        more, missing, held = more[order], missing[order], np.maximum(held[order], 0) * size
+        after = np.cumsum(missing[::-1])[::-1]  # of this request and those that end later
+        count = np.arange(len(more), 0, -1)
+        growth = count * more + after - (np.cumsum(held) - held)
+        num_free = self._pool.num_free - num_needed - self._margin * self._pool.num_pages
+        allowed = bool(growth.max() <= num_free * size)
+        if not allowed:
+            self._refused, self._num_steps_refused = request, 0
+        return allowed
+
+
+def _has_known_length(request: Request) -> bool:
+    """True if only the limit of its tokens ends it."""
+    return not (
+        request.eos_token_ids
+        or request.stop_token_ids
+        or request.params.stop
+        or request.constraint is not None
+    )

@@ -1,0 +1,1 @@
+"""One step as plain values: its arrays, its token masks, its tensors on the device."""

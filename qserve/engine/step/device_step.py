@@ -1,0 +1,48 @@
+"""Inputs of a step on the device.
+
+Legend: T tokens of the step, R requests (chunks), S sampled rows, X longest block table.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from qserve.engine.step.step_input import StepInput
+from qserve.engine.step.transfer import to_device
+from qserve.model.blocks.attention import StepInputs
+
+ARRAYS = (
+    "token_ids_T",
+    "positions_T",
+    "slots_T",
+    "block_tables_RX",
+    "query_starts_R1",
+    "context_lengths_R",
+    "logits_rows_S",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch(StepInputs):
+    """The arrays of StepInput as tensors."""
+
+    token_ids_T: torch.Tensor
+    logits_rows_S: torch.Tensor
+    adapter_slots_T: torch.Tensor | None = None  # None: no row has an adapter
+
+    @classmethod
+    def of(cls, step: StepInput, device: torch.device, with_states: bool = False) -> "Batch":
+        """Copy to the device without synchronizing. `with_states`: the model has states."""
+        slots_T = step.adapter_slots_T
+        states_R = to_device(step.state_slots_R, device) if with_states else None
+        return cls(
+            **{name: to_device(getattr(step, name), device) for name in ARRAYS},
+            state_slots_R=states_R,
+            adapter_slots_T=None if slots_T is None else to_device(slots_T, device),
+            max_query_len=step.max_query_len,
+            max_context_len=step.max_context_len,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids_T.shape[0]

@@ -1,0 +1,83 @@
+"""MediaRows: the rows of a step whose embeddings come from an encoder. Legend: M such rows."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from qserve.engine.scheduling.encoder_budget import MediaPlan
+from qserve.engine.scheduling.plan import StepPlan
+from qserve.multimodal.media import MediaItem
+
+
+class ItemRows(NamedTuple):
+    """Consecutive embeddings of one item."""
+
+    digest: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaRows:
+    """Encoder work of a step, and where its results go."""
+
+    dropped: tuple[str, ...]  # digests whose embeddings are freed first
+    encode: tuple[MediaItem, ...]
+    rows_M: np.ndarray  # int64: rows of the step
+    of_items: tuple[ItemRows, ...]  # the embeddings of these rows, in order
+    # int64 [T]: position of the last key that each row sees; None: its own
+    last_keys_T: np.ndarray | None = None
+
+    @classmethod
+    def build(cls, plan: StepPlan, media: MediaPlan, positions_T: np.ndarray) -> "MediaRows":
+        """Find the rows of a plan with media."""
+        rows: list[np.ndarray] = []
+        found: list[ItemRows] = []
+        mutual: list[tuple[np.ndarray, int]] = []  # rows, and the last key that they see
+        first = 0  # row of the chunk's first token
+        for request, start, count, _ in plan.chunks:
+            for item in request.media:
+                if item.end <= start or item.offset >= start + count:
+                    continue
+                positions = item.embed_positions()
+                low, high = np.searchsorted(positions, (start, start + count)).tolist()
+                if low < high:
+                    rows.append(positions[low:high] - start + first)
+                    found.append(ItemRows(item.digest, low, high))
+                    if item.is_mutual:
+                        mutual.append((rows[-1], item.end - 1))
+            first += count
+        last_keys_T = None
+        if mutual:
+            last_keys_T = positions_T.copy()
+            for chosen, last in mutual:
+                last_keys_T[chosen] = last
+        return cls(
+            dropped=media.dropped,
+            encode=media.encode,
+            rows_M=np.concatenate(rows) if rows else np.zeros(0, np.int64),
+            of_items=tuple(found),
+            last_keys_T=last_keys_T,
+        )
+
+
+def axis_positions(plan: StepPlan, positions_T: np.ndarray) -> np.ndarray | None:
+    """Return the positions int64 [3, T] of a step's rows; None if no row has three different ones.
+
+    Rows before the end of a request's media have none in `positions_T` yet: they are filled in.
+    """
+    pieces: list[tuple[int, np.ndarray]] = []
+    first = 0  # row of the chunk's first token
+    for request, start, count, _ in plan.chunks:
+        if request.rope_positions is not None and start < request.media_end:
+            known_3N = request.rope_positions[:, start : start + count]
+            positions_T[first : first + known_3N.shape[1]] = known_3N[0]
+            pieces.append((first, known_3N))
+        first += count
+    if all((known_3N == known_3N[0]).all() for _, known_3N in pieces):
+        return None
+    found_3T = np.tile(positions_T, (3, 1))
+    for first, known_3N in pieces:
+        found_3T[:, first : first + known_3N.shape[1]] = known_3N
+    return found_3T

@@ -1,0 +1,166 @@
+"""RequestRows: per-request values that stay constant between steps, as rows of arrays.
+
+A step's arrays are gathered from them, so that a decoding request costs next to nothing in Python.
+Legend: N rows, X pages of a block table, P words of sampling parameters.
+"""
+
+from itertools import chain
+
+import numpy as np
+
+from qkernels.sampling.words import (
+    BIAS_END,
+    BIAS_START,
+    NUM_WORDS,
+    POSITION,
+    SampleRow,
+    pack_bias,
+    pack_row,
+)
+from qserve.engine.request import Request, Status
+
+
+class RequestRows:
+    """One row per running request, which is also its row of the table of token counts.
+
+    The workers refer to requests by these rows.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.tables_NX = np.zeros((num_rows, table_width(1)), np.int32)
+        self.words_NP = np.zeros((num_rows, NUM_WORDS), np.int64)
+        self._has_bias_N = np.zeros(num_rows, bool)
+        # first position at which it may end; before that, its end tokens have a bias
+        self._may_end_from_N = np.zeros(num_rows, np.int64)
+        # (before that position, from it on)
+        self._biases: list[tuple[list[int], list[int]]] = [([], [])] * num_rows
+        self.has_mask_N = np.zeros(num_rows, bool)  # it has its own mask in each step
+        self.mask_follows_N = np.zeros(num_rows, bool)  # the mask depends on the previous tokens
+        self.has_grammar_N = np.zeros(num_rows, bool)  # the mask may be slow
+        self.adapter_slots_N = np.full(num_rows, -1, np.int32)  # -1: no adapter
+        self.state_slots_N = np.full(num_rows, -1, np.int32)  # -1: no state
+        self.rope_shifts_N = np.zeros(num_rows, np.int64)
+        self.has_rope_shifts = False  # some request had one
+        # it has penalties, and its counts are not filled yet
+        self.needs_history_N = np.zeros(num_rows, bool)
+        self._num_pages_N = np.zeros(num_rows, np.int64)
+        self._sampled_N = np.zeros(num_rows, np.int64)
+        self._owners: list[Request | None] = [None] * num_rows
+        self._free = list(range(num_rows))[::-1]
+
+    def rows_of(self, requests: list[Request]) -> np.ndarray:
+        """The rows of running requests, updated; new requests get one."""
+        rows = np.array([request.row for request in requests], np.int64)
+        if rows.min(initial=0) < 0:
+            for request in requests:
+                if request.row < 0:
+                    self._enter(request)
+            rows = np.array([request.row for request in requests], np.int64)
+        num_pages = np.array([len(request.block_table) for request in requests], np.int64)
+        for index in np.flatnonzero(num_pages != self._num_pages_N[rows]):
+            self._add_pages(rows[index], requests[index].block_table)
+        return rows
+
+    def take_sampled(self, rows_S: np.ndarray) -> None:
+        """Record the rows that the newest step samples, in order. A request's last row counts."""
+        self._sampled_N[rows_S] = np.arange(len(rows_S))
+
+    def sampled_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Indices of the requests' in-flight tokens in the newest step's samples."""
+        return self._sampled_N[rows]
+
+    def biases(self, rows_S: np.ndarray, words_SP: np.ndarray) -> np.ndarray:
+        """The bias entries of a step's samples, int64 [E]; sets their ranges in `words_SP`."""
+        (chosen,) = np.nonzero(self._has_bias_N[rows_S])
+        if not len(chosen):
+            return np.zeros(0, np.int64)
+        rows = rows_S[chosen]
+        may_end = words_SP[chosen, POSITION] >= self._may_end_from_N[rows]
+        biases = self._biases
+        found = [
+            biases[row][late] for row, late in zip(rows.tolist(), may_end.tolist(), strict=True)
+        ]
+        counts = np.array([len(entries) for entries in found], np.int64)
+        words_SP[chosen, BIAS_END] = ends = np.cumsum(counts)
+        words_SP[chosen, BIAS_START] = ends - counts
+        return np.array(list(chain.from_iterable(found)), np.int64)
+
+    def recount(self, requests: list[Request]) -> None:
+        """Refill the counts of truncated verifies: the device counted dropped tokens."""
+        for request in requests:
+            if request.most_emitted is not None:
+                self.needs_history_N[request.row] = request.params.has_penalties
+
+    def _enter(self, request: Request) -> None:
+        if not self._free:
+            self._reclaim()
+        row = request.row = self._free.pop()
+        self._owners[row] = request
+        self._num_pages_N[row] = 0
+        sampling = sample_row(request, row)
+        self.words_NP[row, :-2] = pack_row(sampling)
+        self.words_NP[row, -2:] = 0
+        self._has_bias_N[row] = bool(request.params.logit_bias or request.params.min_tokens)
+        if self._has_bias_N[row]:
+            first = request.num_prompt_tokens
+            may_end_from = self._may_end_from_N[row] = first + request.params.min_tokens
+            early, late = sample_row(request, row, first), sample_row(request, row, may_end_from)
+            self._biases[row] = pack_bias(early), pack_bias(late)
+        self.has_mask_N[row] = not (request.constraint is None and request.token_filter is None)
+        self.has_grammar_N[row] = request.constraint is not None
+        self.mask_follows_N[row] = request.constraint is not None or (
+            request.token_filter is not None and request.token_filter.follows_output
+        )
+        self.needs_history_N[row] = request.params.has_penalties
+        self.adapter_slots_N[row] = request.adapter_slot
+        self.state_slots_N[row] = request.state_slot
+        self.rope_shifts_N[row] = request.rope_shift
+        self.has_rope_shifts |= request.rope_positions is not None
+
+    def _reclaim(self) -> None:
+        """Free the rows of finished and preempted requests."""
+        for row, owner in enumerate(self._owners):
+            if owner is None:
+                continue
+            if owner.row != row or owner.status is not Status.RUNNING:
+                if owner.row == row:
+                    owner.row = -1
+                self._owners[row] = None
+                self._free.append(row)
+
+    def _add_pages(self, row: int, block_table: list[int]) -> None:
+        known, count = self._num_pages_N[row], len(block_table)
+        width = self.tables_NX.shape[1]
+        if count > width:
+            wider = table_width(max(count, 2 * width))
+            self.tables_NX = np.pad(self.tables_NX, ((0, 0), (0, wider - width)))
+        # kernels do not read freed pages, but need a valid number
+        self.tables_NX[row, known:count] = np.maximum(block_table[known:], 0)
+        self._num_pages_N[row] = count
+
+
+def table_width(num_pages: int) -> int:
+    """Columns of a block table: a multiple of 16, for which Triton specializes its kernels."""
+    return -(-num_pages // 16) * 16
+
+
+def sample_row(request: Request, row: int, position: int = 0) -> SampleRow:
+    """Sampling parameters of the token at a position of a request."""
+    params, bias = request.params, request.params.logit_bias
+    if not request.may_end_after(position - request.num_prompt_tokens):
+        ends = request.stop_token_ids | request.eos_token_ids
+        bias += tuple((token, -np.inf) for token in sorted(ends))
+    return SampleRow(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        top_k=max(params.top_k, 0),
+        seed=request.seed,
+        position=position,
+        history_row=row if params.has_penalties else -1,
+        num_logprobs=-1 if params.logprobs is None else params.logprobs,
+        bias=bias,
+    )

@@ -1,0 +1,87 @@
+"""Settings with local paths instead of hub names. Files are downloaded here, once.
+
+The process that starts an engine calls it; the engine, its ranks and workers get the paths.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+from formats.hub.fetch import local_path
+from formats.hub.name import HubName, is_local
+from formats.hub.selection import ADAPTER, DRAFTER, MODEL, SHAPES, TOKENIZER, Kind
+from qserve.config import EngineConfig
+from qserve.hub.settings import HubSettings
+from qserve.lora.request import LoRARequest, parse_modules
+
+
+def local_model(model: str, settings: HubSettings) -> str:
+    """Local folder or GGUF file of a command's model. Raises InputError."""
+    return local_path(
+        model,
+        revision=settings.revision,
+        subfolder=settings.subfolder,
+        download_dir=settings.download_dir,
+    )
+
+
+def local_config(config: EngineConfig) -> EngineConfig:
+    """Replace the hub names of the model, tokenizer, adapters and drafter. Raises InputError.
+
+    Of local paths, an equal config is returned.
+    """
+
+    def local(name: str, kind: Kind) -> str:
+        return local_path(name, kind, download_dir=config.download_dir)
+
+    # The small files first: their errors come before the download of the model.
+    tokenizer = None if config.tokenizer is None else local(config.tokenizer, TOKENIZER)
+    modules = []
+    for lora, text in zip(parse_modules(config.lora_modules), config.lora_modules, strict=True):
+        path = local(lora.lora_path, ADAPTER)
+        is_same = path == lora.lora_path
+        modules.append(text if is_same else json.dumps({"name": lora.lora_name, "path": path}))
+    drafter = _local_drafter(config)
+    model = local_path(
+        config.model,
+        SHAPES if config.load_format == "dummy" else MODEL,
+        revision=config.revision,
+        subfolder=config.subfolder,
+        download_dir=config.download_dir,
+    )
+    return dataclasses.replace(
+        config,
+        model=model,
+        tokenizer=tokenizer,
+        lora_modules=modules,
+        speculative_config=drafter,
+        revision=None,  # both are part of the model's path now
+        subfolder=None,
+    )
+
+
+def weights_folder(name: str, config: EngineConfig) -> str:
+    """Local folder of new weights, by path or hub name. Raises InputError."""
+    return str(Path(local_path(name, download_dir=config.download_dir)).absolute())
+
+
+def local_adapter(lora: LoRARequest | None, config: EngineConfig) -> LoRARequest | None:
+    """Replace the hub name of a request's adapter. Raises InputError.
+
+    A path stays as it is: the engine may have read an adapter whose folder is gone by now.
+    """
+    if lora is None or HubName.parse(lora.lora_path) is None or is_local(lora.lora_path):
+        return lora
+    path = local_path(lora.lora_path, ADAPTER, download_dir=config.download_dir)
+    return dataclasses.replace(lora, lora_path=path)
+
+
+def _local_drafter(config: EngineConfig) -> str | None:
+    """--speculative-config with the drafter's folder. Raises InputError."""
+    if config.speculation is None or config.speculation.model is None:
+        return config.speculative_config
+    found = json.loads(config.speculative_config or "{}")
+    path = local_path(found["model"], DRAFTER, download_dir=config.download_dir)
+    return (
+        config.speculative_config if path == found["model"] else json.dumps(found | {"model": path})
+    )

@@ -1,0 +1,1 @@
+"""Parts of the Python API behind LLM and AsyncLLM: prompts in, outputs out."""

@@ -1,0 +1,168 @@
+"""AsyncControl: pause, sleep, wake and new weights of an AsyncLLM. Names follow vLLM's."""
+
+import asyncio
+import shutil
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from formats.errors import InputError
+from qserve.config import EngineConfig
+from qserve.engine.control.commands import (
+    ABORT,
+    WAIT,
+    AbortAll,
+    AnyCommand,
+    EngineState,
+    GetDigests,
+    Outcome,
+    PauseGeneration,
+    ResumeGeneration,
+    Sleep,
+    UpdateWeights,
+    WakeUp,
+)
+from qserve.engine.ipc.supervisor import EngineSupervisor
+from qserve.hub.local import weights_folder
+from qserve.library.outputs import EngineDeadError
+
+if TYPE_CHECKING:
+    import torch
+
+MEMORY = Path("/dev/shm")  # files in memory, on Linux
+RELOAD = "reload_weights"
+
+
+class AsyncControl(ABC):
+    """Methods of AsyncLLM on its engine as a whole. Each raises InputError, EngineDeadError."""
+
+    config: EngineConfig
+
+    @abstractmethod
+    async def _supervisor(self) -> EngineSupervisor:
+        """The engine, started if necessary."""
+
+    async def pause_generation(self, *, mode: str = ABORT, clear_cache: bool = True) -> None:
+        """Stop generation; later requests wait for `resume_generation`.
+
+        Requests that run: "abort" ends them, "wait" lets them finish first, "keep" continues them
+        later. `clear_cache` drops the prefix cache.
+        """
+        await self._carry_out(PauseGeneration(mode=mode, clear_cache=clear_cache))
+
+    async def resume_generation(self) -> None:
+        """Continue generation."""
+        await self._carry_out(ResumeGeneration())
+
+    async def is_paused(self) -> bool:
+        """Return True while generation is paused."""
+        return (await self._state()).is_paused
+
+    async def abort_all(self) -> int:
+        """End all requests with the finish reason abort. Returns their number."""
+        return (await self._carry_out(AbortAll())).num_requests
+
+    async def sleep(self, level: int = 1, mode: str = ABORT) -> None:
+        """Give the device's memory back until `wake_up`; levels are those of `LLM.sleep`."""
+        await self._carry_out(Sleep(level=level, mode=mode))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Bring back "weights", "kv_cache", or all; with all, generation continues."""
+        await self._carry_out(WakeUp(tags=None if tags is None else list(tags)))
+
+    async def is_sleeping(self) -> bool:
+        """Return True while weights or KV pages are not on the device."""
+        return (await self._state()).is_sleeping
+
+    async def weight_version(self) -> str:
+        """Return the version of the weights in use: "0" at the start."""
+        return (await self._state()).weight_version
+
+    async def update_weights(
+        self,
+        weights: "str | Path | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]",
+        version: str | int | None = None,
+        *,
+        mode: str = WAIT,
+    ) -> str:
+        """Replace all weights: from a model folder, a hub name, or tensors by name.
+
+        Tensors travel to the engine's process as a file in memory. `mode`: what happens to running
+        requests; "keep" computes their KV pages again with the new weights. Wrong weights are
+        refused before anything happens. Returns the new version.
+        """
+        label = None if version is None else str(version)
+        if isinstance(weights, str | Path):
+            folder = await asyncio.to_thread(weights_folder, str(weights), self.config)
+            command = UpdateWeights(folder=folder, version=label, mode=mode)
+            return (await self._carry_out(command)).state.weight_version
+        named = weights.items() if isinstance(weights, Mapping) else weights
+        await self._supervisor()  # by then the config has the model's local path
+        folder = await asyncio.to_thread(_write, named, self.config.model)
+        try:
+            command = UpdateWeights(
+                folder=folder, version=label, mode=mode, is_kept=False, digests=True
+            )
+            return (await self._carry_out(command)).state.weight_version
+        finally:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    async def weight_digests(self) -> dict[str, str]:
+        """Return the digest of each tensor in use, as `formats.weight_digest` computes it."""
+        return (await self._carry_out(GetDigests())).digests
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call reload_weights or update_weights by name, as in vLLM. Raises InputError."""
+        if method == RELOAD:
+            given = {"weights_path": self.config.model, **(kwargs or {})}
+            await self.update_weights(args[0] if args else given["weights_path"])
+        elif method in ("update_weights", "load_weights"):
+            await self.update_weights(*args, **(kwargs or {}))
+        else:
+            raise InputError(
+                f"collective_rpc {method!r:.60}",
+                f"is not supported; known: {RELOAD}, load_weights, update_weights",
+            )
+        return [None]
+
+    async def _state(self) -> EngineState:
+        return (await self._supervisor()).state
+
+    async def _carry_out(self, command: AnyCommand) -> Outcome:
+        client = await self._supervisor()
+        outcome, problem = await client.operate(command)
+        if problem and not client.is_alive:
+            raise EngineDeadError(problem)
+        if problem:
+            raise InputError("engine", problem)
+        return outcome
+
+
+def _write(tensors: "Iterable[tuple[str, torch.Tensor]]", model: str) -> str:
+    """Write tensors as a model folder with the config.json of `model`, and return its path."""
+    from safetensors.torch import save_file  # loads torch
+
+    from formats.checkpoint import CONFIG, SINGLE
+
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors:
+        if name in found:
+            raise InputError(f"tensor {name}", "comes twice in the update")
+        # a copy: two names of one memory cannot be saved
+        found[name] = tensor.detach().cpu().contiguous().clone()
+    folder = Path(tempfile.mkdtemp(prefix="qserve-", dir=MEMORY if MEMORY.is_dir() else None))
+    try:
+        shutil.copy(Path(model) / CONFIG, folder / CONFIG)
+        save_file(found, folder / SINGLE)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return str(folder)

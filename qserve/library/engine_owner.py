@@ -1,0 +1,82 @@
+"""EngineOwner: the constructor that LLM and AsyncLLM share."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from qserve.config import EngineConfig, engine_config
+
+
+class EngineOwner(ABC):
+    """A class that is made from a model and the engine's settings."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        tokenizer: str | Path | None = None,
+        revision: str | None = None,
+        subfolder: str | None = None,
+        download_dir: str | Path | None = None,
+        dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
+        device: Literal["auto", "cuda", "cpu"] = "auto",
+        max_model_len: int | None = None,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        distributed_executor_backend: Literal["mp", "ray"] = "mp",
+        all_reduce: Literal["auto", "nccl"] = "auto",
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 8192,
+        gpu_memory_utilization: float = 0.9,
+        block_size: int = 16,
+        kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto",
+        kv_cache_memory: float | None = None,
+        num_gpu_blocks_override: int | None = None,
+        cpu_kv_cache_memory: float = 1.0,
+        cpu_threads: int | None = None,
+        num_state_snapshots: int = 32,
+        enable_prefix_caching: bool = True,
+        kv_offload_gb: float = 0.0,
+        kv_transfer_config: str | dict[str, Any] | None = None,
+        scheduling_policy: str = "fcfs",
+        admission: Literal["forecast", "fits"] = "forecast",
+        prefill_batch_size: int = 1,
+        target_itl_ms: float | None = None,
+        enforce_eager: bool = False,
+        language_model_only: bool = False,
+        max_seq_len_to_capture: int | None = None,
+        async_scheduling: bool = True,
+        compile_processes: int | None = None,
+        plain_kernel_launch: bool = False,
+        kernel: Sequence[str] = (),
+        enable_lora: bool = False,
+        lora_modules: Sequence[str] = (),
+        max_loras: int = 4,
+        max_lora_rank: int = 16,
+        max_cpu_loras: int | None = None,
+        speculative_config: str | dict[str, Any] | None = None,
+        spec_acceptance: Literal["exact", "rejection", "typical"] = "exact",
+        activation_bits: Literal[8, 16] | None = None,
+        quantization: str | None = None,
+        quantization_config: str | dict[str, Any] | None = None,
+        load_format: Literal["auto", "dummy"] = "auto",
+        seed: int = 0,
+    ) -> None:
+        """Start on a model folder, or a model of the hub: ORG/NAME. Raises InputError.
+
+        The settings are EngineConfig's fields and the flags of `qserve serve`, where `--help`
+        explains them.
+        """
+        settings = {name: value for name, value in locals().items() if name != "self"}
+        self._start_on(engine_config(settings))
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> Self:
+        """Start with settings that are checked already, as in vLLM."""
+        owner = cls.__new__(cls)
+        owner._start_on(engine_args)
+        return owner
+
+    @abstractmethod
+    def _start_on(self, config: EngineConfig) -> None: ...

@@ -1,0 +1,49 @@
+"""Beam search of the offline API: prompts in, their best beams out."""
+
+from collections.abc import Sequence
+
+from tqdm import tqdm
+
+from formats.errors import InputError
+from qserve.library.beam_outputs import BeamSearchOutput, beam_search_output, sampling_params
+from qserve.library.llm_engine import LLMEngine
+from qserve.library.prompts import PromptType, handling_of, read_prompt
+from qserve.params.beam_search_params import BeamSearchParams
+from qserve.params.handling import Handling
+
+
+def run(
+    engine: LLMEngine,
+    prompts: Sequence[PromptType],
+    params: BeamSearchParams,
+    names: Sequence[str],
+    use_tqdm: bool,
+    detokenize: bool,
+) -> list[BeamSearchOutput]:
+    """Search for all prompts together. Outputs come in the prompts' order. Raises InputError."""
+    engine.check_health()
+    if engine.has_unfinished_requests():
+        raise InputError(
+            "LLM", "other requests are running on its engine", "step until they are done"
+        )
+    core, tokens, done = engine.engine, {}, {}
+    tokenizer = engine.get_tokenizer() if detokenize else None
+    sampling = sampling_params(params)
+    try:
+        for name, prompt in zip(names, prompts, strict=True):
+            _, ids = read_prompt(prompt, engine.get_tokenizer)
+            handling = Handling(cache_salt=handling_of(prompt, 0).cache_salt, beam_search=params)
+            core.add_request(name, ids, sampling, handling=handling)
+            tokens[name] = ids
+        with tqdm(total=len(names), desc="Beam search", unit="prompt", disable=not use_tqdm) as bar:
+            while core.has_work():
+                for event in core.step():
+                    if event.finish_reason == "error":
+                        raise InputError(f"request {event.request_id}", event.error)
+                    done[event.request_id] = event.beams
+                    bar.update()
+    except BaseException:
+        for name in tokens:
+            core.abort(name)
+        raise
+    return [beam_search_output(done[name], tokens[name], params, tokenizer) for name in names]

@@ -1,0 +1,160 @@
+"""LLMEngine: add requests, run steps, read outputs. Names follow vLLM's.
+
+For programs that run the loop themselves; `LLM` is a loop around it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from formats.errors import InputError
+from qserve.config import EngineConfig
+from qserve.engine.engine import Engine
+from qserve.engine.start_phases import phase
+from qserve.hub.local import local_adapter, local_config
+from qserve.library.media_prompts import images_of
+from qserve.library.outputs import EngineDeadError, OutputBuilder, RequestOutput
+from qserve.library.prompts import PromptType, handling_of, read_prompt
+from qserve.lora.request import LoRARequest
+from qserve.multimodal.processor import MediaProcessor, image_digest
+from qserve.params.sampling_params import SamplingParams
+from qserve.text.bad_words import with_bad_words
+from qserve.text.tokenizer import Tokenizer
+
+
+class LLMEngine:
+    """A model and its running requests."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Load the model, from the hub if it has a name there. Raises InputError."""
+        config = local_config(config)
+        self.engine = Engine(config)
+        self._tokenizer: Tokenizer | None = None
+        self._media_processor: MediaProcessor | None = None
+        self._builders: dict[str, OutputBuilder] = {}
+        self._choices: dict[str, tuple[OutputBuilder, int]] = {}  # by the engine's id
+        self._failure = ""
+        if self.engine.use_idle_time():  # else the first request would wait for it
+            with phase("Capturing the other CUDA graphs"):
+                while self.engine.use_idle_time():
+                    pass
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> "LLMEngine":
+        """Load the model, under vLLM's name of the constructor."""
+        return cls(engine_args)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the model's tokenizer. It is loaded here: prompts of token ids need none."""
+        if self._tokenizer is None:
+            config = self.engine.config
+            self._tokenizer = Tokenizer(config.model, config.tokenizer)
+        return self._tokenizer
+
+    def get_media_processor(self) -> MediaProcessor:
+        """Return what turns images into tokens. Raises InputError for a model without a tower."""
+        if self._media_processor is None:
+            model, folder = self.engine.model_config, self.engine.config.model
+            if model.vision is None:
+                raise InputError(
+                    "images",
+                    f"are not taken by {folder}",
+                    model.no_vision or "use a vision-language model with its vision tower",
+                )
+            self._media_processor = MediaProcessor(folder, self.get_tokenizer().encode)
+        return self._media_processor
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
+        *,
+        priority: int = 0,
+    ) -> None:
+        """Queue a prompt. Raises InputError if it can never run.
+
+        `arrival_time` is by time.perf_counter(). With the scheduling policy "priority", a lower
+        `priority` goes first. `lora_request`: the adapter to run with.
+        """
+        self.check_health()
+        if request_id in self._builders:
+            raise InputError(
+                f"request {request_id}", "is running already", "give each request its own id"
+            )
+        text, ids = read_prompt(prompt, self.get_tokenizer, takes_media=True)
+        lora = local_adapter(lora_request, self.engine.config)
+        handling = handling_of(prompt, priority, lora)
+        if images := images_of(prompt):
+            digests = [image_digest(image) for image in images]
+            ids, media = self.get_media_processor().prepare(ids, images, digests)
+            handling = replace(handling, media=media)
+        params = with_bad_words(params, self.get_tokenizer)
+        tokenizer = self.get_tokenizer() if params.detokenize else None
+        builder = OutputBuilder(request_id, text, ids, params, tokenizer)
+        self._builders[request_id] = builder
+        try:
+            for index, choice in enumerate(builder.params):
+                engine_id = builder.engine_id(index)
+                self.engine.add_request(engine_id, ids, choice, arrival_time, handling=handling)
+                self._choices[engine_id] = builder, index
+        except BaseException:
+            self.abort_request(request_id)
+            raise
+
+    def step(self) -> list[RequestOutput]:
+        """Compute a step. Returns the requests that it changed, each with its whole output."""
+        return [builder.snapshot() for builder in self._step()]
+
+    def run_step(self) -> list[RequestOutput]:
+        """Like `step`, without copies: later steps change the returned outputs."""
+        return [builder.output for builder in self._step()]
+
+    def abort_request(self, request_id: str | Iterable[str]) -> None:
+        """Abort requests; they give no more outputs. Unknown ids are ignored."""
+        for name in [request_id] if isinstance(request_id, str) else list(request_id):
+            builder = self._builders.pop(name, None)
+            if builder is None:
+                continue
+            for index in range(len(builder.params)):
+                engine_id = builder.engine_id(index)
+                if self._choices.pop(engine_id, None) is not None:
+                    self.engine.abort(engine_id)
+
+    def has_unfinished_requests(self) -> bool:
+        """Return True while a request is running or waiting."""
+        return bool(self._builders)
+
+    def get_num_unfinished_requests(self) -> int:
+        """Return the number of running and waiting requests."""
+        return len(self._builders)
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError if a step has failed: the engine's state is then unknown."""
+        if self._failure:
+            raise EngineDeadError(self._failure)
+
+    def _step(self) -> list[OutputBuilder]:
+        self.check_health()
+        try:
+            events = self.engine.step()
+        except Exception as error:
+            self._failure = f"a step failed: {type(error).__name__}: {error}"
+            raise
+        changed: dict[str, OutputBuilder] = {}
+        for event in events:
+            found = self._choices.get(event.request_id)
+            if found is None:
+                continue
+            builder, index = found
+            stopped = builder.take(index, event)
+            changed[builder.output.request_id] = builder
+            if stopped:
+                self.engine.abort(event.request_id)
+            if stopped or event.finish_reason is not None:
+                del self._choices[event.request_id]
+        for name, builder in changed.items():
+            if builder.output.finished:
+                del self._builders[name]
+        return list(changed.values())

@@ -1,0 +1,148 @@
+"""Pooling of the offline API: vectors, scores, labels of prompts. Names follow vLLM's."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from formats.errors import InputError
+from qserve.library.llm_engine import LLMEngine
+from qserve.library.prompts import PromptType, handling_of, read_prompt
+from qserve.params.handling import Handling
+from qserve.params.sampling_params import SamplingParams
+from qserve.pooling.params import ALL, LABELS, PoolingParams
+
+PoolingTask = Literal["embed", "token_embed", "classify"]  # vLLM's names
+# Task -> kind of pooling; None: the model's own
+TASKS: dict[PoolingTask, str | None] = {"embed": None, "token_embed": ALL, "classify": LABELS}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingOutput:
+    """Embedding of a prompt."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingOutput:
+    """Hidden states or logits of a prompt."""
+
+    data: torch.Tensor  # float32: [C], or [tokens, C]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassificationOutput:
+    """Probability of each label of a classifier."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringOutput:
+    """Similarity of two texts, or a reranker's probability that they match."""
+
+    score: float
+
+
+Pooled = TypeVar("Pooled", EmbeddingOutput, PoolingOutput, ClassificationOutput, ScoringOutput)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingRequestOutput(Generic[Pooled]):
+    """A prompt and its pooled output."""
+
+    request_id: str
+    outputs: Pooled
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]
+ClassificationRequestOutput = PoolingRequestOutput[ClassificationOutput]
+ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vectors:
+    """The engine's numbers for one prompt."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    values: np.ndarray  # float32: [C], [tokens, C], or logits
+    num_cached: int
+
+    def output(self, outputs: Pooled) -> PoolingRequestOutput[Pooled]:
+        return PoolingRequestOutput(
+            request_id=self.request_id,
+            outputs=outputs,
+            prompt_token_ids=self.prompt_token_ids,
+            num_cached_tokens=self.num_cached,
+        )
+
+
+def run(
+    engine: LLMEngine,
+    prompts: Sequence[PromptType],
+    params: Sequence[PoolingParams],
+    names: Sequence[str],
+    use_tqdm: bool,
+) -> list[Vectors]:
+    """Run prompts for pooling. Outputs come in the prompts' order. Raises InputError."""
+    engine.check_health()
+    if engine.has_unfinished_requests():
+        raise InputError(
+            "LLM", "other requests are running on its engine", "step until they are done"
+        )
+    core, tokens = engine.engine, {}
+    kinds = {name: each.kind for name, each in zip(names, params, strict=True)}
+    done: dict[str, Vectors] = {}
+    try:
+        for name, prompt, each in zip(names, prompts, params, strict=True):
+            _, ids = read_prompt(prompt, engine.get_tokenizer)
+            salt = handling_of(prompt, 0).cache_salt
+            handling = Handling(cache_salt=salt, pooling=each)
+            core.add_request(name, ids, SamplingParams(), handling=handling)
+            tokens[name] = ids
+        with tqdm(
+            total=len(names), desc="Processed prompts", unit="request", disable=not use_tqdm
+        ) as bar:
+            while core.has_work():
+                for event in core.step():
+                    if event.finish_reason == "error":
+                        raise InputError(f"request {event.request_id}", event.error)
+                    values = np.frombuffer(event.pooled, "<f4")
+                    ids = tokens[event.request_id]
+                    if kinds[event.request_id] == ALL:
+                        values = values.reshape(len(ids), -1)
+                    done[event.request_id] = Vectors(
+                        request_id=event.request_id,
+                        prompt_token_ids=ids,
+                        values=values,
+                        num_cached=event.facts.num_cached,
+                    )
+                    bar.update()
+    except BaseException:
+        for name in tokens:
+            core.abort(name)
+        raise
+    return [done[name] for name in names]
+
+
+def kind_of(task: str) -> str | None:
+    """Return the kind of pooling of one of TASKS. Raises InputError."""
+    if task not in TASKS:
+        raise InputError("pooling_task", f"expected one of {', '.join(TASKS)}, found {task!r}")
+    return TASKS[task]

@@ -1,0 +1,77 @@
+"""Images in prompts of the Python API: multi_modal_data, and the parts of messages."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from formats.errors import InputError
+from qserve.multimodal.decode import decode_image
+from qserve.multimodal.settings import MediaLimits
+from qserve.multimodal.sources import read_data_url
+
+MEDIA = "multi_modal_data"
+# type of a message's part -> its key of an image
+IMAGE_PARTS = {"image": "image", "image_pil": "image_pil"}
+IMAGE_URL = "image_url"  # OpenAI's part, with a data: URL
+
+
+def images_of(prompt: Any) -> list[Any]:
+    """Return the images of a prompt's multi_modal_data. Raises InputError."""
+    stated = prompt.get(MEDIA) if isinstance(prompt, Mapping) else None
+    if stated is None:
+        return []
+    if not isinstance(stated, Mapping) or set(stated) - {"image"}:
+        found = sorted(map(str, stated)) if isinstance(stated, Mapping) else type(stated).__name__
+        raise InputError(MEDIA, f"expected {{'image': an image or a list of them}}, found {found}")
+    images = stated.get("image")
+    images = list(images) if isinstance(images, list | tuple) else [images]
+    return [_checked(MEDIA, image) for image in images if image is not None]
+
+
+def split_images(
+    messages: Sequence[Mapping[str, Any]],
+) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Return messages whose image parts have no image, and the images. Raises InputError."""
+    images: list[Any] = []
+    return [_without_images(message, images) for message in messages], images
+
+
+def _without_images(message: Mapping[str, Any], images: list[Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return dict(message)
+    parts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        key = IMAGE_PARTS.get(kind) if isinstance(kind, str) else None
+        if kind == IMAGE_URL:
+            images.append(_image_of(part.get(IMAGE_URL)))
+        elif key is not None:
+            images.append(_checked(f"messages part of type {kind!r}", part.get(key)))
+        else:
+            parts.append(part)
+            continue
+        parts.append({"type": "image"})
+    return {**message, "content": parts}
+
+
+def _image_of(value: Any) -> Any:
+    """Decode the image of a part of type image_url. Raises InputError."""
+    url = value.get("url") if isinstance(value, Mapping) else value
+    if not isinstance(url, str) or not url[:5].lower() == "data:":
+        raise InputError(
+            "messages part of type 'image_url'",
+            f"expected a data: URL, found {url!r:.100}",
+            "fetch the image, and give it as {'type': 'image', 'image': ...}",
+        )
+    limits = MediaLimits()
+    return decode_image(read_data_url(url, limits.max_bytes), limits.max_pixels)
+
+
+def _checked(subject: str, image: Any) -> Any:
+    if not all(hasattr(image, name) for name in ("size", "mode", "convert")):
+        raise InputError(
+            subject,
+            f"expected a PIL image, found {type(image).__name__}",
+            "open it with PIL.Image.open",
+        )
+    return image

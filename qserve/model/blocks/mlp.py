@@ -1,0 +1,52 @@
+"""Dense feed-forward, gated or not. The norm that follows takes its result."""
+
+from collections.abc import Iterator
+
+import torch
+
+from qkernels import ops
+from qkernels.operands.forms import LinearInput
+from qkernels.operands.split_k import LinearOutput
+from qkernels.rowwise.spec import ActKind
+from qserve.model.blocks.linear import Linear, LinearPlan, Product, products_of
+
+# by the names that config.json gives them
+ACTIVATIONS: dict[str, ActKind] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+
+
+class Mlp(torch.nn.Module):
+    """down(activation(up(x))), or gated down(activation(gate(x)) * up(x)).
+
+    Gated, `up_proj` is one matrix that makes gate and then up.
+    """
+
+    def __init__(
+        self, *, up_proj: Linear, down_proj: Linear, activation: str, gated: bool = True
+    ) -> None:
+        """`activation`: a name of ACTIVATIONS."""
+        super().__init__()
+        self.activation = ops.ActSpec(kind=ACTIVATIONS[activation], gated=gated)
+        self.up_proj = up_proj
+        self.down_proj = down_proj
+
+    def products(self) -> Iterator[Product]:
+        """The quantized products, and the operation that takes each one's result."""
+        yield from products_of(self.up_proj, None)
+        yield from products_of(self.down_proj, "norm")
+
+    def plan(self, rows: int) -> LinearPlan:
+        """The first linear's: what the norm before this block should make."""
+        return self.up_proj.plan(rows)
+
+    def forward(self, x_TC: LinearInput, plan: LinearPlan) -> LinearOutput:
+        """The result is for the norm that follows."""
+        hidden_TI = self.up_proj(x_TC, plan)
+        down = self.down_proj.plan(hidden_TI.shape[0], "norm")
+        return self.down_proj(ops.activate(hidden_TI, self.activation, down.input), down)

@@ -1,0 +1,105 @@
+"""CacheSpec: what one layer keeps of requests, by page of tokens and by state slot.
+
+A mixer (attention, delta net) returns its spec. Everything else that handles a cache (memory
+budget, runner, drafter, host tier, KV transfer, warm-up) reads the spec and the cache's tensors,
+and does not know the mixer. Each rank has the specs of its own mixers: one that holds a shard of
+the heads keeps those heads, and one that every rank holds whole keeps all on every rank.
+Legend: P pages, S slots.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+CODE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+# Shape of a warm-up step: requests, tokens of each, keys that the longest request sees.
+WarmUpShape = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvFormat:
+    """How `--kv-cache-dtype` stores the numbers of a page."""
+
+    dtype: torch.dtype
+    static_scales: bool = False  # 8-bit codes: scales of the checkpoint, else found on write
+
+    @property
+    def is_coded(self) -> bool:
+        return self.dtype in CODE_DTYPES.values()
+
+    def __str__(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        if not self.is_coded:
+            return name
+        return f"{name}, scales {'of the checkpoint' if self.static_scales else 'found on write'}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """Largest steps that serving can reach."""
+
+    max_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+
+
+class Cache(Protocol):
+    """Tensors of one layer.
+
+    Pages and states are copied between indices of the first dimension, and to the host and to
+    other engines as the bytes of these tensors in their order.
+    """
+
+    @property
+    def page_tensors(self) -> tuple[torch.Tensor, ...]:
+        """Tensors [P, ...] of what a page holds, of dtypes that indexed copies take."""
+
+    @property
+    def slot_tensors(self) -> tuple[torch.Tensor, ...]:
+        """Tensors [S, ...] of what a state slot holds."""
+
+
+class CacheSpec:
+    """Sizes and tensors of one layer's cache. Each kind of mixer has a frozen dataclass of it.
+
+    Layers with equal specs launch equal kernels on their caches.
+    """
+
+    def make(self, num_pages: int, num_slots: int, device: torch.device) -> Cache:
+        """Make the tensors, zeros: padding rows may read a page before it is written."""
+        raise NotImplementedError
+
+    @property
+    def bytes_per_page(self) -> int:
+        return _bytes_of_first(self._smallest.page_tensors)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        return _bytes_of_first(self._smallest.slot_tensors)
+
+    def check_graphs(self, dtype: torch.dtype, device: str) -> None:
+        """Raise InputError where no kernel takes this cache that a CUDA graph can capture.
+
+        `dtype`: of activations.
+        """
+
+    def warm_up_shapes(
+        self, limits: StepLimits, dtype: torch.dtype, device: torch.device
+    ) -> Iterable[WarmUpShape]:
+        """Shapes of steps that together launch every kernel that reads the cache (CUDA only).
+
+        `dtype`: of activations.
+        """
+        return ()
+
+    @property
+    def _smallest(self) -> Cache:
+        return self.make(1, 1, torch.device("meta"))
+
+
+def _bytes_of_first(tensors: tuple[torch.Tensor, ...]) -> int:
+    """Bytes of one page or slot."""
+    return sum(tensor[0].numel() * tensor.itemsize for tensor in tensors)

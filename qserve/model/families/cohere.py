@@ -1,0 +1,23 @@
+"""Command R (Cohere, Cohere 2) and Phi: attention and feed-forward side by side, which read one
+layer norm.
+
+Columns of formats/families.py hold the rest: rotations of neighbours, windows, the logits' factor.
+"""
+
+from qserve.model.blocks.layer import ParallelLayer
+from qserve.model.decoder import Decoder
+from qserve.model.families import llama
+from qserve.model.model_config import ModelConfig
+from qserve.model.weights import LayerWeights, Weights
+
+
+def build(config: ModelConfig, weights: Weights) -> Decoder:
+    return llama.build_decoder(config, weights, build_layer)
+
+
+def build_layer(config: ModelConfig, weights: LayerWeights) -> ParallelLayer:
+    return ParallelLayer(
+        norm=llama.build_norm(config, weights, "input_layernorm"),
+        attention=llama.build_attention(config, weights),
+        mlp=llama.build_mlp(config, weights),
+    )

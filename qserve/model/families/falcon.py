@@ -1,0 +1,28 @@
+"""Falcon: attention and feed-forward side by side; one layer norm for both, or one for each.
+
+Columns of formats/families.py hold the rest: queries, keys and values stored by KV head, biases.
+"""
+
+from qserve.model.blocks.layer import ParallelLayer
+from qserve.model.decoder import Decoder
+from qserve.model.families import llama
+from qserve.model.model_config import ModelConfig
+from qserve.model.weights import LayerWeights, Weights
+
+
+def build(config: ModelConfig, weights: Weights) -> Decoder:
+    return llama.build_decoder(config, weights, build_layer)
+
+
+def build_layer(config: ModelConfig, weights: LayerWeights) -> ParallelLayer:
+    norm, *others = (
+        llama.build_norm(config, weights, norm.name)
+        for norm in config.family.norms
+        if weights.has_norm(norm.name)
+    )
+    return ParallelLayer(
+        norm=norm,
+        attention=llama.build_attention(config, weights),
+        mlp=llama.build_mlp(config, weights),
+        mlp_norm=others[0] if others else None,
+    )

@@ -1,0 +1,25 @@
+"""GPT-2, GPT-BigCode and GPT-J: layer norms with biases, a feed-forward without a gate.
+
+GPT-J has one norm, which attention and feed-forward read side by side; the others have two. Columns
+of formats/families.py hold the rest: learned positions, rotations of neighbours, matrices in one.
+"""
+
+from qserve.model.blocks.layer import Layer, ParallelLayer
+from qserve.model.decoder import Decoder
+from qserve.model.families import llama
+from qserve.model.model_config import ModelConfig
+from qserve.model.weights import LayerWeights, Weights
+
+
+def build(config: ModelConfig, weights: Weights) -> Decoder:
+    return llama.build_decoder(config, weights, build_layer)
+
+
+def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer | ParallelLayer:
+    norm, *others = (llama.build_norm(config, weights, n.name) for n in config.family.norms)
+    attention = llama.build_attention(config, weights)
+    mlp = llama.build_mlp(config, weights)
+    if not others:
+        return ParallelLayer(norm=norm, attention=attention, mlp=mlp)
+    (mlp_norm,) = others
+    return Layer(attention_norm=norm, attention=attention, mlp_norm=mlp_norm, mlp=mlp)

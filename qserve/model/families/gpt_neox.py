@@ -1,0 +1,25 @@
+"""GPT-NeoX and Pythia: two layer norms side by side, queries, keys and values stored by head.
+
+Columns of formats/families.py hold what else differs from Llama: names, biases, a feed-forward
+without a gate.
+"""
+
+from qserve.model.blocks.layer import Layer, ParallelLayer
+from qserve.model.decoder import Decoder
+from qserve.model.families import llama
+from qserve.model.model_config import ModelConfig
+from qserve.model.weights import LayerWeights, Weights
+
+
+def build(config: ModelConfig, weights: Weights) -> Decoder:
+    return llama.build_decoder(config, weights, build_layer)
+
+
+def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer | ParallelLayer:
+    norm = llama.build_norm(config, weights, "input_layernorm")
+    mlp_norm = llama.build_norm(config, weights, "post_attention_layernorm")
+    attention = llama.build_attention(config, weights)
+    mlp = llama.build_mlp(config, weights)
+    if config.values.get("use_parallel_residual", True):
+        return ParallelLayer(norm=norm, attention=attention, mlp=mlp, mlp_norm=mlp_norm)
+    return Layer(attention_norm=norm, attention=attention, mlp_norm=mlp_norm, mlp=mlp)

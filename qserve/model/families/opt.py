@@ -1,0 +1,23 @@
+"""OPT: layer norms with biases, learned positions instead of rotations, a feed-forward of ReLU.
+
+Columns of formats/families.py hold what differs from Llama but for the norms' names.
+"""
+
+from qserve.model.blocks.layer import Layer
+from qserve.model.decoder import Decoder
+from qserve.model.families import llama
+from qserve.model.model_config import ModelConfig
+from qserve.model.weights import LayerWeights, Weights
+
+
+def build(config: ModelConfig, weights: Weights) -> Decoder:
+    return llama.build_decoder(config, weights, build_layer)
+
+
+def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
+    return Layer(
+        attention_norm=llama.build_norm(config, weights, "self_attn_layer_norm"),
+        attention=llama.build_attention(config, weights),
+        mlp_norm=llama.build_norm(config, weights, "final_layer_norm"),
+        mlp=llama.build_mlp(config, weights),
+    )

@@ -1,0 +1,1 @@
+"""Resident weights: every tensor of a loaded model, new contents for them, and their memory."""

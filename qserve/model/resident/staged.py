@@ -1,0 +1,127 @@
+"""StagedWeights: new contents of a loaded model's tensors, checked before any is copied.
+
+The loader reads the new weights as it reads a model: names, shapes and rounding are its own, and so
+are its errors. On a GPU each finished layer moves to the host, so the device holds the running
+model and one layer more. `commit` then copies into the tensors of the running model, whose
+addresses stay, and with them its CUDA graphs.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from formats.errors import InputError
+from qserve.model.blocks.layer import Layer
+from qserve.model.decoder import Decoder
+from qserve.model.loader import load
+from qserve.model.model_config import ModelConfig
+from qserve.model.resident.leaves import leaves, tensors
+from qserve.model.resident.memory import storages_of
+from qserve.model.weights import Source
+
+OTHER_MODEL = "the new weights are of another model, or quantized in another way"
+
+
+class HostCopies:
+    """Contents of emptied device storages, in the host's memory."""
+
+    def __init__(self, running: Decoder) -> None:
+        """Storages of the `running` model are never emptied."""
+        self._running = storages_of(tensors(running))
+        self._kept = {storage._cdata for storage in self._running}
+        self._of: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def take(self, layer: Layer) -> None:
+        """Move a layer's storages to the host, each once."""
+        for storage in storages_of(tensors(layer)):
+            if storage._cdata not in self._kept and storage.nbytes():
+                self._kept.add(storage._cdata)
+                self._of[storage._cdata] = (
+                    storage,
+                    torch.UntypedStorage(storage.nbytes()).copy_(storage),
+                )
+                storage.resize_(0)
+
+    def contents(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or its copy on the host if its storage was emptied."""
+        found = self._of.get(tensor.untyped_storage()._cdata)
+        if found is None:
+            return tensor
+        layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+        return torch.empty(0, dtype=tensor.dtype).set_(found[1], *layout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedWeights:
+    """Pairs of a running model's tensors and their new contents."""
+
+    pairs: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    digests: Mapping[str, str] | None  # of each tensor, if they were requested
+
+    @torch.inference_mode()
+    def commit(self) -> None:
+        """Copy the new contents. No step may be planned meanwhile; launched ones come first."""
+        for old, new in self.pairs:
+            old.copy_(new)
+        if any(old.device.type == "cuda" for old, _ in self.pairs):
+            torch.cuda.synchronize()
+
+
+@torch.inference_mode()
+def stage(
+    decoder: Decoder,
+    config: ModelConfig,
+    source: Source,
+    *,
+    device: torch.device,
+    max_model_len: int,
+    kernels: Mapping[str, str] | None,
+    digests: dict[str, str] | None = None,
+    offload: bool | None = None,
+) -> StagedWeights:
+    """Read new weights of a running decoder. Raises InputError, and changes nothing of it.
+
+    `digests`: filled with the digest of each tensor. `offload`: move layers to the host; None: on a
+    GPU.
+    """
+    copies = HostCopies(decoder)
+    source.digests = digests
+    moves = device.type == "cuda" if offload is None else offload
+    fresh = load(
+        config,
+        source,
+        device=device,
+        dtype=decoder.dtype,
+        max_model_len=max_model_len,
+        progress=False,
+        kernels=kernels,
+        on_layer=copies.take if moves else None,
+    )
+    pairs = [(old, copies.contents(new)) for old, new in _matched(decoder, fresh)]
+    return StagedWeights(pairs=tuple(pairs), digests=digests)
+
+
+def _matched(old: Decoder, new: Decoder) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of tensors at the same path. Raises InputError where anything else differs."""
+    ours, theirs = dict(leaves(old)), dict(leaves(new))
+    for path in ours.keys() ^ theirs.keys():
+        which = "only the running model has it" if path in ours else "only the new weights have it"
+        raise InputError(f"weights {path}", f"{which}: {OTHER_MODEL}")
+    for path, one in ours.items():
+        other = theirs[path]
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            stated, found = _form(one), _form(other)
+            if stated == found:
+                yield one, other
+                continue
+        elif one == other or (one != one and other != other):
+            continue
+        else:
+            stated, found = one, other
+        raise InputError(f"weights {path}", f"expected {stated}, found {found}: {OTHER_MODEL}")
+
+
+def _form(tensor: torch.Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype} {list(tensor.shape)}"

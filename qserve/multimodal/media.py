@@ -1,0 +1,139 @@
+"""MediaItem: one image, video or sound of a prompt. Loads no torch."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from formats.errors import InputError
+from qserve.errors import ParameterError
+
+KINDS = ("image", "video", "audio")
+DIGEST = re.compile(r"[0-9a-f]{64}")  # of SHA-256: a shorter one makes wrong cache hits likely
+
+
+FEATURE_DTYPES = ("uint8", "int64", "float32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feature:
+    """Array that a processor made of a medium, as bytes: an input of the encoder.
+
+    Raises ParameterError.
+    """
+
+    name: str  # of the encoder's argument, such as pixel_values
+    dtype: str  # one of FEATURE_DTYPES
+    shape: tuple[int, ...]
+    data: bytes = field(repr=False)  # in C order, little-endian
+
+    def __post_init__(self) -> None:
+        if self.dtype not in FEATURE_DTYPES:
+            raise ParameterError(
+                f"media feature {self.name}",
+                f"expected {', '.join(FEATURE_DTYPES)}, found {self.dtype!r}",
+            )
+        size = math.prod(self.shape) * np.dtype(self.dtype).itemsize
+        if min(self.shape, default=0) < 0 or len(self.data) != size:
+            raise ParameterError(
+                f"media feature {self.name}",
+                f"expected {size} bytes for {list(self.shape)}, found {len(self.data)}",
+            )
+
+    @classmethod
+    def of(cls, name: str, array: np.ndarray) -> "Feature":
+        """Return a copy of an array of one of FEATURE_DTYPES."""
+        data = np.ascontiguousarray(array).tobytes()
+        return cls(name=name, dtype=str(array.dtype), shape=array.shape, data=data)
+
+    def array(self) -> np.ndarray:
+        """Return the array, which is read-only."""
+        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaItem:
+    """Positions of a prompt whose embeddings come from an encoder. Raises ParameterError.
+
+    The prompt has a placeholder token at each of these positions, except where `is_embed` is 0:
+    there it has a token of its own, such as the end of a row of patches.
+    """
+
+    kind: str  # one of KINDS
+    digest: str  # SHA-256 of the content and of all options of its processor, 64 hex digits
+    offset: int  # its first position in the prompt
+    length: int  # number of its positions
+    is_embed: bytes = b""  # a byte for each position, 1 or 0; empty: each has an embedding
+    is_mutual: bool = False  # its embeddings attend to each other in both directions
+    # frames, rows and columns of its embeddings, where positions have three axes; else ()
+    grid: tuple[int, ...] = ()
+    # inputs of the encoder; empty only where no encoder runs
+    features: tuple[Feature, ...] = field(default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ParameterError("media kind", f"expected {', '.join(KINDS)}, found {self.kind!r}")
+        if not DIGEST.fullmatch(self.digest):
+            raise ParameterError("media digest", "expected 64 hex digits in lower case")
+        if self.offset < 0 or self.length < 1:
+            raise ParameterError(
+                "media position",
+                "expected an offset of at least 0 and a length of at least 1,"
+                f" found {self.offset} and {self.length}",
+            )
+        if self.is_embed and (
+            len(self.is_embed) != self.length or not {1} <= set(self.is_embed) <= {0, 1}
+        ):
+            raise ParameterError(
+                "media is_embed", f"expected {self.length} bytes of 0 or 1, not all of them 0"
+            )
+
+        if self.grid and (len(self.grid) != 3 or math.prod(self.grid) != self.length):
+            raise ParameterError(
+                "media grid", f"expected 3 numbers of product {self.length}, found {self.grid}"
+            )
+
+    @property
+    def num_embeds(self) -> int:
+        """Number of its embeddings."""
+        return sum(self.is_embed) if self.is_embed else self.length
+
+    def embed_positions(self) -> np.ndarray:
+        """Positions in the prompt of its embeddings, in order, int64."""
+        if not self.is_embed:
+            return np.arange(self.offset, self.end)
+        return self.offset + np.flatnonzero(np.frombuffer(self.is_embed, np.uint8))
+
+    @property
+    def end(self) -> int:
+        """Position after its last one."""
+        return self.offset + self.length
+
+    def key(self, start: int) -> bytes:
+        """Contribution to the key of a page that begins at token `start`.
+
+        The relative offset counts: two layouts of equal items must have different keys. Each field
+        has a fixed length or a separator, so that no two items have equal bytes.
+        """
+        return f"\0{self.kind}\0{self.digest}\0{self.offset - start}\0".encode()
+
+
+def check_media(subject: str, items: Sequence[MediaItem], num_tokens: int) -> None:
+    """Raise InputError if items overlap, are not in order, or exceed the prompt."""
+    end = 0
+    for number, item in enumerate(items):
+        if item.offset < end:
+            raise InputError(
+                f"{subject} media item {number}",
+                f"begins at token {item.offset}, before the end of the item before it, {end}",
+                "give items in the order of their positions, without overlap",
+            )
+        end = item.end
+        if end > num_tokens:
+            raise InputError(
+                f"{subject} media item {number}",
+                f"ends at token {end}; the prompt has {num_tokens} tokens",
+                "put placeholder tokens for all of its embeddings into the prompt",
+            )

@@ -1,0 +1,200 @@
+"""MediaProcessor: images and a prompt with placeholders to token ids and media items.
+
+transformers' image processor of the model's folder makes the pixels, with Pillow. Their rescaling
+is left to the encoder, so that an image travels as bytes.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from formats.checkpoint import CONFIG, read_json
+from formats.errors import CheckpointError, InputError, one_line
+from qserve.multimodal.families import VisionConfig
+from qserve.multimodal.layouts import LAYOUTS, Run, processor_options
+from qserve.multimodal.media import MediaItem
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+INSTALL = "install the extra: pip install 'qserve-kit[vision]'"
+MAX_NEWLINES = 31  # of one token, in Gemma's vocabulary
+Encode = Callable[[str, bool], list[int]]  # a text, and whether special tokens are added
+
+
+class MediaProcessor:
+    """Image processor and placeholders of one vision-language model."""
+
+    def __init__(self, folder: str | Path, encode: Encode) -> None:
+        """`encode`: the model's tokenizer. Raises InputError."""
+        self.folder = str(folder)
+        config = VisionConfig.of(read_json(Path(folder) / CONFIG))
+        if config is None:
+            raise InputError(
+                self.folder,
+                "takes text only: it has no vision tower that is known",
+                "use a vision-language model, or send no images",
+            )
+        self.config, self._encode = config, encode
+        self._image_processor = load_image_processor(folder)
+        self._options = _options(self._image_processor)
+        # token -> number of newlines that it is, where they are joined with those of an image
+        self._newlines: dict[int, int] = {}
+        if config.family.joins_newlines:
+            self._newlines = _newline_tokens(encode)
+        self._token_ids: dict[str, int] = {}  # of texts of tokens without an embedding
+
+    def prepare(
+        self, prompt: str | Sequence[int], images: Sequence["Image"], digests: Sequence[str]
+    ) -> tuple[list[int], tuple[MediaItem, ...]]:
+        """Return token ids with an image's tokens for each placeholder, and the media items.
+
+        `digests`: SHA-256 of each image, in hexadecimal. Raises InputError.
+        """
+        ids = self._encode(prompt, True) if isinstance(prompt, str) else list(prompt)
+        num_placeholders = ids.count(self.config.placeholder_id)
+        if num_placeholders != len(images):
+            raise InputError(
+                "prompt",
+                f"has {num_placeholders} placeholders for {len(images)} images",
+                f"write token {self.config.placeholder_id} once for each image, or use a chat"
+                " template",
+            )
+        if len(digests) != len(images):
+            raise InputError("digests", f"expected {len(images)}, found {len(digests)}")
+        found: list[int] = []
+        items: list[MediaItem] = []
+        pairs = zip(images, digests, strict=True)
+        for token in ids:
+            if token == self.config.placeholder_id:
+                self._expand(*next(pairs), found, items)
+            elif self._newlines.get(token) and found and found[-1] in self._newlines and items:
+                self._append_text("", found, self._newlines[token])
+            else:
+                found.append(token)
+        return found, tuple(items)
+
+    def _expand(
+        self, image: "Image", digest: str, token_ids: list[int], items: list[MediaItem]
+    ) -> None:
+        """Append the tokens and the items of an image."""
+        pieces = LAYOUTS[self.config.family.layout](self._processed(image), self.config.values)
+        text, number = "", 0
+        for piece in pieces:
+            if not isinstance(piece, Run):
+                text += piece
+                continue
+            self._append_text(text, token_ids)
+            text = ""
+            ids, is_embed = self._tokens_of(piece)
+            items.append(
+                MediaItem(
+                    kind="image",
+                    digest=_digest(digest, self._options, str(number)),
+                    offset=len(token_ids),
+                    length=piece.length,
+                    is_embed=is_embed,
+                    is_mutual=self.config.family.is_mutual,
+                    grid=piece.grid,
+                    features=piece.features,
+                )
+            )
+            token_ids += ids
+            number += 1
+        self._append_text(text, token_ids)
+
+    def _append_text(self, text: str, token_ids: list[int], num_newlines: int = 0) -> None:
+        """Append the tokens of a text, or of newlines, joined with newlines before them."""
+        text = "\n" * num_newlines + text
+        if not text:
+            return
+        if text.startswith("\n"):
+            while token_ids and token_ids[-1] in self._newlines:
+                text = "\n" * self._newlines[token_ids.pop()] + text
+        token_ids += self._encode(text, False)
+
+    def _tokens_of(self, run: Run) -> tuple[list[int], bytes]:
+        """Return the tokens of an item, and its mask of embeddings."""
+        ids, is_embed = [self.config.fill_id] * run.length, bytearray(b"\1" * run.length)
+        for place, text in run.other_tokens.items():
+            if text not in self._token_ids:
+                found = self._encode(text, False)
+                if len(found) != 1:
+                    raise CheckpointError(
+                        self.folder,
+                        f"its tokenizer has no token {text}",
+                        "copy tokenizer.json from the original model",
+                    )
+                self._token_ids[text] = found[0]
+            ids[place], is_embed[place] = self._token_ids[text], 0
+        return ids, bytes(is_embed) if run.other_tokens else b""
+
+    def _processed(self, image: "Image") -> Any:
+        """Return what transformers' image processor makes of an image. Raises InputError."""
+        options = processor_options(self.config.family.layout, self.config.values)
+        try:
+            return self._image_processor(
+                images=[image.convert("RGB")],
+                do_rescale=False,
+                do_normalize=False,
+                input_data_format="channels_last",
+                **options,
+            )
+        except (ArithmeticError, LookupError, MemoryError, OSError, TypeError, ValueError) as error:
+            width, height = image.size
+            raise InputError(
+                "image",
+                f"of {width} x {height} pixels cannot be processed: {one_line(error)}",
+                "send one of another size",
+            ) from error
+
+
+def _newline_tokens(encode: Encode) -> dict[int, int]:
+    """Return the tokens that are newlines, with their number."""
+    found = {}
+    for count in range(1, MAX_NEWLINES + 1):
+        ids = encode("\n" * count, False)
+        if len(ids) == 1:
+            found[ids[0]] = count
+    return found
+
+
+def load_image_processor(folder: str | Path) -> Any:
+    """Load transformers' image processor of a folder, with Pillow. Raises InputError."""
+    try:
+        import PIL.Image  # noqa: F401
+        from transformers import AutoImageProcessor
+    except ImportError as error:
+        raise InputError("images", f"need Pillow: {one_line(error)}", INSTALL) from error
+    try:
+        return AutoImageProcessor.from_pretrained(
+            str(folder), backend="pil", local_files_only=True, trust_remote_code=False
+        )
+    # A broken file raises any exception of its parser.
+    except Exception as error:
+        raise CheckpointError(
+            str(folder),
+            f"has no image processor that transformers can load: {one_line(error)}",
+            "copy preprocessor_config.json from the original model",
+        ) from error
+
+
+def image_digest(image: "Image") -> str:
+    """Return the SHA-256 of an image's pixels, in hexadecimal."""
+    return _digest("pixels", repr(image.size), image.convert("RGBA").tobytes())
+
+
+def _options(processor: Any) -> str:
+    """Return all options of an image processor as a text."""
+    return json.dumps(processor.to_dict(), sort_keys=True, default=str)
+
+
+def _digest(*fields: str | bytes) -> str:
+    """Return a SHA-256 of fields, each with its length, so that no two lists are equal bytes."""
+    hashed = hashlib.sha256()
+    for each in fields:
+        data = each.encode() if isinstance(each, str) else each
+        hashed.update(len(data).to_bytes(8, "little") + data)
+    return hashed.hexdigest()

@@ -1,0 +1,110 @@
+"""Bytes of an image by its URL: data:, http(s):, or file: below an allowed folder."""
+
+import base64
+import binascii
+import os
+import re
+import stat
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from formats.errors import InputError
+from qserve.multimodal.fetch import fetch
+from qserve.multimodal.settings import FLAG, MediaLimits
+
+SUBJECT = "image URL"
+SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,20}(?=:)")
+DATA_HEAD = re.compile(r"data:([^,;]{0,100})((?:;[^,;]{0,100}){0,8}?)(;base64)?,", re.IGNORECASE)
+TYPES = ("", "image/", "application/octet-stream")  # prefixes of a data: URL's type
+LOCAL_FLAG = "--allowed-local-media-path"
+SPACES = str.maketrans("", "", " \t\r\n")
+
+
+def read_source(url: str, limits: MediaLimits, ends: float) -> bytes:
+    """Return the bytes that a URL names. Raises InputError.
+
+    `ends`: when they must be there, by time.monotonic().
+    """
+    found = SCHEME.match(url)
+    scheme = found[0].lower() if found else ""
+    if scheme == "data":
+        return read_data_url(url, limits.max_bytes)
+    if scheme in ("http", "https"):
+        if not limits.hosts:
+            raise InputError(
+                SUBJECT,
+                "this server fetches no images",
+                f"send the image as a data: URL, or start the server with {FLAG}",
+            )
+        return fetch(url, limits, ends)
+    if scheme == "file":
+        if limits.local_path is None:
+            raise InputError(
+                SUBJECT,
+                "this server reads no local files",
+                f"send the image as a data: URL, or start the server with {LOCAL_FLAG}",
+            )
+        return _read_file(url, limits.local_path, limits.max_bytes)
+    raise InputError(
+        SUBJECT, f"expected data:, http:, https: or file:, found {url[:50]!r}", "use a data: URL"
+    )
+
+
+def read_data_url(url: str, max_bytes: int) -> bytes:
+    """Return the bytes in a data: URL. Raises InputError."""
+    head = DATA_HEAD.match(url)
+    if head is None or not head[3]:
+        raise InputError(SUBJECT, "expected data:image/TYPE;base64, and base64 text", "encode it")
+    if head[1] and not head[1].lower().startswith(TYPES[1:]):
+        raise InputError(SUBJECT, f"expected the type of an image, found {head[1]!r}")
+    if len(url) - head.end() > max_bytes * 3:  # also if each character is escaped as in URLs
+        raise _too_large(max_bytes)
+    text = url[head.end() :]
+    if "%" in text:
+        text = unquote(text)
+    text = text.translate(SPACES)
+    if len(text) * 3 // 4 > max_bytes + 2:
+        raise _too_large(max_bytes)
+    try:
+        found = base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+    except (binascii.Error, ValueError):
+        raise InputError(SUBJECT, "is not valid base64", "encode the file's bytes") from None
+    if not found:
+        raise InputError(SUBJECT, "is empty", "send the bytes of an image file")
+    if len(found) > max_bytes:
+        raise _too_large(max_bytes)
+    return found
+
+
+def _too_large(max_bytes: int) -> InputError:
+    return InputError(SUBJECT, f"has more than {max_bytes} bytes", "send a smaller image")
+
+
+def _read_file(url: str, folder: str, max_bytes: int) -> bytes:
+    """Read a file below a folder; links may not lead out of it."""
+    refused = InputError(
+        SUBJECT, f"names no regular file below {LOCAL_FLAG}", "send the image as a data: URL"
+    )
+    try:
+        parts = urlsplit(url)
+        if parts.netloc not in ("", "localhost"):
+            raise refused
+        root = Path(folder).resolve(strict=True)
+        path = Path(unquote(parts.path)).resolve(strict=True)
+        if not path.is_relative_to(root):
+            raise refused
+        # The path has no links now. One that appears before the next line is not followed at its
+        # end, and changes the path of what was opened elsewhere.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with open(handle, "rb") as file:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise refused
+            again = Path(unquote(parts.path)).resolve(strict=True)
+            if again != path or not os.path.samestat(os.stat(path), os.fstat(handle)):
+                raise refused
+            found = file.read(max_bytes + 1)
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: a circle of links
+        raise refused from None
+    if len(found) > max_bytes:
+        raise _too_large(max_bytes)
+    return found

@@ -1,0 +1,1 @@
+"""Lark grammars of tool calls, for calls that must fit their schemas."""

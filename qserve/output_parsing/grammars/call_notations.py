@@ -1,0 +1,351 @@
+"""Lark of one call in each notation of arguments: JSON, tags, Python's literals, Gemma's braces."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from qserve.output_parsing.grammars.call_grammar import CallGrammar, Schema
+from qserve.output_parsing.grammars.call_schema import call_schema, list_schema
+from qserve.output_parsing.grammars.text_grammar import (
+    ANNOTATIONS,
+    Inexpressible,
+    all_of,
+    as_text,
+    escaped,
+    may_be_empty,
+    text_expressions,
+    without,
+)
+from qserve.output_parsing.grammars.value_grammar import (
+    Notation,
+    ValueGrammar,
+    plain_object,
+    resolved_root,
+    target_of,
+)
+from qserve.output_parsing.notations.argument_schema import ArgumentSchema
+from qserve.output_parsing.notations.bare_value import typed
+from qserve.structured.grammar import quoted
+
+if TYPE_CHECKING:
+    from qserve.output_parsing.notations.tagged_calls import Tags
+
+Rule = Callable[[CallGrammar, int, str, Schema], str]
+
+# Characters of a text between single quotes that need no escape.
+UNQUOTED = r"/[^'\\\n\r]*/"
+FREE_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
+# Texts that read as another type than a string.
+OTHERS = {
+    "null": r"~/(?i)\s*(null|none)\s*/",
+    "boolean": r"~/(?i)\s*(true|false)\s*/",
+    "number": r"~/\s*[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\s*/",
+    "object": r"~/\s*\{(?s:.*)/",
+    "array": r"~/\s*[\[(](?s:.*)/",
+}
+
+
+def arguments(form: CallGrammar, index: int, name: str, schema: Schema) -> str:
+    """A JSON object."""
+    return form.as_json(schema)
+
+
+def named_object(form: CallGrammar, index: int, name: str, schema: Schema) -> str:
+    """{"name": ..., "arguments": {...}}"""
+    opening = f'{{"name": {json.dumps(name)}, "arguments": '
+    return f"{quoted(opening)} {form.as_json(schema)} {quoted('}')}"
+
+
+def bare_object(form: CallGrammar, index: int, name: str, schema: Schema) -> str:
+    """{"name": ..., "parameters": {...}}
+
+    Everything is JSON: llguidance cannot choose between JSON and a text with the same beginning.
+    """
+    return form.as_json(call_schema({name: schema}, "parameters"))
+
+
+def bare_list(form: CallGrammar) -> str:
+    """[{"name": ..., "arguments": {...}}, ...] as JSON as a whole."""
+    return form.as_json(list_schema(form.tools, "arguments", is_single=form.is_single))
+
+
+def mistral(form: CallGrammar) -> str:
+    """A list; with newer tokenizers each call begins with the marker."""
+    start = form.text("[TOOL_CALLS]")
+    if form.marker_token("[ARGS]") is None:
+        return f"{start} {quoted(' ')}? {bare_list(form)}"
+
+    def body(index: int, name: str, schema: Schema) -> str:
+        return f"{start} {quoted(name)} {form.text('[ARGS]')} {form.as_json(schema)}"
+
+    return f"{form.each(body)}{'' if form.is_single else '+'}"
+
+
+def tagged(tags: "Tags") -> Rule:
+    """Tags around bare text."""
+    return lambda form, index, name, schema: _Tagged(tags, form, index, name, schema).rule()
+
+
+class _Tagged:
+    """Rules of one tool's arguments in tags."""
+
+    def __init__(
+        self, tags: "Tags", form: CallGrammar, index: int, name: str, schema: Schema
+    ) -> None:
+        self._tags, self._form, self._index, self._name = tags, form, index, name
+        self._root, self._schema = schema, ArgumentSchema(schema)
+        line = "\n" * tags.trims
+        self._end = f"{line}{tags.value_end}" + "\n" * tags.is_spaced
+        self._key_end = f"{tags.key_end or '>'}{line}"
+        if tags.value:
+            self._key_end = f"{tags.key_end}{chr(10) * tags.is_spaced}{tags.value}"
+        # An argument may be closed by its own name.
+        names = "|".join(map(escaped, self._schema.keys))
+        self._reserved = tags.reserved
+        self._closed = [rf"<\/({names})[^A-Za-z0-9_]"] if names else []
+        self._values = ValueGrammar(form, JSON_NOTATION, schema, f"v_{index}")
+
+    def rule(self) -> str:
+        tags, form = self._tags, self._form
+        line = "\n" * tags.is_spaced
+        name_end = ">" if tags.function else ""
+        opening = form.text(f"{tags.quote}{self._name}{tags.quote}{name_end}{line}")
+        if self._name in form.free:
+            return f"{opening} {self._free()}*"
+        keys, required = plain_object(resolved_root(self._root))
+        parts = [opening]
+        for place, key in enumerate(keys):
+            if not key.strip() == key or any(char in key for char in "<>\"'\n"):
+                raise Inexpressible(f"a property named {key!r:.40}")
+            rule = f"arg_{self._index}_{place}"
+            form.rules[rule] = self._argument(key)
+            parts.append(rule if key in required else f"{rule}?")
+        return " ".join(parts)
+
+    def _argument(self, key: str) -> str:
+        """Lark of one argument with its tags."""
+        schemas = self._schema.of(key)
+        if len(schemas) != 1:
+            raise Inexpressible(f"several schemas of {key!r:.40}")
+        texts = _Texts()
+        values: list[str] = []  # Lark of other values
+        self._collect(key, schemas[0], texts, values)
+        if not self._tags.has_types and texts.expressions:
+            texts.expressions += texts.scalars
+            texts.scalars = []
+        found = []
+        if texts.expressions:
+            union = " | ".join(f"({each})" for each in texts.expressions)
+            rule = self._form.ended(union, self._end, is_empty=texts.may_be_empty)
+            found.append(f"{self._before(key, True)} {rule}")
+        for each in texts.scalars:
+            values.append(self._form.terminal(each))
+        for each in values:
+            found.append(f"{self._before(key, False)} {each} {self._form.text(self._end)}")
+        if not found:
+            raise Inexpressible(f"no value of {key!r:.40}")
+        return " | ".join(found)
+
+    def _before(self, key: str, is_string: bool) -> str:
+        """Lark of the text before a value."""
+        typing = (' string="true"' if is_string else ' string="false"') * self._tags.has_types
+        quote = self._tags.quote
+        return self._form.text(f"{self._tags.parameter}{quote}{key}{quote}{typing}{self._key_end}")
+
+    def _collect(self, key: str, schema: Any, texts: "_Texts", values: list[str]) -> None:
+        """Collect what a schema allows: texts and scalars as expressions, other values as JSON.
+
+        The library's lexer is greedy, so texts and scalars become one terminal.
+        """
+        if not isinstance(schema, Mapping) or not schema.keys() - ANNOTATIONS:
+            self._add_text({}, (), texts)
+            return
+        own = schema.keys() - ANNOTATIONS
+        if own == {"$ref"}:
+            self._collect(key, target_of(self._root, schema["$ref"]), texts, values)
+        elif own == {"anyOf"} and isinstance(schema["anyOf"], list):
+            for each in schema["anyOf"]:
+                self._collect(key, each, texts, values)
+        elif own & {"enum", "const"} and own <= {"enum", "const", "type"}:
+            self._add_constants(key, schema, texts)
+        else:
+            self._add_types(key, schema, texts, values)
+
+    def _add_types(self, key: str, schema: Schema, texts: "_Texts", values: list[str]) -> None:
+        own = schema.keys() - ANNOTATIONS
+        every = self._schema.kinds(self._schema.of(key))
+        kinds = self._schema.kinds([schema])
+        others = sorted(kinds - {"string"} - ({"integer"} if "number" in kinds else set()))
+        if "string" in kinds:
+            if "type" not in schema or not own <= WITH_TYPES:
+                raise Inexpressible("other keywords of a text")
+            of_text = {name: schema[name] for name in TEXTS if name in schema} if others else schema
+            excluded = [
+                OTHERS["number" if kind == "integer" else kind]
+                for kind in every
+                if kind in OTHERS or kind == "integer"
+            ]
+            self._add_text(of_text, excluded, texts)
+        scalars = [kind for kind in others if kind in SCALARS] if "string" in every else []
+        if scalars and own & LIMITS:
+            raise Inexpressible("limits of a number that may be a text")
+        texts.scalars += [SCALARS[kind] for kind in scalars]
+        others = [kind for kind in others if kind not in scalars]
+        if others:
+            part = schema if kinds == {*others} else {**schema, "type": others}
+            values.append(self._values.as_json(part))
+
+    def _add_text(self, schema: Schema, excluded: Sequence[str], texts: "_Texts") -> None:
+        own = [*text_expressions(schema), *sorted({*excluded})]
+        texts.expressions.append(all_of([*own, *without(self._reserved, self._closed)]))
+        texts.may_be_empty |= may_be_empty(schema)
+
+    def _add_constants(self, key: str, schema: Schema, texts: "_Texts") -> None:
+        values = [schema["const"]] if "const" in schema else schema["enum"]
+        for value in values if isinstance(values, list) else ():
+            text = as_text(value)
+            is_safe = not any(each in text for each in self._reserved)
+            is_read = json.loads(typed(text, self._schema, key)) == value
+            if not (is_safe and is_read and self._schema.allows([schema], value)):
+                continue
+            texts.may_be_empty |= not text
+            found = texts.expressions if isinstance(value, str) else texts.scalars
+            found.append(f"/{escaped(text)}/" if text else "/(?s:.{0,0})/")
+
+    def _free(self) -> str:
+        """Lark of an argument with any name and any text."""
+        key = self._form.terminal(FREE_KEY)
+        typing = ' string="true"' * self._tags.has_types
+        before = self._form.text(f"{self._tags.parameter}{self._tags.quote}")
+        after = self._form.text(f"{self._tags.quote}{typing}{self._key_end}")
+        text = all_of(without(self._reserved))
+        value = self._form.ended(text, self._end, is_empty=True)
+        self._form.rules["other"] = f"{before} {key} {after} {value}"
+        return "other"
+
+
+@dataclass(slots=True)
+class _Texts:
+    """Expressions of bare texts: strings, and scalars of other types."""
+
+    expressions: list[str] = field(default_factory=list)
+    scalars: list[str] = field(default_factory=list)
+    may_be_empty: bool = False
+
+
+# Scalars where a string is possible, too.
+SCALARS = {
+    "null": "/null/",
+    "boolean": "/true|false/",
+    "integer": "/-?(0|[1-9][0-9]{0,17})/",
+    "number": r"/-?(0|[1-9][0-9]{0,14})(\.[0-9]{1,9})?/",
+}
+TEXTS = ("type", "pattern", "format", "minLength", "maxLength")
+LIMITS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+WITH_TYPES = frozenset(
+    ("type", "pattern", "format", "minLength", "maxLength", "minimum", "maximum")
+    + ("exclusiveMinimum", "exclusiveMaximum", "multipleOf", "items", "minItems", "maxItems")
+    + ("properties", "required", "additionalProperties")
+)
+
+
+def _json_text(form: CallGrammar, schema: Schema) -> str:
+    return form.as_json(schema)
+
+
+def _json_constant(form: CallGrammar, value: str) -> str:
+    return quoted(json.dumps(value, ensure_ascii=False))
+
+
+JSON_NOTATION = Notation(
+    key=lambda form, key: quoted(f"{json.dumps(key, ensure_ascii=False)}: "),
+    text=_json_text,
+    constant=_json_constant,
+)
+
+
+def _python_text(form: CallGrammar, schema: Schema) -> str:
+    """In double quotes as in JSON, or in single quotes."""
+    try:
+        inside = all_of([*text_expressions(schema), UNQUOTED])
+    except Inexpressible:
+        return f"({form.as_json(schema)})"
+    single = form.terminal(f"{quoted(chr(39))} ({inside}) {quoted(chr(39))}")
+    return f"({form.as_json(schema)} | {single})"
+
+
+def _python_constant(form: CallGrammar, value: str) -> str:
+    double = quoted(json.dumps(value, ensure_ascii=False))
+    if any(char in value for char in "'\\\n\r"):
+        return double
+    return f"({double} | {quoted(f'{chr(39)}{value}{chr(39)}')})"
+
+
+PYTHON_NOTATION = Notation(
+    null="None",
+    true="True",
+    false="False",
+    key=lambda form, key: f"{_python_constant(form, key)} {quoted(': ')}",
+    text=_python_text,
+    constant=_python_constant,
+)
+
+
+def python(form: CallGrammar, index: int, name: str, schema: Schema) -> str:
+    """f(a=1, b='x')"""
+    if name in form.free:
+        value = form.as_json({})
+        some = f'({FREE_KEY} "=" {value} (", " {FREE_KEY} "=" {value})*)?'
+        return f"{quoted(name + '(')} {some} {quoted(')')}"
+    values = ValueGrammar(form, PYTHON_NOTATION, schema, f"v_{index}")
+    root = resolved_root(schema)
+    keys, required = plain_object(root)
+    if not all(key.isidentifier() and key.isascii() for key in keys):
+        raise Inexpressible("a property that is not an identifier")
+    properties = root.get("properties") or {}
+
+    def field(key: str) -> str:
+        return f"{quoted(key + '=')} {values.value(properties[key])}"
+
+    return f"{quoted(name + '(')} {values.fields(keys, required, 'args', field)} {quoted(')')}"
+
+
+def _braced_key(form: CallGrammar, key: str) -> str:
+    if not key or key.strip() != key or set(key) & set(':{}[],"<\n'):
+        raise Inexpressible("a property that needs quotes")
+    return quoted(f"{key}:")
+
+
+def braced(quote: str) -> Rule:
+    """{a:"x",b:1} with another quote."""
+
+    def text(form: CallGrammar, schema: Schema) -> str:
+        try:
+            inside = all_of([*text_expressions(schema), *without([quote])])
+        except Inexpressible:
+            return f"({form.as_json(schema)})"
+        ended = form.ended(inside, quote, is_empty=may_be_empty(schema))
+        return f"({form.text(quote)} {ended})"
+
+    def constant(form: CallGrammar, value: str) -> str:
+        if quote in value:
+            return quoted(json.dumps(value, ensure_ascii=False))
+        return form.text(f"{quote}{value}{quote}")
+
+    notation = Notation(comma=",", key=_braced_key, text=text, constant=constant)
+
+    def rule(form: CallGrammar, index: int, name: str, schema: Schema) -> str:
+        if name in form.free:
+            return form.as_json(schema)
+        values = ValueGrammar(form, notation, schema, f"v_{index}")
+        root = resolved_root(schema)
+        keys, required = plain_object(root)
+        properties = root.get("properties") or {}
+
+        def field(key: str) -> str:
+            return f"{_braced_key(form, key)} {values.value(properties[key])}"
+
+        return f"{quoted('{')} {values.fields(keys, required, 'args', field)} {quoted('}')}"
+
+    return rule

@@ -1,0 +1,1 @@
+"""Notations of tool calls, each a reader of characters."""

@@ -1,0 +1,89 @@
+"""REASONING_PARSERS: formats of reasoning by the name that --reasoning-parser takes.
+
+The reasoning is what a model writes before its answer. Some prompts already open or close it.
+"""
+
+from dataclasses import dataclass
+
+from qserve.output_parsing.marker_search import TOKEN
+from qserve.output_parsing.notations import harmony
+
+THINK = (("<think>",), ("</think>",))
+# State of the reasoning at the end of a prompt.
+OPEN, POSSIBLE, CLOSED = "open", "possible", "closed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningFormat:
+    # Texts that begin reasoning, and those that end it; each has several spellings.
+    pairs: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (THINK,)
+    is_implied: bool = False  # the text begins with reasoning even if the prompt does not open it
+    ends_at_call: bool = False  # a tool call ends reasoning, without the end text
+    answer: tuple[str, str] = ("", "")  # texts around the answer, which are dropped
+    is_harmony: bool = False  # messages in channels: the reader of calls separates reasoning, too
+
+    @property
+    def start(self) -> str:
+        return self.pairs[0][0][0]
+
+    @property
+    def end(self) -> str:
+        return self.pairs[0][1][0]
+
+    @property
+    def starts(self) -> dict[str, tuple[str, ...]]:
+        """Texts that begin reasoning, each with those that end it then."""
+        return {start: ends for starts, ends in self.pairs for start in starts}
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        return tuple(end for _, ends in self.pairs for end in ends)
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Texts that may be special tokens."""
+        if self.is_harmony:
+            return harmony.MARKERS
+        texts = (*self.starts, *self.ends, *self.answer)
+        return tuple(each for text in texts for each in TOKEN.findall(text))
+
+    def opened(self, prompt_end: str) -> tuple[str, tuple[str, ...]]:
+        """State of the text after the prompt, and the texts that end reasoning if it is open."""
+        before = prompt_end.rstrip()
+        if before.endswith(self.ends):
+            return CLOSED, ()
+        for start, ends in self.starts.items():
+            if before.endswith(start.rstrip()):
+                return OPEN, ends
+        return (OPEN, self.ends) if self.is_implied else (POSSIBLE, self.ends)
+
+
+REASONING_PARSERS = {
+    "deepseek_r1": ReasoningFormat(is_implied=True),
+    "deepseek_v31": ReasoningFormat(),  # thinks only if the prompt opens it
+    "qwen3": ReasoningFormat(),
+    "glm45": ReasoningFormat(),
+    "kimi_k2": ReasoningFormat(ends_at_call=True),
+    "minimax_m2": ReasoningFormat(is_implied=True),
+    "olmo3": ReasoningFormat(),
+    "step3": ReasoningFormat(is_implied=True),
+    "seed_oss": ReasoningFormat(pairs=((("<seed:think>",), ("</seed:think>",)),)),
+    "mistral": ReasoningFormat(pairs=((("[THINK]",), ("[/THINK]",)), THINK)),
+    "gemma4": ReasoningFormat(pairs=((("<|channel>thought\n",), ("<channel|>",)),)),
+    "granite": ReasoningFormat(
+        pairs=(
+            (
+                ("Here is my thought process:", "Here's my thought process:"),
+                ("Here is my response:", "Here's my response:"),
+            ),
+            THINK,
+        ),
+        answer=("<response>", "</response>"),
+    ),
+    "hunyuan": ReasoningFormat(answer=("<answer>", "</answer>")),
+    "ernie45": ReasoningFormat(answer=("<response>", "</response>")),
+    "gpt_oss": ReasoningFormat(
+        pairs=(((f"{harmony.CHANNEL}analysis{harmony.MESSAGE}",), (harmony.END,)),),
+        is_harmony=True,
+    ),
+}

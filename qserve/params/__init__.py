@@ -1,0 +1,1 @@
+"""Parameters of a request: sampling, beam search, options."""

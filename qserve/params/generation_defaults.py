@@ -1,0 +1,30 @@
+"""Sampling defaults from a model's generation_config.json, for requests that set none."""
+
+import json
+from pathlib import Path
+
+from formats.errors import InputError, one_line
+from qserve.errors import ParameterError
+from qserve.params.sampling_params import SamplingParams
+
+FILE = "generation_config.json"
+# Fields that the file may set.
+DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def load_defaults(folder: str | Path) -> dict[str, float]:
+    """Fields that the file sets; empty without a file. Raises InputError."""
+    path = Path(folder) / FILE
+    try:
+        found = json.loads(path.read_text())
+        defaults = {name: found[name] for name in DEFAULTED if found.get(name) is not None}
+        SamplingParams(**defaults)
+    except FileNotFoundError:
+        return {}
+    except ParameterError as error:
+        raise InputError(str(path), str(error), "correct the file") from error
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise InputError(
+            str(path), f"cannot be used: {one_line(error)}", "correct the file"
+        ) from error
+    return defaults

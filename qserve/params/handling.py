@@ -1,0 +1,41 @@
+"""Handling: request options besides sampling. Loads no torch."""
+
+from dataclasses import dataclass
+
+from qserve.errors import ParameterError
+from qserve.lora.request import LoRARequest
+from qserve.multimodal.media import MediaItem
+from qserve.params.beam_search_params import BeamSearchParams
+from qserve.pooling.params import PoolingParams
+
+MAX_SALT_CHARS = 256
+MAX_PRIORITY = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handling:
+    """Priority, cache isolation, deadline and kind of a request. Raises ParameterError."""
+
+    priority: int = 0  # lower runs first, with --scheduling-policy priority
+    cache_salt: str = ""  # KV pages are shared only between requests with the same salt
+    timeout: float | None = None  # seconds after arrival until the request ends with an error
+    pooling: PoolingParams | None = None  # return vectors of the prompt instead of generating
+    beam_search: BeamSearchParams | None = None  # generate the best beams together
+    lora: LoRARequest | None = None  # LoRA adapter of the request
+    media: tuple[MediaItem, ...] = ()  # of the prompt, in order of their positions
+
+    def __post_init__(self) -> None:
+        if abs(self.priority) > MAX_PRIORITY:
+            raise ParameterError(
+                "priority", f"expected -{MAX_PRIORITY} to {MAX_PRIORITY}, found {self.priority}"
+            )
+        if len(self.cache_salt) > MAX_SALT_CHARS:
+            raise ParameterError(
+                "cache_salt",
+                f"expected at most {MAX_SALT_CHARS} characters, found {len(self.cache_salt)}",
+            )
+        if self.timeout is not None and not self.timeout > 0:
+            raise ParameterError("timeout", f"expected more than 0 seconds, found {self.timeout}")
+
+
+DEFAULT = Handling()

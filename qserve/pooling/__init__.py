@@ -1,0 +1,1 @@
+"""Embeddings, scores and labels: settings of a model, parameters, scoring."""

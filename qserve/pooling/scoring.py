@@ -1,0 +1,81 @@
+"""Scores of text pairs: a reranker's, or the cosine of two embeddings. Loads no torch.
+
+A reranker like Qwen3-Reranker is asked whether the document answers the query; the score is the
+probability of yes against no. The prompt is from https://huggingface.co/Qwen/Qwen3-Reranker-0.6B.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from formats.errors import InputError
+from qserve.errors import ParameterError
+from qserve.pooling.config import PoolingConfig
+from qserve.pooling.params import PoolingParams
+from qserve.text.tokenizer import Tokenizer
+
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+_BEFORE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and"
+    ' the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n"
+)
+_PAIR = "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+_AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+def pairs(text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[tuple[str, str]]:
+    """Pair one text with each of several, or two lists of equal length. Raises InputError."""
+    first = [text_1] if isinstance(text_1, str) else list(text_1)
+    second = [text_2] if isinstance(text_2, str) else list(text_2)
+    if len(first) == 1:
+        first *= len(second)
+    if not first or len(first) != len(second):
+        raise ParameterError(
+            "text_2", f"expected as many texts as in text_1, {len(first)}, found {len(second)}"
+        )
+    return list(zip(first, second, strict=True))
+
+
+def pair_tokens(tokenizer: Tokenizer, query: str, document: str, instruction: str) -> list[int]:
+    """Prompt of a reranker. The texts cannot create control tokens."""
+    pair = _PAIR.format(instruction=instruction, query=query, document=document)
+    before, after = (tokenizer.encode(text, False) for text in (_BEFORE, _AFTER))
+    return [*before, *tokenizer.encode_plain(pair), *after]
+
+
+def score_params(config: PoolingConfig, tokenizer: Tokenizer) -> PoolingParams:
+    """Pooling of each text, or of each pair if `config` is a reranker's."""
+    if not config.is_reranker:
+        return config.complete(PoolingParams(normalize=True))
+    tokens = config.score_tokens
+    if not tokens:
+        found = [tokenizer.encode(text, False) for text in config.score_texts]
+        if any(len(each) != 1 for each in found):
+            texts = ", ".join(map(repr, config.score_texts))
+            raise InputError(
+                "config.json classifier_from_token", f"expected texts of one token, found {texts}"
+            )
+        tokens = tuple(each[0] for each in found)
+    return PoolingParams(kind="tokens", token_ids=tokens)
+
+
+def of_logits(logits: np.ndarray) -> float:
+    """A reranker's score of a pair, from the logits of yes and maybe of no."""
+    yes = float(logits[0])
+    no = float(logits[1]) if len(logits) > 1 else 0.0
+    return float(1 / (1 + np.exp(np.float64(no - yes))))
+
+
+def of_vectors(first: np.ndarray, second: np.ndarray) -> float:
+    """Cosine of two normalized vectors."""
+    return float(np.dot(first.astype(np.float64), second.astype(np.float64)))
+
+
+def probabilities(logits: np.ndarray) -> list[float]:
+    """Probabilities of exclusive labels; a single label gets its own probability."""
+    logits = logits.astype(np.float64)
+    if len(logits) == 1:
+        return (1 / (1 + np.exp(-logits))).tolist()
+    raised = np.exp(logits - logits.max())
+    return (raised / raised.sum()).tolist()

@@ -1,0 +1,1 @@
+"""Child processes, messages between them, and their logs."""

@@ -1,0 +1,59 @@
+"""Start a module of this package as a process that is connected by a socket."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+
+async def start_child(
+    module: str, *arguments: str
+) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, asyncio.StreamWriter]:
+    """Run `python -m module --fd=N ...` with N a connected Unix socket; return the other end."""
+    ours, theirs = socket.socketpair()
+    reader, writer = await asyncio.open_unix_connection(sock=ours)
+    try:
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                # Without -P, a folder named formats/ in the working directory would shadow the
+                # package.
+                "-P",
+                "-m",
+                module,
+                f"--fd={theirs.fileno()}",
+                *arguments,
+                pass_fds=(theirs.fileno(),),
+                env=_environment(),
+                # Ctrl-C in the terminal goes to the server, which stops the other processes in
+                # order.
+                start_new_session=True,
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+    except BaseException:
+        writer.close()
+        raise
+    return process, reader, writer
+
+
+def start_child_blocking(module: str, *arguments: str) -> tuple[subprocess.Popen, socket.socket]:
+    """`start_child` for callers without an event loop."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, f"--fd={theirs.fileno()}", *arguments],
+            pass_fds=(theirs.fileno(),),
+            env=_environment(),
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+        )
+    return process, ours
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, so that the child imports the same packages."""
+    home = str(Path(__file__).resolve().parents[2])
+    path = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": f"{home}{os.pathsep}{path}" if path else home}

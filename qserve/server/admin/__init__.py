@@ -1,0 +1,1 @@
+"""Routes for operators: health, metrics, profiles, the prefix cache, adapters."""

@@ -1,0 +1,65 @@
+"""POST /reset_prefix_cache, and with --profiler-config /start_profile and /stop_profile."""
+
+import json
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from formats.errors import InputError
+from qserve.profile.profiler_config import ProfilerConfig
+from qserve.server.http.errors import ApiError, engine_dead
+from qserve.server.http.route_list import RouteList
+from qserve.server.service import service_of
+
+MOST_BYTES = 4096
+
+routes = RouteList()
+
+
+@routes.post("/reset_prefix_cache")
+async def reset_prefix_cache(request: Request) -> Response:
+    """Empty the prefix cache for all later requests."""
+    service = service_of(request)
+    if not service.resets_cache:
+        raise ApiError(404, "This server was started without --enable-cache-reset.")
+    if not service.client.is_alive:
+        raise engine_dead(service.client.is_restarting)
+    service.client.reset_prefix_cache()
+    return Response()
+
+
+def profile_routes(config: ProfilerConfig) -> RouteList:
+    """Routes that start and stop a recording. Each answers when that is done."""
+    routes = RouteList()
+
+    @routes.post("/start_profile")
+    async def start_profile(request: Request) -> Response:
+        data = b""
+        async for piece in request.stream():
+            data += piece
+            if len(data) > MOST_BYTES:
+                raise ApiError(413, f"expected at most {MOST_BYTES} bytes")
+        try:
+            body = json.loads(data) if data else {}
+            if not isinstance(body, dict):
+                raise InputError("body", "expected a JSON object")
+            wanted = config.asked(body)
+        except (ValueError, InputError) as error:
+            raise ApiError(400, str(error)) from None
+        return await _tell(request, wanted)
+
+    @routes.post("/stop_profile")
+    async def stop_profile(request: Request) -> Response:
+        return await _tell(request, None)
+
+    return routes
+
+
+async def _tell(request: Request, config: ProfilerConfig | None) -> Response:
+    client = service_of(request).client
+    if not client.is_alive:
+        raise engine_dead(client.is_restarting)
+    problem = await client.profile(config)
+    if problem:
+        raise ApiError(409, problem)
+    return Response()

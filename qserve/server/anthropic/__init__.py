@@ -1,0 +1,1 @@
+"""Replies, errors and routes of the Anthropic Messages API."""

@@ -1,0 +1,1 @@
+"""HTTP itself: connections, limits, middleware, bodies, event streams, errors."""

@@ -1,0 +1,136 @@
+"""API keys. The check runs before routing, so a new route is protected by default."""
+
+import hashlib
+import hmac
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from formats.errors import InputError, one_line
+from qserve.command_line.setting import check_key
+from qserve.config import ServerConfig
+from qserve.server.http.errors import ApiError
+
+OPEN = {"/health", "/ready", "/ping"}  # health probes
+PAGES = {"/", "/docs"}  # static; a browser that opens one sends no key
+BEARER = b"Bearer "
+KEY_DIGEST = "key_digest"  # name in a request's state
+
+
+class Keys:
+    """API keys of a server. `reload` reads their files again."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        """Raises InputError for unreadable keys."""
+        self._config = config
+        self.reload()
+
+    def __bool__(self) -> bool:
+        """True if requests need a key."""
+        return bool(self.digests)
+
+    def reload(self) -> None:
+        """Read all keys. Raises InputError; then the keys are as before."""
+        path = self._config.admin_api_key_file
+        admins = () if path is None else _keys_of("--admin-api-key-file", path)
+        keys = load_keys(self._config)
+        self.digests = [_digest(BEARER + key.encode()) for key in (*keys, *admins)]
+        self._admins = {_digest(BEARER + key.encode()).hex() for key in admins or keys}
+
+    def is_admin(self, scope: Scope) -> bool:
+        """True if a request's key may be used for the routes of operators."""
+        return scope.get("state", {}).get(KEY_DIGEST) in self._admins
+
+
+class RequireKey:
+    """ASGI middleware that answers 401 unless a header has a key of the server.
+
+    The header is exactly `Authorization: Bearer KEY`, or `x-api-key: KEY` as Anthropic's clients
+    send it. Some of these send both, one of them outdated: one valid key is enough. Its digest
+    becomes the `key_digest` of the request's state.
+    """
+
+    def __init__(self, app: ASGIApp, keys: "Keys") -> None:
+        self._app, self._keys = app, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._is_guarded(scope):
+            digest = self._valid_digest(scope)
+            if digest is None:
+                error = ApiError(
+                    401,
+                    "expected the header Authorization: Bearer KEY, or x-api-key: KEY, with a key"
+                    " of this server.",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+                await error.response(scope, receive, send)
+                return
+            scope.setdefault("state", {})[KEY_DIGEST] = digest.hex()
+        await self._app(scope, receive, send)
+
+    def _is_guarded(self, scope: Scope) -> bool:
+        # Browsers send CORS preflights (OPTIONS) without the key; no route answers OPTIONS.
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        return scope["method"] != "OPTIONS" and path not in OPEN | PAGES
+
+    def _valid_digest(self, scope: Scope) -> bytes | None:
+        """Digest of the valid key of a request, if it has one."""
+        found = None
+        for header, prefix in ((b"authorization", b""), (b"x-api-key", BEARER)):
+            given = [value for name, value in scope["headers"] if name == header]
+            if len(given) != 1:
+                continue
+            digest = _digest(prefix + given[0])
+            # Digests have equal length, so the comparison's time reveals nothing about the key.
+            matches = [hmac.compare_digest(digest, expected) for expected in self._keys.digests]
+            if any(matches):
+                found = digest
+        return found
+
+
+def key_digest(scope: Scope) -> str:
+    """A digest of a request's API key; the key itself goes to no other process.
+
+    Without keys of its own the server takes the one that a client sends, since a proxy may have
+    checked it.
+    """
+    found = scope.get("state", {}).get(KEY_DIGEST)
+    if found is not None:
+        return found
+    headers = dict(reversed(scope["headers"]))  # the first of several
+    given = headers.get(b"authorization")
+    if given is None:
+        given = BEARER + headers[b"x-api-key"] if b"x-api-key" in headers else b""
+    return _digest(given).hex()
+
+
+def load_keys(config: ServerConfig, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Keys from the command line, the file and the environment. Raises InputError."""
+    keys = list(config.api_key)
+    if config.api_key_file is not None:
+        keys += _keys_of("--api-key-file", config.api_key_file)
+    for key in filter(None, environment.get(config.api_key_env, "").split(",")):
+        check_key(config.api_key_env, key)
+        keys.append(key)
+    return tuple(dict.fromkeys(keys))
+
+
+def _keys_of(flag: str, file: str) -> list[str]:
+    """Keys of a file. Raises InputError."""
+    path = Path(file)
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeError) as error:
+        raise InputError(flag, f"{path} cannot be read: {one_line(error)}") from error
+    found = [line for line in lines if line.strip() and not line.startswith("#")]
+    if not found:
+        raise InputError(flag, f"{path} contains no key", "write one key per line")
+    for key in found:
+        check_key(str(path), key)
+    return found
+
+
+def _digest(value: bytes) -> bytes:
+    return hashlib.sha256(value).digest()

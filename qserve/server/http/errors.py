@@ -1,0 +1,145 @@
+"""Errors as clients see them: OpenAI's envelope, bounded in size, without internals."""
+
+import logging
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from formats.errors import InputError
+from qserve.errors import BusyError, ParameterError
+
+MAX_MESSAGE = 1000  # characters; a client's own text in a reply must not make it large
+MAX_PARAM = 100
+
+# The names of OpenAI's API.
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+RETRY_SECONDS = 5  # clients retry a 503 after this time at the earliest
+
+INTERNAL = "Internal server error."
+CLIENT_GONE = 499  # status in logs and metrics of a request whose client disconnected
+
+logger = logging.getLogger(__name__)
+
+
+class ApiError(Exception):
+    """A reply other than success. `param` names the request's field that is at fault."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param = status, message, param
+        self.headers = dict(headers or {})
+        if status == 503:
+            self.headers["Retry-After"] = str(RETRY_SECONDS)
+
+    @property
+    def short_message(self) -> str:
+        return _shorten(self.message, MAX_MESSAGE)
+
+    @property
+    def envelope(self) -> dict[str, dict]:
+        return {
+            "error": {
+                "message": self.short_message,
+                "type": TYPES.get(self.status, "invalid_request_error"),
+                "param": None if self.param is None else _shorten(self.param, MAX_PARAM),
+                "code": self.status,
+            }
+        }
+
+    @property
+    def response(self) -> Response:
+        return json_response(self.envelope, self.status, self.headers)
+
+
+class ClientGone(Exception):
+    """The client closed the connection."""
+
+
+def engine_dead(is_restarting: bool) -> ApiError:
+    what = "is restarting. Try again later." if is_restarting else "server is stopping."
+    return ApiError(503, f"The engine has died; {'it' if is_restarting else 'the'} {what}")
+
+
+def deadline_passed(seconds: float) -> ApiError:
+    return ApiError(
+        408,
+        f"The request exceeded its deadline of {seconds:g} s.",
+        headers={"x-should-retry": "false"},
+    )
+
+
+def generation_failed() -> ApiError:
+    """The error of a request that would fail again on a working engine."""
+    return ApiError(
+        500,
+        "The generation failed: the model returned no valid probabilities (NaN) for this request,"
+        " and would again. See the server's log; `qserve inspect` finds broken weights.",
+        headers={"x-should-retry": "false"},  # OpenAI's clients repeat a 500 otherwise
+    )
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Convert any exception to a client's error; internals go to the log only."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ParameterError):
+        return ApiError(400, str(error), error.subject)
+    if isinstance(error, BusyError):
+        return ApiError(503, str(error))
+    if isinstance(error, InputError):
+        return ApiError(400, str(error))
+    logger.error("A request failed", exc_info=error)
+    return ApiError(500, INTERNAL)
+
+
+def json_response(
+    content: object, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    body = msgspec.json.encode(content)
+    return Response(body, status, headers, media_type="application/json")
+
+
+def add_error_handlers(app: Starlette) -> None:
+    """Give every failure of the app the envelope, those of the framework too."""
+
+    async def from_exception(request: Request, error: Exception) -> Response:
+        return as_api_error(error).response
+
+    async def from_framework(request: Request, error: HTTPException) -> Response:
+        message = f"{error.detail}: {request.method} {request.url.path}"
+        return ApiError(error.status_code, message, headers=error.headers).response
+
+    async def internal(request: Request, error: Exception) -> Response:
+        # The framework raises the error again once this is sent, and the web server logs it.
+        return ApiError(500, INTERNAL).response
+
+    async def nobody(request: Request, error: ClientGone) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
+    app.add_exception_handler(ApiError, from_exception)
+    app.add_exception_handler(InputError, from_exception)
+    app.add_exception_handler(HTTPException, from_framework)
+    app.add_exception_handler(ClientGone, nobody)
+    app.add_exception_handler(Exception, internal)
+
+
+def _shorten(text: str, limit: int) -> str:
+    # A lone surrogate cannot be written as UTF-8.
+    text = text.encode(errors="replace").decode()
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,315 @@
+"""uvicorn's HTTP/1.1 protocol with limits on connections, idle clients and slow readers.
+
+A client's mistake gets a reply where one is possible, and at most one line in the log.
+"""
+
+import asyncio
+import contextlib
+import logging
+import re
+import resource
+import socket
+import sys
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from itertools import islice
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from qserve.server.http.errors import ApiError
+
+IDLE_SECONDS = 30.0  # for the head of a request, and between two requests
+UNREAD_SECONDS = 120.0  # until a client that reads nothing is disconnected
+LINGER_SECONDS = 5.0  # for which the rest of an answered request is read and dropped
+# First and longest interval between probes of a half-closed client.
+FIRST_PROBE_SECONDS, MAX_PROBE_SECONDS = 0.05, 5.0
+HALF_CLOSED_SECONDS = 5.0  # for the answer to a half-closed HTTP/1.0 client
+REFUSED_SECONDS = 2.0  # for the request of a client that will be refused
+NUM_REFUSED = 32  # connections that get 503; further ones are closed without a reply
+# For the engine's and the workers' sockets, logs, listeners and libraries' files.
+RESERVED_DESCRIPTORS = 64
+FEWEST_CONNECTIONS = 16
+# Connections accepted in one call. They are counted only afterwards.
+ACCEPTED_AT_ONCE = 16
+KERNEL_QUEUE = 2048
+TCP_CLOSE = 7  # state of a reset connection: the first byte of Linux' struct tcp_info
+# Each chunk of a body costs some 15 us, whatever its size, and a read brings up to 256 KiB.
+SMALL_CHUNK = re.compile(rb"\r\n[0-9a-fA-F]{1,2}\r\n")  # of less than 256 bytes
+NUM_SMALL_CHUNKS = 64  # in one read
+
+logger = logging.getLogger(__name__)
+
+
+def raise_descriptor_limit() -> int:
+    """Raise this process's soft limit of file descriptors to the hard limit; returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def max_connections(asked: int | None, descriptors: int) -> int:
+    """Maximum number of open connections: the setting, capped by the file descriptors."""
+    if descriptors == resource.RLIM_INFINITY:
+        descriptors = sys.maxsize
+    room = max(FEWEST_CONNECTIONS, descriptors - RESERVED_DESCRIPTORS - NUM_REFUSED)
+    return room if asked is None else min(asked, room)
+
+
+@dataclass(slots=True, kw_only=True)
+class Connections:
+    """State that all connections of a server share."""
+
+    limit: int
+    # Connections without a complete request, oldest first. A dict keeps order and removes quickly.
+    waiting: "dict[HttpProtocol, None]" = field(default_factory=dict)
+    num_refused: int = 0  # open connections that are or will be answered with 503
+
+
+class HttpProtocol(H11Protocol):
+    """One connection."""
+
+    def __init__(self, *args, connections: Connections, **options) -> None:
+        super().__init__(*args, **options)
+        self._shared = connections
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
+        self._is_refused = False
+        self._has_replied = False  # outside of any route
+        self._is_half_closed = False  # the client has closed its sending side
+        self._probe_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(_LingeringTransport(transport, self))
+        connection = transport.get_extra_info("socket")
+        if self._is_reset():
+            transport.abort()
+            return
+        if connection.family != socket.AF_UNIX:  # peers of Unix sockets cannot vanish
+            _send_at_once(connection)
+            _give_up_on_vanished_peers(connection)
+        self._await_request()
+        if len(self.connections) - self._shared.num_refused > self._shared.limit:
+            self._make_room()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._shared.num_refused -= self._is_refused
+        self._is_refused = False
+        self._shared.waiting.pop(self, None)
+        _cancel(self._idle_timer)
+        _cancel(self._unread_timer)
+        _cancel(self._probe_timer)
+        super().connection_lost(error)
+
+    @property
+    def is_mid_request(self) -> bool:
+        """True if the client may still be sending data that will not be read."""
+        return self._has_replied or self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._is_reset():
+            self.transport.abort()
+            return
+        if self._is_refused:
+            self._reply(
+                ApiError(503, "The server has reached its connection limit. Try again later.")
+            )
+            return
+        if next(islice(SMALL_CHUNK.finditer(data), NUM_SMALL_CHUNKS, None), None):
+            self._reply(
+                ApiError(400, "expected larger chunks in the body, or a Content-Length header.")
+            )
+            return
+        super().data_received(data)
+        self._look_at_request()
+
+    def eof_received(self) -> bool:
+        """Keep a half-closed connection open while its client may wait for an answer.
+
+        TLS connections close as a whole.
+        """
+        if self.scheme == "https" or not self._owes_answer:
+            return False
+        self._is_half_closed = True
+        if self.scope["http_version"] == "1.1":
+            self._probe_client(FIRST_PROBE_SECONDS)
+        else:  # HTTP/1.0 has no interim responses
+            self._probe_timer = self.loop.call_later(HALF_CLOSED_SECONDS, self.transport.abort)
+        return True
+
+    @property
+    def _owes_answer(self) -> bool:
+        """Return True if a whole request has come and its answer is not complete."""
+        cycle = self.cycle
+        return cycle is not None and not (cycle.more_body or cycle.response_complete)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_half_closed and not self._owes_answer:
+            self.transport.close()
+        if not self.transport.is_closing():
+            self._await_request()
+            self._look_at_request()  # a pipelined request may be there
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread_timer = self.loop.call_later(UNREAD_SECONDS, self._drop_unread)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        _cancel(self._unread_timer)
+
+    def send_400_response(self, msg: str) -> None:
+        """Send the JSON error instead of uvicorn's plain text."""
+        error = sys.exception()
+        status = getattr(error, "error_status_hint", 400)
+        self._reply(ApiError(status, f"expected an HTTP/1.1 request: {error or msg}."))
+
+    def _is_reset(self) -> bool:
+        """Return True if the client has reset the connection and will read no answer.
+
+        Data that it sent before can still be read, and would start useless work.
+        """
+        connection = self.transport.get_extra_info("socket")
+        if connection.family == socket.AF_UNIX or sys.platform != "linux":
+            return False
+        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_CLOSE
+
+    def _probe_client(self, seconds: float) -> None:
+        """Check whether a half-closed client is still there, now and again after `seconds`.
+
+        A client that has closed its socket looks the same, but its system answers any data with a
+        reset. Every HTTP/1.1 client skips an interim response.
+        """
+        if self._is_reset():
+            self.transport.abort()
+            return
+        if self._owes_answer and not self.cycle.response_started:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._probe_timer = self.loop.call_later(
+            seconds, self._probe_client, min(2 * seconds, MAX_PROBE_SECONDS)
+        )
+
+    def _await_request(self) -> None:
+        """Wait for the next request; until it is complete the connection may be closed."""
+        _cancel(self._idle_timer)
+        self._shared.waiting.pop(self, None)
+        self._shared.waiting[self] = None
+        self._idle_timer = self.loop.call_later(IDLE_SECONDS, self._drop_idle)
+
+    def _look_at_request(self) -> None:
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:
+            return
+        _cancel(self._idle_timer)  # the route limits the time of a body
+        if not cycle.more_body:
+            self._shared.waiting.pop(self, None)
+
+    def _make_room(self) -> None:
+        """Close the connection that has waited longest for a request, else refuse this one."""
+        shared = self._shared
+        oldest = next(iter(shared.waiting))
+        if oldest is not self:
+            oldest.transport.abort()
+            # connection_lost is called later; others may be accepted before.
+            shared.waiting.pop(oldest, None)
+            self.connections.discard(oldest)
+        elif shared.num_refused >= NUM_REFUSED:
+            self.transport.abort()
+        else:
+            shared.num_refused += 1
+            self._is_refused = True
+            shared.waiting.pop(self, None)
+            _cancel(self._idle_timer)
+            self._idle_timer = self.loop.call_later(REFUSED_SECONDS, self.transport.abort)
+            logger.warning(
+                "Connection limit reached (%d); refusing a client with 503", shared.limit
+            )
+
+    def _drop_idle(self) -> None:
+        if self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
+            message = f"expected the head of a request within {IDLE_SECONDS:g} s."
+            self._reply(ApiError(408, message))
+        else:
+            self.transport.close()
+
+    def _drop_unread(self) -> None:
+        logger.warning("Closing a connection: the client read nothing for %.0f s", UNREAD_SECONDS)
+        self.transport.abort()
+
+    def _reply(self, error: ApiError) -> None:
+        """Answer without a route if no answer has begun, and close the connection."""
+        _cancel(self._idle_timer)
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()
+            return
+        self._has_replied = True
+        self.transport.write(raw_reply(error))
+        self.transport.close()
+
+
+class _LingeringTransport:
+    """Transport that lets the client read its answer before the connection ends.
+
+    Closing a socket with unread bytes makes the kernel send a reset, and the client loses what it
+    has not read. So the sending side is closed first, and incoming data is dropped for a while.
+    """
+
+    def __init__(self, transport: asyncio.Transport, protocol: HttpProtocol) -> None:
+        self._transport, self._protocol = transport, protocol
+        self._lingers = False
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        return self._lingers or self._transport.is_closing()
+
+    def close(self) -> None:
+        if self.is_closing():
+            return
+        if not self._protocol.is_mid_request:
+            self._transport.close()
+            return
+        if not self._transport.can_write_eof():  # TLS connections cannot be half-closed
+            self._transport.close()
+            return
+        self._lingers = True
+        self._transport.write_eof()
+        self._transport.resume_reading()
+        self._protocol.loop.call_later(LINGER_SECONDS, self._transport.abort)
+
+
+def raw_reply(error: ApiError) -> bytes:
+    """Bytes of an error response that closes the connection."""
+    response = error.response
+    lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode()]
+    lines += [name + b": " + value for name, value in response.raw_headers]
+    lines += [b"connection: close", b"", response.body]
+    return b"\r\n".join(lines)
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
+
+
+def _send_at_once(connection: socket.socket) -> None:
+    """Disable Nagle's algorithm: a chunk would wait up to 40 ms for the acknowledgement before it.
+
+    asyncio does this only for sockets that state their protocol, which those of an inherited
+    listener may not.
+    """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _give_up_on_vanished_peers(connection: socket.socket) -> None:
+    """Let the kernel end a connection whose peer no longer answers or never reads."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        milliseconds = int(UNREAD_SECONDS * 1000)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)

@@ -1,0 +1,94 @@
+"""The listening socket: an address or a Unix socket, with or without TLS."""
+
+import contextlib
+import os
+import socket
+import ssl
+import stat
+
+from formats.errors import InputError, one_line
+from qserve.config import ServerConfig
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """Return a bound socket that does not listen yet. Raises InputError."""
+    if config.uds is not None:
+        return _bind_path(config.uds)
+    try:
+        family, *_, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[
+            0
+        ]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, OverflowError) as error:
+        raise address_error(f"{config.host}:{config.port}", error) from error
+    return listener
+
+
+def address(listener: socket.socket, *, tls: bool) -> str:
+    """URL of a listening socket."""
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
+    host, port = listener.getsockname()[:2]
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def address_error(address: str, error: Exception) -> InputError:
+    return InputError(
+        address,
+        f"cannot listen on this address: {one_line(error)}",
+        "choose another --host, --port or --uds",
+    )
+
+
+def remove(path: str | None) -> None:
+    """Remove the file of a Unix socket, if the server listened on one.
+
+    The argument is the path, since the closed socket no longer has it.
+    """
+    if path is not None:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def check_tls(config: ServerConfig) -> None:
+    """Raise InputError for certificates that cannot be used."""
+    if config.ssl_certfile is None:
+        for name in ("ssl_keyfile", "ssl_ca_certs"):
+            if getattr(config, name) is not None:
+                flag = f"--{name.replace('_', '-')}"
+                raise InputError(flag, "requires --ssl-certfile", "add the certificate")
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password="")
+        if config.ssl_ca_certs is not None:
+            context.load_verify_locations(config.ssl_ca_certs)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            "--ssl-certfile",
+            f"cannot load the certificate and its key: {one_line(error)}",
+            "use PEM files of a certificate and of its unencrypted key",
+        ) from error
+
+
+def _bind_path(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if stat.S_ISSOCK(os.stat(path).st_mode) and not _is_answered(path):
+            os.unlink(path)  # left by a server that was killed
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise address_error(path, error) from error
+    try:
+        listener.bind(path)
+    except OSError as error:
+        raise address_error(path, error) from error
+    return listener
+
+
+def _is_answered(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        return client.connect_ex(path) == 0

@@ -1,0 +1,1 @@
+"""The endpoints of OpenAI, vLLM, Cohere and Jina: replies and routes."""

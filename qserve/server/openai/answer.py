@@ -1,0 +1,163 @@
+"""Steps that endpoints share: read the body, prepare its job, run the job, reply."""
+
+import math
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from qserve.server.http.api_key import key_digest
+from qserve.server.http.body import Body
+from qserve.server.http.client_key import client_key
+from qserve.server.http.errors import ApiError, engine_dead
+from qserve.server.http.event_stream import EventStream, while_connected
+from qserve.server.http.large_response import LargeResponse, json_pieces
+from qserve.server.observability.tracing import trace_headers
+from qserve.server.openai import generation, reply_headers
+from qserve.server.openai.generation import Deltas, Output
+from qserve.server.openai.replies import Counts, Reply
+from qserve.server.requests.job import Arrival, Job
+from qserve.server.service import Service, service_of
+
+TIMEOUT_HEADER = "x-request-timeout"
+Rewrite = Callable[[bytearray], Awaitable[bytes | bytearray]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRequest:
+    """A request whose body has become a job, ready to run."""
+
+    request: Request
+    service: Service
+    client: str  # the tenant, see http/client_key.py
+    job: Job
+    headers: dict[str, str]  # of the reply
+
+    @property
+    def reply_fields(self) -> dict[str, Any]:
+        """Arguments of every kind of reply."""
+        return {
+            "job": self.job,
+            "model": self.service.name_for(self.job),
+            "tokenizer": self.service.tokenizer,
+        }
+
+    def deltas(self) -> Deltas:
+        """Run the job and yield the text of its choices as it arrives."""
+        return generation.deltas(self.service, self.client, self.job)
+
+    async def whole(
+        self,
+        reply: Callable[[list[Output]], dict[str, Any]],
+        keep: Callable[[dict[str, Any]], Awaitable[str | None]] | None = None,
+    ) -> Response:
+        """Run the job to its end and answer with the JSON that `reply` makes of its outputs.
+
+        `keep`: stores the content before the client gets it; returns a warning if that fails.
+        """
+        work = generation.run(self.service, self.client, self.job)
+        outputs = await while_connected(self.request.receive, work)
+        headers, run = self.headers, self.service.preparation.run
+        if keep is not None:
+            content = await run(self.client, reply, outputs)
+            headers = headers | reply_headers.one_warning(await keep(content))
+            return await run(self.client, lambda: LargeResponse(json_pieces(content), headers))
+        # In a thread: encoding log probabilities of many outputs or many vectors takes seconds.
+        return await run(self.client, lambda: LargeResponse(json_pieces(reply(outputs)), headers))
+
+
+async def prepare(request: Request, route: str, rewrite: Rewrite | None = None) -> PreparedRequest:
+    """Read a request's body and prepare its job; `route` is a key of JOBS. Raises ApiError.
+
+    `rewrite`: makes another body of the client's before it is prepared.
+    """
+    service, client = service_of(request), client_key(request.scope)
+    timeout = deadline_seconds(request.headers, service.request_timeout)
+    job = await prepare_body(request, service, client, route, timeout, rewrite)
+    request.state.request_id = job.name  # which the body may have stated
+    headers = reply_headers.headers(job, priority_counts=service.priority_counts)
+    return PreparedRequest(
+        request=request, service=service, client=client, job=job, headers=headers
+    )
+
+
+async def prepare_body(
+    request: Request,
+    service: Service,
+    client: str,
+    route: str,
+    timeout: float | None = None,
+    rewrite: Rewrite | None = None,
+) -> Job | bytes:
+    """Read a body and prepare it; `route` is a key of JOBS or ANSWERS. Raises ApiError.
+
+    `timeout`: seconds that a job's answer may take, from the end of the body on. `rewrite`: see
+    `prepare`.
+    """
+    if service.is_stopping():
+        raise ApiError(503, "The server is stopping.", headers={"Connection": "close"})
+    if service.is_refusing:
+        raise ApiError(503, "The model is paused or asleep. Try again later.")
+    with Body(request, client, service) as body:
+        content = await body.read()
+        arrival = Arrival(
+            time=time.perf_counter(),
+            name=request.state.request_id,
+            is_named=request.state.is_named,
+            timeout=timeout,
+            trace_headers=trace_headers(request.headers) if service.tracing.is_on else {},
+            key_digest=key_digest(request.scope) if service.salt_by_key else "",
+        )
+        # The engine may have died while the body was received.
+        if not service.client.is_alive:
+            raise engine_dead(service.client.is_restarting)
+        if rewrite is not None:
+            content = await rewrite(content)
+        return await service.preparation.prepare(client, service.model, route, content, arrival)
+
+
+async def answer(request: Request, route: str, kind: type[Reply]) -> Response:
+    """Answer a request that generates text, whole or as a stream of chunks."""
+    prepared = await prepare(request, route)
+    reply = kind(**prepared.reply_fields)
+    if prepared.job.streams:
+        return EventStream(_chunks(prepared, reply), prepared.headers)
+    return await prepared.whole(reply.whole)
+
+
+async def _chunks(prepared: PreparedRequest, reply: Reply) -> AsyncGenerator[dict, None]:
+    opened: set[int] = set()
+    counts = Counts(parsing=prepared.job.parsing)
+    async with aclosing(prepared.deltas()) as deltas:
+        async for index, delta in deltas:
+            if index not in opened:
+                opened.add(index)
+                opening = reply.opening(index, delta, counts)
+                if opening is not None:
+                    yield opening
+            counts.add(index, delta)
+            # Also sent for tokens whose text is held back: clients count and time chunks as tokens.
+            if delta.text or delta.event.token_ids or delta.finish_reason is not None:
+                yield reply.chunk(index, delta, counts)
+    if prepared.job.streams_usage:
+        yield reply.usage_chunk(counts)
+
+
+def deadline_seconds(headers: Mapping[str, str], limit: float | None) -> float | None:
+    """Time limit of a request in seconds; None: no limit. Raises ApiError(400)."""
+    text = headers.get(TIMEOUT_HEADER)
+    if text is None:
+        return limit
+    try:
+        asked = float(text)
+    except ValueError:
+        asked = math.nan
+    if not 0 < asked < math.inf:
+        raise ApiError(
+            400, f"{TIMEOUT_HEADER}: expected seconds, found {text[:100]!r}.", TIMEOUT_HEADER
+        )
+    return asked if limit is None else min(asked, limit)

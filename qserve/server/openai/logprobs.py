@@ -1,0 +1,144 @@
+"""Log probabilities in the forms of OpenAI's two endpoints and of vLLM."""
+
+from collections.abc import Iterable, Sequence
+
+from qserve.engine.token_event import TokenLogprobs
+from qserve.text.text_stream import IncrementalDetokenizer
+from qserve.text.tokenizer import Tokenizer
+
+LOWEST = -9999.0  # vLLM's number for minus infinity, which JSON lacks
+
+Token = tuple[int, TokenLogprobs | None]  # None: the first token of a prompt
+
+
+def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token], *, as_ids: bool = False) -> dict:
+    """The `logprobs` of a chat's choice; `as_ids`: tokens are named by their ids.
+
+    The name of a token that is part of a character has escapes for its bytes, as at OpenAI.
+    """
+
+    def entry(token: int, logprob: float) -> dict:
+        data = tokenizer.token_bytes(token)
+        name = by_id(token) if as_ids else data.decode(errors="backslashreplace")
+        return {"token": name, "logprob": _finite(logprob), "bytes": list(data)}
+
+    content = [
+        entry(token, found.logprob)
+        | {"top_logprobs": [entry(other, logprob) for other, logprob in _alternatives(found)]}
+        for token, found in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer,
+    tokens: Sequence[Token],
+    offsets: Sequence[int],
+    *,
+    as_ids: bool = False,
+) -> dict:
+    """The `logprobs` of a completion's choice whose tokens begin at the characters `offsets`.
+
+    The alternatives of a token are keyed by name and always include the token itself. A part of a
+    character is named by its bytes, as at OpenAI. If two tokens have one name, the one that was
+    drawn keeps it, or else the likelier; the other is named by its id. `as_ids`: all are.
+    """
+
+    def name_of(token: int) -> str:
+        return by_id(token) if as_ids else _completion_name(tokenizer, token)
+
+    names, tops = [], []
+    for token, found in tokens:
+        name = name_of(token)
+        names.append(name)
+        if found is None:
+            tops.append(None)
+            continue
+        top: dict[str, float] = {}
+        for other, value in _alternatives(found):
+            if other == token:
+                top[name] = _finite(found.logprob)
+                continue
+            key = name_of(other)
+            top[by_id(other) if key in top or key == name else key] = _finite(value)
+        top.setdefault(name, _finite(found.logprob))
+        tops.append(top)
+    return {
+        "tokens": names,
+        "token_logprobs": [found and _finite(found.logprob) for _, found in tokens],
+        "top_logprobs": tops,
+        "text_offset": list(offsets),
+    }
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, prompt: Sequence[int], found: Sequence[TokenLogprobs | None], most: int
+) -> list[dict | None]:
+    """vLLM's `prompt_logprobs`: for each token of the prompt itself and its alternatives, by id."""
+    entries: list[dict | None] = []
+    for token, each in zip(prompt, found, strict=True):
+        if each is None:
+            entries.append(None)
+            continue
+        told = {token: (each.logprob, each.rank)}
+        for rank, (other, value) in enumerate(_alternatives(cut(each, most)), start=1):
+            told.setdefault(other, (value, rank))
+        entry = {
+            str(other): {
+                "logprob": _finite(value),
+                "rank": rank,
+                "decoded_token": tokenizer.token_text(other),
+            }
+            for other, (value, rank) in told.items()
+        }
+        entries.append(entry)
+    return entries
+
+
+def cut(found: TokenLogprobs | None, most: int) -> TokenLogprobs | None:
+    """Return `found` with at most this many alternatives."""
+    if found is None:
+        return None
+    return found._replace(
+        top_tokens=found.top_tokens[:most], top_logprobs=found.top_logprobs[:most]
+    )
+
+
+def _alternatives(found: TokenLogprobs) -> Iterable[tuple[int, float]]:
+    return zip(found.top_tokens, found.top_logprobs, strict=True)
+
+
+def by_id(token: int) -> str:
+    """Name of a token in vLLM's form token_id:N."""
+    return f"token_id:{token}"
+
+
+def _completion_name(tokenizer: Tokenizer, token: int) -> str:
+    data = tokenizer.token_bytes(token)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return f"bytes:{data.decode(errors='backslashreplace')}"
+
+
+def _finite(logprob: float) -> float:
+    return LOWEST if logprob < LOWEST else logprob
+
+
+class TextOffsets:
+    """Where in an output's text its tokens begin; it takes them one after the other.
+
+    The bytes of one character may be several tokens: each of these begins where the character does.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], skip_special_tokens: bool
+    ) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip_special_tokens)
+        self._num_chars = 0
+
+    def take(self, token: int) -> int:
+        """The characters before a token."""
+        before = self._num_chars
+        self._num_chars += len(self._detokenizer.push((token,)))
+        return before

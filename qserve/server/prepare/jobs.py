@@ -1,0 +1,55 @@
+"""Tables of the functions that prepare bodies, by route."""
+
+from collections.abc import Callable
+
+from qserve.server.requests.chat import chat_job
+from qserve.server.requests.completions import completion_job
+from qserve.server.requests.job import Arrival, Job
+from qserve.server.requests.pooling import (
+    classify_job,
+    embed_job,
+    embedding_job,
+    pooling_job,
+    rerank_job,
+    score_job,
+)
+from qserve.server.requests.responses import responses_job
+from qserve.server.requests.served_model import ServedModel
+from qserve.server.requests.tokenize import detokenize_answer, tokenize_answer
+
+
+def messages_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival) -> Job:
+    """The job of a body of /v1/messages. Its request models are loaded with the first one."""
+    from qserve.server.requests.anthropic import messages
+
+    return messages.messages_job(model, body, arrival)
+
+
+def count_tokens_answer(model: ServedModel, body: bytes | bytearray) -> bytes:
+    """The answer to a body of /v1/messages/count_tokens, loaded as above."""
+    from qserve.server.requests.anthropic import messages
+
+    return messages.count_tokens_answer(model, body)
+
+
+# routes that run on the engine; the functions raise ApiError and InputError
+JOBS: dict[str, Callable[[ServedModel, bytes | bytearray, Arrival], Job]] = {
+    "completions": completion_job,
+    "chat": chat_job,
+    "responses": responses_job,
+    "messages": messages_job,
+    "embeddings": embedding_job,
+    "embed": embed_job,
+    "classify": classify_job,
+    "pooling": pooling_job,
+    "score": score_job,
+    "rerank": rerank_job,
+}
+# routes without the engine: the functions return the JSON, and raise the same errors
+ANSWERS: dict[str, Callable[[ServedModel, bytes | bytearray], bytes]] = {
+    "count_tokens": count_tokens_answer,
+    "tokenize": tokenize_answer,
+    "detokenize": detokenize_answer,
+}
+# routes that never run the chat template
+WITHOUT_TEMPLATE = frozenset({"completions", "detokenize"})

@@ -1,0 +1,52 @@
+"""Images of requests on one server: the limits, or why they are refused."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from qserve.multimodal.reader import MediaReader
+from qserve.multimodal.settings import MediaLimits, MediaSettings
+from qserve.server.prepare.worker import WorkerClient
+from qserve.server.prepare.worker_messages import Setup
+from qserve.server.requests.served_model import TEXT_ONLY
+from qserve.text.tokenizer import Tokenizer
+
+# In a process that takes no images, of a server where others do.
+IN_OTHER_PROCESSES = 'takes an image only in a part whose "type" is written without escapes'
+
+
+class EngineFacts(Protocol):
+    """Facts about a running engine."""
+
+    @property
+    def media_kinds(self) -> tuple[str, ...]: ...
+
+    @property
+    def no_vision(self) -> str: ...
+
+
+class MediaAccess(NamedTuple):
+    limits: MediaLimits | None  # None: images are refused
+    refusal: str = TEXT_ONLY  # after the model's name
+
+    @classmethod
+    def of(cls, engine: EngineFacts, settings: MediaSettings) -> "MediaAccess":
+        if "image" in engine.media_kinds:
+            return cls(settings.media_limits)
+        if engine.no_vision:
+            return cls(None, f"reads text only on this server: {engine.no_vision}")
+        return cls(None)
+
+    def workers(self, setup: Setup, number: int, arguments: Sequence[str]) -> list[WorkerClient]:
+        """Start the processes that read images; none if images are refused."""
+        if self.limits is None:
+            return []
+        own = msgspec.structs.replace(setup, media=self.limits)
+        return [WorkerClient(own, arguments) for _ in range(number)]
+
+    def reader(self, tokenizer: Tokenizer) -> MediaReader | None:
+        """A reader for this process; None: images are refused."""
+        if self.limits is None:
+            return None
+        return MediaReader(tokenizer.folder, tokenizer.encode, self.limits)

@@ -1,0 +1,154 @@
+"""The server's end of a worker process, which prepares bodies."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from qserve.lora.request import LoRARequest
+from qserve.processes import frames
+from qserve.processes.child_process import start_child
+from qserve.server.http.errors import ApiError
+from qserve.server.prepare.worker_messages import (
+    Answered,
+    Failed,
+    FromWorker,
+    Prepare,
+    Setup,
+    decode,
+    encode,
+)
+from qserve.server.requests.job import Arrival, Job
+
+CPU_SECONDS = 10.0  # processor time for a body, and more for each MiB of it
+CPU_SECONDS_PER_MIB = 6.0
+PREPARE_SECONDS = 120.0  # wall-clock limit for one body
+START_SECONDS = 120.0
+MAX_GROWTH = 128 * 2**20  # bytes of growth after which a process is replaced
+PAGE_BYTES = os.sysconf("SC_PAGESIZE")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Child:
+    """A process that has loaded its tokenizer."""
+
+    process: asyncio.subprocess.Process
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    first_bytes: int  # resident memory after loading
+
+    @property
+    def has_grown(self) -> bool:
+        return _resident(self.process.pid) - self.first_bytes > MAX_GROWTH
+
+    async def end(self) -> int:
+        """Kill the process. Returns its exit code, its own if it had ended before."""
+        self.writer.close()
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        return await self.process.wait()
+
+
+class WorkerClient:
+    """A worker process, started by the constructor and restarted when it ends."""
+
+    def __init__(self, setup: Setup, arguments: Sequence[str] = ()) -> None:
+        """`arguments`: extra command-line arguments of the process."""
+        self._setup, self._arguments = setup, arguments
+        self._current = asyncio.create_task(self._start())
+
+    async def ready(self) -> None:
+        """Wait until the process accepts bodies. Raises the error of its start."""
+        await asyncio.shield(self._current)
+
+    async def prepare(
+        self,
+        route: str,
+        body: bytes | bytearray,
+        arrival: Arrival,
+        adapters: Mapping[str, LoRARequest],
+    ) -> Job | bytes:
+        """Return the job of a body, or the whole answer; one call at a time. Raises ApiError."""
+        seconds = CPU_SECONDS + CPU_SECONDS_PER_MIB * len(body) / 2**20
+        message = Prepare(route=route, arrival=arrival, adapters=dict(adapters), seconds=seconds)
+        child = None
+        try:
+            child = await asyncio.shield(self._current)
+            async with asyncio.timeout(PREPARE_SECONDS):
+                child.writer.write(encode(message))
+                await frames.write(child.writer, body)
+                answer = decode(await frames.read(child.reader), FromWorker)
+                content = b""
+                if isinstance(answer, Answered):
+                    content = await frames.read(child.reader)
+        except Exception as error:
+            is_late = isinstance(error, TimeoutError)
+            if child is not None:
+                # The exit code of a process that ended by itself comes after its socket closes.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(child.process.wait(), 0.0 if is_late else 1.0)
+                is_late |= await child.end() == -signal.SIGPROF
+            self._current = asyncio.create_task(self._start())
+            if is_late and child is not None:
+                logger.warning(
+                    "Refusing a body of %s: preparing it took more than %.0f s", route, seconds
+                )
+                remedy = (
+                    "Shorten it; if it is short, the model's chat template does not terminate."
+                    if self._setup.media is None
+                    else "Send fewer or smaller images."
+                )
+                raise ApiError(
+                    400, f"The body took more than {seconds:.0f} s to prepare. {remedy}"
+                ) from None
+            logger.error("The worker process died: %s", error or type(error).__name__)
+            raise ApiError(503, "The body could not be prepared. Try again later.") from None
+        if child.has_grown:
+            await self._replace(child)
+        if isinstance(answer, Failed):
+            raise ApiError(answer.status, answer.message, answer.param)
+        return content if isinstance(answer, Answered) else answer.job
+
+    async def close(self) -> None:
+        """Kill the process; it holds no state."""
+        self._current.cancel()
+        with contextlib.suppress(Exception, asyncio.CancelledError):
+            await (await self._current).end()
+
+    async def _start(self) -> _Child:
+        process, reader, writer = await start_child(
+            "qserve.server.prepare.worker_process", *self._arguments
+        )
+        try:
+            writer.write(encode(self._setup))
+            async with asyncio.timeout(START_SECONDS):
+                decode(await frames.read(reader), FromWorker)
+        except BaseException:
+            writer.close()
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            raise
+        first = _resident(process.pid)
+        return _Child(process=process, reader=reader, writer=writer, first_bytes=first)
+
+    async def _replace(self, child: _Child) -> None:
+        """Start another process: Python does not return all freed memory to the system."""
+        logger.debug(
+            "Replacing the worker process: it grew by more than %d MiB", MAX_GROWTH // 2**20
+        )
+        self._current = asyncio.create_task(self._start())
+        await child.end()
+
+
+def _resident(pid: int) -> int:
+    """Bytes of memory that a process holds; 0 if the system does not report it."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
+    except (OSError, IndexError, ValueError):
+        return 0

@@ -1,0 +1,81 @@
+"""Messages between the server and its worker processes, sent as qserve.processes.frames."""
+
+import msgspec
+
+from qserve.lora.request import LoRARequest
+from qserve.multimodal.settings import MediaLimits
+from qserve.processes import frames
+from qserve.processes.frames import MessageError
+from qserve.server.requests.job import Arrival, Job
+from qserve.server.requests.served_model import TEXT_ONLY
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """To the worker, once at the start: a ServedModel without its tokenizer."""
+
+    folder: str
+    tokenizer_folder: str | None = None  # default: folder
+    names: tuple[str, ...]
+    defaults: dict[str, float]
+    max_model_len: int
+    vocab_size: int
+    chat_special_tokens: bool
+    auto_tool_parser: str | None
+    reasoning_parser: str | None
+    structured_output_strict: bool
+    media: MediaLimits | None = None  # None: images are refused
+    without_media: str = TEXT_ONLY
+
+
+class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """To the worker: prepare the body in the next frame. One at a time."""
+
+    route: str  # one of JOBS or ANSWERS
+    arrival: Arrival
+    adapters: dict[str, LoRARequest]  # current ones
+    seconds: float  # limit of processor time; the process is killed beyond it
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """From the worker, once: it accepts bodies now."""
+
+
+class Prepared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """From the worker."""
+
+    job: Job
+
+
+class Answered(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """From the worker: the next frame is the JSON of the whole answer."""
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """From the worker: the body is invalid. The fields are an ApiError's."""
+
+    status: int
+    message: str
+    param: str | None
+
+
+ToWorker = Setup | Prepare
+FromWorker = Loaded | Prepared | Answered | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_decoders = {
+    ToWorker: msgspec.msgpack.Decoder(ToWorker),
+    FromWorker: msgspec.msgpack.Decoder(FromWorker),
+}
+
+
+def encode(message: ToWorker | FromWorker) -> bytes:
+    """Encode a message as a frame."""
+    return frames.frame(_encoder.encode(message))
+
+
+def decode(payload: bytes, direction: object) -> ToWorker | FromWorker:
+    """Decode a message; `direction` is ToWorker or FromWorker. Raises MessageError."""
+    try:
+        return _decoders[direction].decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise MessageError(f"not a message: {error}") from error

@@ -1,0 +1,1 @@
+"""Request models, and the jobs that their fields become."""

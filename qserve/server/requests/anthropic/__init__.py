@@ -1,0 +1,1 @@
+"""Request models of the Anthropic Messages API, and their conversion to a chat."""

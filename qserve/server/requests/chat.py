@@ -1,0 +1,299 @@
+"""The job of POST /v1/chat/completions, and of requests that other endpoints convert to a chat."""
+
+import bisect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from qserve.multimodal.media import MediaItem
+from qserve.multimodal.reader import ReadImages
+from qserve.output_parsing.output_parser import HARMONY, ParseSettings
+from qserve.params.sampling_params import SamplingParams
+from qserve.server.http.errors import ApiError
+from qserve.server.requests import template_settings
+from qserve.server.requests.generation_job import (
+    PromptTooLong,
+    check_length,
+    checked_params,
+    fitted,
+    generation_job,
+)
+from qserve.server.requests.job import Arrival, Job
+from qserve.server.requests.output_form import form_param, form_warnings, output_form
+from qserve.server.requests.protocol import ChatCompletionRequest, Message, parse
+from qserve.server.requests.served_model import ServedModel
+from qserve.server.requests.tool_use import AUTO, NAMED, NONE, REQUIRED, ToolUse, tool_use
+from qserve.structured.params import StructuredOutputsParams
+
+NUM_END_TOKENS = 16  # of the prompt, searched for the start and end of reasoning
+BROKEN_ARGUMENTS = "not a JSON object, read as {}"
+SYSTEM = ("system", "developer")
+USER, TOOL = "user", "tool"
+# fields of a chat that do not work with images: the reason
+NOT_WITH_IMAGES = {
+    "truncate_prompt_tokens": "would cut images",
+    "use_beam_search": "runs on text only",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatTokens:
+    """Tokens of a conversation, and the media items among them."""
+
+    ids: list[int]
+    media: tuple[MediaItem, ...] = ()
+
+
+def chat_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival) -> Job:
+    """The job of a body of /v1/chat/completions. Raises ApiError and InputError."""
+    request = parse(body, ChatCompletionRequest)
+    return chat_request_job(
+        model,
+        request,
+        arrival,
+        prefix="chatcmpl-",
+        ignored=request.ignored,
+        broken_arguments=request.broken_arguments,
+    )
+
+
+def chat_request_job(
+    model: ServedModel,
+    request: ChatCompletionRequest,
+    arrival: Arrival,
+    *,
+    prefix: str,
+    ignored: Sequence[str],
+    broken_arguments: Sequence[str],
+    is_cut: bool = False,
+    renamed: Mapping[str, str] | None = None,
+    repeated: dict[str, Any] | None = None,
+) -> Job:
+    """The job of a chat's fields. Raises ApiError and InputError.
+
+    `broken_arguments`: fields with a call's arguments that are not a JSON object.
+    `is_cut`: drop the beginning of a conversation that does not fit.
+    `renamed`: a chat's field names and their names in the body, for ignored fields.
+    """
+    params = checked_params(model, request, 1)
+    use = tool_use(request, model)
+    prompt = (_cut_chat_tokens if is_cut else chat_tokens)(model, request, use)
+    form = use.form(model) if use.is_forced else output_form(request)
+    warnings = form_warnings(model, form, "tools" if use.is_forced else form_param(request))
+    warnings += [f"{name}: {BROKEN_ARGUMENTS}" for name in broken_arguments]
+    if use.mode == AUTO:
+        form = use.strict_form(model) if form is None else use.choice(form, model)
+    prompts = fitted(model, request, [prompt.ids])
+    is_own = use.mode == AUTO or (form is not None and form.only_calls)
+    num_calls = sum(len(message.tool_calls or ()) for message in request.messages)
+    parsing = _parsing(model, use, prompts[0], is_own, num_calls)
+    if parsing is not None:
+        params = _with_tokens(model, parsing, params)
+        if form is not None:
+            form = _behind_reasoning(model, parsing, form)
+    of_template = template_settings.ignored(request, model.tokenizer)
+    names = [*ignored, *use.ignored(model, form), *of_template]
+    return generation_job(
+        model,
+        request,
+        arrival,
+        prefix=prefix,
+        prompts=prompts,
+        params=params,
+        form=form,
+        ignored=[(renamed or {}).get(name, name) for name in names],
+        warnings=warnings,
+        parsing=parsing,
+        repeated=repeated,
+        media=prompt.media,
+    )
+
+
+def _parsing(
+    model: ServedModel, use: ToolUse, prompt: list[int], is_own: bool, num_calls: int
+) -> ParseSettings | None:
+    """Settings for parsing the output's text; None: all text is content.
+
+    `is_own`: calls are in the model's own format. `num_calls`: those of the conversation so far.
+    """
+    parser = (model.auto_tool_parser or HARMONY) if is_own else None
+    if parser is None and use.mode == NONE and model.reasoning_parser is None:
+        return None
+    return ParseSettings(
+        tool_parser=parser,
+        is_required=use.mode == REQUIRED,
+        named=use.named,
+        tools=use.schemas,
+        is_single=use.is_single or use.mode == NAMED,
+        reasoning_parser=model.reasoning_parser,
+        prompt_end=model.tokenizer.decode(prompt[-NUM_END_TOKENS:], skip_special_tokens=False),
+        num_calls_before=num_calls,
+    )
+
+
+def _with_tokens(
+    model: ServedModel, parsing: ParseSettings, params: SamplingParams
+) -> SamplingParams:
+    """Parameters with which the parser sees its markers, and the model's turn ends."""
+    tokenizer = model.tokenizer
+    if any(map(tokenizer.is_hidden, parsing.markers)):
+        params = replace(params, skip_special_tokens=False)
+    found = map(tokenizer.marker_token, parsing.stops)
+    stops = [token for token in found if token is not None]
+    return replace(params, stop_token_ids=(*params.stop_token_ids, *stops))
+
+
+def _behind_reasoning(
+    model: ServedModel, parsing: ParseSettings, form: StructuredOutputsParams
+) -> StructuredOutputsParams:
+    """A form that follows the model's reasoning."""
+    token = model.tokenizer.marker_token
+    return replace(
+        form,
+        prefix=parsing.grammar_prefix(token, model.tokenizer.is_in_template),
+        opening=parsing.answer_opening(token),
+    )
+
+
+def chat_tokens(
+    model: ServedModel,
+    request: ChatCompletionRequest,
+    use: ToolUse,
+    *,
+    checks_length: bool = True,
+    known: ReadImages | None = None,
+) -> ChatTokens:
+    """Tokens of a conversation before truncation. Raises ApiError and InputError.
+
+    `known`: see MediaReader.prepare.
+    """
+    urls = _checked_urls(model, request)
+    continues = bool(request.continue_final_message)
+    settings = {
+        "tools": use.for_template,
+        "add_generation_prompt": not continues and request.add_generation_prompt is not False,
+        "continue_final_message": continues,
+        "template_kwargs": template_settings.settings(request, model.tokenizer),
+    }
+    messages = [message.for_template for message in request.messages]
+    if model.tokenizer.needs_parts:
+        messages = list(map(_with_parts, messages))
+    if model.tokenizer.is_in_template("message.thinking"):
+        messages = list(map(_with_thinking, messages))
+    if model.chat_special_tokens:
+        text = model.tokenizer.render_chat(messages, **settings)
+        if checks_length:
+            check_length(model, text, request)
+        prompt = model.tokenizer.encode(text, False)
+    else:
+        chat = model.tokenizer.chat_prompt(messages, **settings)
+        if checks_length:
+            check_length(model, chat.text, request)
+        prompt = chat.encode(model.tokenizer)
+    if request.add_special_tokens:
+        before, after = model.tokenizer.special_affixes
+        prompt = [*before, *prompt, *after]
+    if not urls or model.media is None:
+        return ChatTokens(ids=prompt)
+    ids, media = model.media.prepare(prompt, urls, {} if known is None else known)
+    return ChatTokens(ids=ids, media=media)
+
+
+def _checked_urls(model: ServedModel, request: ChatCompletionRequest) -> list[str]:
+    """URLs of all images. Raises ApiError for a model or a field that works with text only."""
+    urls = []
+    for index, message in enumerate(request.messages):
+        for number, part in enumerate(message.content or ()):
+            if part.is_image and part.image_url is not None:
+                model.check_takes_images(f"messages.{index}.content.{number}")
+                urls.append(part.image_url)
+    for name, reason in NOT_WITH_IMAGES.items() if urls else ():
+        if getattr(request, name) not in (None, False):
+            raise ApiError(400, f"{name}: {reason}. Remove it, or the images.", name)
+    return urls
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """A message for a template that reads lists of parts only."""
+    content = message["content"]
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
+
+
+def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its reasoning under the name that gpt-oss's template reads.
+
+    The template takes either reasoning or content next to calls, and prefers none.
+    """
+    reasoning = message.get("reasoning_content")
+    if not reasoning or (message["content"] and "tool_calls" in message):
+        return message
+    return {**message, "thinking": reasoning}
+
+
+def _cut_chat_tokens(
+    model: ServedModel, request: ChatCompletionRequest, use: ToolUse
+) -> ChatTokens:
+    """Tokens of a conversation, shortened so that its answer fits.
+
+    Without max_tokens the answer needs one token. Raises ApiError and InputError.
+    """
+    asked = request.max_completion_tokens or request.max_tokens or 1
+    found: dict[int, ChatTokens] = {}  # by number of messages
+    known: ReadImages = {}
+
+    def tokens_of(messages: list[Message]) -> ChatTokens:
+        shorter = request.model_copy(update={"messages": messages})
+        return chat_tokens(model, shorter, use, known=known)
+
+    def fits(messages: list[Message]) -> bool:
+        try:
+            tokens = tokens_of(messages)
+        except PromptTooLong:
+            return False
+        found[len(messages)] = tokens
+        return len(tokens.ids) + asked <= model.max_model_len
+
+    kept = most_that_fit(request.messages, fits)
+    if len(kept) not in found:
+        # The shortest conversation was not tried, or is too long for any answer.
+        return tokens_of(kept)
+    return found[len(kept)]
+
+
+def can_go(roles: Sequence[str]) -> list[list[int]]:
+    """The groups of messages that may be dropped, by index, the first to drop first.
+
+    OpenAI's `truncation: "auto"` drops single items from the beginning. Chat templates refuse half
+    of an exchange, so here a group is a user's message with the answers to it, and after the last
+    user's message a call with its outputs. System messages, the last message of a user and the last
+    message always stay.
+    """
+    said = [place for place, role in enumerate(roles) if role not in SYSTEM]
+    users = [at for at, place in enumerate(said) if roles[place] == USER]
+    last = users[-1] if users else -1  # index into `said`; later messages form groups of their own
+    starts = {0, *users} if users else set()
+    starts |= {at for at in range(last + 1, len(said)) if roles[said[at]] != TOOL}
+    edges = [*sorted(starts), len(said)]
+    groups = [said[a:b] for a, b in pairwise(edges) if a != last]
+    # The last message is the one to answer: the user's, or else the last group stays.
+    return groups if last == len(said) - 1 else groups[:-1]
+
+
+def most_that_fit(messages: Sequence[Any], fits: Callable[[list[Any]], bool]) -> list[Any]:
+    """Drop as few groups as necessary; if nothing fits, return the shortest conversation.
+
+    `fits` is called O(log n) times for n messages.
+    """
+    groups = can_go([message.role for message in messages])
+
+    def without(count: int) -> list[Any]:
+        gone = {place for group in groups[:count] for place in group}
+        return [each for place, each in enumerate(messages) if place not in gone]
+
+    if fits(list(messages)):
+        return list(messages)
+    counts = range(1, len(groups))
+    return without(1 + bisect.bisect_left(counts, True, key=lambda count: fits(without(count))))

@@ -1,0 +1,142 @@
+"""Parts of a message's content: text, images, an earlier answer's refusal or reasoning."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+from pydantic_core import PydanticCustomError
+
+REFUSAL = "refusal"
+ASSISTANT = "assistant"
+INPUT_KINDS = ("text", "input_text", "output_text")  # types of text parts
+USER, TOOL = "user", "tool"
+# types of image parts -> the field with the URL, which may be an object with a `url`
+IMAGE_FIELDS = {
+    "image_url": ("image_url",),
+    "input_image": ("image_url",),
+    "image": ("url", "image"),
+}
+DETAILS = ("auto", "low", "high", "original")  # of an image; without effect
+# types of other parts that clients know -> what to send instead
+OTHER_MEDIA = {
+    "video_url": "send frames of the video as images",
+    "input_video": "send frames of the video as images",
+    "video": "send frames of the video as images",
+    "input_audio": "send its text",
+    "audio_url": "send its text",
+    "audio": "send its text",
+    "input_file": "send its text, or its pages as images",
+    "file": "send its text, or its pages as images",
+    "image_embeds": "send the image",
+}
+# Types of reasoning parts, and the field with the text.
+# Anthropic encrypts the text of the last one, so a model cannot see it.
+THINKING = "thinking"
+REASONING_FIELDS = {THINKING: THINKING, "reasoning": "text", "redacted_thinking": None}
+
+
+def _refusal(value: Any) -> Any:
+    """Convert a refusal part, whose text has its own field, to the common form."""
+    if not isinstance(value, dict) or value.get("type") != REFUSAL:
+        return value
+    if not isinstance(value.get(REFUSAL), str):
+        raise PydanticCustomError("part", "expected a part of type refusal with a text `refusal`")
+    return {"type": REFUSAL, "text": value[REFUSAL]}
+
+
+def _thinking(value: Any) -> Any:
+    """Convert a reasoning part to the common form: type `thinking`, text in `text`."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(kind, str) or kind not in REASONING_FIELDS:
+        return value
+    name = REASONING_FIELDS[kind]
+    if name is None:
+        return {"type": THINKING, "text": ""}
+    found = value.get(name)
+    if isinstance(found, list):  # Mistral's form: a list of text parts
+        found = [part.get("text") if isinstance(part, dict) else None for part in found]
+        found = "".join(found) if all(isinstance(text, str) for text in found) else None
+    if not isinstance(found, str):
+        raise PydanticCustomError("part", f"expected a part of type {kind} with a text `{name}`")
+    return {"type": THINKING, "text": found}
+
+
+def _image(value: Any) -> Any:
+    """Convert an image part to the common form: its URL in `image_url`."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(kind, str) or kind not in IMAGE_FIELDS:
+        return value
+    if value.get("file_id") is not None:
+        raise PydanticCustomError("part", "file_id: this server stores no files; send the image")
+    fields = IMAGE_FIELDS[kind]
+    found = next((value[name] for name in fields if value.get(name) is not None), None)
+    detail = value.get("detail")
+    if isinstance(found, dict):
+        found, detail = found.get("url"), found.get("detail", detail)
+    if not isinstance(found, str) or not found:
+        raise PydanticCustomError(
+            "part", f"expected a part of type {kind} with a URL in {fields[0]}"
+        )
+    if detail is not None and detail not in DETAILS:
+        raise PydanticCustomError("part", f"detail: expected one of {', '.join(DETAILS)}")
+    return {"type": kind, "text": "", "image_url": found, "detail": detail}
+
+
+def _check_kind(kind: str, known: tuple[str, ...], image: str) -> str:
+    if kind in OTHER_MEDIA:
+        raise PydanticCustomError("part", f"{kind} is not supported; {OTHER_MEDIA[kind]}")
+    if kind not in (*known, *IMAGE_FIELDS):
+        text = "input_text" if image == "input_image" else "text"
+        raise PydanticCustomError("part", f"expected a part of type {text} or {image}")
+    return kind
+
+
+def _text_kind(kind: str) -> str:
+    return _check_kind(kind, (*INPUT_KINDS, REFUSAL, THINKING), "image_url")
+
+
+def _input_kind(kind: str) -> str:
+    return _check_kind(kind, (*INPUT_KINDS, REFUSAL), "input_image")
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: str
+    text: str  # empty for an image
+    image_url: str | None = None
+    detail: str | None = None  # of an image
+
+    @property
+    def is_image(self) -> bool:
+        return self.type in IMAGE_FIELDS
+
+    @property
+    def has_detail(self) -> bool:
+        """True if it asks for a certain quality of an image, which has no effect."""
+        return self.is_image and self.detail not in (None, "auto")
+
+
+class ChatPart(Part):
+    type: Annotated[str, AfterValidator(_text_kind)]
+
+
+class ResponsePart(Part):
+    type: Annotated[str, AfterValidator(_input_kind)]
+
+
+TextPart = Annotated[
+    ChatPart, BeforeValidator(_refusal), BeforeValidator(_thinking), BeforeValidator(_image)
+]
+InputPart = Annotated[ResponsePart, BeforeValidator(_refusal), BeforeValidator(_image)]
+
+
+def check_parts_of_role(role: str, parts: Sequence[Part] | None) -> None:
+    """Raise PydanticCustomError for a part that messages of this role cannot have."""
+    for part in parts or ():
+        if part.is_image and role not in (USER, TOOL):
+            raise PydanticCustomError("part", "expected images in messages of role user or tool")
+        if role != ASSISTANT and part.type in (REFUSAL, THINKING):
+            raise PydanticCustomError(
+                "part", f"expected parts of type {part.type} in messages of role assistant alone"
+            )

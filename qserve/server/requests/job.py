@@ -1,0 +1,139 @@
+"""Job: a request's body made into prompts of tokens and sampling parameters.
+
+Making one blocks (parsing, the chat template, tokenizing), so routes have it prepared.
+"""
+
+import hashlib
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from qserve.engine.token_event import RequestFacts
+from qserve.output_parsing.output_parser import ParseSettings
+from qserve.params.handling import DEFAULT, Handling
+from qserve.params.sampling_params import SamplingParams
+from qserve.server.http.errors import ApiError
+from qserve.server.requests.served_model import ServedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """Facts about a request that its body does not state."""
+
+    time: float  # time.perf_counter() when the body had been read
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+    is_named: bool = False  # by a header; it goes before a name in the body
+    timeout: float | None = None  # seconds from `time` on that the answer may take
+    trace_headers: dict[str, str] = field(default_factory=dict)  # the trace it belongs to
+    key_digest: str = ""  # of its API key, where KV pages are shared within a key only
+
+    def named(self, from_body: str | None) -> str:
+        """The request's name, which the body may state where no header did."""
+        return self.name if self.is_named or from_body is None else from_body
+
+    def salted(self, handling: Handling) -> Handling:
+        """`handling` with a cache salt of this API key, where pages are shared within a key."""
+        if not self.key_digest:
+            return handling
+        digest = hashlib.sha256(f"{self.key_digest}{handling.cache_salt}".encode())
+        return replace(handling, cache_salt=digest.hexdigest())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """Prompts and their parameters. Choices are numbered prompt by prompt, n of each."""
+
+    prefix: str  # of the reply's id
+    name: str  # of the request: the client's, or a new one
+    key: str  # of the engine's requests: no two jobs share it
+    arrival: Arrival
+    prompts: list[list[int]]
+    params: list[SamplingParams] = field(default_factory=list)
+    # texts of the prompts, if the reply echoes them
+    echoed: list[str] = field(default_factory=list)
+    streams: bool = False
+    streams_usage: bool = False  # in a last chunk of its own
+    streams_usage_always: bool = False  # in each chunk
+    prompt_logprobs: int | None = None  # alternatives per prompt token in the reply
+    returns_token_ids: bool = False
+    parsing: ParseSettings | None = None  # None: all text is content
+    tokens_as_ids: bool = False  # log probabilities name tokens by id
+    ignored: tuple[str, ...] = ()  # fields of the body without effect
+    warnings: tuple[str, ...] = ()  # for the header x-warnings
+    repeated: dict[str, Any] = field(
+        default_factory=dict
+    )  # fields of the body that the reply repeats or depends on
+    handling: Handling = DEFAULT
+
+    @property
+    def request_id(self) -> str:
+        """The id of the reply."""
+        return f"{self.prefix}{self.name}"
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.params[0].n
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of outputs that the engine computes, including all beams of a beam search."""
+        search = self.handling.beam_search
+        width = self.params[0].n if search is None else search.beam_width
+        return len(self.prompts) * width
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def num_engine_tokens(self) -> int:
+        """Prompt tokens sent to the engine: each prompt counts once per output."""
+        if self.handling.beam_search is not None:
+            return self.num_prompt_tokens
+        return self.num_prompt_tokens * self.params[0].n
+
+    def num_cached(self, of_choices: Mapping[int, RequestFacts]) -> int:
+        """Cached prompt tokens, each prompt counted once: those that its first output found.
+
+        The other outputs also find the pages that the first one computed.
+        """
+        firsts = range(0, self.num_choices, self.params[0].n)
+        return sum(of_choices[index].num_cached for index in firsts if index in of_choices)
+
+    def choice(self, index: int) -> tuple[list[int], SamplingParams]:
+        """Prompt and parameters of one choice; the first of a prompt reports prompt_logprobs."""
+        prompt, repeat = divmod(index, self.params[0].n)
+        params = self.params[prompt]
+        return self.prompts[prompt], params.choice(repeat)
+
+    def prompt_of(self, index: int) -> list[int]:
+        """Prompt of one choice, without the cost of making its parameters."""
+        return self.prompts[index // self.params[0].n]
+
+    def echo(self, index: int) -> str:
+        """Text of the prompt that a choice's reply echoes."""
+        return self.echoed[index // self.params[0].n] if self.echoed else ""
+
+
+def new_key(prefix: str) -> str:
+    """A key for a job's requests to the engine."""
+    return f"{prefix}{uuid.uuid4().hex}"
+
+
+def check_truncation(model: ServedModel, kept: int | None) -> None:
+    """Raise ApiError(400) for an invalid truncate_prompt_tokens."""
+    if kept is not None and not (kept == -1 or 1 <= kept < model.max_model_len):
+        raise ApiError(
+            400,
+            f"truncate_prompt_tokens: expected 1 to {model.max_model_len - 1}, or -1 for as many as"
+            f" fit, found {kept}.",
+            "truncate_prompt_tokens",
+        )
+
+
+def check_vocabulary(model: ServedModel, token_ids: list[int] | tuple[int, ...], name: str) -> None:
+    size = model.vocab_size
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
+        wrong = next(token for token in token_ids if not 0 <= token < size)
+        raise ApiError(400, f"{name}: expected token ids of 0 to {size - 1}, found {wrong}.", name)

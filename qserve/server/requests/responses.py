@@ -1,0 +1,489 @@
+"""Request model and job of POST /v1/responses, which becomes a chat's job."""
+
+import re
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from qserve.server.http.errors import ApiError
+from qserve.server.requests import unsupported
+from qserve.server.requests.chat import chat_request_job
+from qserve.server.requests.content_parts import InputPart, ResponsePart, check_parts_of_role
+from qserve.server.requests.job import Arrival, Job
+from qserve.server.requests.protocol import (
+    EFFORT,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    ONE_ERROR,
+    Body,
+    ChatCompletionRequest,
+    Effort,
+    at_most,
+    check_role,
+    read,
+    validate,
+)
+from qserve.server.requests.served_model import ServedModel
+from qserve.server.requests.tool_fields import MAX_TOOLS, Function, read_arguments
+from qserve.server.requests.tool_use import NAMED_FORM as CHATS_FORM
+
+# Chat fields that OpenAI's Responses API lacks; they have the same meaning here.
+PASSED_ON = (
+    *("model", "request_id", "user", "service_tier", "temperature", "top_p", "top_k", "min_p"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "seed"),
+    *("min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
+    *("allowed_token_ids", "bad_words", "cache_salt"),
+    *("skip_special_tokens", "add_special_tokens", "truncate_prompt_tokens", "truncation_side"),
+    *("chat_template_kwargs", "priority", "stream", "structured_outputs"),
+)
+# unsupported fields: the values without effect, besides null
+REFUSED: dict[str, tuple] = unsupported.COMMON | {
+    "background": (False,),
+    "best_of": (1,),
+    "conversation": (),
+    "early_stopping": (False,),
+    "echo": (False,),
+    "length_penalty": (1,),
+    "logprobs": (False,),
+    "max_tokens": (),
+    "max_completion_tokens": (),
+    "messages": (),
+    "n": (1,),
+    "previous_response_id": (),
+    "prompt": (),
+    "prompt_logprobs": (),
+    EFFORT: (),
+    "response_format": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "use_beam_search": (False,),
+}
+# Fields without effect that OpenAI's reply repeats.
+ECHOED = ("max_tool_calls", "prompt_cache_key", "safety_identifier")
+LOGPROBS = "message.output_text.logprobs"
+# Accepted values of `include`. All but the first belong to tools, parts and stores that this
+# server lacks, so they add nothing.
+INCLUDABLE = (
+    LOGPROBS,
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)
+# fields of an earlier answer's items, which clients send back
+ITEM_FACTS: dict[str, tuple] = {"id": (), "status": ()}
+NOT_STORED = "send the conversation as input, or start the server with --response-store"
+HINTS = unsupported.HINTS | {
+    "use_beam_search": "use /v1/chat/completions",
+    "logprobs": f'use include: ["{LOGPROBS}"]',
+    EFFORT: "use reasoning.effort",
+    "conversation": NOT_STORED,
+    "max_tokens": "use max_output_tokens",
+    "max_completion_tokens": "use max_output_tokens",
+    "messages": "use input",
+    "previous_response_id": NOT_STORED,
+    "prompt": "use input",
+    "response_format": "use text.format",
+}
+
+
+FUNCTION, HOSTED = "function", "hosted"  # kinds of tools
+
+
+def _includable(name: str) -> str:
+    if name not in INCLUDABLE:
+        raise PydanticCustomError("include", f"expected one of {', '.join(INCLUDABLE)}")
+    return name
+
+
+def _as_items(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+def _as_parts(value: Any) -> Any:
+    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
+
+
+def _nothing_as_empty(value: Any) -> Any:
+    return "" if value is None else value
+
+
+Parts = Annotated[
+    list[InputPart], ONE_ERROR, at_most(MAX_PARTS, "parts"), BeforeValidator(_as_parts)
+]
+
+
+class InputMessage(Body):
+    type: Literal["message"] = "message"
+    role: Annotated[str, AfterValidator(check_role)]
+    name: str | None = None  # checked by the chat model
+    content: Parts
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> "InputMessage":
+        check_parts_of_role(self.role, self.content)
+        return self
+
+
+class CallItem(Body):
+    """A tool call of an earlier answer; the chat model checks its fields."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class CallOutput(Body):
+    """Output of a called tool."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Annotated[Parts, BeforeValidator(_nothing_as_empty)]
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> "CallOutput":
+        check_parts_of_role("tool", self.output)
+        return self
+
+
+class ReasoningItem(Body):
+    """Reasoning of an earlier answer, which is not said again."""
+
+    type: Literal["reasoning"]
+
+
+def _kind_of(item: Any) -> str:
+    """Kind of an item; a message may omit its type."""
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    return kind if isinstance(kind, str) else ""
+
+
+def _stated(item: Any) -> Any:
+    if isinstance(item, dict) and item.get("type") == "item_reference":
+        raise PydanticCustomError(
+            "item",
+            "expected the item itself, found a reference, which needs a server started with"
+            " --response-store. Clients that send references send items with store: false",
+        )
+    return item
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[CallOutput, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(
+        _kind_of,
+        custom_error_type="item",
+        custom_error_message=(
+            "expected an item of type message, function_call, function_call_output or reasoning"
+        ),
+    ),
+    BeforeValidator(_stated),
+]
+
+
+class TextFormat(Body):
+    """OpenAI puts a schema's name and body next to its type here."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    strict: bool | None = None
+    description: str | None = None
+    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+
+    @property
+    def response_format(self) -> dict[str, Any]:
+        """Convert to a chat's response_format."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        return {"type": self.type, "json_schema": {"name": self.name, "schema": self.json_schema}}
+
+
+class ResponseTool(Function):
+    type: Literal["function"]
+
+
+class HostedTool(Body):
+    """A tool that OpenAI's servers run, or a group of tools. It is skipped next to functions."""
+
+    type: str
+
+
+AnyTool = Annotated[
+    Annotated[ResponseTool, Tag(FUNCTION)] | Annotated[HostedTool, Tag(HOSTED)],
+    Discriminator(lambda tool: FUNCTION if _kind_of(tool) == FUNCTION else HOSTED),
+]
+
+
+class TextSettings(Body):
+    format: TextFormat | None = None
+
+
+class Reasoning(Body):
+    effort: Effort | None = None
+
+
+class ResponsesRequest(Body):
+    """The body of POST /v1/responses; the chat model checks the fields of PASSED_ON."""
+
+    route: ClassVar[str] = "responses"
+
+    input: Annotated[
+        list[InputItem], ONE_ERROR, at_most(MAX_MESSAGES, "items"), BeforeValidator(_as_items)
+    ]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] | None = None
+    text: TextSettings | None = None
+    store: bool | None = None
+    tools: Annotated[list[AnyTool] | None, ONE_ERROR, at_most(MAX_TOOLS, "tools")] = None
+    tool_choice: Any = None  # see tool_use.py
+    parallel_tool_calls: bool | None = None
+    include: Annotated[
+        list[Annotated[str, AfterValidator(_includable)]] | None,
+        ONE_ERROR,
+        at_most(len(INCLUDABLE), "names"),
+    ] = None
+    top_logprobs: int | None = None  # checked by the chat model
+    reasoning: Reasoning | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    max_tool_calls: int | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
+
+    @property
+    def effort(self) -> Effort | None:
+        return None if self.reasoning is None else self.reasoning.effort
+
+    @property
+    def broken_arguments(self) -> list[str]:
+        """Fields with a call's arguments that are not a JSON object."""
+        return [
+            f"input.{index}.arguments"
+            for index, item in enumerate(self.input)
+            if isinstance(item, CallItem) and read_arguments(item.arguments) is None
+        ]
+
+    @property
+    def parts(self) -> list[tuple[str, ResponsePart]]:
+        """All parts of messages and outputs, each with its path in the body."""
+        fields = {"message": "content", "function_call_output": "output"}
+        return [
+            (f"input.{index}.{fields[item.type]}.{number}", part)
+            for index, item in enumerate(self.input)
+            if item.type in fields
+            for number, part in enumerate(getattr(item, fields[item.type]))
+        ]
+
+    @property
+    def functions(self) -> list[tuple[int, ResponseTool]]:
+        """Tools that the client runs, each with its index in the body. Raises ApiError(400)."""
+        tools = [*enumerate(self.tools or ())]
+        found = [(index, tool) for index, tool in tools if isinstance(tool, ResponseTool)]
+        if tools and not found:
+            raise ApiError(
+                400,
+                "tools.0: expected a tool of type function; this server has no tools of its own.",
+                "tools.0",
+            )
+        return found
+
+    def as_chat(self) -> ChatCompletionRequest:
+        """Convert to a chat request. Raises ApiError."""
+        extra = self.model_extra or {}
+        messages = _messages(self.input)
+        if self.instructions is not None:
+            messages.insert(0, {"role": "system", "content": self.instructions})
+        fields = {name: extra[name] for name in PASSED_ON if name in extra}
+        fields |= {"messages": messages, "max_completion_tokens": self.max_output_tokens}
+        if self.text is not None and self.text.format is not None:
+            fields["response_format"] = self.text.format.response_format
+        if self.wants_logprobs:
+            fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
+        fields[EFFORT] = self.effort
+        return validate(fields | self._tool_fields(), ChatCompletionRequest)
+
+    def _tool_fields(self) -> dict[str, Any]:
+        """OpenAI puts a tool's name and schema next to its type here."""
+        if not self.tools:
+            is_neutral = self.tool_choice in (None, "none", "auto")
+            return {} if is_neutral else {"tool_choice": _chats_choice(self.tool_choice)}
+        tools = [
+            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+            for _, tool in self.functions
+        ]
+        return {
+            "tools": tools,
+            "tool_choice": _chats_choice(self.tool_choice),
+            "parallel_tool_calls": self.parallel_tool_calls,
+        }
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of fields that are set and have no effect."""
+        table = dict.fromkeys((*REFUSED, *PASSED_ON))
+        of_items = {
+            name: None
+            for item in self.input
+            for name in unsupported.unknown(item.model_extra, ITEM_FACTS)
+        }
+        of_reasoning = unsupported.unknown(self.reasoning and self.reasoning.model_extra, {})
+        of_text = unsupported.unknown(self.text and self.text.model_extra, {})
+        return [
+            *["store"] * bool(self.store),
+            *(name for name in ECHOED if getattr(self, name) is not None),
+            *(f"include.{name}" for name in self.include or () if name != LOGPROBS),
+            *(f"reasoning.{name}" for name in of_reasoning),
+            *(f"text.{name}" for name in of_text),
+            *(
+                f"tools.{index}"
+                for index, tool in enumerate(self.tools or ())
+                if isinstance(tool, HostedTool)
+            ),
+            *["parallel_tool_calls"] * (self.parallel_tool_calls is not None and not self.tools),
+            *unsupported.unknown(self.model_extra, table),
+            *(f"input.{name}" for name in of_items),
+            *["input.content.detail"] * any(part.has_detail for _, part in self.parts),
+        ]
+
+
+def _messages(items: list[Any]) -> list[dict[str, Any]]:
+    """Convert items to chat messages; calls join the assistant's message before them."""
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        if isinstance(item, ReasoningItem):
+            continue
+        if isinstance(item, CallItem):
+            last = messages[-1] if messages else {}
+            if last.get("role") != "assistant":
+                last = {"role": "assistant", "content": None}
+                messages.append(last)
+            function = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            last["tool_calls"] = [*last.get("tool_calls", ()), call]
+            continue
+        is_output = isinstance(item, CallOutput)
+        parts = item.output if is_output else item.content
+        content = [
+            {"type": "image_url", "image_url": part.image_url}
+            if part.is_image
+            else {"type": "text", "text": part.text}
+            for part in parts
+        ]
+        whose = {"role": "tool", "tool_call_id": item.call_id} if is_output else {}
+        named = {} if is_output else {"role": item.role, "name": item.name}
+        messages.append({**whose, **named, "content": content})
+    return messages
+
+
+def _chats_choice(choice: Any) -> Any:
+    """Convert a tool choice to a chat's form."""
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return _named(choice)
+    if isinstance(choice, dict) and isinstance(choice.get("tools"), list):
+        names = [_named(each) if isinstance(each, dict) else each for each in choice["tools"]]
+        allowed = {"mode": choice.get("mode"), "tools": names}
+        return {"type": choice.get("type"), "allowed_tools": allowed}
+    return choice
+
+
+def _named(choice: dict[str, Any]) -> dict[str, Any]:
+    return {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+
+
+TAG_OF_ITEM = re.compile(
+    r"^((?:input|items)\.\d+)\.(message|function_call|function_call_output|reasoning)\b"
+)
+TAG_OF_TOOL = re.compile(r"^(tools\.\d+)\.(function|hosted)\b")
+CHATS_TOOL = re.compile(r"\btools\.(\d+)\.function\b")
+NAMED_FORM = '{"type": "function", "name": ...}'
+
+
+def responses_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival) -> Job:
+    """The job of a body of /v1/responses. Raises ApiError and InputError."""
+    try:
+        request = read(body, ResponsesRequest)
+    except ApiError as error:
+        # Remove pydantic's name for the kind of item from the path.
+        message, param = (
+            TAG_OF_TOOL.sub(r"\1", TAG_OF_ITEM.sub(r"\1", text or ""))
+            for text in (error.message, error.param)
+        )
+        raise ApiError(error.status, message, param or None) from None
+    unsupported.refuse(request.model_extra, REFUSED, hints=HINTS)
+    if request.top_logprobs and not request.wants_logprobs:
+        raise ApiError(400, f'top_logprobs: requires include: ["{LOGPROBS}"].', "top_logprobs")
+    if not request.input:
+        raise ApiError(400, "input: expected at least one message.", "input")
+    limit = request.max_output_tokens
+    if limit is not None and not 1 <= limit <= model.max_model_len:
+        raise ApiError(
+            400,
+            f"max_output_tokens: expected 1 to {model.max_model_len}, found {limit}.",
+            "max_output_tokens",
+        )
+    for param, part in request.parts:
+        if part.is_image:
+            model.check_takes_images(param)
+    chat = request.as_chat()
+    is_cut = request.truncation == "auto"
+    if is_cut and chat.truncate_prompt_tokens is not None:
+        raise ApiError(
+            400,
+            'truncation: "auto" cannot be combined with truncate_prompt_tokens. Set only one.',
+            "truncation",
+        )
+    repeated = {
+        "instructions": request.instructions,
+        "max_output_tokens": limit,
+        "metadata": request.metadata or {},
+        "user": chat.user,
+        "reasoning": {"effort": request.effort, "summary": None},
+        "truncation": request.truncation or "disabled",
+        **{name: getattr(request, name) for name in ECHOED},
+    }
+    if request.wants_logprobs:
+        repeated["top_logprobs"] = request.top_logprobs or 0
+    if request.tools:
+        repeated |= {
+            "tools": [tool.model_dump() for tool in request.tools],
+            "tool_choice": "auto" if request.tool_choice is None else request.tool_choice,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+        }
+    if request.text is not None and request.text.format is not None:
+        repeated["text"] = {
+            "format": request.text.format.model_dump(by_alias=True, exclude_none=True)
+        }
+    try:
+        return chat_request_job(
+            model,
+            chat,
+            arrival,
+            prefix="resp_",  # as OpenAI writes it: clients look for it
+            ignored=(*chat.ignored, *request.ignored),
+            broken_arguments=request.broken_arguments,
+            is_cut=is_cut,
+            renamed={EFFORT: "reasoning.effort"},
+            repeated=repeated,
+        )
+    except ApiError as error:
+        # A chat's tool has a `function`; a response's has not.
+        def own(match: re.Match) -> str:
+            index = int(match[1])
+            return f"tools.{functions[index][0] if index < len(functions) else index}"
+
+        functions = request.functions
+        texts = error.message.replace(CHATS_FORM, NAMED_FORM), error.param or ""
+        message, param = (CHATS_TOOL.sub(own, text, count=1) for text in texts)
+        raise ApiError(error.status, message, param or None) from None

@@ -1,0 +1,48 @@
+"""Facts about the served model that preparing a job requires."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from qserve.lora.request import LoRARequest
+from qserve.multimodal.reader import MediaReader
+from qserve.server.http.errors import ApiError
+from qserve.text.tokenizer import Tokenizer
+
+TEXT_ONLY = "reads text only. Remove the image, or use a vision-language model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    names: tuple[str, ...]  # accepted in requests
+    tokenizer: Tokenizer
+    defaults: dict[str, float]  # sampling fields from generation_config.json
+    max_model_len: int
+    vocab_size: int
+    chat_special_tokens: bool = False  # control tokens in messages are encoded as such
+    auto_tool_parser: str | None = None  # one of TOOL_PARSERS, for tool_choice: auto
+    reasoning_parser: str | None = None  # one of REASONING_PARSERS
+    structured_output_strict: bool = False  # refuse schemas that cannot be enforced
+    adapters: Mapping[str, LoRARequest] = field(default_factory=dict)  # by name
+    media: MediaReader | None = None  # None: images are refused
+    without_media: str = TEXT_ONLY  # the reason and the remedy, after the model's name
+
+    def check_name(self, name: str | None) -> None:
+        """Raise ApiError(404) for a model that is not served. None means the served model."""
+        if name is not None and name not in self.names and name not in self.adapters:
+            known = ", ".join(map(repr, (*self.names, *self.adapters)))
+            raise ApiError(
+                404,
+                f"The model {name[:200]!r} does not exist; this server serves {known}.",
+                "model",
+            )
+
+    def check_takes_images(self, param: str) -> None:
+        """Raise ApiError(400) if images are refused. `param`: field with the first image."""
+        if self.media is None:
+            raise ApiError(
+                400, f"{param}: the model {self.names[0]!r} {self.without_media}.", param
+            )
+
+    def adapter(self, name: str | None) -> LoRARequest | None:
+        """The adapter of a name; None: the base model."""
+        return None if name is None else self.adapters.get(name)

@@ -1,0 +1,77 @@
+"""Answers of /tokenize and /detokenize, which need no engine.
+
+They may be megabytes long, so the JSON is made in the process that encodes the text.
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+
+from qserve.server.http.errors import ApiError
+from qserve.server.requests.chat import chat_tokens
+from qserve.server.requests.job import check_vocabulary
+from qserve.server.requests.protocol import ONE_ERROR, Body, ChatCompletionRequest, parse, read
+from qserve.server.requests.served_model import ServedModel
+from qserve.server.requests.tool_use import tool_use
+
+MAX_TOKENS = 2**20  # per answer: about 20 MB with the tokens' names
+
+
+class TokenizeRequest(Body):
+    """The body of POST /tokenize: a prompt, or a chat's messages with a chat's fields."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Any] | None = None  # validated as a chat's
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    """The body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[int], ONE_ERROR]
+
+
+def tokenize_answer(model: ServedModel, body: bytes | bytearray) -> bytes:
+    """JSON with the tokens and, if requested, their names. Raises ApiError and InputError."""
+    request = read(body, TokenizeRequest)
+    model.check_name(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise ApiError(400, "prompt: expected either prompt or messages.", "prompt")
+    if request.prompt is not None:
+        special = request.add_special_tokens is not False
+        tokens = model.tokenizer.encode(request.prompt, special)
+    else:
+        chat = parse(body, ChatCompletionRequest)
+        tokens = chat_tokens(model, chat, tool_use(chat, model), checks_length=False).ids
+    _check_count(len(tokens), "prompt" if request.messages is None else "messages")
+    names = model.tokenizer.token_names(tokens) if request.return_token_strs else None
+    reply = {
+        "count": len(tokens),
+        "max_model_len": model.max_model_len,
+        "tokens": tokens,
+        "token_strs": names,
+    }
+    return msgspec.json.encode(reply)
+
+
+def detokenize_answer(model: ServedModel, body: bytes | bytearray) -> bytes:
+    """JSON with the text. Raises ApiError and InputError."""
+    request = read(body, DetokenizeRequest)
+    model.check_name(request.model)
+    _check_count(len(request.tokens), "tokens")
+    check_vocabulary(model, request.tokens, "tokens")
+    text = model.tokenizer.decode(request.tokens, skip_special_tokens=False)
+    return msgspec.json.encode({"prompt": text})
+
+
+def _check_count(count: int, field: str) -> None:
+    if count > MAX_TOKENS:
+        raise ApiError(
+            400,
+            f"{field}: expected at most {MAX_TOKENS} tokens in one response, found {count}."
+            " Split the input.",
+            field,
+        )

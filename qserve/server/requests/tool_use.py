@@ -1,0 +1,276 @@
+"""Tools that a chat may or must call, for the template and the grammar."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from qserve.errors import ParameterError
+from qserve.output_parsing.grammars.call_grammar import CallGrammar
+from qserve.output_parsing.grammars.call_schema import list_schema
+from qserve.output_parsing.grammars.format_grammar import lark, lark_in_text
+from qserve.output_parsing.grammars.text_grammar import Inexpressible
+from qserve.output_parsing.output_parser import HARMONY
+from qserve.output_parsing.reasoning_formats import REASONING_PARSERS
+from qserve.output_parsing.tool_format import ToolFormat
+from qserve.output_parsing.tool_formats import TOOL_PARSERS
+from qserve.server.http.errors import ApiError
+from qserve.server.requests.protocol import ChatCompletionRequest
+from qserve.server.requests.served_model import ServedModel
+from qserve.server.requests.tool_fields import Tool
+from qserve.structured.grammar import check_grammar, json_rule
+from qserve.structured.params import StructuredOutputsParams
+
+NONE, AUTO, REQUIRED, NAMED = "none", "auto", "required", "named"
+CHOICE = "tool_choice"
+NAMED_FORM = '{"type": "function", "function": {"name": ...}}'
+# At most one space: a weak model would emit line breaks until its token limit.
+WHITESPACE = " "
+MODES = (NONE, AUTO, REQUIRED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    mode: str = NONE
+    tools: tuple[Tool, ...] = ()  # callable tools
+    is_single: bool = False  # at most one call
+    has_form: bool = False  # the request has a response_format or structured_outputs
+
+    @property
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """Schemas of the arguments by tool name."""
+        return {tool.function.name: tool.function.schema_of_arguments for tool in self.tools}
+
+    @property
+    def named(self) -> str | None:
+        return self.tools[0].function.name if self.mode == NAMED else None
+
+    @property
+    def is_forced(self) -> bool:
+        """True if a tool has to be called."""
+        return self.mode in (REQUIRED, NAMED)
+
+    @property
+    def for_template(self) -> list[dict[str, Any]] | None:
+        return [tool.for_template for tool in self.tools] or None
+
+    @property
+    def is_strict(self) -> bool:
+        """True if a tool that the model may call asks for arguments that fit its schema."""
+        return any(tool.function.strict for tool in self.tools)
+
+    def ignored(self, model: ServedModel, form: StructuredOutputsParams | None) -> list[str]:
+        """Names of fields without effect. `form`: constraint of the output."""
+        if self.is_forced:
+            return ["response_format"] * self.has_form
+        if self.mode != AUTO:
+            return []
+        found = [] if model.tokenizer.reads_tools else ["tools"]
+        return found + ["tools.function.strict"] * (self.is_strict and form is None)
+
+    def form(self, model: ServedModel) -> StructuredOutputsParams:
+        """Constraint for required calls: in the model's own format, or as JSON.
+
+        JSON serves models without a known format, and schemas that the format cannot express.
+        Raises ApiError for schemas that cannot be compiled.
+        """
+        for name in self.schemas:
+            self._check(name)
+        try:
+            if self.mode == NAMED:
+                form = _form(self.schemas[self.named])
+            else:
+                form = _form(list_schema(self.schemas, "parameters", is_single=self.is_single))
+            return self._own(form, model, lark) or form
+        except ParameterError as error:
+            raise ApiError(400, f"tools: {error.problem}.", "tools") from None
+
+    def strict_form(self, model: ServedModel) -> StructuredOutputsParams | None:
+        """Constraint for calls that the model may make if a tool is strict: free text, and calls
+        with arguments that fit; None: no tool is strict, or the format cannot express its schema.
+        """
+        if self.mode != AUTO or not self.is_strict:
+            return None
+        free = frozenset(tool.function.name for tool in self.tools if not tool.function.strict)
+        try:
+            return self._own(StructuredOutputsParams(json_object=True), model, lark_in_text, free)
+        except (ParameterError, ApiError):
+            return None
+
+    def _own(
+        self,
+        form: StructuredOutputsParams,
+        model: ServedModel,
+        rules: Callable[[CallGrammar, ToolFormat], str],
+        free: frozenset[str] = frozenset(),
+    ) -> StructuredOutputsParams | None:
+        """`form` with calls in the model's own format instead, or None."""
+        row = tool_format(model)
+        if row is None:
+            return None
+        try:
+            own = replace(form, calls=rules(self._grammar(model, free), row), only_calls=True)
+            check_grammar(own)
+        except (Inexpressible, ParameterError):
+            return None
+        return own
+
+    def _grammar(self, model: ServedModel, free: frozenset[str]) -> CallGrammar:
+        """Building blocks of a grammar. `free`: names of tools that take any arguments."""
+        row = tool_format(model)
+        is_single = self.is_single or self.mode == NAMED or (row is not None and row.only_one)
+        anything = {"type": "object"}
+        return CallGrammar(
+            tools={
+                name: anything if name in free else schema for name, schema in self.schemas.items()
+            },
+            is_single=is_single,
+            as_json=lambda schema: json_rule(_form(schema), schema),
+            marker_token=model.tokenizer.marker_token,
+            free=free,
+        )
+
+    def choice(self, asked: StructuredOutputsParams, model: ServedModel) -> StructuredOutputsParams:
+        """Constraint for either the requested form or calls in the model's format.
+
+        Raises ApiError for schemas that cannot be compiled.
+        """
+        row = TOOL_PARSERS[model.auto_tool_parser]
+        free = frozenset(
+            tool.function.name for tool in self.tools if not self._is_held(tool, model)
+        )
+        try:
+            form = replace(asked, calls=lark(self._grammar(model, free), row))
+            check_grammar(form)
+        except (Inexpressible, ParameterError) as error:
+            problem = error.problem if isinstance(error, ParameterError) else str(error)
+            message = f"tools: {problem}, together with response_format."
+            raise ApiError(400, message, "tools") from None
+        return form
+
+    def _is_held(self, tool: Tool, model: ServedModel) -> bool:
+        """True if a grammar can hold a tool's arguments to their schema.
+
+        Raises ApiError if it cannot and the tool is strict.
+        """
+        name, row = tool.function.name, TOOL_PARSERS[model.auto_tool_parser]
+        try:
+            self._check(name)
+            lark(replace(self, tools=(tool,))._grammar(model, frozenset()), row)
+        except ApiError:
+            if tool.function.strict:
+                raise
+            return False
+        except Inexpressible as error:
+            if tool.function.strict:
+                param = f"tools.{list(self.schemas).index(name)}.function.parameters"
+                raise ApiError(400, f"{param} of {name}: {error}.", param) from None
+            return False
+        return True
+
+    def _check(self, name: str) -> None:
+        """Raise ApiError if a tool's schema cannot be compiled."""
+        param = f"tools.{list(self.schemas).index(name)}.function.parameters"
+        try:
+            check_grammar(StructuredOutputsParams(json=self.schemas[name]))
+        except ParameterError as error:
+            raise ApiError(400, f"{param} of {name}: {error.problem}.", param) from None
+
+
+def tool_format(model: ServedModel) -> ToolFormat | None:
+    """The format in which a model writes calls; None: unknown."""
+    if model.auto_tool_parser is not None:
+        return TOOL_PARSERS[model.auto_tool_parser]
+    # Its reasoning and its answer have the same format as its calls.
+    reasoning = REASONING_PARSERS.get(model.reasoning_parser)
+    return TOOL_PARSERS[HARMONY] if reasoning is not None and reasoning.is_harmony else None
+
+
+def tool_use(request: ChatCompletionRequest, model: ServedModel) -> ToolUse:
+    """Read the tool fields of a request. Raises ApiError(400)."""
+    tools = request.tools
+    if tools is not None and not tools:
+        raise ApiError(
+            400, "tools: expected at least one tool. Otherwise leave the field out.", "tools"
+        )
+    mode, names = _mode(request.tool_choice, AUTO if tools else NONE)
+    if not tools:
+        if mode != NONE:
+            raise ApiError(400, "tool_choice: requires tools.", CHOICE)
+        return ToolUse()
+    known: dict[str, Tool] = {}
+    for index, tool in enumerate(tools):
+        name, param = tool.function.name, f"tools.{index}.function"
+        if name in known:
+            raise ApiError(400, f"{param}.name: duplicate name {name}.", f"{param}.name")
+        known[name] = tool
+        try:
+            # Checks size and depth; a grammar is compiled only for required calls.
+            StructuredOutputsParams(json=tool.function.schema_of_arguments)
+        except ParameterError as error:
+            param = f"{param}.parameters"
+            raise ApiError(400, f"{param}: {error.problem}.", param) from None
+    for name in names or ():
+        if name not in known:
+            shown = ", ".join(known)
+            raise ApiError(
+                400, f"tool_choice: expected one of the tools {shown:.500}, found {name}.", CHOICE
+            )
+    if mode == NONE:
+        return ToolUse()
+    if mode == AUTO and model.auto_tool_parser is None:
+        raise ApiError(
+            400,
+            'tool_choice: "auto", the default with tools, requires a server that knows the format'
+            " of the model's calls: start it with --tool-call-parser NAME, without"
+            ' --no-enable-auto-tool-choice; "required" and a named tool work without.',
+            CHOICE,
+        )
+    has_form = (request.response_format or {}).get("type", "text") != "text"
+    if request.structured_outputs is not None:
+        if mode in (REQUIRED, NAMED):
+            message = "structured_outputs: cannot be combined with a required tool call."
+            raise ApiError(400, message, "structured_outputs")
+        has_form = True
+    return ToolUse(
+        mode=mode,
+        tools=tuple(known[name] for name in names) if names else tuple(tools),
+        is_single=request.parallel_tool_calls is False,
+        has_form=has_form,
+    )
+
+
+def _mode(choice: Any, default: str) -> tuple[str, list[str] | None]:
+    """The mode of tool choice, and the allowed names; None: all tools."""
+    if choice is None:
+        return default, None
+    if isinstance(choice, str) and choice in MODES:
+        return choice, None
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return NAMED, [_name_in(choice)]
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = choice.get("allowed_tools")
+        if isinstance(allowed, dict) and allowed.get("mode") in (AUTO, REQUIRED):
+            tools = allowed.get("tools")
+            if isinstance(tools, list) and tools:
+                return allowed["mode"], list(dict.fromkeys(map(_name_in, tools)))
+    raise _wrong_choice()
+
+
+def _name_in(choice: Any) -> str:
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise _wrong_choice()
+    return name
+
+
+def _wrong_choice() -> ApiError:
+    return ApiError(
+        400,
+        f"tool_choice: expected none, auto, required, or an object such as {NAMED_FORM}.",
+        CHOICE,
+    )
+
+
+def _form(schema: dict[str, Any]) -> StructuredOutputsParams:
+    return StructuredOutputsParams(json=schema, whitespace_pattern=WHITESPACE)

@@ -1,0 +1,1 @@
+"""Responses and conversations in a SQLite file, for clients that refer to them by id."""

@@ -1,0 +1,34 @@
+"""The C library's heap: bytes in use, and returning free memory to the system."""
+
+import ctypes
+import resource
+from pathlib import Path
+
+
+class _MallInfo(ctypes.Structure):
+    """`struct mallinfo2` of the C library."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def live_bytes() -> int:
+    """Allocated bytes of this process in the heap of its first thread."""
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:  # before glibc 2.33, or another C library
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    mallinfo.restype = _MallInfo
+    info = mallinfo()
+    return info.uordblks + info.hblkhd
+
+
+def return_free_memory() -> None:
+    """Return freed memory to the system, if the C library supports it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

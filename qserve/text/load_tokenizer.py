@@ -1,0 +1,57 @@
+"""transformers' tokenizer of a model folder, loaded without the model's classes.
+
+AutoTokenizer first loads the class of the folder's config, and with it torch's compiler and more,
+which takes a second or two. If tokenizer_config.json names the tokenizer's class, only fields of a
+config are read, which a config without a class has, too.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from formats.gguf.folder import model_folder
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """Load a tokenizer without running the folder's code.
+
+    Raises any exception of transformers and of the files' parsers.
+    """
+    # Imported here: it takes seconds, while an engine process starts.
+    from transformers import AutoTokenizer
+
+    folder = model_folder(folder)
+    given = {"trust_remote_code": False, "local_files_only": True}
+    if _names_its_class(folder):
+        given["config"] = _bare_config(folder)
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), **given)
+    # of a vision-language model's processor, which knows the parts of messages that are images
+    template = _read(folder, "chat_template.json").get("chat_template")
+    if isinstance(template, str):
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def _names_its_class(folder: str | Path) -> bool:
+    stated = _read(folder, "tokenizer_config.json")
+    return isinstance(stated.get("tokenizer_class"), str) and "auto_map" not in stated
+
+
+def _bare_config(folder: str | Path) -> Any:
+    """Fields of config.json as a bare config. None ("not given") if it is unreadable."""
+    from transformers import PreTrainedConfig
+
+    values = _read(folder, "config.json")
+    try:
+        return PreTrainedConfig.from_dict(values, name_or_path=str(folder)) if values else None
+    except Exception:  # AutoTokenizer reports the error
+        return None
+
+
+def _read(folder: str | Path, name: str) -> dict:
+    """Read a JSON object; {} if the file is missing or holds no object."""
+    try:
+        found = json.loads((Path(folder) / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,347 @@
+"""Tokenizer: text to token ids and back, and the chat template of a model folder."""
+
+import functools
+import inspect
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+from tokenizers import Tokenizer as Backend
+
+from formats.errors import InputError, one_line
+from formats.files.side_files import TOKENIZER_FILES
+from formats.gguf.folder import model_folder
+from qserve.params.sampling_params import ParameterError
+from qserve.text.chat_prompt import ChatPrompt, control_pattern
+from qserve.text.load_tokenizer import load_tokenizer
+from qserve.text.token_bytes import is_byte_level, spelled_bytes
+
+REPLACEMENT = "\ufffd"  # decoders emit it for bytes that are not a character, or not yet
+# Names that transformers passes to a template besides the parameters of apply_chat_template.
+TEMPLATE_GLOBALS = {"messages", "raise_exception", "strftime_now"}
+RENDER_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    LookupError,
+    TypeError,
+    ValueError,
+)
+
+
+class TextError(InputError):
+    """A tokenizer cannot be loaded, or a text or conversation cannot be tokenized."""
+
+
+class _Generation(jinja2.ext.Extension):
+    """Render the contents of transformers' own tag {% generation %}."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class Tokenizer:
+    """Tokenizer and chat template of a model folder. Runs no code from the folder.
+
+    `folder` is the model's, `files` the one with the tokenizer's files.
+
+    `encode` and `render_chat` are safe to call from several threads.
+    """
+
+    def __init__(self, folder: str | Path, files: str | Path | None = None) -> None:
+        """Load the tokenizer of a model's `folder`, or that of another folder, `files`.
+
+        Raises TextError.
+        """
+        self.folder = str(model_folder(folder))
+        self.files = str(model_folder(files or folder))
+        folder = self.files
+        if not Path(folder).is_dir():
+            raise TextError(folder, "is not a folder", "use the folder of a model")
+        try:
+            self._tokenizer = load_tokenizer(folder)
+        # A broken file raises any exception of its parser, even a bare Exception from Rust.
+        except Exception as error:
+            # For a folder without a tokenizer, transformers' message is pages long.
+            has_one = any((Path(folder) / name).is_file() for name in TOKENIZER_FILES)
+            raise TextError(
+                folder,
+                f"has no tokenizer that transformers can load: {one_line(error)}"
+                if has_one
+                else f"has no tokenizer: it contains none of {', '.join(TOKENIZER_FILES)}",
+                "copy tokenizer.json and tokenizer_config.json from the original model",
+            ) from error
+        self._backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if self._backend is not None:
+            self._backend.no_truncation()
+            self._backend.no_padding()
+        added = self._tokenizer.added_tokens_decoder.items()
+        self.special_token_ids = frozenset(token for token, info in added if info.special)
+        self.special_token_ids |= frozenset(self._tokenizer.all_special_ids)
+        self._find_control_tokens(added)
+        self._before = self.encode("a", add_special_tokens=False)
+        self._num_before = len(self.decode(self._before))
+        self._token_texts: dict[int, str] = {}  # cache of token_text
+        self.max_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._tokenizer)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._tokenizer.eos_token_id
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._tokenizer.bos_token_id
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Convert text to token ids. Raises TextError for invalid Unicode (a lone surrogate)."""
+        try:
+            if self._backend is None:
+                return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return self._encode_with(self._backend, text, add_special_tokens)
+        except (TypeError, UnicodeError) as error:
+            raise TextError("text", "is not valid Unicode", "remove lone surrogates") from error
+
+    @staticmethod
+    def _encode_with(backend: Backend, text: str, add_special_tokens: bool) -> list[int]:
+        # The only method of the backend that releases the interpreter lock.
+        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
+
+    @functools.cached_property
+    def special_affixes(self) -> tuple[list[int], list[int]]:
+        """The tokens that `encode` adds before and after a text."""
+        plain, whole = self.encode("a", False), self.encode("a", True)
+        at = next(i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+        return whole[:at], whole[at + len(plain) :]
+
+    def is_hidden(self, text: str) -> bool:
+        """Return True if `text` is a special token, which `skip_special_tokens` removes from
+        outputs.
+        """
+        return text in self._special_texts
+
+    def marker_token(self, text: str) -> int | None:
+        """Id of an added token that grammars can match only by its id, else None.
+
+        llguidance matches no text that contains special tokens, nor other added tokens in angle
+        brackets, such as Qwen's <tool_call> and </think>.
+        """
+        return self._marker_tokens.get(text)
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Convert text to token ids without control tokens, even if the text spells some."""
+        ids = self._encode_plain(text)
+        if not self.control_ids.isdisjoint(ids) and self.control_pattern is not None:
+            # A model whose ordinary vocabulary contains control tokens: split their texts in two.
+            cuts = [match.start() + 1 for match in self.control_pattern.finditer(text)]
+            edges = zip([0, *cuts], [*cuts, len(text)], strict=True)
+            ids = [token for a, b in edges for token in self._encode_plain(text[a:b])]
+        if not self.control_ids.isdisjoint(ids):
+            raise TextError("text", "contains a control token of the model", "remove it")
+        return ids
+
+    def _encode_plain(self, text: str) -> list[int]:
+        if self._plain_backend is None:
+            return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        return self._encode_with(self._plain_backend, text, False)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Convert token ids to text, without clean-up of spaces. Unknown ids give no text."""
+        if skip_special_tokens:
+            token_ids = [token for token in token_ids if token not in self.special_token_ids]
+        if self._backend is not None:
+            return self._backend.decode(token_ids, skip_special_tokens=False)
+        return self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)
+
+    def token_names(self, token_ids: Sequence[int]) -> list[str]:
+        """Token strings as the vocabulary spells them, such as Ġthe."""
+        return self._tokenizer.convert_ids_to_tokens(list(token_ids))
+
+    def token_text(self, token: int) -> str:
+        """Text of one token after other text: at the start some decoders drop a space."""
+        text = self._token_texts.get(token)
+        if text is None:
+            text = self.decode([*self._before, token], skip_special_tokens=False)
+            text = self._token_texts[token] = text[self._num_before :]
+        return text
+
+    def token_bytes(self, token: int) -> bytes:
+        """Bytes of one token, even if it is only a part of a character."""
+        text = self.token_text(token)
+        if REPLACEMENT not in text:
+            return text.encode()
+        (name,) = self.token_names([token])
+        spelled = spelled_bytes(name, self._is_byte_level)
+        return text.encode() if spelled is None else spelled
+
+    @functools.cached_property
+    def _is_byte_level(self) -> bool:
+        return is_byte_level(self._backend)
+
+    @functools.cached_property
+    def template_settings(self) -> frozenset[str]:
+        """Names that the chat template reads and a request may set, such as enable_thinking."""
+        return self._template_names() - self.reserved_settings - {*jinja2.Environment().globals}
+
+    @functools.cached_property
+    def reserved_settings(self) -> frozenset[str]:
+        """Names that the server passes to the template or to transformers itself."""
+        taken = {*inspect.signature(self._tokenizer.apply_chat_template).parameters}
+        return frozenset(taken | TEMPLATE_GLOBALS | {*self._tokenizer.special_tokens_map})
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
+    @functools.cached_property
+    def reads_tools(self) -> bool:
+        """True if the chat template renders the tools passed to it."""
+        return "tools" in self._template_names([{}])
+
+    @property
+    def template_text(self) -> str:
+        """Text of the chat template, or of all of several; empty if there is none."""
+        found = self._tokenizer.chat_template or ""
+        return "\n".join(found.values()) if isinstance(found, dict) else str(found)
+
+    @functools.cached_property
+    def renders_later_system(self) -> bool:
+        """True if the chat template renders a system message after other messages."""
+        roles = ("system", "user", "assistant", "system", "user")
+        try:
+            text = self.render_chat([{"role": role, "content": role * 2} for role in roles])
+        except InputError:
+            return False
+        return text.count("systemsystem") == 2
+
+    @functools.cached_property
+    def needs_parts(self) -> bool:
+        """True if the chat template renders a list of parts, but not a content that is a text."""
+
+        def is_rendered(content: str | list[dict[str, str]]) -> bool:
+            try:
+                return word in self.render_chat([{"role": "user", "content": content}])
+            except InputError:
+                return False
+
+        word = "needs_parts"
+        if not self.is_in_template("content") or is_rendered(word):
+            return False
+        return is_rendered([{"type": "text", "text": word}])
+
+    def is_in_template(self, text: str) -> bool:
+        """Return True if a text occurs in the chat template or in one of several."""
+        return text in self.template_text
+
+    def _template_names(self, tools: list[dict] | None = None) -> frozenset[str]:
+        """The names that the chat template reads."""
+        environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", _Generation])
+        try:
+            tree = environment.parse(self._tokenizer.get_chat_template(tools=tools))
+        except (jinja2.TemplateError, ValueError, RecursionError, MemoryError):
+            return frozenset()
+        return frozenset(jinja2.meta.find_undeclared_variables(tree))
+
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> str:
+        """Render a conversation with the model's chat template, in transformers' sandbox.
+
+        `template_kwargs` has names from `template_settings`; others raise ParameterError.
+        """
+        if not self._tokenizer.chat_template:
+            raise TextError("chat template", "the model has none", "send a plain prompt instead")
+        template_kwargs = template_kwargs or {}
+        for name in template_kwargs:
+            if name not in self.template_settings:
+                known = ", ".join(sorted(self.template_settings)) or "none"
+                raise ParameterError(
+                    f"chat_template_kwargs.{name}",
+                    "is not read by the model's chat template",
+                    f"remove it; the template reads: {known}",
+                )
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **template_kwargs,
+            )
+        # A template fails through its own raise_exception, or like any expression.
+        except RENDER_ERRORS as error:
+            raise TextError(
+                "messages", f"the model's chat template rejects them: {one_line(error)}"
+            ) from error
+        except (RecursionError, MemoryError) as error:
+            needs = "too much memory" if isinstance(error, MemoryError) else "too many nested calls"
+            raise TextError(
+                "messages", f"the model's chat template needs {needs} to render them"
+            ) from error
+
+    def chat_prompt(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> ChatPrompt:
+        """Render a conversation so that no message can create a control token."""
+        return ChatPrompt.render(
+            self,
+            lambda each: self.render_chat(
+                each, add_generation_prompt, continue_final_message, template_kwargs, tools
+            ),
+            messages,
+            template_kwargs,
+            tools,
+        )
+
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> list[int]:
+        """Token ids of `chat_prompt`; the template itself writes the special tokens."""
+        return self.chat_prompt(
+            messages, add_generation_prompt, continue_final_message, template_kwargs, tools
+        ).encode(self)
+
+    def _find_control_tokens(self, added: Iterable[tuple[int, Any]]) -> None:
+        """Collect the tokens that messages must not create: all special tokens but the unknown
+        token.
+        """
+        self._marker_tokens = {
+            info.content: token
+            for token, info in added
+            if info.special or re.fullmatch("<.*>", info.content, re.DOTALL)
+        }
+        texts = {info.content for _, info in added if info.special}
+        texts |= {str(text) for text in self._tokenizer.all_special_tokens}
+        self._special_texts = frozenset(texts)
+        self.control_ids = self.special_token_ids - {self._tokenizer.unk_token_id}
+        self.control_pattern = control_pattern(texts)
+        self._plain_backend = None
+        if self._backend is not None:
+            self._plain_backend = Backend.from_str(self._backend.to_str())
+            self._plain_backend.encode_special_tokens = True

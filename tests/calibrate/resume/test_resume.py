@@ -1,0 +1,375 @@
+"""A killed run goes on where it was, with the same bytes; a changed setting is noticed."""
+
+import errno
+import importlib.util
+import json
+import linecache
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from calibrate.pipeline import quantize_checkpoint
+from calibrate.recipe import RECIPES, Recipe, identity_of
+from calibrate.solvers import gptq
+from calibrate.solvers.column_order import ORDERS
+from calibrate.solvers.solving import Tuning
+from calibrate.transforms.smoothquant import SMOOTHQUANT
+from formats.checkpoint import CheckpointReader, CheckpointWriter
+from formats.errors import CheckpointError, DiskError, InputError
+from formats.scheme import Scheme
+
+ROOT = Path(__file__).parents[3]
+SCHEME = Scheme.parse("w4a16-sym")
+OPTIONS = {"samples": 2, "sequence_length": 64, "scheme": SCHEME, "progress": False}
+# A recipe with every kind of transform; killed in the third layer, or at its last journal entry.
+KILLED = """
+import dataclasses, os, signal, sys
+from calibrate.solvers import gptq
+from calibrate.resume import journal
+from calibrate import pipeline, recipe
+from formats.scheme import Scheme
+calls = []
+def solve(*arguments):
+    calls.append(1)
+    if len(calls) == 17:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return gptq.solve(*arguments)
+row = recipe.RECIPES["rotate+awq+gptq"]
+recipe.RECIPES[row.name] = dataclasses.replace(row, solver=solve)
+pipeline.quantize_checkpoint(
+    sys.argv[1], sys.argv[2], scheme=Scheme.parse("w4a16-sym"), progress=False,
+    samples=2, sequence_length=64, recipe=row.name,
+)
+"""
+
+
+@pytest.fixture(scope="module")
+def killed(docs_5m, tmp_path_factory) -> Path:
+    """The target of a run that was killed in its third layer."""
+    target = tmp_path_factory.mktemp("killed") / "out"
+    run = subprocess.run(
+        [sys.executable, "-c", KILLED, str(docs_5m), str(target)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.DEVNULL,
+    )
+    assert run.returncode == -signal.SIGKILL
+    assert not target.exists()
+    return target
+
+
+def unfinished(target: Path) -> Path:
+    return target.parent / f".{target.name}.unfinished"
+
+
+def test_finished_layers_are_on_disk_and_a_changed_setting_is_noticed(killed, docs_5m):
+    layers = sorted(path.name for path in unfinished(killed).glob("layer-*"))
+    assert layers == ["layer-00000.safetensors", "layer-00001.safetensors"]
+    last = "model.layers.3.mlp.down_proj"
+    for change, named in (
+        ({"seed": 1}, "calibration seed 0; this run has 1"),
+        ({"samples": 1}, "calibration windows 2; this run has 1"),
+        ({"recipe": "gptq"}, r"recipe 'rotate\+awq\+gptq'; this run has 'gptq'"),
+        ({"ignore": [last]}, f"schemes {last} 'w4a16-sym'; this run has None"),
+        ({"overrides": [(last, Scheme.parse("w8a16-sym"))]}, f"schemes {last} .* 'w8a16-sym'"),
+        (
+            {"kv_cache": "int8", "output_format": "compressed-tensors"},
+            "kv_cache None; this run has 'int8'",
+        ),
+    ):
+        options = {**OPTIONS, "recipe": "rotate+awq+gptq", **change}
+        with pytest.raises(InputError, match=f"unfinished run with {named}.*delete this folder"):
+            quantize_checkpoint(docs_5m, killed, **options)
+    assert sorted(path.name for path in unfinished(killed).glob("layer-*")) == layers
+
+
+@pytest.fixture
+def other_weights(docs_5m, tmp_path):
+    """other_weights(name) -> the model with one weight of that tensor changed, times kept."""
+
+    def make(name: str) -> Path:
+        folder = tmp_path / "other"
+        shutil.copytree(docs_5m, folder)
+        entry = CheckpointReader(folder).entries[name]
+        before = entry.file.stat()
+        with entry.file.open("r+b") as file:
+            file.seek(entry.offset)
+            byte = file.read(1)
+            file.seek(entry.offset)
+            file.write(bytes([byte[0] ^ 1]))
+        os.utime(entry.file, ns=(before.st_atime_ns, before.st_mtime_ns))
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model.embed_tokens.weight", "unfinished run with model"),
+        ("model.layers.1.mlp.up_proj.weight", "with other weights in layer 1"),
+        ("model.layers.0.input_layernorm.weight", "with other weights in layer 0"),
+    ],
+)
+def test_weight_changed_in_place_is_noticed(killed, other_weights, name, message):
+    layers = sorted(unfinished(killed).iterdir())
+    with pytest.raises(InputError, match=f"{message}.*delete this folder"):
+        quantize_checkpoint(other_weights(name), killed, recipe="rotate+awq+gptq", **OPTIONS)
+    assert sorted(unfinished(killed).iterdir()) == layers, "the work of the first run must stay"
+
+
+def test_second_run_at_the_same_time_is_refused_and_leaves_the_firsts_work(killed, docs_5m):
+    layers = sorted(unfinished(killed).iterdir())
+    with (
+        CheckpointWriter(killed),
+        pytest.raises(InputError, match="out: another run is writing it"),
+    ):
+        quantize_checkpoint(docs_5m, killed, recipe="rotate+awq+gptq", **OPTIONS)
+    assert sorted(unfinished(killed).iterdir()) == layers
+
+
+def test_resumed_run_writes_the_same_bytes(killed, docs_5m, tmp_path, monkeypatch):
+    row, solved = RECIPES["rotate+awq+gptq"], []
+
+    def counting(weight, stats, spec, name):
+        solved.append(name)
+        return gptq.solve(weight, stats, spec, name)
+
+    monkeypatch.setitem(RECIPES, row.name, replace(row, solver=counting))
+    quantize_checkpoint(docs_5m, killed, recipe=row.name, **OPTIONS)
+    assert len(solved) == 14 and solved[0] == "model.layers.2.self_attn.q_proj"
+    quantize_checkpoint(docs_5m, tmp_path / "whole", recipe=row, **OPTIONS)
+    for name in ("model.safetensors", "config.json", "quantize_config.json"):
+        assert (killed / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    config = json.loads((killed / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    resumed, whole = (
+        json.loads((folder / "quantization_report.json").read_text())
+        for folder in (killed, tmp_path / "whole")
+    )
+    for left, right in zip(resumed["linears"], whole["linears"], strict=True):
+        assert {**left, "seconds": 0} == {**right, "seconds": 0}
+    assert "lm_head.weight is written" in " ".join(resumed["warnings"])
+    assert not unfinished(killed).exists()
+    assert resumed["source_sha256"] == whole["source_sha256"]
+
+
+def test_damaged_layer_is_refused(docs_5m, tmp_path):
+    target = tmp_path / "out"
+
+    def stop(weight, stats, spec, name):
+        if "layers.1" in name:
+            raise KeyboardInterrupt
+        return gptq.solve(weight, stats, spec, name)
+
+    recipe = Recipe(name="mine", solver=stop)
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(docs_5m, target, recipe=recipe, **OPTIONS)
+    path = unfinished(target) / "layer-00000.safetensors"
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match="layer-00000.*damaged.*delete .*unfinished"):
+        quantize_checkpoint(docs_5m, target, recipe=recipe, **OPTIONS)
+    assert path.exists(), "the message asks the user to delete it"
+
+
+@pytest.mark.parametrize(
+    "where",
+    [pytest.param("calibrate.resume.journal", marks=pytest.mark.exhaustive), "formats.checkpoint"],
+)
+def test_full_disk_costs_no_finished_layer(docs_5m, tmp_path, monkeypatch, where):
+    target, calls = tmp_path / "out", []
+    module = importlib.import_module(where)
+    original = module.save_file
+
+    def save_file(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(*arguments, **options)
+
+    monkeypatch.setattr(module, "save_file", save_file)
+    options = {**OPTIONS, "recipe": "gptq", "max_shard_bytes": 10**6}
+    with pytest.raises(DiskError, match="No space left on device.*is the disk full"):
+        quantize_checkpoint(docs_5m, target, **options)
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == [unfinished(target).name]
+    # a folder for hidden states that cannot be used is no reason to start again either
+    (tmp_path / "file").touch()
+    with pytest.raises(DiskError, match="`spill` .*file/x: cannot hold .* Not a directory"):
+        quantize_checkpoint(docs_5m, target, spill=tmp_path / "file" / "x", **options)
+    solved = []
+
+    def solve(*arguments):
+        solved.append(1)
+        return gptq.solve(*arguments)
+
+    monkeypatch.setitem(RECIPES, "gptq", replace(RECIPES["gptq"], solver=solve))
+    quantize_checkpoint(docs_5m, target, **options)
+    assert len(solved) < 28 - 7 and not unfinished(target).exists()
+    quantize_checkpoint(docs_5m, tmp_path / "fresh", **options)
+    for path in target.glob("*.safetensors"):
+        assert path.read_bytes() == (tmp_path / "fresh" / path.name).read_bytes()
+
+
+def test_file_that_does_not_read_back_costs_no_solved_layer(docs_5m, tmp_path, monkeypatch, caplog):
+    target, seal = tmp_path / "out", CheckpointWriter.seal
+
+    def damaged(self, *arguments, **options):
+        """A disk that gives back other codes than it was given."""
+        staged = seal(self, *arguments, **options)
+        entry = CheckpointReader(staged).entries["model.layers.2.mlp.up_proj.qweight"]
+        with entry.file.open("r+b") as file:
+            file.seek(entry.offset)
+            byte = file.read(1)
+            file.seek(entry.offset)
+            file.write(bytes([byte[0] ^ 1]))
+        return staged
+
+    monkeypatch.setattr(CheckpointWriter, "seal", damaged)
+    with pytest.raises(CheckpointError, match="up_proj: its codes differ .*same command again"):
+        quantize_checkpoint(docs_5m, target, recipe="gptq", **OPTIONS)
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == [unfinished(target).name]
+    assert f"{unfinished(target)} keeps the finished layers: run the same command" in caplog.text
+
+    def solve(*arguments):
+        raise AssertionError("all layers were solved")
+
+    monkeypatch.setitem(RECIPES, "gptq", replace(RECIPES["gptq"], solver=solve))
+    quantize_checkpoint(docs_5m, target, recipe="gptq", **OPTIONS)
+    monkeypatch.undo()
+    assert not unfinished(target).exists()
+    quantize_checkpoint(docs_5m, tmp_path / "whole", recipe="gptq", **OPTIONS)
+    for path in target.glob("*.safetensors"):
+        assert path.read_bytes() == (tmp_path / "whole" / path.name).read_bytes()
+
+
+def test_disk_that_is_full_from_the_start_leaves_nothing(docs_5m, tmp_path, monkeypatch):
+    def write_bytes(self, content):
+        self.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    with pytest.raises(DiskError, match="unfinished: cannot be created: No space left.*disk full"):
+        quantize_checkpoint(docs_5m, tmp_path / "out", recipe="rtn", **OPTIONS)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("layers", [0, 2])
+def test_interrupted_run_says_what_it_keeps(docs_5m, tmp_path, caplog, layers):
+    calls = []
+
+    def solve(*arguments):
+        calls.append(1)
+        if len(calls) > 7 * layers:
+            raise KeyboardInterrupt
+        return gptq.solve(*arguments)
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(
+            docs_5m, tmp_path / "out", recipe=Recipe(name="mine", solver=solve), **OPTIONS
+        )
+    said = f"{unfinished(tmp_path / 'out')} keeps the finished layers: run the same command again"
+    assert (said in caplog.text) == bool(layers)
+
+
+OWN = """
+from calibrate.solvers import rtn
+def solve(weight, stats, spec, name):
+    if "layers.1" in name and {stop}:
+        raise KeyboardInterrupt
+    return rtn.solve({weight}, stats, spec, name)
+class Solver:
+    def __call__(self, *arguments):
+        return solve(*arguments)
+"""
+
+
+def _own(folder, **values):
+    """A module with a solver of one's own, as one edits it between two runs."""
+    path = folder / "own_solver.py"
+    path.write_text(OWN.format(**values))
+    linecache.clearcache()
+    spec = importlib.util.spec_from_file_location("own_solver", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["own_solver"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("kind", ["function", "partial", "object"])
+def test_a_solver_that_was_mended_does_not_take_over_layers(docs_5m, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setitem(sys.modules, "own_solver", None)
+
+    def recipe(module) -> Recipe:
+        solver = {"function": module.solve, "partial": partial(module.solve)}
+        return Recipe(name="mine", solver=solver.get(kind) or module.Solver(), needs_data=False)
+
+    target = tmp_path / "out"
+    first = recipe(_own(tmp_path, stop=True, weight="weight"))
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(docs_5m, target, recipe=first, **OPTIONS)
+    mended = recipe(_own(tmp_path, stop=False, weight="weight * 0.5"))
+    with pytest.raises(InputError, match="with recipe 'mine, source .* this run has 'mine, source"):
+        quantize_checkpoint(docs_5m, target, recipe=mended, **OPTIONS)
+    assert (unfinished(target) / "layer-00000.safetensors").exists()
+
+
+def test_recipes_of_the_table_are_told_by_name_and_others_by_source():
+    row = RECIPES["smoothquant"]
+    assert identity_of(row) == "smoothquant"
+    same = Recipe(name="smoothquant", solver=gptq.solve, transforms=(SMOOTHQUANT,))
+    other = Recipe(name="smoothquant", solver=gptq.solve)
+    typed = Recipe(name="smoothquant", solver=eval("lambda w, s, spec, name: None"))
+    found = {identity_of(recipe) for recipe in (row, same, other, typed)}
+    assert len(found) == 4
+    assert identity_of(replace(same)) in found
+
+
+class Share:
+    """A solver with a setting of its own."""
+
+    def __init__(self, share):
+        self.share, self.order = share, ORDERS["static"]
+
+    def __call__(self, *arguments):
+        return gptq.solve_corrected(*arguments, share=self.share, order=self.order)
+
+
+def _settings():
+    """Recipes of one name that make different weights."""
+    row = RECIPES["autoround"]
+    yield replace(row, tuning=Tuning(steps=2))
+    yield replace(row, tuning=Tuning(steps=3))
+    for solver in (gptq.solve, gptq.solve_corrected):
+        for order in ORDERS.values():
+            yield Recipe(name="mine", solver=partial(solver, order=order))
+    yield Recipe(name="mine", solver=gptq.solve)
+    yield Recipe(name="mine", solver=gptq.solve, corrects=True)
+    for share in (0.25, 0.5):
+        yield Recipe(name="mine", solver=partial(gptq.solve_corrected, share=share))
+        yield Recipe(name="mine", solver=Share(share))
+
+
+IDENTITIES = """
+import json, runpy, sys
+from calibrate.recipe import identity_of
+tests = runpy.run_path(sys.argv[1])
+print(json.dumps([identity_of(recipe) for recipe in tests["_settings"]()]))
+"""
+
+
+def test_a_changed_setting_of_ones_own_recipe_is_told_apart_in_every_process():
+    found = [identity_of(recipe) for recipe in _settings()]
+    assert len(set(found)) == len(found)
+    command = [sys.executable, "-c", IDENTITIES, __file__]
+    other = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True)
+    assert json.loads(other.stdout) == found, "an unfinished run must find itself again"

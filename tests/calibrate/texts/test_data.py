@@ -1,0 +1,230 @@
+"""Calibration data: every source, full windows, the same ids for the same seed."""
+
+import json
+import sys
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from calibrate.texts.data import SHIPPED_TEXTS, excerpts, read_calibration
+from calibrate.texts.documents import read_documents
+from formats.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def tokenizer(docs_5m):
+    return AutoTokenizer.from_pretrained(docs_5m)
+
+
+@pytest.fixture
+def texts(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    rows = [{"text": f"Text {i}\u2028 about ownership. " * 20} for i in range(9)]
+    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n\n")
+    return str(path)
+
+
+def read(source, tokenizer, **options):
+    return read_calibration(source, tokenizer, **{"samples": 4, "sequence_length": 64, **options})
+
+
+def test_windows_are_full_and_texts_begin_with_bos(texts, tokenizer):
+    data = read(texts, tokenizer, samples=5, sequence_length=256)
+    assert data.ids_WS.shape == (5, 256) and data.ids_WS.dtype == torch.int64
+    assert data.ids_WS[0, 0] == tokenizer.bos_token_id
+    assert int((data.ids_WS == tokenizer.bos_token_id).sum()) >= 2
+    assert "Text" in tokenizer.decode(data.ids_WS[0])
+    assert data.warnings == ()
+
+
+def test_seed_decides_the_order_and_the_hash_tells(texts, tokenizer):
+    first, again, other = (read(texts, tokenizer, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(first.ids_WS, again.ids_WS) and first.sha256 == again.sha256
+    assert first.sha256 != other.sha256 and len(first.sha256) == 64
+    assert read(texts, tokenizer, sequence_length=32).sha256 != first.sha256
+
+
+def test_fewer_windows_than_asked_is_a_warning(texts, tokenizer):
+    data = read(texts, tokenizer, samples=500)
+    assert 4 < len(data.ids_WS) < 500
+    assert f"fills {len(data.ids_WS)} windows, not 500" in data.warnings[0]
+    with pytest.raises(InputError, match="do not fill one window"):
+        read(texts, tokenizer, sequence_length=10**5)
+
+
+def test_shipped_texts_serve_with_a_warning(tokenizer):
+    data = read(None, tokenizer, samples=16, sequence_length=512)
+    assert data.ids_WS.shape == (16, 512)
+    assert "calibration data" in data.warnings[0]
+    assert SHIPPED_TEXTS.stat().st_size < 300_000
+
+
+def test_chats_go_through_the_template(tmp_path, tokenizer):
+    path = tmp_path / "chats.jsonl"
+    messages = [{"role": "user", "content": "What is a trait? " * 30}]
+    path.write_text(json.dumps({"messages": messages}))
+    expected = tokenizer.apply_chat_template(messages, tokenize=False)
+    text = tokenizer.decode(read(str(path), tokenizer, samples=1).ids_WS[0, 1:])
+    assert expected.removeprefix(tokenizer.bos_token or "").startswith(text[:40])
+    path.write_text(json.dumps({"messages": [{"role": 3}]}))
+    with pytest.raises(InputError, match="template|window"):
+        read(str(path), tokenizer)
+
+
+def test_template_that_writes_bos_gives_one(tmp_path, docs_5m):
+    tokenizer = AutoTokenizer.from_pretrained(docs_5m)
+    tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+    path = tmp_path / "chats.jsonl"
+    messages = [{"role": "user", "content": "What is a trait? " * 30}]
+    path.write_text(json.dumps({"messages": messages}))
+    ids_S = read(str(path), tokenizer, samples=1).ids_WS[0]
+    assert (ids_S == tokenizer.bos_token_id).nonzero().tolist() == [[0]]
+
+
+def test_plain_text_is_one_text(tmp_path, tokenizer):
+    path = tmp_path / "book.txt"
+    path.write_text("A borrow is a reference. " * 100)
+    assert int((read(str(path), tokenizer).ids_WS == tokenizer.bos_token_id).sum()) == 1
+
+
+@pytest.mark.parametrize("line", ["{", '{"txt": 1}', "5", '{"text": 5}', '{"messages": []}'])
+def test_bad_line_is_named(tmp_path, tokenizer, line):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"text": "good"}\n' + line)
+    with pytest.raises(InputError, match='bad.jsonl line 2.*"text"'):
+        read(str(path), tokenizer)
+
+
+@pytest.mark.parametrize(
+    "fields", ['"text": "%s"', '"messages": [{"role": "user", "content": "%s"}]']
+)
+def test_half_a_character_is_named(tmp_path, tokenizer, fields):
+    path = tmp_path / "half.jsonl"
+    path.write_text("{" + fields % "good" + "}\n{" + fields % "a\\ud800b" + "}")
+    with pytest.raises(InputError, match="half.jsonl line 2: contains a lone surrogate"):
+        read(str(path), tokenizer)
+
+
+def test_byte_order_mark_and_windows_lines_are_no_text(tmp_path, tokenizer):
+    row = json.dumps({"text": "A borrow is a reference. " * 40})
+    plain, marked = tmp_path / "plain.jsonl", tmp_path / "marked.jsonl"
+    plain.write_text(f"{row}\n{row}\n")
+    marked.write_bytes(f"\ufeff{row}\r\n\r\n{row}\r\n".encode())
+    assert torch.equal(read(str(plain), tokenizer).ids_WS, read(str(marked), tokenizer).ids_WS)
+
+
+def test_missing_file_and_missing_package(tmp_path, tokenizer, monkeypatch):
+    with pytest.raises(InputError, match="nowhere.txt: not found"):
+        read(str(tmp_path / "nowhere.txt"), tokenizer)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError, match="some/set.*package datasets"):
+        read("some/set", tokenizer)
+
+
+class FakeDatasets:
+    """In place of the package: what it is asked for."""
+
+    def __init__(self, rows):
+        self.rows, self.calls = rows, []
+
+    def load_dataset(self, **arguments):
+        self.calls.append(arguments)
+        return self.rows
+
+
+def test_parquet_and_names_go_to_datasets(tmp_path, tokenizer, monkeypatch):
+    fake = FakeDatasets([{"text": "Lifetimes are regions. " * 40}] * 3)
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(b"PAR1")
+    assert read(str(path), tokenizer).ids_WS.shape == (4, 64)
+    assert read("some/set", tokenizer).ids_WS.shape == (4, 64)
+    parquet, named = fake.calls
+    common = {"split": "train", "streaming": True}
+    assert parquet == {"path": "parquet", "data_files": str(path), **common}
+    assert named == {"path": "some/set", **common}
+    fake.rows = [{"body": "x"}]
+    with pytest.raises(InputError, match="some/set row 0"):
+        read("some/set", tokenizer)
+
+
+ROWS = [f"Text {number}: lifetimes are regions. " * 20 for number in range(30)]
+
+
+@pytest.fixture
+def real():
+    """The package itself, and pyarrow, which it brings."""
+    pytest.importorskip("datasets", reason="the test extra brings it: pip install -e '.[test]'")
+    return pytest.importorskip("pyarrow")
+
+
+def write_parquet(pyarrow, path, **columns):
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=7)
+    return str(path)
+
+
+def test_real_package_reads_a_parquet_file(real, tmp_path, tokenizer, monkeypatch):
+    path = write_parquet(real, tmp_path / "rows.parquet", text=ROWS, number=list(range(30)))
+    jsonl = tmp_path / "rows.jsonl"
+    jsonl.write_text("\n".join(json.dumps({"text": text}) for text in ROWS))
+    found = read(path, tokenizer, samples=20)
+    assert found.sha256 == read(str(jsonl), tokenizer, samples=20).sha256
+    assert found.ids_WS.shape == (20, 64)
+    monkeypatch.setattr("calibrate.texts.documents.MAX_DATASET_ROWS", 3)
+    assert read_documents(path) == ROWS[:3]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_real_package_reads_a_data_sets_folder(real, tmp_path, tokenizer, kind):
+    """As a name on the hub: the folder's train split, of files of any kind."""
+    folder = tmp_path / "my-set"
+    (folder / "data").mkdir(parents=True)
+    chats = [[{"role": "user", "content": f"{text}?"}] for text in ROWS]
+    if kind == "jsonl":
+        lines = [json.dumps({"messages": chat}) for chat in chats]
+        (folder / "data" / "train.jsonl").write_text("\n".join(lines))
+        (folder / "data" / "test.jsonl").write_text(json.dumps({"messages": []}))
+    else:
+        write_parquet(real, folder / "data" / "train-00000-of-00001.parquet", messages=chats)
+    assert read_documents(str(folder)) == chats
+    data = read(str(folder), tokenizer)
+    assert "Text" in tokenizer.decode(data.ids_WS.flatten())
+
+
+def test_what_the_real_package_cannot_read_is_one_error(real, tmp_path, tokenizer, monkeypatch):
+    path = write_parquet(real, tmp_path / "rows.parquet", body=ROWS)
+    with pytest.raises(InputError, match='rows.parquet row 0: expected .* "text"'):
+        read(path, tokenizer)
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(InputError, match="bad.parquet: cannot be read by datasets"):
+        read(str(tmp_path / "bad.parquet"), tokenizer)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="empty: cannot be read by datasets"):
+        read(str(tmp_path / "empty"), tokenizer)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(InputError, match="nobody/no-such-set: cannot be read by datasets"):
+        read("nobody/no-such-set", tokenizer)
+
+
+def test_few_windows_show_many_texts(tmp_path, tokenizer):
+    """One long text before many others must not fill all windows."""
+    words = ["alpha", "beta", "gamma", "delta", "kappa", "omega"]
+    path = tmp_path / "texts.jsonl"
+    path.write_text("\n".join(json.dumps({"text": f"{word} " * 4000}) for word in words))
+    found = tokenizer.decode(read(str(path), tokenizer, samples=14).ids_WS.flatten())
+    assert all(word in found for word in words)
+
+
+@pytest.mark.parametrize("num_chars", [5, 40, 1000])
+def test_excerpts_are_all_of_the_texts(num_chars):
+    texts = ["one two three four five six seven\neight nine ten " * 3, "", "x" * 99]
+    found = list(excerpts(texts, num_chars, seed=3))
+    assert sum(each.begins for each in found) == 3
+    assert sorted("".join(each.text for each in found)) == sorted("".join(texts))
+    assert all(len(each.text) <= 1.5 * num_chars for each in found)
+    beginnings = [each.text for each in found if each.begins]
+    assert all(any(text.startswith(each) for text in texts) for each in beginnings)

@@ -1,0 +1,34 @@
+"""The table of families that `qserve families` prints, and the list in README.md."""
+
+import json
+from pathlib import Path
+
+from formats.architecture import family_table
+from formats.families import FAMILIES
+from qserve.cli import main
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_readme_lists_the_served_families():
+    words = " ".join((ROOT / "README.md").read_text().split())
+    assert f"by `qserve families`: {family_table.readme_list()}" in words
+
+
+def test_command_prints_every_family(capsys):
+    assert main(["families"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(FAMILIES)
+    row = next(line for line in lines if "Qwen3NextForCausalLM" in line)
+    assert row.split() == ["Qwen3-Next", "Qwen3NextForCausalLM", "gated", "delta", "nets"] + [
+        *("yes", "no", "no"),
+    ]
+
+
+def test_json_has_the_same_rows(capsys):
+    assert main(["families", "--json"]) == 0
+    rows = {row["architecture"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows.keys() == FAMILIES.keys()
+    assert rows["Glm4MoeForCausalLM"]["speculation"] == "any drafter and its MTP layer"
+    assert rows["Gemma2ForCausalLM"]["windows"] == "some"
+    assert len({row["title"] for row in rows.values()}) == len(rows)

@@ -1,0 +1,39 @@
+"""Tensors in memory under the names that a model folder's reader gives them."""
+
+import pytest
+import torch
+
+from formats.checkpoint import CheckpointReader
+from formats.errors import CheckpointError
+from formats.files.held_tensors import HeldTensors
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "mixtral"])
+def test_names_and_shapes_are_those_of_the_folder(family, tiny_model):
+    reader = CheckpointReader(tiny_model(family))
+    stored = {entry.name: entry.read() for entry in reader.entries.values()}
+    held = HeldTensors(stored.items(), reader.config)
+    assert held.entries.keys() == reader.entries.keys() and held.config == reader.config
+    for name, entry in reader.entries.items():
+        own = held.entries[name]
+        assert (own.dtype, own.shape, own.num_bytes) == (entry.dtype, entry.shape, entry.num_bytes)
+        assert torch.equal(held.get(name), reader.get(name))
+
+
+def test_copy_of_a_tied_head_stays_tied_and_another_does_not(tiny_model):
+    reader = CheckpointReader(tiny_model("qwen3"))  # tied
+    stored = [(name, reader.get(name)) for name in reader.entries]
+    embedding = reader.get("model.embed_tokens.weight")
+    tied = HeldTensors([*stored, ("lm_head.weight", embedding.clone())], reader.config)
+    untied = HeldTensors([*stored, ("lm_head.weight", -embedding)], reader.config)
+    assert (tied.unties_head, untied.unties_head) == (False, True)
+
+
+def test_names_that_are_wrong():
+    one = torch.zeros(1)
+    with pytest.raises(CheckpointError, match="tensor a: comes twice"):
+        HeldTensors([("a", one), ("a", one)], {})
+    with pytest.raises(CheckpointError, match="expected a tensor, found list"):
+        HeldTensors([("a", [1.0])], {})
+    with pytest.raises(CheckpointError, match="is not in the update"):
+        HeldTensors([("a", one)], {}).get("b")

@@ -1,0 +1,24 @@
+"""A file that is replaced: what was there stays until the new one is whole."""
+
+from pathlib import Path
+
+import pytest
+
+from formats.files.whole_file import write_whole
+
+
+def test_what_was_there_stays_where_writing_fails(tmp_path, monkeypatch):
+    place = tmp_path / "new" / "table.json"
+    write_whole(place, "old")
+    assert place.read_text() == "old"
+    real = Path.write_text
+
+    def half(path, text, **options):
+        real(path, text[:1], **options)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match="No space"):
+        write_whole(place, "brand new")
+    assert place.read_text() == "old"
+    assert [path.name for path in place.parent.iterdir()] == ["table.json"]

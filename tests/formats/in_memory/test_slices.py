@@ -1,0 +1,132 @@
+"""Parts of a decoded weight put together are the weight, code for code."""
+
+import pytest
+import torch
+
+from formats.errors import CheckpointError
+from formats.in_memory.shares import input_units, share_heads, share_out
+from formats.in_memory.slices import take_inputs, take_outputs
+from formats.in_memory.weights import round_to_nearest, tensors_of
+from formats.scheme import Scheme
+
+N, K = 40, 192
+SCHEMES = (
+    "w4a16-sym-g32",
+    "w4a16-asym-g64",
+    "w4a16-sym-channel",
+    "w8a16-asym-g32",
+    "w3a16-sym-g32",
+    "w8a8",
+    "w8a8-fp8",
+    "w8a8-fp8-static",
+    "w8a8-fp8-block",
+)
+
+
+def made(scheme, shape=(N, K)):
+    generator = torch.Generator().manual_seed(3)
+    return round_to_nearest(torch.randn(shape, generator=generator), Scheme.parse(scheme).weight)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_outputs(scheme):
+    weight = made(scheme)
+    whole = weight.dequantize()
+    for cut in (8, 13, 39):
+        parts = [take_outputs(weight, [run]) for run in ((0, cut), (cut, N))]
+        for part in parts:
+            part.check()
+        assert torch.equal(torch.cat([part.dequantize() for part in parts]), whole)
+    order = torch.randperm(N, generator=torch.Generator().manual_seed(1))[:11]
+    assert torch.equal(take_outputs(weight, order).dequantize(), whole[order])
+    runs = [(3, 9), (30, 40)]
+    want = torch.cat([whole[a:b] for a, b in runs])
+    assert torch.equal(take_outputs(weight, runs).dequantize(), want)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("size", [2, 3, 5, 6])
+def test_inputs(scheme, size):
+    weight = made(scheme)
+    shares = share_out(K, size, input_units(Scheme.parse(scheme)))
+    assert shares[0][0] == 0 and shares[-1][1] == K
+    parts = [take_inputs(weight, *share) for share in shares]
+    for part in parts:
+        part.check()
+    assert torch.equal(torch.cat([part.dequantize() for part in parts], 1), weight.dequantize())
+
+
+def test_whole_blocks_keep_their_scales():
+    weight = made("w8a8-fp8-block", (384, 384))
+    part = take_inputs(take_outputs(weight, [(0, 128), (256, 384)]), 128, 384)
+    assert part.spec == weight.spec
+    assert torch.equal(part.scales_RC, weight.scales_RC[[0, 2]][:, 1:])
+
+
+def test_a_part_of_a_group_has_the_groups_scale():
+    weight = made("w4a16-sym-g64")
+    part = take_inputs(weight, 32, 96)
+    assert part.spec.group_size == 32
+    assert torch.equal(part.scales_NG, weight.scales_NG[:, :2])
+    assert torch.equal(part.dequantize(), weight.dequantize()[:, 32:96])
+
+
+def test_a_part_that_begins_inside_a_float8_block():
+    """Heads of 96 channels: the second one has inputs of both blocks of 128."""
+    weight = made("w8a8-fp8-block")
+    parts = [take_inputs(weight, 0, 96), take_inputs(weight, 96, 192)]
+    for part in parts:
+        part.check()
+    assert torch.equal(torch.cat([part.dequantize() for part in parts], 1), weight.dequantize())
+
+
+def test_sorted_inputs_have_no_order_left():
+    weight = made("w4a16-sym-g32")
+    from dataclasses import replace
+
+    order = torch.randperm(K, generator=torch.Generator().manual_seed(1))
+    weight = replace(weight, input_order=order)
+    part = take_inputs(weight, 64, 128)
+    assert part.input_order is None
+    assert torch.equal(part.dequantize(), weight.dequantize()[:, order[64:128]])
+
+
+def test_parts_own_their_memory():
+    """A view of the whole would keep all of it."""
+    weight = made("w4a16-sym-g32")
+    for part in (take_outputs(weight, [(0, 8)]), take_inputs(weight, 0, 64)):
+        for name, tensor in tensors_of(part).items():
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes, name
+
+
+def test_inputs_that_fill_no_words_are_named():
+    with pytest.raises(CheckpointError, match="layer: its inputs 0 to 15 do not fill words of 32"):
+        take_inputs(made("w3a16-sym-g32"), 0, 16, "layer")
+
+
+@pytest.mark.parametrize(
+    ("extent", "size", "group", "widths"),
+    [
+        (13696, 2, 128, [6912, 6784]),  # 107 groups
+        (11008, 4, 128, [2816, 2816, 2688, 2688]),  # 86
+        (28672, 2, 128, [14336, 14336]),
+        (96, 4, 32, [32, 32, 16, 16]),  # 3 groups, cut into halves
+    ],
+)
+def test_unequal_groups(extent, size, group, widths):
+    units = input_units(Scheme.parse("w4a16-sym", group))
+    assert [b - a for a, b in share_out(extent, size, units)] == widths
+
+
+def test_heads():
+    """Heads of 64 channels in groups of 128: two of them stay together where they can."""
+    scheme = Scheme.parse("w4a16-sym")
+    pairs = share_heads(12, 12, 64, 4, [scheme])
+    assert [share.heads for share in pairs] == [(0, 4), (4, 8), (8, 10), (10, 12)]
+    copies = share_heads(8, 2, 128, 4, [scheme])
+    assert [(s.heads, s.kv_heads, s.is_first) for s in copies] == [
+        ((0, 2), (0, 1), True),
+        ((2, 4), (0, 1), False),
+        ((4, 6), (1, 2), True),
+        ((6, 8), (1, 2), False),
+    ]

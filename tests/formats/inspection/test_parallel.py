@@ -1,0 +1,60 @@
+"""Which numbers of GPUs a checkpoint can be shared out over, as the doctor says it."""
+
+import pytest
+
+from formats.inspection.linear_summary import LinearSummary
+from formats.inspection.parallel import parallel_sizes
+from formats.quant_config import QuantConfig
+from formats.scheme import Scheme
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "hidden_size": 3584,
+}
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "inputs", "reasons"),
+    [
+        ("w4a16-sym", 18944, {1: "", 2: "", 4: "", 8: ""}),  # 148 groups: unequal over 8
+        ("w4a16-sym", 128, {2: "", 4: "", 8: ""}),  # one group, cut
+        # 3 bits fill words by 32 codes
+        (
+            "w3a16-sym",
+            64,
+            {2: "", 4: f"{DOWN}: its 64 inputs cannot be divided over the GPUs in groups of "},
+        ),
+        ("w8a8-fp8-block", 256, {2: "", 4: "", 8: ""}),
+    ],
+)
+def test_inputs(scheme, inputs, reasons):
+    method = "compressed-tensors" if "fp8" in scheme else "gptq"
+    quant = QuantConfig(scheme=Scheme.parse(scheme), method=method)
+    linear = LinearSummary(
+        name=DOWN, out_features=3584, in_features=inputs, scheme=scheme, num_bytes=0
+    )
+    found = parallel_sizes(CONFIG, quant, [linear])
+    for size, reason in reasons.items():
+        assert found[size].startswith(reason) and bool(found[size]) == bool(reason), found[size]
+
+
+def test_heads():
+    assert parallel_sizes(CONFIG, None, [])[8] == ""  # two GPUs hold the same KV head
+    found = parallel_sizes({**CONFIG, "num_key_value_heads": 28}, None, [])
+    assert found == {1: "", 2: "", 4: "", 8: ""}, "28 heads over 8: four, and three"
+    found = parallel_sizes({**CONFIG, "num_attention_heads": 3, "num_key_value_heads": 3}, None, [])
+    assert found[2] == "" and "3 attention heads of 3 KV heads cannot be divided" in found[4]
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [({}, "unknown without a config.json"), ({"architectures": ["X"]}, "no architecture that")],
+)
+def test_what_a_model_is_must_be_known(config, text):
+    found = parallel_sizes(config, None, [])
+    assert all(text in found[size] for size in (2, 4, 8))
+    assert bool(found[1]) == (not config)

@@ -1,0 +1,123 @@
+"""replace_linears on transformers models: the logits are those of the dequantized weights."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from formats.errors import InputError
+from qkernels import QuantLinear, replace_linears
+
+TOKENS = torch.tensor([[5, 6, 7, 300, 12, 99, 3]])
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(scope="module")
+def original(tiny_model):
+    """folder of a family -> a float model, loaded anew."""
+    return lambda family: AutoModelForCausalLM.from_pretrained(
+        tiny_model(family), dtype=torch.float32
+    ).eval()
+
+
+def dequantized(model, replaced):
+    """A float copy of a model whose weights are those of the replaced layers."""
+    float_model = copy.deepcopy(model)
+    for name in replaced:
+        layer = model.get_submodule(name)
+        linear = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+        linear.weight.data = layer.dequantize()
+        if layer.bias is not None:
+            linear.bias.data = layer.bias.float()
+        parent, _, local = name.rpartition(".")
+        setattr(float_model.get_submodule(parent), local, linear)
+    return float_model.float()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(TOKENS.to(model.device)).logits.float().cpu()
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("scheme", ["w4a16-sym-g32", "w8a16-asym-g32"])
+def test_logits_are_those_of_the_dequantized_weights(original, family, scheme, device):
+    model = original(family).to(device)
+    before = logits(model)
+    linears = [n for n, each in model.named_modules() if type(each) is nn.Linear]
+    replaced = replace_linears(model, scheme)
+    assert sorted(replaced) == sorted(set(linears) - {"lm_head"}) and len(replaced) > 7
+    assert type(model.lm_head) is nn.Linear
+    assert all(model.get_submodule(name).qweight.device.type == device for name in replaced)
+    reference = dequantized(model.cpu(), replaced)
+    found = logits(model.to(device))
+    torch.testing.assert_close(found, logits(reference), atol=1e-4, rtol=1e-4)
+    assert (found - before).abs().max() > 1e-3  # they are rounded
+
+
+def test_tied_head_gets_codes_and_the_embedding_stays(original):
+    model = original("llama")
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    embedding = model.get_input_embeddings().weight
+    assert model.lm_head.weight is embedding
+    values = embedding.detach().clone()
+    replaced = replace_linears(model, "w8a16-sym-g32", ignore=[])
+    assert "lm_head" in replaced and isinstance(model.lm_head, QuantLinear)
+    assert torch.equal(model.get_input_embeddings().weight, values)
+    model.tie_weights()
+    assert isinstance(model.lm_head, QuantLinear) and not model.config.tie_word_embeddings
+    reference = dequantized(model, replaced)
+    torch.testing.assert_close(logits(model), logits(reference), atol=1e-4, rtol=1e-4)
+
+
+def test_ignored_layers_stay_in_float(original):
+    model = original("llama")
+    replaced = replace_linears(
+        model, "w4a16-sym-g32", ignore=["lm_head", "*.0.mlp.down_proj", r"re:.*self_attn\.[qk]_"]
+    )
+    left = [n for n, each in model.named_modules() if type(each) is nn.Linear]
+    assert not set(left) & set(replaced)
+    assert {n.rpartition(".")[2] for n in left} == {"lm_head", "down_proj", "q_proj", "k_proj"}
+    assert sum(n.endswith("down_proj") for n in left) == 1
+
+
+def test_a_layer_with_two_names_stays_one_layer():
+    first = nn.Linear(64, 64)
+    model = nn.ModuleDict({"a": first, "b": first, "c": nn.Linear(64, 64)})
+    assert replace_linears(model, "w4a16-sym-g32") == ["a", "b", "c"]
+    assert model["a"] is model["b"] is not model["c"]
+
+
+@pytest.mark.parametrize(
+    ("change", "scheme", "ignore", "problem"),
+    [
+        (None, "w4a16-sym", ["lm_head"], r"does not fit 2 of 3 linears \(odd, small\).*ignore"),
+        (None, "w8a8-fp8", [], "cannot be written as gptq"),
+        (None, "w5a16", [], "unknown"),
+        (None, "w4a16-sym-g32", ["lm_hed"], "ignore|lm_hed.*fits no linear"),
+        (None, "w4a16-sym-g32", "lm_head", "expected a list of names"),
+        (None, "w4a16-sym-g32", ["*"], "fits all of them"),
+        ("nan", "w4a16-sym-g32", ["odd"], "fits: its weight has numbers that are not finite"),
+        ("meta", "w4a16-sym-g32", ["odd"], "meta device"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(change, scheme, ignore, problem):
+    model = nn.ModuleDict(
+        {"lm_head": nn.Linear(128, 32), "odd": nn.Linear(24, 32), "small": nn.Linear(64, 32)}
+    )
+    model["fits"] = nn.Linear(128, 32, device="meta" if change == "meta" else None)
+    if change == "nan":
+        model["fits"].weight.data[3, 5] = float("nan")
+    before = list(model.values())
+    with pytest.raises(InputError, match=problem):
+        replace_linears(model, scheme, ignore=ignore)
+    assert all(one is other for one, other in zip(model.values(), before, strict=True))
+
+
+def test_a_model_without_linears_is_refused():
+    with pytest.raises(InputError, match="has no torch Linear"):
+        replace_linears(nn.ReLU(), "w4a16-sym")

@@ -1,0 +1,164 @@
+"""Files of GPT-2 and other older families as they are published: keys, names, order of dims, masks.
+
+transformers reads the same folders: its logits are the truth.
+"""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from formats.architecture.stored_form import usual_config
+from formats.convert import convert_checkpoint
+from formats.inspection.inspect import inspect_checkpoint
+from formats.save import save_quantized
+from qserve.llm import LLM
+from tests.qserve.model.variants import TOKENS, edited, logits, relative
+
+MASK = torch.ones(1, 1, 256, 256).tril()
+
+
+def of_transformers(folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return model.eval()(torch.tensor([TOKENS])).logits[0]
+
+
+def as_published(state):
+    """GPT-2's first files: no prefix, no head, masks."""
+    for name in list(state):
+        tensor = state.pop(name)
+        if name.startswith("transformer."):
+            state[name.removeprefix("transformer.")] = tensor
+    for layer in range(3):
+        state[f"h.{layer}.attn.bias"] = MASK.clone()
+        state[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+
+
+def test_gpt2_as_it_was_published(tiny_model, tmp_path):
+    folder = edited(tiny_model("gpt2"), tmp_path / "published", as_published)
+    assert "wte.weight" in load_file(folder / "model.safetensors")
+    assert relative(logits(folder), of_transformers(folder)) < 1e-5
+    assert [
+        problem.text
+        for problem in inspect_checkpoint(folder).problems
+        if problem.severity == "error"
+    ] == []
+
+
+def test_masks_of_gpt_neox_are_not_read(tiny_model, tmp_path):
+    def with_masks(state):
+        for layer in range(3):
+            stem = f"gpt_neox.layers.{layer}.attention"
+            state[f"{stem}.bias"] = MASK.bool()
+            state[f"{stem}.masked_bias"] = torch.tensor(-1e9)
+            state[f"{stem}.rotary_emb.inv_freq"] = torch.ones(4)
+
+    source = tiny_model("gpt_neox")
+    folder = edited(source, tmp_path / "pythia", with_masks)
+    assert torch.equal(logits(folder), logits(source))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "stated", "expected"),
+    [
+        ("gpt2", "GPT2LMHeadModel", {"n_inner": None}, {"n_inner": 256, "hidden_size": 64}),
+        ("gptj", "GPTJForCausalLM", {"n_inner": 96}, {"n_inner": 96, "num_attention_heads": 4}),
+        (
+            "gpt_bigcode",
+            "GPTBigCodeForCausalLM",
+            {"multi_query": False},
+            {"num_key_value_heads": 4},
+        ),
+    ],
+)
+def test_keys_of_gpt_get_their_usual_names(model_type, architecture, stated, expected):
+    config = {"n_embd": 64, "n_head": 4, "n_layer": 3, **stated}
+    config |= {"model_type": model_type, "architectures": [architecture]}
+    assert expected.items() <= usual_config(config).items()
+    assert usual_config({**config, "n_embd": 128})["hidden_size"] == 128
+
+
+@pytest.mark.parametrize(
+    ("stated", "kv_heads", "norms"),
+    [
+        ({}, 1, 1),
+        ({"num_kv_heads": 4}, 1, 1),  # as transformers: 7B has one whatever this says
+        ({"multi_query": False}, 4, 1),
+        ({"new_decoder_architecture": True, "num_kv_heads": 2}, 2, 2),
+        ({"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1}, 4, 1),
+    ],
+)
+def test_falcon_states_its_heads_and_norms(stated, kv_heads, norms):
+    config = {"model_type": "falcon", "architectures": ["FalconForCausalLM"], **stated}
+    found = usual_config({**config, "hidden_size": 64, "num_attention_heads": 4})
+    assert found["num_key_value_heads"] == kv_heads
+    assert found["num_ln_in_parallel_attn"] == norms
+    assert found["ffn_hidden_size"] == 256
+
+
+@pytest.mark.parametrize(
+    ("stated", "dense"),
+    [
+        ({}, [0]),
+        ({"moe_layer_interval": 2, "moe_layer_start_index": 0}, [0, 2]),
+        ({"moe_layer_end_index": 1}, [0, 2, 3]),
+    ],
+)
+def test_layers_of_ernie_without_experts(stated, dense):
+    config = {"model_type": "ernie4_5_moe", "architectures": ["Ernie4_5_MoeForCausalLM"], **stated}
+    found = usual_config({**config, "num_hidden_layers": 4, "moe_num_experts": 6})
+    assert (found["mlp_only_layers"], found["num_experts"]) == (dense, 6)
+    theirs = transformers.Ernie4_5_MoeConfig(num_hidden_layers=4, **stated)
+    with torch.device("meta"):
+        model = transformers.Ernie4_5_MoeForCausalLM(theirs)
+    kinds = [type(layer.mlp).__name__ for layer in model.model.layers]
+    assert [i for i, kind in enumerate(kinds) if kind == "Ernie4_5_MoeMLP"] == dense
+
+
+def test_what_stays_in_float_is_written_as_it_was_stored(tiny_model, tmp_path):
+    """One linear is quantized; transformers reads the others from the written file."""
+    source, name = tiny_model("gpt2"), "transformer.h.1.mlp.c_fc"
+    generator = torch.Generator().manual_seed(0)
+    codes_NK = torch.randint(16, (96, 64), generator=generator)
+    scales_NG = torch.rand(96, 2, generator=generator).half() / 16
+    weight_NK = (codes_NK - 8) * scales_NG.float().repeat_interleave(32, 1)
+    saved = save_quantized(
+        tmp_path / "out", source, {name: (codes_NK, scales_NG, None)}, scheme="w4a16-sym"
+    )
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out")
+    )
+    kept = before.keys() - {f"{name}.weight"}
+    assert saved.schemes == {name: "w4a16-sym-g32"} and kept <= after.keys()
+    assert all(torch.equal(before[each], after[each]) for each in kept)
+    assert tuple(after[f"{name}.weight_packed"].shape) == (96, 8)  # [outputs, words of 8 codes]
+
+    dense = edited(
+        source,
+        tmp_path / "dense",
+        lambda state: state.update({f"{name}.weight": weight_NK.T.contiguous()}),
+    )
+    assert relative(logits(tmp_path / "out"), of_transformers(dense)) < 1e-5
+
+
+def test_a_quantized_gpt2_is_converted(written, tmp_path):
+    source = written("w4a16-asym-g32", "gptq", "gpt2")
+    convert_checkpoint(source, tmp_path / "awq", output_format="awq")
+    assert torch.equal(logits(tmp_path / "awq"), logits(source))
+    config = json.loads((tmp_path / "awq" / "config.json").read_text())
+    assert config["n_embd"] == config["hidden_size"] == 64
+
+
+def test_float8_weights_of_gpt2_are_stored_as_its_floats(written, tiny_model):
+    folder = written("w8a16-fp8", "compressed-tensors", "gpt2")
+    stored = load_file(folder / "model.safetensors")["transformer.h.0.mlp.c_fc.weight"]
+    assert stored.dtype == torch.float8_e4m3fn and tuple(stored.shape) == (64, 96)
+    assert relative(logits(folder), logits(tiny_model("gpt2"))) < 0.1
+
+
+def test_a_length_beyond_the_learned_positions_is_refused(tiny_model):
+    with pytest.raises(Exception, match="max-model-len: expected 2 to 256"):
+        LLM(tiny_model("gpt2"), device="cpu", max_model_len=257)

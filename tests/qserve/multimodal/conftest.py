@@ -1,0 +1,127 @@
+"""Tiny vision-language models, and what transformers answers about pictures."""
+
+import numpy as np
+import pytest
+import torch
+
+from qserve.config import EngineConfig
+from qserve.engine.engine import Engine
+from qserve.multimodal.layouts import processor_options
+from qserve.multimodal.processor import MediaProcessor, image_digest
+from qserve.params.handling import Handling
+from qserve.params.sampling_params import SamplingParams
+from qserve.text.tokenizer import Tokenizer
+from tests.tiny_vision import VISION_FAMILIES, write_tiny_vision
+
+NUM_TOKENS = 8
+
+
+class Vision:
+    """One tiny model: prompts with images, and transformers' greedy tokens for them."""
+
+    def __init__(self, folder, model=None):
+        """`model`: transformers', default: that of the folder."""
+        from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+        self.folder = folder
+        self.processor = MediaProcessor(self.folder, Tokenizer(self.folder).encode)
+        self._pixels = AutoImageProcessor.from_pretrained(self.folder, backend="pil")
+        if model is None:
+            model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+        self.model = model.eval()
+        self.model.generation_config.eos_token_id = None  # all tokens, whatever they are
+        self._known = {}
+
+    @property
+    def mark(self):
+        """Placeholder of an image in a prompt."""
+        return VISION_FAMILIES[self.folder.name]["placeholder"]
+
+    def prompt(self, text, images=()):
+        """Token ids and media items."""
+        digests = [image_digest(image) for image in images]
+        return self.processor.prepare(text, images, digests)
+
+    def expected(self, text, images=()):
+        """Greedy tokens of transformers, whose own image processor normalizes the pixels."""
+        key = text, *(image_digest(image) for image in images)
+        if key not in self._known:
+            ids, _ = self.prompt(text, images)
+            inputs = self.inputs(ids, images)
+            if "mm_token_type_ids" in inputs and ids[-1] == self.model.config.image_token_id:
+                # With a cache, transformers then counts each axis on from the last row's.
+                self._known[key] = self._without_cache(ids, inputs)
+                return self._known[key]
+            found = self.model.generate(**inputs, max_new_tokens=NUM_TOKENS, do_sample=False)
+            self._known[key] = found[0, len(ids) :].tolist()
+        return self._known[key]
+
+    @torch.no_grad()
+    def _without_cache(self, ids, inputs):
+        tokens = list(ids)
+        for number in range(NUM_TOKENS):
+            kinds = torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, number))
+            changed = {"input_ids": torch.tensor([tokens]), "mm_token_type_ids": kinds}
+            changed["attention_mask"] = torch.ones(1, len(tokens))
+            self.model.model.rope_deltas = None
+            logits = self.model(**{**inputs, **changed}, use_cache=False).logits
+            tokens.append(int(logits[0, -1].argmax()))
+        return tokens[len(ids) :]
+
+    def inputs(self, ids, images):
+        found = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids))}
+        if images:
+            layout = self.processor.config.family.layout
+            options = processor_options(layout, self.processor.config.values)
+            given = [list(images)] if layout == "tiles" else list(images)
+            pixels = self._pixels(images=given, **options)
+            pixels.pop("rows", None), pixels.pop("cols", None)
+            found |= {name: torch.from_numpy(np.array(value)) for name, value in pixels.items()}
+            if layout == "grid":
+                is_image = torch.tensor([ids]) == self.model.config.image_token_id
+                found["mm_token_type_ids"] = is_image.int()
+            if layout == "framed_square":
+                del found["num_crops"]
+                is_image = torch.tensor([ids]) == self.model.config.image_token_id
+                found["token_type_ids"] = is_image.int()
+        return found
+
+    def engine(self, steps_in_flight=0, **settings):
+        family = self.processor.config.family
+        if family.is_mutual and "max_num_batched_tokens" in settings:
+            least = 2 * self.processor.config.values["mm_tokens_per_image"] + 4
+            settings["max_num_batched_tokens"] = max(settings["max_num_batched_tokens"], least)
+        common = {"device": "cpu", "dtype": "float32", "block_size": 4, "max_num_seqs": 4}
+        if self.folder.name == "qwen3_5":
+            common["num_state_snapshots"] = 16  # or its pages are not reused
+        config = EngineConfig(model=str(self.folder), **{**common, **settings})
+        return Engine(config, steps_in_flight=steps_in_flight)
+
+    def run(self, engine, *requests):
+        """Greedy tokens of requests (text, images) that run together, and their last events."""
+        params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+        tokens, last = {}, {}
+        for number, (text, images) in enumerate(requests):
+            ids, media = self.prompt(text, images)
+            engine.add_request(str(number), ids, params, handling=Handling(media=media))
+            tokens[str(number)] = []
+        while engine.has_work():
+            for event in engine.step():
+                tokens[event.request_id] += event.token_ids
+                last[event.request_id] = event
+            engine.scheduler.check_integrity()
+        return list(tokens.values()), [last[name] for name in tokens]
+
+
+@pytest.fixture(scope="session")
+def vision(tmp_path_factory):
+    """family -> a Vision, made once."""
+    made = {}
+
+    def make(family):
+        if family not in made:
+            folder = tmp_path_factory.mktemp("vision") / family
+            made[family] = Vision(write_tiny_vision(folder, family))
+        return made[family]
+
+    return make

@@ -1,0 +1,97 @@
+"""EncoderBudget: where chunks are cut, what is encoded, what is dropped."""
+
+from dataclasses import replace
+from hashlib import sha256
+
+from qserve.engine.request import Request
+from qserve.engine.scheduling.encoder_budget import EncoderBudget, MediaPlan
+from qserve.multimodal.media import MediaItem
+from qserve.params.sampling_params import SamplingParams
+
+
+def item(offset: int, length: int, content: str, is_embed: bytes = b"") -> MediaItem:
+    digest = sha256(content.encode()).hexdigest()
+    return MediaItem(kind="image", digest=digest, offset=offset, length=length, is_embed=is_embed)
+
+
+def request(*media: MediaItem) -> Request:
+    return Request(
+        request_id="r",
+        token_ids=[1] * 100,
+        num_prompt_tokens=100,
+        max_tokens=1,
+        params=SamplingParams(),
+        seed=0,
+        stop_token_ids=frozenset(),
+        eos_token_ids=frozenset(),
+        media=media,
+    )
+
+
+def step(budget: EncoderBudget, *chunks) -> tuple[list[int], MediaPlan | None]:
+    budget.begin_step()
+    taken = [budget.take(*chunk) for chunk in chunks]
+    return taken, budget.end_step()
+
+
+A, B, C = item(10, 6, "a"), item(20, 6, "b"), item(40, 6, "c")
+
+
+def test_chunk_ends_before_the_item_that_does_not_fit():
+    budget = EncoderBudget(rows_per_step=8, capacity=100)
+    (count,), plan = step(budget, (request(A, B, C), 0, 30))
+    assert (count, plan.encode) == (20, (A,))
+    (count,), plan = step(budget, (request(A, B, C), 20, 15))
+    assert (count, plan.encode) == (15, (B,))
+    # the next chunk begins inside an item whose rows are there
+    (count,), plan = step(budget, (request(A, B, C), 22, 10))
+    assert (count, plan) == (10, MediaPlan(encode=(), dropped=()))
+    assert step(budget, (request(A, B, C), 50, 10)) == ([10], None)
+
+
+def test_one_item_may_exceed_the_budget_and_the_room_if_it_is_alone():
+    large = item(0, 50, "large")
+    budget = EncoderBudget(rows_per_step=8, capacity=20)
+    assert step(budget, (request(A), 0, 30))[0] == [30]
+    (first, second), plan = step(budget, (request(A), 12, 2), (request(large), 0, 30))
+    assert (first, second) == (2, 0), "the step reads the item whose room it would need"
+    (count,), plan = step(budget, (request(large), 0, 30))
+    assert (count, plan) == (30, MediaPlan(encode=(large,), dropped=(A.digest,)))
+    assert budget.num_kept == 50
+
+
+def test_equal_items_are_encoded_once_and_the_oldest_is_dropped_first():
+    budget = EncoderBudget(rows_per_step=100, capacity=12)
+    (_, _), plan = step(budget, (request(A), 0, 30), (request(item(3, 6, "a")), 0, 30))
+    assert plan.encode == (A,)
+    step(budget, (request(B), 0, 30))
+    step(budget, (request(A), 0, 30))
+    _, plan = step(budget, (request(C), 0, 50))
+    assert plan == MediaPlan(encode=(C,), dropped=(B.digest,))
+    _, plan = step(budget, (request(B), 25, 1))
+    assert plan == MediaPlan(encode=(B,), dropped=(A.digest,)), "encoded again for its last row"
+
+
+def test_rows_are_embeddings_not_positions():
+    budget = EncoderBudget(rows_per_step=100, capacity=100)
+    step(budget, (request(item(0, 6, "rows", b"\1\1\0\1\1\0")), 0, 6))
+    assert budget.num_kept == 4
+
+
+def test_item_whose_rows_see_each_other_is_computed_in_one_step():
+    mutual = replace(A, is_mutual=True)
+    budget = EncoderBudget(rows_per_step=100, capacity=100)
+    assert step(budget, (request(mutual), 0, 12)) == ([10], None), "the text before it"
+    assert step(budget, (request(mutual), 10, 5)) == ([0], None)
+    # a prefix hit may end inside it
+    assert step(budget, (request(mutual), 12, 3)) == ([0], None)
+    (count,), plan = step(budget, (request(mutual), 12, 4))
+    assert (count, plan.encode) == (4, (mutual,))
+
+
+def test_after_a_failed_step_nothing_is_kept():
+    budget = EncoderBudget(rows_per_step=100, capacity=100)
+    step(budget, (request(A), 0, 30))
+    budget.reset()
+    (count,), plan = step(budget, (request(A), 12, 3))
+    assert (count, plan) == (3, MediaPlan(encode=(A,), dropped=(A.digest,)))

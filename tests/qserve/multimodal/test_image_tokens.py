@@ -1,0 +1,177 @@
+"""Greedy tokens of vision-language models are transformers', whatever shares or cuts the steps."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from formats.errors import InputError
+from qserve.multimodal.media import MediaItem
+from qserve.params.handling import Handling
+from qserve.params.sampling_params import SamplingParams
+from tests.tiny_vision import VISION_FAMILIES, picture
+
+# tiles; positions of three axes and deepstack; a mask in both directions
+DEFAULT = ("smolvlm", "qwen3_vl", "gemma3")
+FAMILIES = [
+    pytest.param(name, marks=() if name in DEFAULT else pytest.mark.exhaustive)
+    for name in VISION_FAMILIES
+]
+# Enough tokens for a copy of the state of models with recurrent layers.
+LONG = " pages of a table" * 20
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request, vision):
+    return vision(request.param)
+
+
+def requests_of(model):
+    """Text alone, one image, two images, an image at the end, odd sizes."""
+    mark = model.mark
+    return [
+        ("what is a page table", ()),
+        (f"look: {mark} what is it", (picture(40, 30, 1),)),
+        (f"{mark} beside {mark} differs", (picture(64, 64, 2), picture(70, 9, 3))),
+        # transformers fails at one embedding of Mistral 3
+        (f"one more {mark}", (picture(*((20, 3) if "IMG" in mark else (1, 1)), 4),)),
+    ]
+
+
+def test_tokens_with_none_one_and_two_images(model):
+    engine = model.engine()
+    for request in requests_of(model):
+        (found,), _ = model.run(engine, request)
+        assert found == model.expected(*request)
+    texts = [model.expected("look: what", ()), *(model.expected(*r) for r in requests_of(model))]
+    assert len(set(map(tuple, texts))) == len(texts), "the tiny model does not see the images"
+
+
+@pytest.mark.exhaustive
+def test_tokens_with_pages_on_the_host(model):
+    if model.engine().runner.has_states:
+        pytest.skip("refused: states are not on the host")
+    requests = requests_of(model)
+    pages = max(-(-(len(model.prompt(*each)[0]) + 8) // 4) for each in requests)
+    engine = model.engine(num_gpu_blocks_override=pages + 2, kv_offload_gb=0.01)
+    for _ in range(2):
+        found, events = model.run(engine, *requests)
+        assert found == [model.expected(*request) for request in requests]
+    assert max(event.facts.num_cached for event in events) > 0
+
+
+@pytest.mark.parametrize("budget", [4, 7, 23])
+def test_tokens_of_a_batch_in_chunks_that_cut_images(model, budget):
+    """Budgets from less than one image on: each border falls into some image."""
+    engine = model.engine(budget % 2, max_num_batched_tokens=budget)  # also one step ahead
+    requests = requests_of(model)
+    found, _ = model.run(engine, *requests)
+    assert found == [model.expected(*request) for request in requests]
+
+
+def test_tokens_after_preemptions(model):
+    requests = requests_of(model)
+    pages = [-(-len(model.prompt(*request)[0]) // 4) for request in requests]
+    # The prompts fit, but not their outputs.
+    engine = model.engine(
+        num_gpu_blocks_override=sum(pages) + 1, max_num_batched_tokens=64, admission="fits"
+    )
+    found, events = model.run(engine, *requests, *requests[1:3])
+    assert found == [model.expected(*request) for request in (*requests, *requests[1:3])]
+    assert sum(event.facts.num_preemptions for event in events)
+
+
+def test_second_turn_finds_the_pages_of_the_first(model):
+    engine = model.engine()
+    _, (text, images), *_ = requests_of(model)
+    text += LONG
+    model.run(engine, (text, images))
+    encoded = engine.runner.encoder.tower.encode
+    engine.runner.encoder.tower.encode = lambda items: (
+        encoded(items) if not items else pytest.fail("an image is encoded whose rows are cached")
+    )
+    longer = text + " and then"
+    (found,), (event,) = model.run(engine, (longer, images))
+    assert found == model.expected(longer, images)
+    ids, media = model.prompt(text, images)
+    assert media[-1].end - 4 < event.facts.num_cached <= len(ids)
+
+
+def test_prompt_whose_last_uncomputed_token_is_of_an_image(model):
+    """One row is left: the step looks like a decode, but its row is an embedding."""
+    mark = model.mark
+    request = (f"{mark}", (picture(33, 20, 5),))
+    ids, media = model.prompt(*request)
+    engine = model.engine(max_num_batched_tokens=max(4, len(ids) - 1))
+    (found,), _ = model.run(engine, request)
+    assert found == model.expected(*request)
+
+
+def test_pages_of_two_images_with_equal_tokens_are_not_shared(model, monkeypatch):
+    engine = model.engine()
+    mark = model.mark
+    text = f"{mark} tell" + (LONG if engine.runner.has_states else "")
+    cat, dog = (picture(40, 30, 6),), (picture(40, 30, 7),)
+    assert model.prompt(text, cat)[0] == model.prompt(text, dog)[0]
+    assert model.expected(text, cat) != model.expected(text, dog)
+    model.run(engine, (text, cat))
+    (found,), (event,) = model.run(engine, (text, dog))
+    assert found == model.expected(text, dog)
+    first = model.prompt(text, dog)[1][0].offset
+    assert event.facts.num_cached <= first
+    num_cached = model.run(engine, (text, cat))[1][0].facts.num_cached
+    assert num_cached > first, "the image of the first request is found again"
+    # with keys of tokens alone the second image gets the answer about the first
+    monkeypatch.setattr(MediaItem, "key", lambda item, start: b"")
+    engine = model.engine()
+    model.run(engine, (text, cat))
+    (found,), _ = model.run(engine, (text, dog))
+    assert found != model.expected(text, dog)
+
+
+def test_rows_of_chunks_cover_each_embedding_once(model):
+    """The rows that a step replaces are those of image tokens."""
+    engine = model.engine(max_num_batched_tokens=6)
+    seen = []
+    launch = engine.workers.launch
+
+    def watched(step):
+        if step.media is not None:
+            seen.append(step.token_ids_T[step.media.rows_M])
+            assert sum(stop - start for _, start, stop in step.media.of_items) == len(seen[-1])
+        return launch(step)
+
+    engine.workers.launch = watched
+    _, request, *_ = requests_of(model)
+    model.run(engine, request)
+    ids, media = model.prompt(*request)
+    tokens = [token for step in seen for token in step.tolist()]
+    assert set(tokens) == {model.processor.config.image_token_id}
+    assert len(tokens) == sum(item.num_embeds for item in media)
+
+
+@pytest.mark.exhaustive
+def test_image_of_a_single_embedding(vision):
+    """transformers' own call fails at it for Mistral 3; two such images it encodes."""
+    model = vision("mistral3")
+    tower = model.engine().runner.encoder.tower
+    items = [model.prompt(model.mark, (picture(3, 3, seed),))[1][0] for seed in (1, 2)]
+    assert [item.num_embeds for item in items] == [1, 1]
+    together = tower.encode(items)
+    alone = [tower.encode([item])[0] for item in items]
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(alone, together, strict=True))
+    assert alone[0].shape == (1, 64) and not torch.allclose(*alone, atol=1e-3)
+
+
+def test_features_of_another_shape_are_refused(model):
+    engine = model.engine()
+    ids, media = model.prompt(*requests_of(model)[1])
+    first = media[0]
+    other = replace(first, length=first.length + 1, grid=(), is_embed=b"")
+    for wrong, words in (
+        (replace(first, features=()), "expected the features .*, found none"),
+        (other, r"expected (pixel_values|\d+ embeddings) .*, found"),
+    ):
+        with pytest.raises(InputError, match=rf"media item 0: {words}"):
+            engine.add_request("r", ids, SamplingParams(), handling=Handling(media=(wrong,)))
+    assert not engine.has_work()

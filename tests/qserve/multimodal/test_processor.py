@@ -1,0 +1,111 @@
+"""MediaProcessor: tokens as transformers' processors make them, digests, odd and wrong images."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoImageProcessor, AutoTokenizer
+
+from formats.errors import CheckpointError, InputError
+from qserve.multimodal.processor import MediaProcessor, image_digest
+from qserve.multimodal.tower import Normalizer
+from tests.tiny_vision import picture
+
+SIZES = [(1, 1), (3, 1), (40, 30), (30, 40), (200, 1), (64, 64), (65, 33)]
+
+
+@pytest.fixture(scope="module")
+def smolvlm(vision):
+    return vision("smolvlm")
+
+
+def test_tokens_are_those_of_the_models_own_processor(smolvlm):
+    from transformers import Idefics3Processor
+
+    own = Idefics3Processor(
+        AutoImageProcessor.from_pretrained(smolvlm.folder, backend="pil"),
+        AutoTokenizer.from_pretrained(smolvlm.folder),
+        image_seq_len=4,
+    )
+    for number, size in enumerate(SIZES):
+        text = f"first <image>, then\n<image>{'.' * number}"
+        images = [picture(*size), picture(50, 20)]
+        ids, items = smolvlm.prompt(text, images)
+        assert ids == own(text=text, images=images)["input_ids"][0], size
+        tokens = [ids[position] for item in items for position in item.embed_positions()]
+        assert set(tokens) == {smolvlm.processor.config.image_token_id}
+        assert len(tokens) == ids.count(smolvlm.processor.config.image_token_id)
+
+
+def test_tokens_of_gemma_join_newlines_around_an_image(vision):
+    model = vision("gemma3")
+    encode, mark = model.processor._encode, "<start_of_image>"
+    whole = f"\n\n{mark}{'<image_soft_token>' * 4}<end_of_image>\n\n"
+    for text in (f"a\n{mark}", f"a{mark} b", f"{mark}\n\n{mark}", f"\n\n{mark}\n"):
+        ids, items = model.prompt(text, [picture(9, 9)] * text.count(mark))
+        assert ids == encode(text.replace(mark, whole), True), text
+        for item in items:
+            soft = ids[item.offset : item.end]
+            assert soft == [model.processor.config.image_token_id] * 4
+
+
+def test_every_mode_of_an_image_is_taken(smolvlm):
+    for mode in ("1", "L", "P", "RGBA", "CMYK", "I;16", "LA", "YCbCr"):
+        image = picture(20, 20).convert("L" if mode == "I;16" else "RGB")
+        image = image.convert("RGB").convert("L").convert(mode) if mode == "LA" else image
+        image = image.convert("I").convert("I;16") if mode == "I;16" else image.convert(mode)
+        ids, items = smolvlm.prompt("<image>", [image])
+        assert items and items[0].features[0].dtype == "uint8", mode
+
+
+def test_digests_follow_content_options_and_tile(smolvlm, tmp_path):
+    image = picture(40, 30)
+    _, items = smolvlm.prompt("<image>", [image])
+    assert len({item.digest for item in items}) == len(items)
+    again = smolvlm.prompt("text before <image>", [image.copy()])[1]
+    assert [item.digest for item in again] == [item.digest for item in items]
+    other = smolvlm.prompt("<image>", [picture(40, 30, 1)])[1]
+    assert not {item.digest for item in other} & {item.digest for item in items}
+    # two images whose bytes are equal, but not their sides
+    wide, high = (Image.fromarray(np.zeros(shape, np.uint8)) for shape in ((2, 8), (8, 2)))
+    assert image_digest(wide) != image_digest(high)
+    folder = shutil.copytree(smolvlm.folder, tmp_path / "changed")
+    options = folder / "preprocessor_config.json"
+    options.write_text(options.read_text().replace("0.4", "0.3"))
+    changed = MediaProcessor(folder, smolvlm.processor._encode)
+    _, found = changed.prepare("<image>", [image], [image_digest(image)])
+    assert not {item.digest for item in found} & {item.digest for item in items}
+
+
+@pytest.mark.parametrize(("text", "count"), [("none", 1), ("<image>", 0), ("<image><image>", 1)])
+def test_other_numbers_of_placeholders_and_images_are_refused(smolvlm, text, count):
+    words = rf"prompt: has {text.count('<image>')} placeholders for {count} images"
+    with pytest.raises(InputError, match=words):
+        smolvlm.prompt(text, [picture(9, 9)] * count)
+
+
+def test_folders_without_a_tower_or_an_image_processor_are_named(smolvlm, docs_5m, tmp_path):
+    with pytest.raises(InputError, match="docs-5m: takes text only"):
+        MediaProcessor(docs_5m, smolvlm.processor._encode)
+    folder = shutil.copytree(smolvlm.folder, tmp_path / "bare")
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(CheckpointError, match="bare: has no image processor .*copy preproc"):
+        MediaProcessor(folder, smolvlm.processor._encode)
+
+
+def test_pixels_are_normalized_as_transformers_does(vision):
+    """To the bit: the engine gets bytes and does the processor's last step."""
+    for family in ("smolvlm", "qwen3_vl"):
+        model = vision(family)
+        processor = AutoImageProcessor.from_pretrained(model.folder, backend="pil")
+        image = picture(40, 30, 3)
+        given = [[image]] if family == "smolvlm" else [image]
+        want = np.array(processor(images=given)["pixel_values"], np.float32)
+        _, items = model.prompt(model.mark, [image])
+        normalize = Normalizer.of(processor, torch.device("cpu"))
+        found = [
+            normalize(torch.from_numpy(each.features[0].array().copy())).numpy() for each in items
+        ]
+        assert np.array_equal(np.concatenate(found).reshape(-1), want.reshape(-1))

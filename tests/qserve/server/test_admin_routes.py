@@ -1,0 +1,234 @@
+"""Routes for operators: access, the commands that they become, other requests meanwhile."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from formats.errors import InputError
+from qserve.config import ServerConfig
+from qserve.engine.control import commands
+from qserve.engine.control.commands import EngineState, Outcome
+from qserve.lora.request import LoRARequest
+from qserve.server.admin import operations
+from qserve.server.admin.reload import on_hangup, reload_settings
+
+USER, ADMIN = {"Authorization": "Bearer user"}, {"Authorization": "Bearer admin"}
+
+
+class Operated:
+    """Records the commands that a scripted client is given."""
+
+    def __init__(self, client) -> None:
+        self.client, self.commands = client, []
+        self.problem, self.outcome = "", Outcome()
+        client.state, client.operate = EngineState(), self._operate
+
+    async def _operate(self, command):
+        self.commands.append(command)
+        return self.outcome, self.problem
+
+
+@pytest.fixture
+def make(make_server, tmp_path):
+    (tmp_path / "admins").write_text("admin\n")
+
+    def started(**settings):
+        settings = {"enable_admin_routes": True, "api_key": ["user"], **settings}
+        if settings.pop("has_admins", True):
+            settings["admin_api_key_file"] = str(tmp_path / "admins")
+        server = make_server(ServerConfig(served_model_name=["tiny"], **settings))
+        server.operated = Operated(server.client)
+        return server
+
+    return started
+
+
+ROUTES = [(m, route.path) for route in operations.routes for m in route.methods if m != "HEAD"]
+
+
+def test_only_admin_keys_open_the_routes(make, error):
+    server = make()
+    assert len(ROUTES) > 15
+    for method, path in ROUTES:
+        error(server.request(method, path), 401)
+        error(server.request(method, path, headers=USER), 403)
+    assert server.operated.commands == []
+    assert server.get("/v1/models", headers=ADMIN).status_code == 200
+    open_to_all = make(has_admins=False)
+    assert open_to_all.post("/pause", None, headers=USER).status_code == 200
+
+
+def test_routes_need_their_flag_and_a_key(make, make_server, error):
+    closed = make(enable_admin_routes=False)
+    for method, path in ROUTES:
+        error(closed.request(method, path, headers=ADMIN), 404)
+    with pytest.raises(InputError, match="--enable-admin-routes: requires an API key"):
+        make_server(ServerConfig(enable_admin_routes=True, api_key_env="NOT_SET"))
+    with pytest.raises(InputError, match="--admin-api-key-file: .* cannot be read"):
+        make_server(ServerConfig(admin_api_key_file="/nowhere"))
+
+
+P, S, W, U = (
+    commands.PauseGeneration,
+    commands.Sleep,
+    commands.WakeUp,
+    commands.UpdateWeights,
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "command"),
+    [
+        ("/pause", None, P(mode="abort", clear_cache=True)),
+        ("/pause?mode=wait&clear_cache=false", None, P(mode="wait", clear_cache=False)),
+        ("/pause_generation", {"mode": "retract"}, P(mode="keep", clear_cache=False)),
+        ("/resume", None, commands.ResumeGeneration()),
+        ("/continue_generation", {}, commands.ResumeGeneration()),
+        ("/abort_requests", None, commands.AbortAll()),
+        ("/abort_request", {"abort_all": True}, commands.AbortAll()),
+        ("/sleep", None, S(level=1, mode="abort")),
+        ("/sleep?level=2&mode=keep", None, S(level=2, mode="keep")),
+        ("/wake_up", None, W(tags=None)),
+        ("/wake_up?tags=weights&tags=kv_cache", None, W(tags=["weights", "kv_cache"])),
+        ("/release_memory_occupation", {}, S(level=1)),
+        ("/resume_memory_occupation", {"tags": ["weights"]}, W(tags=["weights"])),
+        ("/update_weights_from_disk", {"model_path": "/new"}, U(folder="/new", mode="wait")),
+        (
+            "/update_weights_from_disk",
+            {"model_path": "/new", "weight_version": 3, "abort_all_requests": True},
+            U(folder="/new", version="3", mode="abort"),
+        ),
+        ("/collective_rpc", {"method": "reload_weights"}, None),
+        (
+            "/collective_rpc",
+            {"method": "reload_weights", "kwargs": {"weights_path": "/new"}},
+            U(folder="/new", mode="wait"),
+        ),
+    ],
+)
+def test_requests_become_commands(path, body, command, make, docs_5m):
+    server = make()
+    reply = server.request("POST", path, json=body, headers=ADMIN)
+    assert reply.status_code == 200, reply.text
+    command = command or U(folder=str(docs_5m), mode="wait")
+    assert server.operated.commands == [command]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("/pause?mode=now", None, 400, "expected one of abort, wait, keep, found 'now'"),
+        ("/pause?clear_cache=2", None, 400, "clear_cache: expected true or false"),
+        ("/pause_generation", {"mode": "wait"}, 400, "abort, retract, in_place"),
+        ("/sleep?level=3", None, 400, "level: expected 0, 1 or 2"),
+        ("/abort_request", {"rid": "x"}, 400, "all requests together"),
+        ("/release_memory_occupation", {"tags": ["kv_cache"]}, 400, "sleep together"),
+        ("/resume_memory_occupation", {"tags": "weights"}, 400, "a list of names"),
+        ("/update_weights_from_disk", {}, 400, "model_path: expected"),
+        ("/update_weights_from_disk", {"model_path": 3}, 400, "model_path: expected"),
+        (
+            "/update_weights_from_disk",
+            {"model_path": "/new", "flush_cache": False},
+            400,
+            "always drop",
+        ),
+        (
+            "/update_weights_from_disk",
+            {"model_path": "/new", "weight_version": [1]},
+            400,
+            "weight_version",
+        ),
+        ("/update_weights_from_tensor", {}, 501, "POST /update_weights_from_disk"),
+        ("/update_weights_from_ipc", {}, 501, "is not supported"),
+        ("/collective_rpc", {"method": "save"}, 400, "expected reload_weights"),
+        ("/sleep", None, 400, "no such level"),
+    ],
+)
+def test_wrong_requests_are_refused(path, body, status, message, make, error):
+    server = make()
+    server.operated.problem = "no such level"  # what the engine says of a command
+    found = error(server.request("POST", path, json=body, headers=ADMIN), status)
+    assert message in found["message"]
+
+
+def test_answers_tell_the_state(make):
+    server = make()
+    state = EngineState(is_paused=True, is_sleeping=True, weight_version="7")
+    server.client.state = state
+    server.operated.outcome = Outcome(
+        state=state, num_requests=4, total_digest="t", digests={"a": "1"}, schemes={"a": "w8a8"}
+    )
+
+    def told(path, method="GET"):
+        return server.request(method, path, headers=ADMIN).json()
+
+    assert told("/is_paused") == {"is_paused": True}
+    assert told("/is_sleeping") == {"is_sleeping": True}
+    assert told("/weight_info") == told("/get_weight_version") == {"weight_version": "7"}
+    assert told("/abort_requests", "POST")["num_requests"] == 4
+    assert told("/weights/digest") == {
+        "weight_version": "7",
+        "total": "t",
+        "tensors": {"a": "1"},
+        "schemes": {"a": "w8a8"},
+    }
+
+
+def test_dead_engine_is_told(make, error):
+    server = make()
+    server.client.is_alive = False
+    error(server.request("POST", "/sleep", headers=ADMIN), 503)
+
+
+@pytest.mark.parametrize("state", [EngineState(is_paused=True), EngineState(is_sleeping=True)])
+def test_requests_are_refused_while_asleep_if_asked(state, make, error):
+    refusing, waiting = make(paused_requests="refuse"), make()
+    body = {"prompt": "Once", "max_tokens": 2}
+    for server in (refusing, waiting):
+        assert server.post("/v1/completions", body, headers=USER).status_code == 200
+        server.client.state = state
+    reply = refusing.post("/v1/completions", body, headers=USER)
+    assert "paused or asleep" in error(reply, 503)["message"] and reply.headers["retry-after"]
+    error(refusing.get("/ready"), 503)
+    assert refusing.get("/health").status_code == 200
+    assert waiting.post("/v1/completions", body, headers=USER).status_code == 200
+    assert waiting.get("/ready").status_code == 200
+
+
+def test_hangup_reads_keys_and_adapters_again(make_server, tmp_path, caplog):
+    keys = tmp_path / "keys"
+    keys.write_text("old\n")
+    config = ServerConfig(served_model_name=["tiny"], api_key_file=str(keys))
+    loras = [LoRARequest(name, n, f"/at/{name}") for n, name in enumerate(("good", "bad"), 1)]
+    server = make_server(config, loras=loras)
+    service, loaded = server.app.state.service, []
+
+    async def load_adapter(lora):
+        loaded.append(lora)
+        return "cannot be read" if lora.lora_name == "bad" else ""
+
+    service.client.load_adapter = load_adapter
+
+    def status(key):
+        return server.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code
+
+    async def hang_up():
+        with on_hangup(service):
+            os.kill(os.getpid(), signal.SIGHUP)
+            while "adapter bad stays" not in caplog.text:
+                await asyncio.sleep(0.01)
+
+    keys.write_text("new\n")
+    asyncio.run(asyncio.wait_for(hang_up(), 30))
+    assert (status("old"), status("new")) == (401, 200)
+    assert [(each.lora_name, each.lora_path) for each in loaded] == [
+        ("good", "/at/good"),
+        ("bad", "/at/bad"),
+    ]
+    numbers = {name: lora.lora_int_id for name, lora in service.adapters.of_name.items()}
+    assert numbers == {"good": loaded[0].lora_int_id, "bad": 2} and numbers["good"] > 2
+    keys.write_text("\n")  # a broken file changes nothing
+    asyncio.run(reload_settings(service))
+    assert status("new") == 200 and "API keys stay as they are" in caplog.text

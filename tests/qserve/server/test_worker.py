@@ -1,0 +1,121 @@
+"""The process that prepares bodies: templates that do not end, and its limits."""
+
+import asyncio
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from qserve.config import ServerConfig
+from qserve.server.http.errors import ApiError
+from qserve.server.prepare import worker as module
+from qserve.server.prepare.preparation import LARGE_BYTES, Preparation
+from qserve.server.prepare.worker import WorkerClient
+from qserve.server.prepare.worker_messages import Setup
+from qserve.server.requests.job import Arrival
+from qserve.text.tokenizer import TextError, Tokenizer
+
+LOOPS = """
+{%- for message in messages %}{{ message.content }}
+{%- if message.content == "loop" %}
+{%- for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}
+{%- endfor %}{% endfor %}{% endif %}
+{%- if message.content == "memory" %}{% set text = "ab" * 10 ** 12 %}{% endif %}
+{%- if message.content == "calls" %}{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}{% endif %}
+{%- endfor %}"""
+
+
+@pytest.fixture
+def hostile(docs_5m, tmp_path) -> Path:
+    """The bundled model's tokenizer with a template that obeys its messages."""
+    for path in Path(docs_5m).iterdir():
+        if path.suffix in (".json", ".jinja", ".txt"):
+            shutil.copy(path, tmp_path / path.name)
+    (tmp_path / "chat_template.jinja").write_text(LOOPS)
+    return tmp_path
+
+
+def messages(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("memory", "too much memory"), ("calls", "too many nested calls")]
+)
+def test_template_without_end_is_a_refusal(hostile, text, words):
+    tokenizer = Tokenizer(hostile)
+    with pytest.raises(TextError, match=f"template needs {words}"):
+        tokenizer.render_chat(messages(text))
+    assert tokenizer.render_chat(messages("hello")) == "hello"
+
+
+@pytest.mark.exhaustive
+def test_template_that_loops_ends_its_process_alone(hostile, monkeypatch):
+    monkeypatch.setattr(module, "CPU_SECONDS", 0.5)
+    setup = Setup(
+        folder=str(hostile),
+        names=("m",),
+        defaults={},
+        max_model_len=256,
+        vocab_size=8192,
+        chat_special_tokens=False,
+        auto_tool_parser=None,
+        reasoning_parser=None,
+        structured_output_strict=False,
+    )
+
+    async def scenario():
+        client = WorkerClient(setup)
+        try:
+            await client.ready()
+            pids = [client._current.result().process.pid]
+            for text in ("hello", "loop", "hello", "memory", "hello"):
+                body = json.dumps({"messages": messages(text)}).encode()
+                try:
+                    job = await client.prepare("chat", body, Arrival(time=time.perf_counter()), {})
+                    assert text == "hello" and len(job.prompts[0]) > 0
+                except ApiError as error:
+                    assert error.status == 400
+                    words = {"loop": "does not terminate", "memory": "memory"}[text]
+                    assert words in error.message
+                pids.append((await client._current).process.pid)
+            # a new process after the loop alone
+            assert pids[0] == pids[1] != pids[2] and len(set(pids[2:])) == 1
+            asked = ("tokenize", b'{"prompt": "a b"}', Arrival(time=0.0), {})
+            answer = await client.prepare(*asked)
+            assert json.loads(answer)["count"] > 0
+            monkeypatch.setattr(module, "MAX_GROWTH", -1)  # any size is too much
+            assert (
+                await client.prepare("tokenize", b'{"prompt": "a b"}', Arrival(time=0.0), {})
+                == answer
+            )
+            assert (await client._current).process.pid != pids[-1]
+        finally:
+            await client.close()
+
+    asyncio.run(scenario())
+
+
+def test_chats_are_rendered_in_a_process_that_can_be_killed(make_server, error):
+    """And large bodies in another, so that they do not delay chats."""
+
+    class Watched:
+        def __init__(self) -> None:
+            self.routes: list[str] = []
+
+        async def prepare(self, route, body, arrival, adapters):
+            self.routes.append(route)
+            raise ApiError(400, "The body took more than 10 s to tokenize.")
+
+    worker, renderer = Watched(), Watched()
+    server = make_server(ServerConfig(), preparation=Preparation(worker, renderer))
+    error(server.chat(), 400)
+    error(server.post("/v1/responses", {"input": "Hi"}), 400)
+    error(server.post("/tokenize", {"prompt": "Hi"}), 400)
+    assert renderer.routes == ["chat", "responses", "tokenize"]
+    assert server.complete(max_tokens=2).status_code == 200
+    assert server.post("/detokenize", {"tokens": [5]}).status_code == 200
+    error(server.chat(user="x" * LARGE_BYTES), 400)
+    assert worker.routes == ["chat"] and len(renderer.routes) == 3

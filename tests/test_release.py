@@ -1,0 +1,77 @@
+"""The wheel and the sdist hold every file of the product, and programs run from the wheel alone."""
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import qserve
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("formats", "qkernels", "calibrate", "qserve")
+BUILD = """
+from setuptools import build_meta
+build_meta.build_sdist("dist")
+build_meta.build_wheel("dist")
+"""
+# Files that the code opens beside its modules. -I: nothing but the wheel and installed libraries.
+USE = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+import qkernels, qserve.cli
+from calibrate.texts import data, documents
+from qserve.server.page import routes
+assert data.__file__.startswith(sys.path[0])
+assert len(documents.read_documents(str(data.SHIPPED_TEXTS))) > 10
+assert "<html" in routes._page("index.html").body.decode()
+sys.exit(qserve.cli.main(sys.argv[1:]))
+"""
+
+
+def product_files() -> set[str]:
+    return {
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """Folder of the sdist and the wheel, built from a copy, since a build writes beside sources."""
+    source = tmp_path_factory.mktemp("release") / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for package in PACKAGES:
+        without_bytecode = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / package, source / package, ignore=without_bytecode)
+    done = subprocess.run([sys.executable, "-c", BUILD], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return source / "dist"
+
+
+@pytest.mark.exhaustive
+def test_wheel_holds_the_product_and_runs(built, tmp_path):
+    (path,) = built.glob("*.whl")
+    assert path.name == f"qserve_kit-{qserve.__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(path) as wheel:
+        names = set(wheel.namelist())
+        wheel.extractall(tmp_path)
+    assert {name for name in names if ".dist-info/" not in name} == product_files()
+    command = [sys.executable, "-I", "-c", USE, str(tmp_path), "--version"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == (f"{qserve.__version__}\n", 0), done.stderr
+
+
+@pytest.mark.exhaustive
+def test_sdist_holds_what_a_wheel_is_built_from(built):
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    assert product_files() | {"pyproject.toml", "README.md", "LICENSE"} <= names

@@ -1,0 +1,240 @@
+"""Tiny random vision-language models with a tokenizer, an image processor and a chat template."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS_5M = ROOT / "examples" / "models" / "docs-5m"
+TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+    # Larger than usual: the outputs of a random model then differ from token to token.
+    "initializer_range": 0.2,
+}
+TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "initializer_range": 0.2,
+}
+# Content is a text or a list of parts; an image is written as its placeholder.
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'image' %}PLACEHOLDER{% else %}{{ p.text }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TILES = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
+IDEFICS_TOKENS = ["<image>", "<fake_token_around_image>", "<global-img>", *TILES]
+# At most 2 x 2 tiles of 32 pixels and the whole image: 4 embeddings each.
+IDEFICS = {
+    "tokens": IDEFICS_TOKENS,
+    "placeholder": "<image>",
+    "text_type": "llama",
+    "vision": {**TOWER, "image_size": 32, "patch_size": 8},
+    "whole": {"scale_factor": 2},
+    "processor": {
+        "size": {"longest_edge": 64},
+        "max_image_size": {"longest_edge": 32},
+        "image_mean": [0.5, 0.4, 0.5],
+        "image_std": [0.5, 0.5, 0.6],
+    },
+}
+PIXELS = {"image_mean": [0.5, 0.4, 0.5], "image_std": [0.5, 0.5, 0.6]}
+LLAVA = {
+    "config": "LlavaConfig",
+    "tokens": ["<image>"],
+    "placeholder": "<image>",
+    "text_type": "llama",
+    "vision": {
+        **TOWER,
+        "model_type": "clip_vision_model",
+        "num_hidden_layers": 3,
+        "image_size": 32,
+        "patch_size": 8,
+    },
+    "whole": {},
+    "image_processor": "CLIPImageProcessor",
+    "processor": {
+        **PIXELS,
+        "size": {"shortest_edge": 32},
+        "crop_size": {"height": 32, "width": 32},
+    },
+}
+GEMMA_3 = {
+    "config": "Gemma3Config",
+    "tokens": ["<start_of_image>", "<image_soft_token>", "<end_of_image>"],
+    "placeholder": "<start_of_image>",
+    "image": "<image_soft_token>",
+    "text_type": "gemma3_text",
+    "text": {
+        "sliding_window": 9,
+        "query_pre_attn_scalar": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "vision": {**TOWER, "model_type": "siglip_vision_model", "image_size": 32, "patch_size": 8},
+    "whole": {
+        "mm_tokens_per_image": 4,
+        "boi_token_index": "<start_of_image>",
+        "eoi_token_index": "<end_of_image>",
+    },
+    "image_processor": "Gemma3ImageProcessor",
+    "processor": {**PIXELS, "size": {"height": 32, "width": 32}},
+}
+# Sides of at most 64 pixels, rounded up to multiples of 16: 4 x 4 embeddings.
+MISTRAL_3 = {
+    "config": "Mistral3Config",
+    "tokens": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
+    "placeholder": "[IMG]",
+    "text_type": "mistral",
+    "vision": {**TOWER, "model_type": "pixtral", "head_dim": 16, "image_size": 64, "patch_size": 8},
+    "whole": {"spatial_merge_size": 2},
+    "image_processor": "PixtralImageProcessor",
+    "processor": {**PIXELS, "size": {"longest_edge": 64}, "patch_size": 8},
+}
+# Images of 256 to 2048 pixels: 1 to 8 embeddings.
+GRID = {
+    "tokens": ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"],
+    "placeholder": "<|image_pad|>",
+    "image_processor": "Qwen2VLImageProcessor",
+    "processor": {
+        **PIXELS,
+        "size": {"shortest_edge": 256, "longest_edge": 2048},
+        "patch_size": 8,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+    },
+    "whole": {},
+}
+QWEN_TOWER = {
+    "hidden_size": 32,
+    "out_hidden_size": 64,
+    "intermediate_size": 48,
+    "depth": 4,
+    "num_heads": 2,
+    "patch_size": 8,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "initializer_range": 0.2,
+}
+AXES = {"rope_type": "default", "rope_theta": 10000.0}
+QWEN_2_5_VL = {
+    **GRID,
+    "config": "Qwen2_5_VLConfig",
+    "text_type": "qwen2_5_vl_text",
+    "text": {"rope_parameters": {**AXES, "mrope_section": [2, 3, 3]}},
+    "vision": {**QWEN_TOWER, "window_size": 32, "fullatt_block_indexes": [1, 3]},
+}
+QWEN_3_TOWER = {**QWEN_TOWER, "num_position_embeddings": 16}
+AXES["mrope_interleaved"] = True
+QWEN_3_VL = {
+    **GRID,
+    "config": "Qwen3VLConfig",
+    "text_type": "qwen3_vl_text",
+    "text": {"rope_parameters": {**AXES, "mrope_section": [4, 2, 2]}},
+    "vision": {**QWEN_3_TOWER, "deepstack_visual_indexes": [0, 2]},
+}
+QWEN_3_5 = {
+    **GRID,
+    "config": "Qwen3_5Config",
+    "text_type": "qwen3_5_text",
+    "text": {
+        "head_dim": 32,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "rope_parameters": {
+            **AXES,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [2, 1, 1],
+        },
+    },
+    "vision": {**QWEN_3_TOWER, "deepstack_visual_indexes": []},
+}
+# family -> what is written
+VISION_FAMILIES = {
+    "idefics3": {
+        **IDEFICS,
+        "config": "Idefics3Config",
+        "image_processor": "Idefics3ImageProcessor",
+    },
+    "smolvlm": {**IDEFICS, "config": "SmolVLMConfig", "image_processor": "SmolVLMImageProcessor"},
+    "gemma3": GEMMA_3,
+    "llava": LLAVA,
+    "mistral3": MISTRAL_3,
+    "qwen2_5_vl": QWEN_2_5_VL,
+    "qwen3_vl": QWEN_3_VL,
+    "qwen3_5": QWEN_3_5,
+}
+
+
+def write_tiny_vision(folder: Path, family: str) -> Path:
+    """Write a tiny random vision-language model, in float32."""
+    import transformers
+
+    row = VISION_FAMILIES[family]
+    folder.mkdir(parents=True, exist_ok=True)
+    ids = write_tiny_tokenizer(folder, row["tokens"], row["placeholder"])
+    vocab_size = 64 * -(-(max(ids.values()) + 1) // 64)
+    config = getattr(transformers, row["config"])(
+        text_config={**TEXT, "model_type": row["text_type"], "vocab_size": vocab_size}
+        | row.get("text", {}),
+        vision_config=row["vision"],
+        image_token_id=ids[row.get("image", row["placeholder"])],
+        tie_word_embeddings=False,
+        **{key: ids.get(value, value) for key, value in row["whole"].items()},
+    )
+    torch.manual_seed(7)
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if name.endswith("mm_input_projection_weight"):
+            torch.nn.init.normal_(parameter, 0.0, 0.2)  # it begins as zeros
+        elif "norm" in name or "bias" in name:
+            # The text norms of Gemma multiply by 1 + weight.
+            is_one = "norm" in name and "bias" not in name and family != "gemma3"
+            torch.nn.init.normal_(parameter, float(is_one), 0.2)
+    model.save_pretrained(folder)
+    processor = {"image_processor_type": row["image_processor"], **row["processor"]}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+def write_tiny_tokenizer(folder: Path, tokens: list[str], placeholder: str) -> dict[str, int]:
+    """Write docs-5m's tokenizer with more special tokens. Returns the ids of these."""
+    tokenizer = json.loads((DOCS_5M / "tokenizer.json").read_text())
+    first = 1 + max(each["id"] for each in tokenizer["added_tokens"])
+    first = max(first, len(tokenizer["model"]["vocab"]))
+    ids = {token: first + number for number, token in enumerate(tokens)}
+    like = tokenizer["added_tokens"][0]
+    tokenizer["added_tokens"] += [
+        {**like, "id": number, "content": token} for token, number in ids.items()
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = json.loads((DOCS_5M / "tokenizer_config.json").read_text())
+    config["chat_template"] = CHAT_TEMPLATE.replace("PLACEHOLDER", placeholder)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return ids
+
+
+def picture(width: int, height: int, seed: int = 0):
+    """A PIL image of random coloured blocks."""
+    from PIL import Image
+
+    generator = np.random.default_rng(seed)
+    blocks = generator.integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    return Image.fromarray(blocks).resize((width, height), Image.Resampling.NEAREST)
