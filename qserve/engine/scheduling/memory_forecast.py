@@ -66,6 +66,71 @@ class OutputLengths:
         return np.where(num_longer >= MIN_LENGTHS, mean, guess)
 
 
+class _StepView:
+    """Running requests as they were when a step first asked, and those admitted in it since.
+
+    Pages that a planned chunk takes move from the free ones to a request and change no forecast.
+    """
+
+    def __init__(self, pool: BlockPool, running: list[Request]) -> None:
+        self._pool = pool
+        self.num_free = pool.num_free
+        self._num_requests, self._last = len(running), running[-1]
+        self._admitted: Request | None = None  # not yet in `running`
+        size = pool.page_size
+        self._rows = []
+        for each in running:
+            num_pages = len(each.block_table)
+            # pages that others share return later than at its end
+            num_own = max(0, num_pages - each.facts.num_cached // size)
+            self._rows.append(self._row(each, num_pages, num_own))
+        self.num_pages_to_limits = sum([row[-1] for row in self._rows])
+        self._columns: np.ndarray | None = None  # [columns, requests], of the first rows
+
+    def is_of(self, running: list[Request]) -> bool:
+        """True if these are its requests. False if one was allowed and is not the last of them."""
+        if self._admitted is not None:
+            if running[-1] is not self._admitted:
+                return False
+            self._num_requests, self._last = self._num_requests + 1, self._admitted
+            self._admitted = None
+        return len(running) == self._num_requests and running[-1] is self._last
+
+    def row(self, request: Request, num_needed: int) -> tuple[float, ...]:
+        """The row of a waiting request that takes `num_needed` free pages."""
+        return self._row(request, self._pool.pages_for(request.num_tokens), num_needed)
+
+    def _row(self, request: Request, num_pages: int, num_own: int) -> tuple[float, ...]:
+        """Generated tokens, their limit, whether only that ends it, tokens, pages, pages of its
+        own, and pages to add until the limit."""
+        # the last token is never fed back, so it needs no slot in a page
+        longest = request.num_prompt_tokens + request.max_tokens - 1
+        return (
+            request.num_tokens - request.num_prompt_tokens,
+            request.max_tokens,
+            _has_known_length(request),
+            request.num_tokens,
+            num_pages,
+            num_own,
+            max(0, self._pool.pages_for(longest) - num_pages),
+        )
+
+    def add(self, request: Request, row: tuple[float, ...]) -> None:
+        """Expect `request` as the last of the running ones."""
+        self._admitted = request
+        self._rows.append(row)
+        self.num_free -= int(row[5])
+        self.num_pages_to_limits += row[-1]
+
+    def columns_with(self, row: tuple[float, ...]) -> np.ndarray:
+        """The columns of all requests and of one more [columns, requests + 1]."""
+        known = 0 if self._columns is None else self._columns.shape[1]
+        new = np.array([*self._rows[known:], row], np.float64).T
+        found = new if self._columns is None else np.concatenate((self._columns, new), 1)
+        self._columns = found[:, :-1]
+        return found
+
+
 class MemoryForecast:
     """Decides for one scheduler whether a request that fits now will also fit later."""
 
@@ -77,8 +142,10 @@ class MemoryForecast:
         self._num_ends = 0  # since the margin changed
         self._refused: Request | None = None
         self._num_steps_refused = 0
+        self._view: _StepView | None = None  # of this step
 
     def begin_step(self) -> None:
+        self._view = None
         self._num_steps_refused += 1
         if self._num_steps_refused >= STEPS_BETWEEN:
             self._refused = None
@@ -107,42 +174,41 @@ class MemoryForecast:
         """Return whether the running requests and `request` are expected to fit to their ends.
 
         `num_needed`: free pages that it takes when it starts. A request that runs alone always
-        fits.
+        fits, and so do requests whose pages last even if each of them reaches its limit.
         """
         if not running or request.beams is not None:
             return True
         if request is self._refused:
             return False
-        size = self._pool.page_size
-        requests = [*running, request]
-        generated = np.array([each.num_tokens - each.num_prompt_tokens for each in requests])
-        most = np.array([each.max_tokens for each in requests], np.float64)
-        is_known = np.array([_has_known_length(each) for each in requests])
-        total = np.where(is_known, most, np.minimum(most, self._lengths.expected(generated)))
-        more = np.maximum(total - generated, 0)
-        # pages that others share return later than at its end
-        held = np.array(
-            [len(each.block_table) - each.facts.num_cached // size for each in running]
-            + [num_needed],
-            np.float64,
-        )
-        table = np.array(
-            [len(each.block_table) for each in running] + [self._pool.pages_for(request.num_tokens)]
-        )
-        tokens = np.array([each.num_tokens for each in requests])
-        # tokens without a page, which are negative in a page that is not full; a request's last
-        # page is half full on average
-        missing = tokens - table * size + size / 2
-        order = np.argsort(more, kind="stable")
-        more, missing, held = more[order], missing[order], np.maximum(held[order], 0) * size
-        after = np.cumsum(missing[::-1])[::-1]  # of this request and those that end later
-        count = np.arange(len(more), 0, -1)
-        growth = count * more + after - (np.cumsum(held) - held)
-        num_free = self._pool.num_free - num_needed - self._margin * self._pool.num_pages
-        allowed = bool(growth.max() <= num_free * size)
+        view = self._view
+        if view is None or not view.is_of(running):
+            view = self._view = _StepView(self._pool, running)
+        row = view.row(request, num_needed)
+        num_free = view.num_free - num_needed
+        allowed = view.num_pages_to_limits + row[-1] <= num_free
         if not allowed:
+            num_free -= self._margin * self._pool.num_pages
+            allowed = self._most_growth(view.columns_with(row)) <= num_free * self._pool.page_size
+        if allowed:
+            view.add(request, row)
+        else:
             self._refused, self._num_steps_refused = request, 0
         return allowed
+
+    def _most_growth(self, columns: np.ndarray) -> float:
+        """Tokens by which the pages in use are expected to grow at most, from now on."""
+        size = self._pool.page_size
+        generated, most, is_known, tokens, pages, own, _ = columns
+        expected = np.minimum(most, self._lengths.expected(generated))
+        more = np.maximum(np.where(is_known > 0, most, expected) - generated, 0)
+        # tokens without a page, which are negative in a page that is not full; a request's last
+        # page is half full on average
+        missing = tokens - pages * size + size / 2
+        order = np.argsort(more, kind="stable")
+        more, missing, held = more[order], missing[order], own[order] * size
+        after = np.cumsum(missing[::-1])[::-1]  # of this request and those that end later
+        count = np.arange(len(more), 0, -1)
+        return float((count * more + after - (np.cumsum(held) - held)).max())
 
 
 def _has_known_length(request: Request) -> bool:

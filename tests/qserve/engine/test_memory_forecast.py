@@ -15,6 +15,7 @@ from qserve.engine.scheduling.memory_forecast import (
     NUM_LENGTHS,
     MemoryForecast,
     OutputLengths,
+    _StepView,
 )
 from tests.qserve.engine.simulation import EOS, Simulation, make_request, make_scheduler
 
@@ -70,6 +71,54 @@ def test_requests_of_known_lengths_are_never_preempted(seed):
     assert preempted == 0 and plain_preempted > 5
     assert most >= 0.85 * sizes["num_pages"]
     assert computed < plain_computed and steps <= 1.3 * plain_steps
+
+
+@pytest.mark.parametrize("eos", [frozenset(), frozenset({EOS})], ids=["known", "unknown"])
+def test_pages_for_the_limits_of_all_are_enough(eos):
+    """As many pages as all slots can fill: nobody waits, whatever the pages are filled with."""
+    num, prompt, output = 16, 8, 25  # the last of 33 tokens is never in a page
+    scheduler = make_scheduler(num * 32 // PAGE, PAGE, num, 40, forecasts=True)
+    requests = [known(f"r{n}", prompt, output, group=str(n)) for n in range(num)]
+    for request in requests:
+        request.eos_token_ids = eos
+    num_steps, preempted, most, _ = run(scheduler, requests)
+    prompt_steps = num * prompt // 40 + 1
+    assert (preempted, most) == (0, scheduler.pool.num_pages)
+    assert num_steps <= prompt_steps + output
+
+
+def test_a_burst_looks_at_each_running_request_once_a_step(monkeypatch):
+    """Not at all running requests again for each that is admitted."""
+    looked = []
+    row = _StepView._row
+    monkeypatch.setattr(_StepView, "_row", lambda *args: looked.append(1) or row(*args))
+    num = 200
+    for num_pages in (num * 40, num * 8):  # enough for all limits; enough for what is expected
+        scheduler = make_scheduler(num_pages, PAGE, num, 10 * num, forecasts=True)
+        for n in range(num):
+            scheduler.add(known(f"r{n}", 8, 10 + n % 100, group=str(n)))
+        looked.clear()
+        plan = scheduler.schedule()
+        assert len(plan.admitted) > num / 2
+        assert len(looked) <= 2 * num
+
+
+def test_a_view_of_the_step_forecasts_as_a_new_one():
+    """Requests admitted in the step count as those that ran before it."""
+    rng = random.Random(8)
+    for _ in range(200):
+        pool = BlockPool(rng.randrange(30, 120), PAGE)
+        running, kept = [], MemoryForecast(pool)
+        for n in range(rng.randrange(3, 20)):
+            request = known(f"r{n}", rng.randrange(1, 30), rng.randrange(1, 60))
+            needed = pool.pages_for(request.num_tokens)
+            if needed > pool.num_free:
+                break
+            found = kept.allows(request, running, needed)
+            assert found == MemoryForecast(pool).allows(request, running, needed)
+            if found:
+                pool.grow_(request.block_table, request.num_tokens)
+                running.append(request)
 
 
 def test_lengths_that_are_not_known_are_learned():
