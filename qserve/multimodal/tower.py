@@ -61,8 +61,13 @@ def _encode_grid(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
     found = model.get_image_features(
         torch.cat(inputs["pixel_values"]), torch.stack(inputs["image_grid_thw"])
     )
-    levels = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
-    return [torch.cat(rows, -1) for rows in zip(*levels, strict=True)]
+    counts = [len(rows) for rows in found.pooler_output]
+    added = (
+        # before transformers 5.18 a level is one tensor of all items
+        level.split(counts) if isinstance(level, torch.Tensor) else level
+        for level in getattr(found, "deepstack_features", None) or ()
+    )
+    return [torch.cat(rows, -1) for rows in zip(found.pooler_output, *added, strict=True)]
 
 
 ENCODERS: dict[str, Encode] = {

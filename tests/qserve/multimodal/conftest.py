@@ -56,17 +56,33 @@ class Vision:
             self._known[key] = found[0, len(ids) :].tolist()
         return self._known[key]
 
-    @torch.no_grad()
     def _without_cache(self, ids, inputs):
         tokens = list(ids)
-        for number in range(NUM_TOKENS):
-            kinds = torch.nn.functional.pad(inputs["mm_token_type_ids"], (0, number))
-            changed = {"input_ids": torch.tensor([tokens]), "mm_token_type_ids": kinds}
-            changed["attention_mask"] = torch.ones(1, len(tokens))
-            self.model.model.rope_deltas = None
-            logits = self.model(**{**inputs, **changed}, use_cache=False).logits
-            tokens.append(int(logits[0, -1].argmax()))
+        for _ in range(NUM_TOKENS):
+            tokens.append(int(self._logits(ids, inputs, tokens)[-1].argmax()))
         return tokens[len(ids) :]
+
+    @torch.no_grad()
+    def _logits(self, ids, inputs, tokens):
+        """transformers' logits [len(tokens), vocabulary] of a prompt `ids` that goes on as text."""
+        more = len(tokens) - len(ids)
+        changed = {"input_ids": torch.tensor([tokens])}
+        changed["attention_mask"] = torch.ones(1, len(tokens))
+        for name in ("mm_token_type_ids", "token_type_ids"):
+            if name in inputs:
+                changed[name] = torch.nn.functional.pad(inputs[name], (0, more))
+        if hasattr(self.model.model, "rope_deltas"):
+            self.model.model.rope_deltas = None
+        return self.model(**{**inputs, **changed}, use_cache=False).logits[0]
+
+    def lags(self, text, images, tokens):
+        """How far behind transformers' largest logit each token of an answer is, 1: the mean's."""
+        ids, _ = self.prompt(text, images)
+        tokens = list(tokens)
+        logits_TV = self._logits(ids, self.inputs(ids, images), [*ids, *tokens])[len(ids) - 1 : -1]
+        best_T = logits_TV.amax(-1)
+        chosen_T = logits_TV[torch.arange(len(tokens)), torch.tensor(tokens)]
+        return (best_T - chosen_T) / (best_T - logits_TV.mean(-1))
 
     def inputs(self, ids, images):
         found = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids))}

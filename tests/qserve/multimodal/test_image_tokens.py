@@ -97,6 +97,26 @@ def test_second_turn_finds_the_pages_of_the_first(model):
     assert media[-1].end - 4 < event.facts.num_cached <= len(ids)
 
 
+def test_levels_of_all_images_in_one_tensor(vision, monkeypatch):
+    """As transformers before 5.18 returns the rows that the first layers add."""
+    model = vision("qwen3_vl")
+    engine = model.engine()
+    tower = engine.runner.encoder.tower.model
+    features = tower.get_image_features
+
+    def joined(*args):
+        found = features(*args)
+        found.deepstack_features = [
+            level if isinstance(level, torch.Tensor) else torch.cat(level)
+            for level in found.deepstack_features
+        ]
+        return found
+
+    monkeypatch.setattr(tower, "get_image_features", joined)
+    request = requests_of(model)[2]
+    assert model.run(engine, request)[0] == [model.expected(*request)]
+
+
 def test_prompt_whose_last_uncomputed_token_is_of_an_image(model):
     """One row is left: the step looks like a decode, but its row is an embedding."""
     mark = model.mark

@@ -28,6 +28,7 @@ def reserved_bytes() -> int:
     """Of this process alone: other tests may use the GPU at the same time."""
     gc.collect()
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # what earlier tests' models held
     return torch.cuda.memory_reserved()
 
 
