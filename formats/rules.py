@@ -17,6 +17,8 @@ from formats.families import FAMILIES
 from formats.patterns import regex
 from formats.scheme import Scheme
 
+MAX_RULES = 20_000  # of one config
+
 
 def _of_state(family: Family) -> tuple[Projection, ...]:
     net = family.delta_net

@@ -64,15 +64,7 @@ class HeadReport:
         return asdict(self)
 
     def to_text(self) -> str:
-        rows = [
-            (
-                linear.name,
-                f"{linear.shape[0]} x {linear.shape[1]}",
-                f"{100 * linear.relative_error:.2f} %",
-                "-" if linear.output_error is None else f"{100 * linear.output_error:.2f} %",
-            )
-            for linear in self.linears
-        ]
+        rows = [linear.cells() for linear in self.linears]
         lines = [text_table(("linear", "N x K", "error", "output"), rows), ""]
         lines += [f"{linear.name}: {note}" for linear in self.linears for note in linear.notes]
         lines.append(

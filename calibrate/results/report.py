@@ -65,6 +65,15 @@ class LinearReport:
     seconds: float  # in the solver
     num_bytes: int = 0  # on disk, without the bias; set by the pipeline
 
+    def cells(self) -> tuple[str, str, str, str]:
+        """Name, size and the two relative errors, as tables show them."""
+        return (
+            self.name,
+            f"{self.shape[0]} x {self.shape[1]}",
+            f"{100 * self.relative_error:.2f} %",
+            "-" if self.output_error is None else f"{100 * self.output_error:.2f} %",
+        )
+
     @classmethod
     def measure(
         cls,
@@ -157,10 +166,7 @@ class QuantizationReport:
         """A table of all linears, followed by the summary."""
         rows = [
             (
-                linear.name,
-                f"{linear.shape[0]} x {linear.shape[1]}",
-                f"{100 * linear.relative_error:.2f} %",
-                "-" if linear.output_error is None else f"{100 * linear.output_error:.2f} %",
+                *linear.cells(),
                 f"{linear.largest_error:.2e}",
                 f"{linear.seconds:.2f} s",
             )

@@ -17,7 +17,7 @@ from formats.codecs.config_fields import BLOCK, EMBEDDING, ConfigFields
 from formats.codecs.kv_cache import KEY, read_kv_scheme, write_kv_scheme
 from formats.codecs.microscaling import MXFP6
 from formats.errors import CheckpointError
-from formats.rules import Rule, exact_patterns
+from formats.rules import MAX_RULES, Rule, exact_patterns
 from formats.scheme import (
     ALL,
     CHANNEL,
@@ -34,7 +34,6 @@ KNOWN_LAYOUTS = (
     *(PACKED, INTEGER, FLOAT, *FP4_LAYOUTS.values(), MXFP6_LAYOUT, MXFP8_LAYOUT),
     *("naive-quantized", "mixed-precision", "dense"),
 )
-MAX_RULES = 20_000
 # Values of `actorder`. Either inputs are grouped in order in the file, whatever order the solver
 # used. Or they are not, and weight_g_idx gives each input's group ("dynamic" is an alias).
 IN_ORDER = (None, False, "weight", "static")

@@ -9,7 +9,7 @@ from typing import Any
 
 from formats.codecs.config_fields import BLOCK
 from formats.errors import CheckpointError
-from formats.rules import Rule
+from formats.rules import MAX_RULES, Rule
 from formats.scheme import (
     ALL,
     CHANNEL,
@@ -21,7 +21,6 @@ from formats.scheme import (
     checked_group_size,
 )
 
-MAX_RULES = 20_000
 # packing_format -> (layout, how zeros are stored)
 PACKINGS = {
     "auto_round:auto_gptq": ("gptq", "v1"),

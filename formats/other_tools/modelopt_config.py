@@ -13,7 +13,7 @@ from formats.codecs.config_fields import BLOCK
 from formats.codecs.kv_cache import KEY, read_kv_scheme
 from formats.errors import CheckpointError
 from formats.patterns import wildcard
-from formats.rules import Rule
+from formats.rules import MAX_RULES, Rule
 from formats.scheme import (
     ALL,
     CHANNEL,
@@ -28,7 +28,6 @@ from formats.scheme import (
 
 METHODS = ("modelopt", "modelopt_fp4", "modelopt_mixed")
 SECOND_FILE = "hf_quant_config.json"
-MAX_RULES = 20_000
 MIXED = "MIXED_PRECISION"
 
 _FP8 = {"bits": 8, "symmetric": True, "type": "float"}

@@ -10,7 +10,7 @@ from typing import Any
 from formats.codecs.config_fields import BLOCK
 from formats.errors import CheckpointError
 from formats.patterns import wildcard
-from formats.rules import Rule
+from formats.rules import MAX_RULES, Rule
 from formats.scheme import (
     ALL,
     CHANNEL,
@@ -22,7 +22,6 @@ from formats.scheme import (
     checked_group_size,
 )
 
-MAX_RULES = 20_000
 FLOAT8 = "fp8_e4m3"
 _SHARES = {"per_tensor": ALL, "per_channel": 1}
 _KNOWN = (

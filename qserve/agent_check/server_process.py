@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from formats.errors import InputError
+from qserve.processes.child_process import stop_blocking
 
 START_SECONDS = 900.0  # loading and warming up a large model takes minutes
 STOP_SECONDS = 30.0
@@ -33,12 +34,7 @@ def served(model: str, arguments: str) -> Iterator[str]:
         try:
             yield _url(process, log, model)
         finally:
-            process.terminate()
-            try:
-                process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            stop_blocking(process, STOP_SECONDS)
 
 
 def _url(process: subprocess.Popen, log: Path, model: str) -> str:

@@ -126,15 +126,6 @@ class ToolFormat:
         """Texts of the format that may be special tokens."""
         return tuple(dict.fromkeys(each for text in self._texts() for each in TOKEN.findall(text)))
 
-    def _texts(self) -> Iterator[str]:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, str):
-                yield value
-            elif isinstance(value, tuple):
-                yield from value
-        yield from (*self.body.texts, self.body.left, self.body.right)
-
     def read(self, calls: Calls, marker: str) -> Reader[str]:
         """Read what follows a marker, or a character of `starts`."""
         if marker in self.starts or not marker:

@@ -52,6 +52,16 @@ def start_child_blocking(module: str, *arguments: str) -> tuple[subprocess.Popen
     return process, ours
 
 
+def stop_blocking(process: subprocess.Popen, seconds: float) -> None:
+    """End a process by SIGTERM, and by SIGKILL if it is there after `seconds`."""
+    process.terminate()
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 def _environment() -> dict[str, str]:
     """This process's environment, so that the child imports the same packages."""
     home = str(Path(__file__).resolve().parents[2])

@@ -20,6 +20,7 @@ from typing import Any
 from formats.errors import InputError, one_line
 from qserve.bench.serving.sweep_settings import SweepSettings
 from qserve.bench.statistics import mean
+from qserve.processes.child_process import stop_blocking
 
 STOP_SECONDS = 60
 
@@ -107,12 +108,7 @@ def _server(settings: SweepSettings, params: Mapping[str, Any]) -> Iterator[None
         _wait_until_ready(process, f"http://127.0.0.1:{port}/health", settings.ready_timeout)
         yield
     finally:
-        process.terminate()
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        stop_blocking(process, STOP_SECONDS)
 
 
 def _wait_until_ready(process: subprocess.Popen, url: str, seconds: float) -> None:

@@ -13,6 +13,7 @@ Method: Gong et al., "Past-Future Scheduler for LLM Serving under SLA Guarantees
 
 from bisect import bisect_right, insort
 from collections import deque
+from typing import NamedTuple
 
 import numpy as np
 
@@ -66,6 +67,18 @@ class OutputLengths:
         return np.where(num_longer >= MIN_LENGTHS, mean, guess)
 
 
+class _Row(NamedTuple):
+    """One request of a step."""
+
+    num_generated: int
+    most_generated: int
+    is_known: bool  # only `most_generated` ends it
+    num_tokens: int
+    num_pages: int
+    num_own: int  # pages that it returns at its end
+    num_to_limit: int  # pages to add until `most_generated`
+
+
 class _StepView:
     """Running requests as they were when a step first asked, and those admitted in it since.
 
@@ -84,7 +97,7 @@ class _StepView:
             # pages that others share return later than at its end
             num_own = max(0, num_pages - each.facts.num_cached // size)
             self._rows.append(self._row(each, num_pages, num_own))
-        self.num_pages_to_limits = sum([row[-1] for row in self._rows])
+        self.num_to_limits = sum([row.num_to_limit for row in self._rows])
         self._columns: np.ndarray | None = None  # [columns, requests], of the first rows
 
     def is_of(self, running: list[Request]) -> bool:
@@ -96,33 +109,31 @@ class _StepView:
             self._admitted = None
         return len(running) == self._num_requests and running[-1] is self._last
 
-    def row(self, request: Request, num_needed: int) -> tuple[float, ...]:
+    def row(self, request: Request, num_needed: int) -> _Row:
         """The row of a waiting request that takes `num_needed` free pages."""
         return self._row(request, self._pool.pages_for(request.num_tokens), num_needed)
 
-    def _row(self, request: Request, num_pages: int, num_own: int) -> tuple[float, ...]:
-        """Generated tokens, their limit, whether only that ends it, tokens, pages, pages of its
-        own, and pages to add until the limit."""
+    def _row(self, request: Request, num_pages: int, num_own: int) -> _Row:
         # the last token is never fed back, so it needs no slot in a page
         longest = request.num_prompt_tokens + request.max_tokens - 1
-        return (
-            request.num_tokens - request.num_prompt_tokens,
-            request.max_tokens,
-            _has_known_length(request),
-            request.num_tokens,
-            num_pages,
-            num_own,
-            max(0, self._pool.pages_for(longest) - num_pages),
+        return _Row(
+            num_generated=request.num_tokens - request.num_prompt_tokens,
+            most_generated=request.max_tokens,
+            is_known=_has_known_length(request),
+            num_tokens=request.num_tokens,
+            num_pages=num_pages,
+            num_own=num_own,
+            num_to_limit=max(0, self._pool.pages_for(longest) - num_pages),
         )
 
-    def add(self, request: Request, row: tuple[float, ...]) -> None:
+    def add(self, request: Request, row: _Row) -> None:
         """Expect `request` as the last of the running ones."""
         self._admitted = request
         self._rows.append(row)
-        self.num_free -= int(row[5])
-        self.num_pages_to_limits += row[-1]
+        self.num_free -= row.num_own
+        self.num_to_limits += row.num_to_limit
 
-    def columns_with(self, row: tuple[float, ...]) -> np.ndarray:
+    def columns_with(self, row: _Row) -> np.ndarray:
         """The columns of all requests and of one more [columns, requests + 1]."""
         known = 0 if self._columns is None else self._columns.shape[1]
         new = np.array([*self._rows[known:], row], np.float64).T
@@ -185,7 +196,7 @@ class MemoryForecast:
             view = self._view = _StepView(self._pool, running)
         row = view.row(request, num_needed)
         num_free = view.num_free - num_needed
-        allowed = view.num_pages_to_limits + row[-1] <= num_free
+        allowed = view.num_to_limits + row.num_to_limit <= num_free
         if not allowed:
             num_free -= self._margin * self._pool.num_pages
             allowed = self._most_growth(view.columns_with(row)) <= num_free * self._pool.page_size

@@ -33,7 +33,21 @@ THREADS = min(8, 2 * (os.cpu_count() or 1))
 SLOW_THREADS = 1
 
 
-class MaskJob:
+class _Job:
+    """Work of a thread."""
+
+    _future: Future
+
+    @property
+    def future(self) -> Future:
+        return self._future
+
+    @property
+    def is_done(self) -> bool:
+        return self._future.done()
+
+
+class MaskJob(_Job):
     """The mask of a request's next token. The request gets no token before it is done."""
 
     def __init__(self, request: Request) -> None:
@@ -46,14 +60,6 @@ class MaskJob:
         )
 
     @property
-    def future(self) -> Future:
-        return self._future
-
-    @property
-    def is_done(self) -> bool:
-        return self._future.done()
-
-    @property
     def may_take_long(self) -> bool:
         return self.is_late or self._constraint.is_slow
 
@@ -62,7 +68,7 @@ class MaskJob:
         return self._future.result()
 
 
-class DraftMasks:
+class DraftMasks(_Job):
     """The masks along a request's drafts, computed with a copy of the grammar's state.
 
     The state is copied on the engine's thread, where the original advances: the library does not
@@ -77,14 +83,6 @@ class DraftMasks:
         self._token_ids = [*request.token_ids]
         cursor = request.constraint.copy()
         self._future = _threads(False).submit(self._follow, request, drafts, cursor)
-
-    @property
-    def future(self) -> Future:
-        return self._future
-
-    @property
-    def is_done(self) -> bool:
-        return self._future.done()
 
     def _follow(self, request: Request, drafts: Sequence[int], cursor: Constraint) -> None:
         for draft in drafts:

@@ -7,6 +7,7 @@ from starlette.responses import Response
 
 from formats.errors import InputError
 from qserve.profile.profiler_config import ProfilerConfig
+from qserve.server.http.body import small_body
 from qserve.server.http.errors import ApiError, engine_dead
 from qserve.server.http.route_list import RouteList
 from qserve.server.service import service_of
@@ -34,11 +35,7 @@ def profile_routes(config: ProfilerConfig) -> RouteList:
 
     @routes.post("/start_profile")
     async def start_profile(request: Request) -> Response:
-        data = b""
-        async for piece in request.stream():
-            data += piece
-            if len(data) > MOST_BYTES:
-                raise ApiError(413, f"expected at most {MOST_BYTES} bytes")
+        data = await small_body(request, MOST_BYTES)
         try:
             body = json.loads(data) if data else {}
             if not isinstance(body, dict):

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from formats.errors import InputError
 from qserve.engine.control import commands
 from qserve.engine.control.commands import AnyCommand, Outcome
+from qserve.server.http.body import small_body
 from qserve.server.http.errors import ApiError, engine_dead, json_response
 from qserve.server.http.route_list import RouteList
 from qserve.server.service import Service, service_of
@@ -234,11 +235,7 @@ async def _operate(request: Request, command: AnyCommand) -> Outcome:
 async def _body(request: Request) -> dict[str, Any]:
     """JSON object of a request's body; empty if there is none. Raises ApiError."""
     _admin(request)
-    data = b""
-    async for piece in request.stream():
-        data += piece
-        if len(data) > MOST_BYTES:
-            raise ApiError(413, f"expected at most {MOST_BYTES} bytes")
+    data = await small_body(request, MOST_BYTES)
     try:
         body = json.loads(data) if data else {}
     except ValueError as error:

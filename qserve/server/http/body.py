@@ -19,6 +19,16 @@ _COUNTED = b"".join(characters for characters, *_ in LIMITS)
 _SKIPPED = bytes(set(range(256)) - set(_COUNTED + b'"'))
 
 
+async def small_body(request: Request, most_bytes: int) -> bytes:
+    """The body of an operator's request. Raises ApiError(413)."""
+    data = b""
+    async for piece in request.stream():
+        data += piece
+        if len(data) > most_bytes:
+            raise ApiError(413, f"expected at most {most_bytes} bytes")
+    return data
+
+
 class BodyScan:
     """Counts what a JSON body holds while it arrives, before any of it is parsed.
 
