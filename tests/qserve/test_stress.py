@@ -54,6 +54,7 @@ def test_no_page_outlives_its_client(docs_5m, tmp_path, monkeypatch):
         num_gpu_blocks_override=NUM_PAGES,
         max_num_seqs=8,
         max_num_batched_tokens=128,
+        admission="fits",  # a forecast would keep the last five from being preempted
     )
 
     async def scenario() -> dict:

@@ -345,5 +345,5 @@ def test_ready_answers_503_while_requests_finish(stoppable):
 def is_answered(url: str) -> bool:
     try:
         return httpx.get(f"{url}/ready").status_code > 0
-    except httpx.ConnectError:
+    except httpx.TransportError:  # not connected, or closed before the answer
         return False

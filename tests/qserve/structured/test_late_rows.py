@@ -118,9 +118,11 @@ def undisturbed(docs_5m, monkeypatch, mode, **requests):
 @some("ahead", "drafts")
 def test_the_others_go_on_while_a_mask_is_made(docs_5m, monkeypatch, gate, mode, at):
     """Neighbours with and without a grammar get a token a step while the mask does not come."""
-    requests = {"slow": SLOW, "free": FREE, "other": OTHER}
-    want = undisturbed(docs_5m, monkeypatch, MODES[mode], **requests)
-    run = Run(engine := make(docs_5m, **MODES[mode]), **requests)
+    long = {"max_tokens": 200}  # on a busy machine many steps pass before the mask is asked for
+    requests = {"slow": SLOW, "free": FREE | long, "other": OTHER | long}
+    settings = MODES[mode] | {"max_model_len": 256}
+    want = undisturbed(docs_5m, monkeypatch, settings, **requests)
+    run = Run(engine := make(docs_5m, **settings), **requests)
     held = gate(engine, at=at)
     while not held.entered.is_set() or run.count("slow") < at:
         run.step()
