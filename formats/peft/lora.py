@@ -3,6 +3,7 @@
 y = W x + scale * B (A x). Legend: N outputs, K inputs, r rank.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,11 +97,13 @@ def read_adapter(
 
     `is_wanted` is called before each linear; if it returns False, reading stops with an error.
     Sizes and ranks are checked before a tensor is read; every tensor must be used, and every linear
-    that the configuration names must have its pair.
+    that the configuration names must have its pair. Links to the folder are resolved once, and
+    weights that another process replaces meanwhile are refused.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(str(folder), "is not a folder", "give a folder that PEFT has saved")
+    folder = folder.resolve()
     config = LoraConfig.from_folder(folder)
     file = _File(folder)
     names = _sorted_out(file, shapes)
@@ -139,6 +142,7 @@ class _File:
         self._pickled: dict[str, torch.Tensor] | None = None
         self.entries: dict[str, tuple[tuple[int, ...], torch.dtype]]
         if self.path.exists():
+            self._version = _version(self.path.stat())
             header = read_header(self.path, MAX_HEADER_BYTES)
             self._header: dict[str, TensorEntry] = header
             self.entries = {name: (entry.shape, entry.dtype) for name, entry in header.items()}
@@ -170,11 +174,19 @@ class _File:
             return self._pickled[name]
         entry = self._header[name]
         with self.path.open("rb") as file:
+            if _version(os.fstat(file.fileno())) != self._version:
+                problem = "was replaced or changed while it was read"
+                raise CheckpointError(str(self.path), problem, "load the adapter again")
             file.seek(entry.offset)
             data = bytearray(entry.num_bytes)
             if file.readinto(data) != entry.num_bytes:
                 raise CheckpointError(str(self.path), f"ends inside {name}", "fetch it again")
         return torch.frombuffer(data, dtype=entry.dtype).reshape(entry.shape)
+
+
+def _version(status: os.stat_result) -> tuple[int, ...]:
+    """What differs between two files, and between two versions of one."""
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def _sorted_out(file: _File, shapes: Mapping[str, tuple[int, int]]) -> dict[str, dict[str, str]]:

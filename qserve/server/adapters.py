@@ -32,7 +32,7 @@ class ServedAdapters:
         cls, loras: Iterable[LoRARequest], names: Iterable[str], folder: str | None = None
     ) -> "ServedAdapters":
         """Adapters of the start. Raises InputError if one has a name of the model (`names`)."""
-        adapters = cls(folder=folder)
+        adapters = cls(folder=folder and str(Path(folder).resolve()))
         for lora in loras:
             adapters.check_free(lora.lora_name, names)
             adapters.add(lora)

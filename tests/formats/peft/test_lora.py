@@ -223,6 +223,50 @@ def test_names_below_a_model_that_sees_pictures(folder, shapes):
     assert Q0 in read_adapter(folder, shapes).pairs
 
 
+def _at_call(number, change):
+    """An `is_wanted` that makes a change when it is asked for the n-th time."""
+    calls = iter(range(number))
+
+    def is_wanted():
+        if next(calls, None) == number - 1:
+            change()
+        return True
+
+    return is_wanted
+
+
+@pytest.fixture
+def other(folder, tmp_path):
+    """The same adapter with twice the weights."""
+    found = shutil.copytree(folder, tmp_path / "other")
+    path = found / "adapter_model.safetensors"
+    save_file({name: 2 * tensor for name, tensor in load_file(path).items()}, path)
+    return found
+
+
+@pytest.mark.parametrize("call", [1, 7, 9], ids=["before a pair", "before data", "amid data"])
+def test_weights_replaced_during_reading_are_refused(folder, other, shapes, call):
+    """Never a mixture of two files, as long as each replaces the other whole."""
+    path = folder / "adapter_model.safetensors"
+    change = (other / path.name).replace
+    with pytest.raises(CheckpointError, match="was replaced or changed while it was read"):
+        read_adapter(folder, shapes, is_wanted=_at_call(call, lambda: change(path)))
+    assert len(read_adapter(folder, shapes).pairs) == 6
+
+
+def test_link_moved_during_reading_does_not_matter(folder, other, shapes, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    want = read_adapter(folder, shapes)
+
+    def move():
+        link.unlink()
+        link.symlink_to(other)
+
+    found = read_adapter(link, shapes, is_wanted=_at_call(1, move))
+    assert all(torch.equal(found.pairs[name].a_rK, pair.a_rK) for name, pair in want.pairs.items())
+
+
 def test_pickle_holds_tensors_alone(folder, shapes, tmp_path):
     path = folder / "adapter_model.safetensors"
     tensors = load_file(path)
