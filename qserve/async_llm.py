@@ -21,6 +21,7 @@ from qserve.hub.local import local_adapter, local_config
 from qserve.library.async_control import AsyncControl
 from qserve.library.beam_outputs import BeamSearchOutput, beam_search_output, sampling_params
 from qserve.library.engine_owner import EngineOwner
+from qserve.library.media_prompts import ImagePrompts
 from qserve.library.outputs import EngineDeadError, OutputBuilder, RequestOutput
 from qserve.library.prompts import PromptType, handling_of, read_prompt
 from qserve.lora.request import LoRARequest
@@ -80,12 +81,15 @@ class AsyncLLM(AsyncControl, EngineOwner):
         """
         tokenizer, client = await self._ready()
         # Tokenizing a long text would block the event loop.
-        text, ids = await asyncio.to_thread(read_prompt, prompt, lambda: tokenizer)
+        text, ids = await asyncio.to_thread(
+            read_prompt, prompt, lambda: tokenizer, takes_media=True
+        )
+        ids, media = await asyncio.to_thread(self._images.prepare, prompt, ids)
         params = sampling_params or SamplingParams(**load_defaults(tokenizer.folder))
         params = await asyncio.to_thread(with_bad_words, params, lambda: tokenizer)
         name = request_id if request_id is not None else uuid.uuid4().hex
         lora = await asyncio.to_thread(local_adapter, lora_request, self.config)
-        handling = handling_of(prompt, priority, lora)
+        handling = replace(handling_of(prompt, priority, lora), media=media)
         builder = OutputBuilder(name, text, ids, params, tokenizer if params.detokenize else None)
         inbox = self._inbox(name)
         tasks = [
@@ -221,7 +225,14 @@ class AsyncLLM(AsyncControl, EngineOwner):
             with contextlib.suppress(asyncio.CancelledError, InputError):
                 await (await starting).close()
             raise
-        return tokenizer, await starting
+        client = await starting
+        self._images = ImagePrompts(
+            self.config.model,
+            lambda: tokenizer,
+            takes_images="image" in client.media_kinds,
+            no_vision=client.no_vision,
+        )
+        return tokenizer, client
 
 
 async def _feed(

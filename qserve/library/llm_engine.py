@@ -11,11 +11,10 @@ from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
 from qserve.engine.start_phases import phase
 from qserve.hub.local import local_adapter, local_config
-from qserve.library.media_prompts import images_of
+from qserve.library.media_prompts import ImagePrompts
 from qserve.library.outputs import EngineDeadError, OutputBuilder, RequestOutput
 from qserve.library.prompts import PromptType, handling_of, read_prompt
 from qserve.lora.request import LoRARequest
-from qserve.multimodal.processor import MediaProcessor, image_digest
 from qserve.params.sampling_params import SamplingParams
 from qserve.text.bad_words import with_bad_words
 from qserve.text.tokenizer import Tokenizer
@@ -29,7 +28,13 @@ class LLMEngine:
         config = local_config(config)
         self.engine = Engine(config)
         self._tokenizer: Tokenizer | None = None
-        self._media_processor: MediaProcessor | None = None
+        model = self.engine.model_config
+        self._images = ImagePrompts(
+            self.engine.config.model,
+            self.get_tokenizer,
+            takes_images=model.vision is not None,
+            no_vision=model.no_vision,
+        )
         self._builders: dict[str, OutputBuilder] = {}
         self._choices: dict[str, tuple[OutputBuilder, int]] = {}  # by the engine's id
         self._failure = ""
@@ -49,19 +54,6 @@ class LLMEngine:
             config = self.engine.config
             self._tokenizer = Tokenizer(config.model, config.tokenizer)
         return self._tokenizer
-
-    def get_media_processor(self) -> MediaProcessor:
-        """Return what turns images into tokens. Raises InputError for a model without a tower."""
-        if self._media_processor is None:
-            model, folder = self.engine.model_config, self.engine.config.model
-            if model.vision is None:
-                raise InputError(
-                    "images",
-                    f"are not taken by {folder}",
-                    model.no_vision or "use a vision-language model with its vision tower",
-                )
-            self._media_processor = MediaProcessor(folder, self.get_tokenizer().encode)
-        return self._media_processor
 
     def add_request(
         self,
@@ -85,11 +77,8 @@ class LLMEngine:
             )
         text, ids = read_prompt(prompt, self.get_tokenizer, takes_media=True)
         lora = local_adapter(lora_request, self.engine.config)
-        handling = handling_of(prompt, priority, lora)
-        if images := images_of(prompt):
-            digests = [image_digest(image) for image in images]
-            ids, media = self.get_media_processor().prepare(ids, images, digests)
-            handling = replace(handling, media=media)
+        ids, media = self._images.prepare(prompt, ids)
+        handling = replace(handling_of(prompt, priority, lora), media=media)
         params = with_bad_words(params, self.get_tokenizer)
         tokenizer = self.get_tokenizer() if params.detokenize else None
         builder = OutputBuilder(request_id, text, ids, params, tokenizer)

@@ -1,17 +1,69 @@
 """Images in prompts of the Python API: multi_modal_data, and the parts of messages."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from formats.errors import InputError
 from qserve.multimodal.decode import decode_image
 from qserve.multimodal.settings import MediaLimits
 from qserve.multimodal.sources import read_data_url
 
+if TYPE_CHECKING:
+    from qserve.multimodal.media import MediaItem
+    from qserve.multimodal.processor import MediaProcessor
+    from qserve.text.tokenizer import Tokenizer
+
 MEDIA = "multi_modal_data"
 # type of a message's part -> its key of an image
 IMAGE_PARTS = {"image": "image", "image_pil": "image_pil"}
 IMAGE_URL = "image_url"  # OpenAI's part, with a data: URL
+
+
+class ImagePrompts:
+    """Prompts with images for one model. Any thread may use it."""
+
+    def __init__(
+        self,
+        folder: str,
+        get_tokenizer: "Callable[[], Tokenizer]",
+        *,
+        takes_images: bool,
+        no_vision: str,
+    ) -> None:
+        """`no_vision`: remedy for a model that takes no images here; "": it has no tower."""
+        self._folder, self._get_tokenizer = folder, get_tokenizer
+        self._takes_images, self._no_vision = takes_images, no_vision
+        self._processor: MediaProcessor | None = None
+        self._lock = threading.Lock()
+
+    def prepare(self, prompt: Any, ids: list[int]) -> "tuple[list[int], tuple[MediaItem, ...]]":
+        """Return token ids with an image's tokens for each placeholder, and the media items.
+
+        Raises InputError.
+        """
+        images = images_of(prompt)
+        if not images:
+            return ids, ()
+        from qserve.multimodal.processor import image_digest  # loads Pillow
+
+        with self._lock:
+            processor = self._load()
+            return processor.prepare(ids, images, [image_digest(image) for image in images])
+
+    def _load(self) -> "MediaProcessor":
+        """Load the image processor, once. Raises InputError for a model without a tower."""
+        if self._processor is None:
+            from qserve.multimodal.processor import MediaProcessor  # loads transformers
+
+            if not self._takes_images:
+                raise InputError(
+                    "images",
+                    f"are not taken by {self._folder}",
+                    self._no_vision or "use a vision-language model with its vision tower",
+                )
+            self._processor = MediaProcessor(self._folder, self._get_tokenizer().encode)
+        return self._processor
 
 
 def images_of(prompt: Any) -> list[Any]:

@@ -46,7 +46,7 @@ def read_prompt(
             found = ", ".join(sorted(map(str, prompt)))
             raise InputError("prompt", f"expected a dict with prompt or prompt_token_ids: {found}")
         if not takes_media and images_of(prompt):
-            raise InputError(MEDIA, "is not supported by this call", "use LLM.generate or LLM.chat")
+            raise InputError(MEDIA, "is not supported by this call", "use generate or LLM.chat")
         text = prompt.get("prompt")
         if "prompt_token_ids" in given:
             return text, list(prompt["prompt_token_ids"])

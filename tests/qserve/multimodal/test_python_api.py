@@ -1,5 +1,6 @@
 """LLM.generate and LLM.chat with images, and settings with which a model takes text alone."""
 
+import asyncio
 import base64
 import dataclasses
 import io
@@ -10,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from formats.errors import CheckpointError, InputError
-from qserve import LLM, SamplingParams
+from qserve import LLM, AsyncLLM, SamplingParams
 from qserve.config import EngineConfig
 from qserve.engine.sizes import read_model
 from tests.qserve.multimodal.conftest import NUM_TOKENS
@@ -96,6 +97,39 @@ def test_wrong_media_are_refused(llm, data, words):
     with pytest.raises(InputError, match=words):
         llm.generate({"prompt": "<image>", "multi_modal_data": data}, GREEDY, use_tqdm=False)
     assert not llm.engine.has_work()
+
+
+def test_async_generate_takes_images(model):
+    cat, dog = picture(40, 30, 1), picture(20, 60, 2)
+    prompts = [
+        {"prompt": "see <image>", "multi_modal_data": {"image": cat}},
+        {"prompt": "<image> and <image>", "multi_modal_data": {"image": [dog, cat]}},
+        "plain text",
+    ]
+
+    async def last(llm, prompt):
+        return [output async for output in llm.generate(prompt, GREEDY)][-1]
+
+    async def scenario():
+        async with AsyncLLM(str(model.folder), device="cpu", dtype="float32") as llm:
+            with pytest.raises(InputError, match="prompt: has 0 placeholders for 1 images"):
+                await last(llm, {"prompt": "none", "multi_modal_data": {"image": cat}})
+            return await asyncio.gather(*(last(llm, prompt) for prompt in prompts))
+
+    found = asyncio.run(scenario())
+    want = [("see <image>", (cat,)), ("<image> and <image>", (dog, cat)), ("plain text", ())]
+    assert tokens(found) == [model.expected(*each) for each in want]
+
+
+def test_async_generate_of_a_text_model_refuses_images(docs_5m):
+    async def scenario():
+        async with AsyncLLM(str(docs_5m), device="cpu") as llm:
+            prompt = {"prompt": "x", "multi_modal_data": {"image": picture(2, 2)}}
+            with pytest.raises(InputError, match="images: are not taken by .*docs-5m"):
+                async for _ in llm.generate(prompt):
+                    pass
+
+    asyncio.run(scenario())
 
 
 def test_calls_that_take_no_images_say_so(llm):
