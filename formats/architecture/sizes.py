@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from formats.errors import InputError
+
 _NUMBERS = (
     *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -19,6 +21,16 @@ NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 def is_size(value: Any) -> bool:
     """Return True for an integer above 0."""
     return type(value) is int and value > 0
+
+
+def check_heads(num_heads: int, num_kv_heads: int) -> None:
+    """Raise InputError unless each key/value head has the same number of attention heads."""
+    if num_kv_heads < 1 or num_heads < num_kv_heads or num_heads % num_kv_heads:
+        raise InputError(
+            "config.json num_key_value_heads",
+            f"expected a divisor of the {num_heads} attention heads, found {num_kv_heads}",
+            "copy it from the float model",
+        )
 
 
 def _product(sizes: Mapping[str, int | None], *names: str) -> int | None:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from formats.architecture.sizes import check_heads
 from formats.errors import InputError
 from formats.numerics.bits import code_multiple
 from formats.scheme import CHANNEL, Scheme
@@ -83,6 +84,7 @@ def share_heads(
 
     Raises InputError if the heads cannot be divided.
     """
+    check_heads(num_heads, num_kv_heads)
     per_kv_head = num_heads // num_kv_heads
     if size <= num_kv_heads:
         found = _share_units(num_kv_heads, per_kv_head * head_dim, size, schemes)

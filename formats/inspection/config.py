@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 from formats.architecture.family import Family
 from formats.architecture.rope_types import ROPE_DEFAULT, ROPE_TYPES, SERVED_ROPE_TYPES
+from formats.architecture.sizes import check_heads
 from formats.checkpoint import CONFIG
+from formats.errors import InputError
 from formats.families import FAMILIES, checked_family
 from formats.inspection.findings import Findings
 
@@ -67,6 +69,7 @@ def check_config(config: Mapping[str, Any], findings: Findings) -> Choices:
             findings.error(
                 f"{CONFIG} {name}", f"expected a whole number above 0, found {value!r:.80}"
             )
+    _check_heads(config, findings)
     epsilon = config.get(family.norm_eps_key, 1e-6)
     if type(epsilon) is not float or not 0 <= epsilon < math.inf:
         findings.error(
@@ -83,6 +86,15 @@ def check_config(config: Mapping[str, Any], findings: Findings) -> Choices:
         usual_activation=family.activations[0],
         rope=_rope(config, findings),
     )
+
+
+def _check_heads(config: Mapping[str, Any], findings: Findings) -> None:
+    heads, kv_heads = (config.get(f"num_{name}_heads") for name in ("attention", "key_value"))
+    if type(heads) is int and type(kv_heads) is int and min(heads, kv_heads) > 0:
+        try:
+            check_heads(heads, kv_heads)
+        except InputError as error:
+            findings.error(error.subject, error.problem, error.remedy)
 
 
 def _check_type_of_another(config: Mapping[str, Any], findings: Findings) -> None:

@@ -11,6 +11,7 @@ import torch
 from formats.architecture.bare_model import INSTEAD_OF_HEAD, SCORE, is_headless
 from formats.architecture.family import Family, check_num_layers
 from formats.architecture.refused import check_not_refused
+from formats.architecture.sizes import check_heads
 from formats.architecture.stored_form import usual_config
 from formats.architecture.text_part import HEAD_WEIGHT, has_text_part, text_config
 from formats.architecture.tied_head import says_tied
@@ -169,6 +170,8 @@ class ModelConfig:
                 f"expected 1 to {MAX_HEAD_DIM}, found {head_dim}",
                 "copy it from the float model",
             )
+        num_kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+        check_heads(config.num_attention_heads, num_kv_heads)
         windows = _windows(config, family.window)
         ropes = _ropes(config, family, head_dim, windows)
         return cls(
@@ -179,7 +182,7 @@ class ModelConfig:
             intermediate_size=getattr(config, family.inner_key),
             num_layers=config.num_hidden_layers,
             num_heads=config.num_attention_heads,
-            num_kv_heads=getattr(config, "num_key_value_heads", config.num_attention_heads),
+            num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             norm_eps=family.norm_eps(vars(config)),
             activation=activation,

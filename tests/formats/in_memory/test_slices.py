@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, InputError
 from formats.in_memory.shares import input_units, share_heads, share_out
 from formats.in_memory.slices import take_inputs, take_outputs
 from formats.in_memory.weights import round_to_nearest, tensors_of
@@ -130,3 +130,9 @@ def test_heads():
         ((4, 6), (1, 2), True),
         ((6, 8), (1, 2), False),
     ]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 3), (1, 2), (4, 2**31), (4, 0), (4, -2)])
+def test_key_value_heads_must_divide_the_heads(heads, kv_heads):
+    with pytest.raises(InputError, match=f"divisor of the {heads} attention heads, found"):
+        share_heads(heads, kv_heads, 64, 2, [None])

@@ -132,6 +132,17 @@ def test_what_a_reader_would_take_its_own_number_for(gptq_model, write_folder, n
     assert {verdict.answer for verdict in found.loads_in} == {"no"}
 
 
+@pytest.mark.parametrize("kv_heads", [3, 8, 2**31])
+def test_key_value_heads_that_do_not_divide_the_heads(gptq_model, write_folder, kv_heads):
+    tensors, config = gptq_model
+    config |= {"num_key_value_heads": kv_heads}
+    heads = config["num_attention_heads"]
+    texts = [
+        str(problem.text) for problem in inspect_checkpoint(write_folder(tensors, config)).problems
+    ]
+    assert f"expected a divisor of the {heads} attention heads, found {kv_heads}" in texts
+
+
 @pytest.mark.parametrize(("model_type", "heads"), [("mistral", 8), ("qwen2", 32), ("qwen3", 32)])
 def test_numbers_that_readers_fill_in_are_compared(gptq_model, write_folder, model_type, heads):
     tensors, config = gptq_model
