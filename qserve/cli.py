@@ -138,6 +138,10 @@ NOT_OF_A_HEAD = (
 
 def serve(model: str, engine: EngineConfig, server: ServerConfig, replicas: DeploySettings) -> int:
     if replicas.backend == "ray":
+        if server.more_models:
+            raise InputError(
+                "MORE_MODELS", "do not work with --backend ray", "start a server for each model"
+            )
         try:
             import ray  # noqa: F401
         except ImportError:
@@ -147,7 +151,7 @@ def serve(model: str, engine: EngineConfig, server: ServerConfig, replicas: Depl
         from qserve.deploy.ray_app import serve_on_ray
 
         return serve_on_ray(engine, server, replicas)
-    from qserve.server.app import serve as serve_http
+    from qserve.server.serve import serve as serve_http
 
     return serve_http(engine, server)
 
@@ -494,10 +498,14 @@ def _with_config_file(argv: list[str]) -> list[str]:
     }
     # The file's settings come first: for a repeated flag the last value counts.
     arguments = config_file.as_arguments(path, settings, known)
-    has_argument = bool(others) and not others[0].startswith("-")
-    if argument is not None and not has_argument:
-        others = [str(argument), *others]
-    return [*argv[:depth], *others[:1], *arguments, *others[1:]]
+    # Positional arguments stay together: the parser takes several only without flags in between.
+    num_first = next((i for i, each in enumerate(others) if each.startswith("-")), len(others))
+    if argument is not None and not num_first:
+        listed = argument if isinstance(argument, list) else [argument]
+        others = [*map(str, listed), *others]
+        num_first = len(listed)
+    num_first = max(num_first, 1)
+    return [*argv[:depth], *others[:num_first], *arguments, *others[num_first:]]
 
 
 def _device(name: str) -> str:

@@ -27,6 +27,7 @@ from qserve.processes.logs import FORMATS as LOG_FORMATS
 from qserve.processes.logs import LEVELS
 from qserve.profile.profiler_config import ProfilerConfig
 from qserve.server.admin.settings import AdminSettings
+from qserve.server.models.settings import ModelsSettings
 from qserve.server.store.settings import StoreSettings
 from qserve.speculation.config import SpeculativeConfig
 
@@ -326,7 +327,7 @@ def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig(AdminSettings, MediaSettings, StoreSettings):
+class ServerConfig(AdminSettings, MediaSettings, ModelsSettings, StoreSettings):
     """All settings of the HTTP server."""
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0: all")

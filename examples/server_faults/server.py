@@ -18,7 +18,7 @@ from http_client import ask
 PROGRAM = """
 import json, sys
 from qserve.config import EngineConfig, ServerConfig
-from qserve.server.app import serve
+from qserve.server.serve import serve
 engine, server = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 sys.exit(serve(EngineConfig(**engine), ServerConfig(**server), engine=sys.argv[3]))
 """

@@ -8,8 +8,8 @@ import argparse
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 from formats.errors import InputError
 from qserve.command_line import config_file
@@ -85,6 +85,37 @@ def with_dashes(argument: str) -> str:
     return flag.replace("_", "-") + equals + value
 
 
+def parse_settings(
+    source: str,
+    settings: Mapping[str, Any],
+    fields: Mapping[str, dataclasses.Field],
+    classes: Sequence[type],
+) -> dict[str, Any]:
+    """Return the values of settings from a file, typed as their flags are. Raises InputError.
+
+    `fields`: those that may be set, of the settings `classes`.
+    """
+    hints = {name: hint for cls in classes for name, hint in typing.get_type_hints(cls).items()}
+    named = {name.replace("_", "-"): value for name, value in settings.items()}
+    known = {name.replace("_", "-"): hints[name] is bool for name in fields}
+    parser = _FileParser(source)
+    for name in fields:
+        _add_flag(parser, fields[name], hints[name])
+    found = vars(parser.parse_args(config_file.as_arguments(source, named, known)))
+    return {name: found[name] for name in fields if name.replace("_", "-") in named}
+
+
+class _FileParser(argparse.ArgumentParser):
+    """Parser of the settings in a file."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+        self._source = source
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(self._source, message.removeprefix("argument "), "correct the file")
+
+
 def _number_or_text(text: str) -> int | str:
     """Parse a value that is an integer or a word."""
     return int(text) if text.removeprefix("-").isdecimal() else text
@@ -100,7 +131,8 @@ def _usage(parser: argparse.ArgumentParser) -> str:
     parts = [parser.prog]
     for action in parser._actions:
         if not action.option_strings:
-            parts.append(f"[{action.metavar}]" if action.nargs == "?" else action.metavar)
+            optional = {"?": f"[{action.metavar}]", "*": f"[{action.metavar} ...]"}
+            parts.append(optional.get(action.nargs, action.metavar))
         elif action.required:
             parts.append(f"{action.option_strings[0]} {action.dest.upper()}")
     return " ".join([*parts, "[options]"])
@@ -119,8 +151,10 @@ def _add_argument(parser: argparse.ArgumentParser, command: Command) -> None:
 
 def _add_flag(parser: argparse._ActionsContainer, field: dataclasses.Field, hint: object) -> None:
     if field.metadata["positional"]:
+        is_list = typing.get_origin(hint) is list
+        several = {"nargs": "*", "default": []} if is_list else {"type": hint}
         parser.add_argument(
-            field.name, metavar=field.name.upper(), type=hint, help=field.metadata["help"]
+            field.name, metavar=field.name.upper(), help=field.metadata["help"], **several
         )
         return
     names = [SHORT_FLAGS[field.name]] if field.name in SHORT_FLAGS else []

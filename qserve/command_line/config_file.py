@@ -31,6 +31,11 @@ def find(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 def read(path: str) -> dict[str, Any]:
     """Read the settings of a file, by name with dashes. Raises InputError."""
+    return {name.replace("_", "-"): value for name, value in read_mapping(path).items()}
+
+
+def read_mapping(path: str) -> dict[str, Any]:
+    """Read a file with a mapping of names. Raises InputError."""
     try:
         found = _parse(Path(path), Path(path).read_text())
     except OSError as error:
@@ -41,7 +46,7 @@ def read(path: str) -> dict[str, Any]:
         raise InputError(path, f"cannot be read: {one_line(error)}", "correct the file") from error
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise InputError(path, "expected a mapping of flags to values", "correct the file")
-    return {name.replace("_", "-"): value for name, value in found.items()}
+    return found
 
 
 def as_arguments(path: str, settings: dict[str, Any], known: dict[str, bool]) -> list[str]:

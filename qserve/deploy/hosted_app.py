@@ -4,7 +4,6 @@ Any caller can pass in requests; a replica of Ray Serve calls `answer`.
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncGenerator
 
@@ -13,12 +12,10 @@ from starlette.applications import Starlette
 from qserve.config import EngineConfig, ServerConfig
 from qserve.deploy.routed_request import RoutedRequest
 from qserve.engine.ipc.process import ENGINE
-from qserve.engine.ipc.supervisor import EngineSupervisor
 from qserve.processes import logs
 from qserve.processes.log_limit import limit_logging
-from qserve.server.app import ORDER_OF_ARRIVAL, build_app, load, open_store, start_preparation
-from qserve.server.observability.metrics import Metrics
-from qserve.server.prepare.preparation import Preparation
+from qserve.server.app import app_of, open_store
+from qserve.server.hosted_model import HostedModel
 from qserve.server.store.store import ResponseStore
 
 # Interval between two pieces of a stream: output in between goes with the next piece. Each piece is
@@ -36,16 +33,8 @@ logger = logging.getLogger(__name__)
 class HostedApp:
     """One engine and its app. Created by `start`, ended by `close`."""
 
-    def __init__(
-        self,
-        app: Starlette,
-        client: EngineSupervisor,
-        preparation: Preparation,
-        watch: asyncio.Task,
-        store: ResponseStore | None = None,
-    ) -> None:
-        self.app, self._client, self._preparation, self._watch = app, client, preparation, watch
-        self._store = store
+    def __init__(self, model: HostedModel, app: Starlette, store: ResponseStore | None) -> None:
+        self._model, self.app, self._store = model, app, store
         self.num_open = 0  # number of requests in progress
 
     @classmethod
@@ -55,27 +44,14 @@ class HostedApp:
         """Load the model. Raises InputError."""
         logs.configure(config.log_level, config.log_format, text="%(message)s")
         limit_logging()
-        metrics = Metrics(config.model_names(engine_config.model)[0], config.metrics_prefix)
         store = open_store(config)
-        tokenizer, client = await load(engine_config, config, engine, metrics)
-        metrics.describe_cache(engine_config)
-        preparation = start_preparation(client, tokenizer, config)
-        app = build_app(
-            client,
-            tokenizer,
-            config,
-            max_num_seqs=engine_config.max_num_seqs,
-            metrics=metrics,
-            preparation=preparation,
-            priority_counts=engine_config.scheduling_policy not in ORDER_OF_ARRIVAL,
-            store=store,
-        )
-        return cls(app, client, preparation, asyncio.create_task(metrics.watch_loop()), store)
+        model = await HostedModel.start(engine_config, config, engine=engine, store=store)
+        return cls(model, app_of([model.service], config), store)
 
     @property
     def is_alive(self) -> bool:
         """True if requests can run now or soon."""
-        return self._client.is_alive or self._client.is_restarting
+        return self._model.is_alive
 
     async def answer(self, request: RoutedRequest) -> Answer:
         """Run one request. Closing the generator early ends it, like a client that disconnects."""
@@ -107,10 +83,7 @@ class HostedApp:
 
     async def close(self) -> None:
         """Stop the engine; running requests end with an error."""
-        self._watch.cancel()
-        with contextlib.suppress(Exception):
-            await self._client.close()
-        await self._preparation.close()
+        await self._model.close()
         if self._store is not None:
             self._store.close()
 

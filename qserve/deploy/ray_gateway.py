@@ -17,9 +17,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from qserve.config import ServerConfig
-from qserve.deploy.metrics_pages import join_pages
 from qserve.deploy.routed_request import RoutedRequest, look_into
 from qserve.server.http.errors import ApiError, json_response
+from qserve.server.observability.metrics_pages import join_pages
 
 METRICS, MODELS = "/metrics", "/v1/models"
 EVERYWHERE = (METRICS, "/reset_prefix_cache", "/start_profile", "/stop_profile")
@@ -114,7 +114,7 @@ class Gateway:
         if status != 200 or routed.path != METRICS:
             return Response(body, status_code=status, media_type="application/json")
         pages = {name: page.decode() for name, _, page in answers}
-        return Response(join_pages(pages), media_type="text/plain; version=0.0.4")
+        return Response(join_pages(pages, "replica"), media_type="text/plain; version=0.0.4")
 
     def _models(self) -> Response:
         """List all models that can be requested, loaded or not."""

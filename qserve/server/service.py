@@ -136,6 +136,14 @@ class Service:
         return self.model_name if lora is None else lora.lora_name
 
 
+SERVICE = "service"  # in the scope of a request whose model was selected
+
+
 def service_of(request: Request) -> Service:
-    """Service of the app that received a request."""
-    return request.app.state.service
+    """Service of the model that a request is for; the first one if it names none."""
+    return request.scope.get(SERVICE) or request.app.state.service
+
+
+def services_of(request: Request) -> tuple[Service, ...]:
+    """Services of all models of the server."""
+    return request.app.state.services

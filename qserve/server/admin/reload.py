@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from formats.errors import InputError
 from qserve.server.service import Service
@@ -42,14 +42,15 @@ async def reload_settings(service: Service) -> None:
 
 
 @contextlib.contextmanager
-def on_hangup(service: Service) -> Iterator[None]:
+def on_hangup(services: Sequence[Service]) -> Iterator[None]:
     """Read settings again at SIGHUP, one signal after the other."""
     loop, turn = asyncio.get_running_loop(), asyncio.Lock()
     tasks: set[asyncio.Task] = set()
 
     async def reload() -> None:
         async with turn:
-            await reload_settings(service)
+            for service in services:
+                await reload_settings(service)
 
     def begin() -> None:
         task = loop.create_task(reload())

@@ -7,16 +7,19 @@ from starlette.responses import Response
 from qserve import __version__
 from qserve.server.http.errors import ApiError, engine_dead, json_response
 from qserve.server.http.route_list import READ, RouteList
-from qserve.server.service import service_of
+from qserve.server.observability.metrics_pages import join_pages
+from qserve.server.service import services_of
 
 routes = RouteList()
 
 
 @routes.read("/health")
 async def health(request: Request) -> Response:
-    """200 while the engine is alive, else 503."""
-    client = service_of(request).client
-    return Response() if client.is_alive else engine_dead(client.is_restarting).response
+    """200 while all engines are alive, else 503."""
+    for service in services_of(request):
+        if not service.client.is_alive:
+            return engine_dead(service.client.is_restarting).response
+    return Response()
 
 
 @routes.route("/ping", (*READ, "POST"))
@@ -28,11 +31,11 @@ async def ping(request: Request) -> Response:
 @routes.read("/ready")
 async def ready(request: Request) -> Response:
     """200 while requests are accepted: the engine is alive and the server is not stopping."""
-    service = service_of(request)
-    if service.is_stopping():
-        raise ApiError(503, "The server is stopping.")
-    if service.is_refusing:
-        raise ApiError(503, "The model is paused or asleep.")
+    for service in services_of(request):
+        if service.is_stopping():
+            raise ApiError(503, "The server is stopping.")
+        if service.is_refusing:
+            raise ApiError(503, f"The model {service.model_name} is paused or asleep.")
     return await health(request)
 
 
@@ -44,12 +47,16 @@ async def version(request: Request) -> Response:
 @routes.read("/load")
 async def load(request: Request) -> Response:
     """Number of outputs running or queued, which --max-num-queued-reqs limits."""
-    num_outputs, _ = service_of(request).admission.held
-    return json_response({"server_load": num_outputs})
+    held = [service.admission.held for service in services_of(request)]
+    return json_response({"server_load": sum(num_outputs for num_outputs, _ in held)})
 
 
 @routes.read("/metrics")
 async def metrics(request: Request) -> Response:
     """Prometheus metrics, also while the engine is dead."""
     headers = {"Content-Type": CONTENT_TYPE_LATEST}
-    return Response(service_of(request).metrics.page(), headers=headers)
+    pages = {each.model_name: each.metrics.page() for each in services_of(request)}
+    if len(pages) == 1:
+        return Response(*pages.values(), headers=headers)
+    texts = {name: page.decode() for name, page in pages.items()}
+    return Response(join_pages(texts, "model_name"), headers=headers)

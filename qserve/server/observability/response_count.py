@@ -5,11 +5,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from qserve.server.http.errors import CLIENT_GONE
 from qserve.server.observability.metrics import Metrics
 
+METRICS = "metrics"  # in a request's scope: those of its model, if the server has several
 UNROUTED = "none"  # no route matched, or the request was refused before routing
 
 
 class CountResponses:
-    """ASGI middleware that counts each request once, by route and response status."""
+    """ASGI middleware that counts each request once, by route and response status.
+
+    `metrics` are those of the first model; requests to another count there.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
@@ -41,4 +45,5 @@ class CountResponses:
     def _count(self, scope: Scope, status: int) -> None:
         # The router sets it. Its path has parameter names instead of the client's values.
         path = getattr(scope.get("route"), "path", None)
-        self._metrics.count_response(scope["method"], path or UNROUTED, status)
+        metrics = scope.get(METRICS, self._metrics)
+        metrics.count_response(scope["method"], path or UNROUTED, status)

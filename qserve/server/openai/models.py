@@ -7,22 +7,26 @@ from starlette.responses import Response
 
 from qserve.server.http.errors import json_response
 from qserve.server.http.route_list import RouteList
-from qserve.server.service import Service, service_of
+from qserve.server.models.select import named_service
+from qserve.server.service import Service, services_of
 
 routes = RouteList()
 
 
 @routes.read("/v1/models")
 async def models(request: Request) -> Response:
-    service = service_of(request)
-    cards = [_card(service, name) for name in (*service.model_names, *service.adapters.of_name)]
+    cards = [
+        _card(service, name)
+        for service in services_of(request)
+        for name in (*service.model_names, *service.adapters.of_name)
+    ]
     return json_response({"object": "list", "data": cards})
 
 
 @routes.read("/v1/models/{name:path}")
 async def model(request: Request) -> Response:
-    service, name = service_of(request), request.path_params["name"]
-    service.model.check_name(name)
+    name = request.path_params["name"]
+    service = named_service(services_of(request), name)
     return json_response(_card(service, name))
 
 

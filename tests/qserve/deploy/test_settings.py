@@ -9,7 +9,6 @@ from formats.errors import InputError
 from qserve.cli import main
 from qserve.config import EngineConfig, ServerConfig
 from qserve.deploy.hosted_app import HostedApp
-from qserve.deploy.metrics_pages import join_pages
 from qserve.deploy.routed_request import RoutedRequest
 from qserve.deploy.settings import DeploySettings
 
@@ -39,34 +38,6 @@ def test_without_ray_the_command_says_what_to_install(monkeypatch, capsys, tmp_p
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     assert main(["serve", str(tmp_path), "--backend", "ray"]) == 1
     assert "pip install 'qserve-kit[ray]'" in capsys.readouterr().err
-
-
-PAGE = """# HELP q:running Outputs.
-# TYPE q:running gauge
-q:running{model_name="a {b} c"} 1.0
-# HELP process_x CPU.
-# TYPE process_x counter
-process_x 2.5
-"""
-
-
-def test_pages_of_metrics_are_one_with_a_label_for_each_server():
-    assert join_pages({"7/m": PAGE, "8/m": PAGE}) == (
-        "# HELP q:running Outputs.\n# TYPE q:running gauge\n"
-        'q:running{replica="7/m",model_name="a {b} c"} 1.0\n'
-        'q:running{replica="8/m",model_name="a {b} c"} 1.0\n'
-        "# HELP process_x CPU.\n# TYPE process_x counter\n"
-        'process_x{replica="7/m"} 2.5\n'
-        'process_x{replica="8/m"} 2.5\n'
-    )
-    assert join_pages({}) == ""
-
-
-def test_a_joined_page_is_one_that_prometheus_reads():
-    from prometheus_client.parser import text_string_to_metric_families
-
-    families = list(text_string_to_metric_families(join_pages({"7/m": PAGE, "8/m": PAGE})))
-    assert [len(each.samples) for each in families] == [2, 2]
 
 
 def request(path, body=None, method="POST"):

@@ -14,9 +14,10 @@ from qserve.config import ServerConfig
 from qserve.engine.ipc.client import RefusedError
 from qserve.engine.token_event import RequestFacts, TokenEvent, TokenLogprobs
 from qserve.params.handling import Handling
-from qserve.server.app import build_app, uvicorn_config
+from qserve.server.app import build_app
 from qserve.server.http import listener
 from qserve.server.http.http_protocol import Connections
+from qserve.server.web_server import uvicorn_config
 from qserve.text.tokenizer import Tokenizer
 
 END = 2  # the bundled tokenizer's end token

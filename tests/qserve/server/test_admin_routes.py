@@ -215,7 +215,7 @@ def test_hangup_reads_keys_and_adapters_again(make_server, tmp_path, caplog):
         return server.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code
 
     async def hang_up():
-        with on_hangup(service):
+        with on_hangup([service]):
             os.kill(os.getpid(), signal.SIGHUP)
             while "adapter bad stays" not in caplog.text:
                 await asyncio.sleep(0.01)

@@ -15,11 +15,11 @@ import openai
 import pytest
 
 from qserve.config import ServerConfig
-from qserve.server.app import _Server, uvicorn_config
 from qserve.server.http import http_protocol, listener
 from qserve.server.http.http_protocol import Connections
 from qserve.server.openai import completions
 from qserve.server.prepare.preparation import SHORT_BYTES
+from qserve.server.web_server import WebServer, uvicorn_config
 
 TEXT = "Hello there, general reader."
 GUARD = 60.0  # seconds, against hanging
@@ -302,7 +302,7 @@ def stoppable(make_server):
     """A server as `serve` runs it: (itself, its URL, stop)."""
     stopping = threading.Event()
     server = make_server(ServerConfig(served_model_name=["tiny"]), is_stopping=stopping.is_set)
-    web = _Server(uvicorn_config(server.app, Connections(limit=100)), "Ready at", 600.0, stopping)
+    web = WebServer(uvicorn_config(server.app, Connections(limit=100)), "Ready at", 600.0, stopping)
     sockets = [listener.bind(ServerConfig(host="127.0.0.1", port=0))]
     loops: list[asyncio.AbstractEventLoop] = []
 

@@ -17,10 +17,10 @@ from formats.errors import InputError
 from qserve.commands.client_http import ServerClient
 from qserve.config import ServerConfig
 from qserve.processes import logs
-from qserve.server.app import _tls_options, uvicorn_config
 from qserve.server.http import listener
 from qserve.server.http.http_protocol import Connections
 from qserve.server.http.rate_limit import LimitRate
+from qserve.server.web_server import tls_options, uvicorn_config
 
 COMPLETIONS = "/v1/completions"
 
@@ -195,7 +195,7 @@ def run_on():
         import uvicorn
 
         bound = listener.bind(config)
-        options = _tls_options(config)
+        options = tls_options(config)
         web = uvicorn.Server(uvicorn_config(server.app, Connections(limit=100), **options))
         thread = threading.Thread(target=web.run, kwargs={"sockets": [bound]}, daemon=True)
         thread.start()

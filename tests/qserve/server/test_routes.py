@@ -6,7 +6,7 @@ import re
 import pytest
 
 from qserve.config import ServerConfig
-from qserve.server.app import TOPICS
+from qserve.server.app import OPERATOR_TOPICS, TOPICS
 from qserve.server.page.openapi import document
 from qserve.server.page.openapi_routes import ROUTES
 from qserve.server.page.routes import INLINE
@@ -232,7 +232,7 @@ def test_fields_of_a_response_that_change_nothing_are_named(server):
 def test_description_names_every_route_and_nothing_else(server):
     known = {
         (route.path.replace(":path", ""), method.lower())
-        for topic in TOPICS
+        for topic in (*TOPICS, *OPERATOR_TOPICS)
         for route in topic.routes
         for method in route.methods - {"HEAD"}
     }

@@ -23,9 +23,9 @@ PROGRAM = """
 import sys
 from formats.errors import InputError
 from qserve.config import EngineConfig, ServerConfig
-from qserve.server import app
+from qserve.server import hosted_model, serve
 if sys.argv[6] == "0":  # it takes seconds to load
-    app.start_preparation = lambda *arguments: app.Preparation()
+    hosted_model.start_preparation = lambda *arguments: hosted_model.Preparation()
 settings = dict(each.split("=") for each in sys.argv[7:])
 settings = {name: (float if "timeout" in name else int)(value) for name, value in settings.items()}
 config = ServerConfig(
@@ -37,7 +37,7 @@ config = ServerConfig(
 )
 try:
     engine_config = EngineConfig(model=sys.argv[1], max_model_len=int(sys.argv[4]))
-    sys.exit(app.serve(engine_config, config, engine="fake_engine:FakeEngine"))
+    sys.exit(serve.serve(engine_config, config, engine="fake_engine:FakeEngine"))
 except InputError as error:
     sys.exit(f"error: {error}")
 """

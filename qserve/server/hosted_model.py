@@ -1,0 +1,155 @@
+"""HostedModel: one model of a server: its engine process, worker processes and Service."""
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from formats.errors import InputError
+from qserve.config import EngineConfig, ServerConfig
+from qserve.engine.ipc.client import Limits
+from qserve.engine.ipc.process import ENGINE
+from qserve.engine.ipc.supervisor import EngineSupervisor
+from qserve.hub.local import weights_folder
+from qserve.lora.request import parse_modules
+from qserve.params.generation_defaults import load_defaults
+from qserve.processes import logs
+from qserve.server.app import chosen_parsers, make_service
+from qserve.server.observability.metrics import Metrics
+from qserve.server.observability.tracing import Tracing
+from qserve.server.prepare.media import IN_OTHER_PROCESSES, MediaAccess
+from qserve.server.prepare.preparation import Preparation
+from qserve.server.prepare.worker import WorkerClient
+from qserve.server.prepare.worker_messages import Setup
+from qserve.server.service import Service
+from qserve.server.store.store import ResponseStore
+from qserve.text.tokenizer import Tokenizer
+
+# Policies that ignore a request's priority; a policy of the user's own may use it.
+ORDER_OF_ARRIVAL = ("fcfs", "prefill-first", "longest-prefix", "controlled")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostedModel:
+    """Processes of one model. Created by `start`, ended by `close`."""
+
+    service: Service
+    client: EngineSupervisor
+    preparation: Preparation
+    watch: asyncio.Task  # measures the delays of the event loop
+
+    @classmethod
+    async def start(
+        cls,
+        engine_config: EngineConfig,
+        config: ServerConfig,
+        *,
+        engine: str = ENGINE,
+        store: ResponseStore | None = None,
+        tracing: Tracing | None = None,
+        is_stopping: Callable[[], bool] = lambda: False,
+    ) -> "HostedModel":
+        """Load the model. Raises InputError."""
+        metrics = Metrics(config.model_names(engine_config.model)[0], config.metrics_prefix)
+        tokenizer, client = await load(engine_config, config, engine, metrics)
+        preparation = None
+        try:
+            metrics.describe_cache(engine_config)
+            if engine_config.enable_lora:
+                metrics.describe_adapters(engine_config.max_loras)
+            preparation = start_preparation(client, tokenizer, config)
+            service = make_service(
+                client,
+                tokenizer,
+                config,
+                max_num_seqs=engine_config.max_num_seqs,
+                metrics=metrics,
+                tracing=tracing,
+                preparation=preparation,
+                is_stopping=is_stopping,
+                priority_counts=engine_config.scheduling_policy not in ORDER_OF_ARRIVAL,
+                loras=parse_modules(engine_config.lora_modules),
+                store=store,
+                weights_folder=functools.partial(weights_folder, config=engine_config),
+            )
+        except BaseException:
+            await client.close()
+            if preparation is not None:
+                await preparation.close()
+            raise
+        watch = asyncio.create_task(metrics.watch_loop())
+        return cls(service=service, client=client, preparation=preparation, watch=watch)
+
+    @property
+    def is_alive(self) -> bool:
+        """True if requests can run now or soon."""
+        return self.client.is_alive or self.client.is_restarting
+
+    async def close(self) -> None:
+        """End the processes; running requests end with an error."""
+        self.watch.cancel()
+        with contextlib.suppress(Exception):
+            await self.client.close()
+        await self.preparation.close()
+
+
+async def load(
+    config: EngineConfig, server: ServerConfig, engine: str, metrics: Metrics
+) -> tuple[Tokenizer, EngineSupervisor]:
+    """Load the tokenizer here and the model in the engine process, in parallel."""
+    starting = asyncio.create_task(
+        EngineSupervisor.start(
+            config,
+            restarts=server.restart_engine,
+            engine=engine,
+            watch=metrics.take_report,
+            limits=Limits(silence=server.engine_timeout, step=server.engine_step_timeout),
+            on_restart=metrics.count_restart,
+            arguments=logs.arguments(server.log_level, server.log_format),
+            check=server.check,
+        )
+    )
+    try:
+        tokenizer = await asyncio.to_thread(_load_tokenizer, config.model, config.tokenizer)
+        return tokenizer, await starting
+    except BaseException:
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError, InputError):
+            await (await starting).close()
+        raise
+
+
+def _load_tokenizer(folder: str, files: str | None) -> Tokenizer:
+    from formats.checkpoint import CONFIG, read_json  # loads torch, while the engine loads too
+
+    # A mistyped folder gets a clear error here, not one from inside the tokenizer.
+    read_json(Path(folder) / CONFIG)
+    return Tokenizer(folder, files)
+
+
+def start_preparation(
+    client: EngineSupervisor, tokenizer: Tokenizer, config: ServerConfig
+) -> Preparation:
+    """Start the worker processes: one, one more if the model has a chat template, and those that
+    take images if the model does.
+    """
+    parsers, access = chosen_parsers(tokenizer, config), MediaAccess.of(client, config)
+    setup = Setup(
+        folder=tokenizer.folder,
+        tokenizer_folder=tokenizer.files,
+        names=config.model_names(tokenizer.folder),
+        defaults=load_defaults(tokenizer.folder),
+        max_model_len=client.max_model_len,
+        vocab_size=client.vocab_size,
+        chat_special_tokens=config.chat_special_tokens,
+        auto_tool_parser=parsers.tool_calls,
+        reasoning_parser=parsers.reasoning,
+        structured_output_strict=config.structured_output_strict,
+        without_media=access.refusal if access.limits is None else IN_OTHER_PROCESSES,
+    )
+    arguments = logs.arguments(config.log_level, config.log_format)
+    renderer = WorkerClient(setup, arguments) if tokenizer.has_chat_template else None
+    media = access.workers(setup, config.num_media_workers, arguments)
+    return Preparation(WorkerClient(setup, arguments), renderer, media)

@@ -1,0 +1,140 @@
+"""ModelTurns: models that share one device's memory; all but one sleep."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from time import monotonic
+from typing import Protocol
+
+from formats.errors import InputError, one_line
+from qserve.engine.control.commands import WAIT, AnyCommand, Outcome, Sleep, WakeUp
+from qserve.server.http.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+
+class Sleeper(Protocol):
+    """The part of an engine's client that turns need."""
+
+    async def operate(self, command: AnyCommand) -> tuple[Outcome, str]: ...
+
+
+async def fall_asleep(client: Sleeper, name: str) -> None:
+    """Move a model's weights to the host and free its pages. Raises InputError."""
+    _, problem = await client.operate(Sleep(level=1, mode=WAIT))
+    if problem:
+        raise InputError(name, f"cannot sleep: {problem}", "serve it with --memory-sharing split")
+
+
+class ModelTurns:
+    """Turns of several models on one device. Use it on one event loop only.
+
+    A request for the model that is awake starts immediately. A request for another model waits until
+    the running requests have finished; then the models change. While one waits, the model that is
+    awake takes new requests for `seconds` after it woke up.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[Sleeper],
+        seconds: float,
+        *,
+        awake: int | None = 0,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """`awake`: index of the model that is awake."""
+        self._clients, self._seconds, self._clock = clients, seconds, clock
+        self._awake = awake
+        self._woken_at = clock()
+        self._num_running = 0
+        self._waiting: dict[int, list[asyncio.Future[None]]] = {}  # by model, first come first
+        self._change: asyncio.Task[None] | None = None
+
+    @contextlib.asynccontextmanager
+    async def using(self, index: int) -> AsyncIterator[None]:
+        """Keep a model awake inside the block. Raises ApiError(503) if it does not wake up."""
+        await self.enter(index)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    async def enter(self, index: int) -> None:
+        """Wait until a model is awake. The caller must call `leave`. Raises ApiError(503)."""
+        if self._is_open(index):
+            self._num_running += 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(index, []).append(turn)
+        self._advance()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                self.leave()
+            else:
+                self._forget(index, turn)
+            raise
+
+    def leave(self) -> None:
+        """End a request."""
+        self._num_running -= 1
+        self._advance()
+
+    def _is_open(self, index: int) -> bool:
+        """True if a new request for a model may start now."""
+        if self._change is not None or index != self._awake:
+            return False
+        others_wait = any(each != index for each in self._waiting)
+        return not others_wait or self._clock() - self._woken_at < self._seconds
+
+    def _advance(self) -> None:
+        """Give the device to the model that has waited longest, if nothing runs."""
+        if self._num_running or self._change is not None or not self._waiting:
+            return
+        index = next(iter(self._waiting))
+        if index == self._awake:
+            self._start(index)
+        else:
+            self._change = asyncio.get_running_loop().create_task(self._change_to(index))
+
+    def _start(self, index: int) -> None:
+        """Start the waiting requests of the model that is awake."""
+        self._woken_at = self._clock()
+        for turn in self._waiting.pop(index, []):
+            if not turn.done():
+                self._num_running += 1
+                turn.set_result(None)
+
+    async def _change_to(self, index: int) -> None:
+        problem = ""
+        if self._awake is not None:
+            problem = await self._operate(self._awake, Sleep(level=1, mode=WAIT))
+        if not problem:
+            self._awake = None
+            problem = await self._operate(index, WakeUp())
+        self._change = None
+        if problem:
+            for turn in self._waiting.pop(index, []):
+                if not turn.done():
+                    turn.set_exception(ApiError(503, f"The model did not wake up: {problem}"))
+        else:
+            self._awake = index
+            self._start(index)
+        self._advance()
+
+    async def _operate(self, index: int, command: AnyCommand) -> str:
+        """Carry out a command; returns what went wrong."""
+        try:
+            return (await self._clients[index].operate(command))[1]
+        except Exception as error:  # of a dead engine, which also ends the server
+            logger.warning("%s failed: %s", type(command).__name__, one_line(error))
+            return one_line(error)
+
+    def _forget(self, index: int, turn: asyncio.Future[None]) -> None:
+        turns = self._waiting.get(index, [])
+        if turn in turns:
+            turns.remove(turn)
+            if not turns:
+                del self._waiting[index]

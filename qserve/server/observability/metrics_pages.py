@@ -1,0 +1,39 @@
+"""Join the metrics of several engines in one page: a label names the engine of each sample."""
+
+from collections.abc import Mapping
+
+
+def join_pages(pages: Mapping[str, str], label: str) -> str:
+    """Join pages in Prometheus' text format, by the value that `label` gets in each.
+
+    Samples that have the label keep theirs.
+    """
+    heads: dict[str, list[str]] = {}  # family -> its comment lines
+    samples: dict[str, list[str]] = {}
+    for value, page in pages.items():
+        family = ""
+        for line in page.splitlines():
+            if line.startswith("#"):
+                family = line.split(" ", 3)[2]
+                head = heads.setdefault(family, [])
+                if line not in head:
+                    head.append(line)
+            elif line:
+                samples.setdefault(family, []).append(_labelled(line, label, value))
+    lines = []
+    for family, head in heads.items():
+        lines += head + samples.get(family, [])
+    return "\n".join(lines) + "\n" if lines else ""
+
+
+def _labelled(line: str, label: str, value: str) -> str:
+    # A label's value may contain spaces and braces; a name contains neither.
+    brace, space = line.find("{"), line.find(" ")
+    has_labels = 0 <= brace < space
+    if has_labels and any(f'{before}{label}="' in line for before in "{,"):
+        return line
+    quoted = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    added = f'{label}="{quoted}"'
+    if has_labels:
+        return f"{line[: brace + 1]}{added},{line[brace + 1 :]}"
+    return f"{line[:space]}{{{added}}}{line[space:]}"
