@@ -51,6 +51,11 @@ def quantize(model: str, config: QuantizeConfig) -> int:
     from formats.plan import parse_override
     from formats.scheme import SCHEMES, Scheme
     from formats.table import parse_size
+    from qserve.model.fallback.quantize import (
+        check_rounding_alone,
+        has_no_row,
+        quantize_fallback,
+    )
 
     config = with_recipe_file(config)
     fits_groups = config.group_size == AUTO_GROUPS
@@ -103,6 +108,13 @@ def quantize(model: str, config: QuantizeConfig) -> int:
         report = quantize_head(model, config.output, target=target, **settings)
     elif config.target is not None:
         raise InputError("--target", f"{model} is not a draft head", "remove it")
+    elif has_no_row(model):
+        is_rounded = config.recipe == "rtn" and not (is_gguf or fits_groups)
+        given = [name for name in (*NOT_OF_A_HEAD, "override", "adapter") if getattr(config, name)]
+        check_rounding_alone(model, is_rounded, given)
+        names = ("output_format", "ignore", "quantizer")
+        own = {name: settings[name] for name in names}
+        report = quantize_fallback(model, config.output, scheme, **own)
     else:
         settings["recipe"] = config.recipe or default_recipe(scheme)
         report = (quantize_to_gguf if is_gguf else quantize_checkpoint)(

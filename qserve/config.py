@@ -34,6 +34,7 @@ from qserve.speculation.config import SpeculativeConfig
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("auto", "cuda", "cpu")
+MODEL_IMPLS = ("auto", "native", "transformers")
 EXECUTORS = ("mp", "ray")
 ALL_REDUCES = ("auto", "nccl")
 KV_CACHE_DTYPES = ("auto", *KV_CACHES)
@@ -58,6 +59,13 @@ class EngineConfig(HubSettings):
         "auto", "activation dtype; auto: the checkpoint's on a GPU, float32 on a CPU", DTYPES
     )
     device: str = setting("auto", "where to run; auto: the GPU if there is one", DEVICES)
+    model_impl: str = setting(
+        "auto",
+        "implementation of the layers; native: this project's; transformers: those of transformers"
+        " over this project's KV pages; auto: transformers for architectures that `qserve families`"
+        " does not list",
+        MODEL_IMPLS,
+    )
     max_model_len: int | None = setting(
         None, "maximum length of prompt plus output, in tokens; default: the model's own limit"
     )

@@ -4,6 +4,7 @@ Versions: vLLM 0.33.0 (0.25.1 and 0.29.0 where stated), SGLang 0.5.23, transform
 optimum 2.3.0, gptqmodel 7.7.0 and compressed-tensors 0.20.0.
 """
 
+from formats.architecture.refused import REFUSED
 from formats.architecture.rope_types import SERVED_ROPE_TYPES
 from formats.compatibility.compressed import COMPRESSED_RULES
 from formats.compatibility.loads_in import Facts, Rule, Verdict, judge
@@ -51,12 +52,27 @@ RULES: tuple[Rule, ...] = (
         "no rule looks at what is not read",
     ),
     row(
-        "family",
+        "refused-family",
         OURS,
         "no",
+        lambda f: " ".join(REFUSED.get(f.architecture, ())[:1]),
+        OWN_SOURCE,
+    ),
+    row(
+        "no-family",
+        OURS,
+        "no",
+        when(lambda f: not f.architecture, "config.json names no architecture"),
+        OWN_SOURCE,
+    ),
+    row(
+        "family",
+        OURS,
+        "not judged",
         when(
-            lambda f: f.architecture not in served_architectures(),
-            f"serves {', '.join(served_architectures())}",
+            lambda f: f.architecture not in (*served_architectures(), *REFUSED),
+            "`qserve families` does not list it; `serve` runs it through transformers if a check at"
+            " the start passes",
         ),
         OWN_SOURCE,
     ),

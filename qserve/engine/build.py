@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from qserve.config import EngineConfig
 from qserve.engine import media_limits, state_limits
 from qserve.engine.distributed.worker_group import WorkerGroup
+from qserve.engine.fallback_limits import check_fallback
 from qserve.engine.kv_cache.block_pool import BlockPool
 from qserve.engine.kv_cache.host_tier import HostTier
 from qserve.engine.pending.grammars import GrammarQueue
@@ -47,6 +48,7 @@ class EngineParts:
         max_model_len = pick_length(config, model)
         model.check_length(max_model_len)
         state_limits.check_states(config, model)
+        check_fallback(config, model)
         check_ranks(model, config.tensor_parallel_size, config.pipeline_parallel_size)
         workers = WorkerGroup(config, model, max_model_len)
         try:

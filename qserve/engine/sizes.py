@@ -19,6 +19,7 @@ def read_model(config: EngineConfig) -> ModelConfig:
         config.model,
         activation_bits=config.activation_bits,
         quantization=config.online_quantization,
+        implementation=config.model_impl,
     )
     return media_limits.with_settings(config, model)
 

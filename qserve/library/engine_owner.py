@@ -21,6 +21,7 @@ class EngineOwner(ABC):
         download_dir: str | Path | None = None,
         dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
         device: Literal["auto", "cuda", "cpu"] = "auto",
+        model_impl: Literal["auto", "native", "transformers"] = "auto",
         max_model_len: int | None = None,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,

@@ -21,6 +21,8 @@ from qserve.parallel.pipeline import Pipeline
 class Decoder(torch.nn.Module):
     """A causal language model over paged keys and values, and states."""
 
+    is_sampled = True  # a few of its layers can run without the others
+
     def __init__(
         self,
         config: ModelConfig,

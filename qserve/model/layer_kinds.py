@@ -17,6 +17,8 @@ def sample_of_layers(decoder: Decoder) -> tuple[Decoder, list[int]]:
 
     It shares all tensors. The first layer is always included: it has no residual input yet.
     """
+    if not decoder.is_sampled:
+        return decoder, [*range(len(decoder.layers))]
     first_of_kind: dict[object, int] = {}
     for number, layer in enumerate(decoder.layers):
         first_of_kind.setdefault((number == 0, _kind(layer, ())), number)

@@ -12,6 +12,8 @@ from formats.errors import InputError
 from qserve.model import families
 from qserve.model.blocks.layer import Layer
 from qserve.model.decoder import Decoder
+from qserve.model.fallback.loading import load_fallback
+from qserve.model.fallback.support import BUILDER
 from qserve.model.model_config import ModelConfig
 from qserve.model.sharing import Sharing
 from qserve.model.weights import Source, Weights
@@ -44,6 +46,8 @@ def load(
             f"activations of {config.family.architecture} exceed the range of this dtype",
             "use --dtype bfloat16",
         )
+    if config.family.builder == BUILDER:
+        return load_fallback(config, source, device=device, dtype=dtype, kernels=kernels or {})
     sharing = Sharing(config, ranks.communicator)
     config = sharing.local(config)
     weights = Weights(

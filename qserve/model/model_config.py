@@ -21,6 +21,8 @@ from formats.families import FAMILIES, served_architectures
 from formats.gguf.folder import model_folder
 from formats.quant_config import BLOCK, QuantConfig, find_block
 from qserve.model.context_length import ContextLength
+from qserve.model.fallback import support
+from qserve.model.fallback.config import fallback_fields
 from qserve.model.filled_config import filled_config
 from qserve.model.online_quantization import OnlineQuantization, RoundingPlan
 from qserve.model.rope import RopeConfig
@@ -92,12 +94,14 @@ class ModelConfig:
         activation_bits: int | None = None,
         is_drafter: bool = False,
         quantization: OnlineQuantization | None = None,
+        implementation: str = support.AUTO,
     ) -> "ModelConfig":
         """Read config.json and generation_config.json. Raises InputError.
 
         `activation_bits`: what a checkpoint with 4-bit activations runs with; None refuses it. They
         are for the target; a drafter (`is_drafter`) uses them only if it has such activations.
         `quantization`: schemes to which a float checkpoint is rounded while it loads.
+        `implementation`: of the layers, as in EngineConfig.model_impl.
         """
         folder = model_folder(folder)
         raw = read_json(folder / CONFIG)
@@ -115,6 +119,17 @@ class ModelConfig:
         raw = usual_config(raw)
         check_num_layers(raw)
         block = find_block(Path(folder), raw)
+        if support.is_chosen(raw, implementation):
+            if quantization is not None:
+                raise InputError(
+                    "--quantization",
+                    "does not work with a model that runs through transformers",
+                    "quantize the model first",
+                )
+            quant = QuantConfig.from_dict(block) if block else None
+            fields = fallback_fields(raw, quant, Path(folder))
+            tokens = _eos_token_ids(Path(folder), SimpleNamespace(**fields["values"]))
+            return cls(**fields, eos_token_ids=tokens)
         stated = block or raw.get(BLOCK)
         if quantization is not None and stated is not None:
             method = stated.get("quant_method") if isinstance(stated, dict) else stated

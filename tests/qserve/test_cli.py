@@ -38,6 +38,7 @@ ENGINE_FLAGS = {
     "--cpu-kv-cache-memory",
     "--cpu-threads",
     "--device",
+    "--model-impl",
     "--dtype",
     "--enforce-eager",
     "--language-model-only",

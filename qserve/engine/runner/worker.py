@@ -15,9 +15,11 @@ import torch
 from tqdm import tqdm
 
 from formats.checkpoint import CheckpointReader
+from formats.errors import InputError
 from qkernels.gpu.device import INTERPRETED
 from qkernels.gpu.launch import recorded_launches
 from qserve.config import EngineConfig
+from qserve.engine.fallback_limits import is_fallback
 from qserve.engine.runner.capture import capture
 from qserve.engine.runner.cuda_graphs import CHUNK_SIZES
 from qserve.engine.runner.devices import pick_dtype
@@ -101,8 +103,9 @@ class Worker:
         self._max_model_len = max_model_len
         self._max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._ranks = ranks
-        self._uses_graphs = not config.enforce_eager and ranks.pipeline is None
-        self._plans_kernels = _plans_kernels(config, device)
+        is_eager = config.enforce_eager or is_fallback(model)
+        self._uses_graphs = not is_eager and ranks.pipeline is None
+        self._plans_kernels = _plans_kernels(config, device) and not is_fallback(model)
         # Where no kernel was compiled yet, its processes start while the model is loaded. One rank
         # compiles; the others find the result on disk.
         self._compile_pool = None
@@ -173,6 +176,12 @@ class Worker:
         """Weights and pages of this rank, which sleep and get new contents."""
         runner = self.runner
         model, device = runner.decoder.config, runner.device
+        if is_fallback(model):
+            raise InputError(
+                "sleep and new weights",
+                f"do not work with {model.family.architecture}, which runs through transformers",
+                "restart the server with other weights",
+            )
         return Residence(
             runner,
             max_model_len=self._max_model_len,

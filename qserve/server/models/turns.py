@@ -30,9 +30,9 @@ async def fall_asleep(client: Sleeper, name: str) -> None:
 class ModelTurns:
     """Turns of several models on one device. Use it on one event loop only.
 
-    A request for the model that is awake starts immediately. A request for another model waits until
-    the running requests have finished; then the models change. While one waits, the model that is
-    awake takes new requests for `seconds` after it woke up.
+    A request for the model that is awake starts immediately. A request for another model waits
+    until the running requests have finished; then the models change. While one waits, the model
+    that is awake takes new requests for `seconds` after it woke up.
     """
 
     def __init__(

@@ -261,6 +261,8 @@ CASES = {
     "own-error": ("gptq", "w4a16-sym-g32", nan),
     "damaged": ("gptq", "w4a16-sym-g32", nan),
     "unreadable": ("gptq", "w4a16-sym-g32", block(quant_method="of another world")),
+    "refused-family": ("gptq", "w4a16-sym-g32", config_of(architectures=["BloomForCausalLM"])),
+    "no-family": ("gptq", "w4a16-sym-g32", config_of(architectures=["A", "B"])),
     "family": ("gptq", "w4a16-sym-g32", config_of(architectures=["OtherForCausalLM"])),
     "activation": ("gptq", "w4a16-sym-g32", config_of(hidden_act="gelu")),
     "rope": (

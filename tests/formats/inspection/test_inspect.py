@@ -362,14 +362,19 @@ def test_bias_of_another_shape_than_the_config_states(float_model, write_folder)
 
 
 @pytest.mark.parametrize(
-    "names", [["DeepseekV2ForCausalLM"], [], ["LlamaForCausalLM", "X"], "Llama", 7]
+    ("names", "answer", "words"),
+    [
+        (["OlmoForCausalLM"], "not judged", "through transformers if a check at the start passes"),
+        (["BloomForCausalLM"], "no", "ALiBi"),
+        *((names, "no", "names no architecture") for names in ([], ["A", "B"], "Llama", 7)),
+    ],
 )
-def test_model_that_is_not_served_here_says_so(float_model, write_folder, names):
+def test_model_without_a_family_says_so(float_model, write_folder, names, answer, words):
     tensors, config = float_model
     config["architectures"] = names
     answers = {v.program: v for v in inspect_checkpoint(write_folder(tensors, config)).loads_in}
-    assert answers["this project"].answer == "no"
-    assert "Qwen3ForCausalLM" in answers["this project"].reason
+    assert answers["this project"].answer == answer
+    assert words in answers["this project"].reason
     assert answers["vLLM"].answer == "yes"
 
 

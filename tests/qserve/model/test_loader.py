@@ -117,8 +117,13 @@ def test_quantized_tensors_without_the_config_block_are_refused(edited):
 
 
 def test_unknown_architecture_names_the_known_ones(edited):
+    folder = edited(config=lambda c: c.update(architectures=["OtherForCausalLM"]))
+    refuse(folder, "OtherForCausalLM", "LlamaForCausalLM", "qserve families")
+
+
+def test_architecture_that_transformers_cannot_run_for_us_says_why(edited):
     folder = edited(config=lambda c: c.update(architectures=["MambaForCausalLM"]))
-    refuse(folder, "MambaForCausalLM", "LlamaForCausalLM", "qserve families")
+    refuse(folder, "MambaForCausalLM has no row", "attention interface", "qserve families")
 
 
 @pytest.mark.parametrize(

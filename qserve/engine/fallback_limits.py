@@ -1,0 +1,58 @@
+"""Settings that models run through transformers do not support."""
+
+from formats.errors import InputError
+from qserve.config import EngineConfig
+from qserve.engine.state_limits import Limit
+from qserve.model.fallback.support import BUILDER
+from qserve.model.model_config import ModelConfig
+
+WITHOUT_HEAD = ("ngram", "suffix")  # drafters that read tokens alone
+
+LIMITS = (
+    Limit(
+        "--tensor-parallel-size",
+        lambda config: config.tensor_parallel_size > 1,
+        "its layers are not divided over ranks",
+    ),
+    Limit(
+        "--pipeline-parallel-size",
+        lambda config: config.pipeline_parallel_size > 1,
+        "its layers are called as a whole",
+    ),
+    Limit(
+        "--enable-lora",
+        lambda config: config.enable_lora,
+        "its linears take no adapters",
+    ),
+    Limit(
+        "--speculative-config",
+        lambda config: (
+            config.speculation is not None and config.speculation.method not in WITHOUT_HEAD
+        ),
+        "it has no hidden states of single layers for a drafter; ngram works",
+    ),
+    Limit(
+        "--load-format dummy",
+        lambda config: config.load_format == "dummy",
+        "its weights are compared with transformers at the start",
+    ),
+)
+
+
+def is_fallback(model: ModelConfig) -> bool:
+    """True if transformers runs the model."""
+    return model.family.builder == BUILDER
+
+
+def check_fallback(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise InputError for a setting that does not work through transformers."""
+    if not is_fallback(model):
+        return
+    for limit in LIMITS:
+        if limit.is_asked_for(config):
+            raise InputError(
+                limit.flag,
+                f"does not work with {model.family.architecture}, which runs through"
+                f" transformers: {limit.reason}",
+                "remove it, or serve another model",
+            )

@@ -1,0 +1,248 @@
+"""Load a folder into a FallbackDecoder, and prove its attention on a short text.
+
+The proof: hidden states and logits of a few tokens, computed in chunks over pages, equal those of
+transformers' own attention. A model whose attention has another mask, a bias on scores or states
+fails it and is refused.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from formats.checkpoint import read_json
+from formats.errors import CheckpointError, InputError, one_line
+from qkernels import QuantLinear
+from qserve.model.blocks.attention import StepInputs
+from qserve.model.dummy_source import DummySource
+from qserve.model.fallback.attention import INTERFACE, Call, attach
+from qserve.model.fallback.decoder import FallbackDecoder, QuantizedLinear
+from qserve.model.fallback.support import config_of, model_class
+from qserve.model.model_config import ModelConfig
+from qserve.model.weight_source import WeightSource
+
+logger = logging.getLogger(__name__)
+
+# Tokens of the proof: a prompt across a page, then single ones. What a layer keeps besides keys and
+# values would be missing from each of these.
+CHUNKS = (17, *[1] * 15)
+PAGE = 16
+FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types
+# Least cosine of a row's states with those of transformers, by bytes of an element, and the share
+# of rows that must reach it: in 16 bits a row may go to other experts.
+AGREEMENT = {4: (0.9999, 1.0), 2: (0.98, 0.8)}
+
+
+def load_fallback(
+    config: ModelConfig,
+    source: WeightSource | DummySource,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernels: Mapping[str, str],
+) -> FallbackDecoder:
+    """Build the decoder. Raises InputError for a model that cannot run so."""
+    if isinstance(source, DummySource):
+        raise InputError(
+            "--load-format dummy",
+            f"{config.family.architecture} runs through transformers, which needs its weights",
+            "remove it",
+        )
+    folder = source.reader.folder
+    raw = read_json(Path(folder) / "config.json")
+    cls = model_class(raw)
+    logger.info(
+        "%s has no implementation here; it runs through transformers, without CUDA graphs",
+        config.family.architecture,
+    )
+    if config.quant is None:
+        model = _load_float(cls, raw, folder, dtype)
+    else:
+        model = _load_quantized(cls, raw, source, device, dtype, kernels)
+    model = model.to(device).train(False).requires_grad_(False)
+    call = Call(config.family.architecture)
+    attach(model, call)
+    decoder = _proven(config, model, call, device, kernels.get("attention"))
+    return decoder
+
+
+def _load_float(cls: Any, raw: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> Any:
+    """Load the weights as transformers does, which also knows older names of tensors."""
+    try:
+        model, found = cls.from_pretrained(
+            str(folder),
+            config=config_of(cls, raw),
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # of a library that does not document them
+        problem = f"transformers cannot load it: {one_line(error)}"
+        raise CheckpointError(str(folder), problem) from None
+    for kind, what in (("missing_keys", "is missing"), ("unexpected_keys", "is not used")):
+        if names := sorted(found[kind]):
+            raise CheckpointError(
+                str(folder),
+                f"{names[0]} {what}, as {len(names)} tensors in all",
+                "check that config.json and the weights belong together",
+            )
+    return model
+
+
+def _load_quantized(
+    cls: Any,
+    raw: Mapping[str, Any],
+    source: WeightSource,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernels: Mapping[str, str],
+) -> Any:
+    """Build the model without values, with our linears where the file has codes."""
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        model = cls(config_of(cls, raw))
+    for name, module in list(model.named_modules()):
+        if not source.is_quantized(name):
+            continue
+        if not isinstance(module, torch.nn.Linear):
+            kind = type(module).__name__
+            raise CheckpointError(
+                name, f"is quantized, and transformers computes it by {kind}", "quantize linears"
+            )
+        shape = (module.out_features, module.in_features)
+        weight = source.weight(name, shape).to(device)
+        bias = None
+        if module.bias is not None:
+            bias = source.tensor(f"{name}.bias", shape[:1]).to(device, dtype)
+        operation = f"w{weight.spec.bits}a16" if weight.activation is None else "w8a8"
+        linear = QuantLinear.for_inference(weight, bias, dtype, device, kernels.get(operation))
+        model.set_submodule(name, QuantizedLinear(linear, shape[0]))
+    kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    for name, value in _stored_tensors(model):
+        if name in tied and name not in source.reader:
+            continue
+        found = source.tensor(name, tuple(value.shape))
+        target = torch.float32 if any(part in name for part in kept) else dtype
+        value.data = found.to(target) if found.is_floating_point() else found
+    model.tie_weights()
+    source.audit(tuple(tied))
+    return model
+
+
+def _stored_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and stored buffers by name, without those of our linears."""
+    for prefix, module in model.named_modules():
+        if isinstance(module, QuantLinear):
+            continue
+        buffers = module.named_buffers(recurse=False)
+        own = [each for each in buffers if each[0] not in module._non_persistent_buffers_set]
+        for name, tensor in [*module.named_parameters(recurse=False), *own]:
+            yield f"{prefix}.{name}" if prefix else name, tensor
+
+
+def _proven(
+    config: ModelConfig, model: Any, call: Call, device: torch.device, kernel: str | None
+) -> FallbackDecoder:
+    """Find the forms of attention calls and compare with transformers. Raises InputError."""
+    generator = torch.Generator().manual_seed(0)
+    num_tokens = min(sum(CHUNKS), config.context.length)
+    ids_T = torch.randint(config.vocab_size, (num_tokens,), generator=generator).to(device)
+    positions_T = torch.arange(num_tokens, device=device)
+    with torch.inference_mode():
+        try:
+            model.set_attn_implementation("eager")
+            body = model.base_model(
+                input_ids=ids_T[None],
+                position_ids=positions_T[None],
+                use_cache=False,
+                return_dict=True,
+            )
+            want = model(
+                input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False
+            ).logits[0]
+            model.set_attn_implementation(INTERFACE)
+        except Exception as error:  # of a library that does not document them
+            raise call.refuse(one_line(error)) from None
+        want_TC = body.last_hidden_state[0]
+        decoder, states, start = None, [], 0
+        call.scratch = []
+        for count in CHUNKS:
+            end = min(start + count, num_tokens)
+            if start == end:
+                break
+            step = _step(start, end, device)
+            if decoder is None:
+                call.begin(step, ())
+                _run(call, model, ids_T[:end], positions_T[:end])
+                _check_layers(config, call)
+                decoder = FallbackDecoder(config, model, call, want_TC.new_empty(0), kernel)
+                caches, call.scratch = call.scratch, None
+            states.append(_checked(call, decoder.forward, ids_T[start:end], step, caches))
+            start = end
+        hidden_TC = torch.cat(states)
+        _compare(call, hidden_TC, want_TC, "hidden states")
+        _compare(call, _checked(call, decoder.logits, hidden_TC), want, "logits")
+    return decoder
+
+
+def _run(call: Call, model: Any, ids_T: torch.Tensor, positions_T: torch.Tensor) -> None:
+    inputs = {"input_ids": ids_T[None], "position_ids": positions_T[None]}
+    _checked(call, model.base_model, **inputs, use_cache=False, return_dict=True)
+    if not call.forms:
+        raise call.refuse("it does not call the attention interface")
+
+
+def _checked(call: Call, compute: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    """Compute with the model. Raises InputError for whatever it raises."""
+    try:
+        return compute(*inputs, **options)
+    except InputError:
+        raise
+    except Exception as error:  # of model code that was not written for this
+        raise call.refuse(one_line(error)) from error
+
+
+def _step(start: int, end: int, device: torch.device) -> StepInputs:
+    """A chunk of one request whose pages are 0, 1, ..."""
+    pages = -(-sum(CHUNKS) // PAGE)
+    int32 = {"dtype": torch.int32, "device": device}
+    positions_T = torch.arange(start, end, device=device)
+    return StepInputs(
+        block_tables_RX=torch.arange(pages, **int32)[None],
+        query_starts_R1=torch.tensor([0, end - start], **int32),
+        context_lengths_R=torch.tensor([end], **int32),
+        max_query_len=end - start,
+        max_context_len=end,
+        positions_T=positions_T,
+        slots_T=positions_T.clone(),
+    )
+
+
+def _compare(call: Call, found_TC: torch.Tensor, want_TC: torch.Tensor, what: str) -> None:
+    cosines_T = torch.cosine_similarity(found_TC.float(), want_TC.float(), dim=-1)
+    least, share = AGREEMENT[found_TC.element_size()]
+    if not (cosines_T >= least).float().mean() >= share:
+        raise call.refuse(
+            f"over a paged cache its {what} differ from those of its own attention (least cosine"
+            f" {cosines_T.min():.3g} of {len(cosines_T)} tokens)"
+        )
+
+
+def _check_layers(config: ModelConfig, call: Call) -> None:
+    """Refuse layers without attention, and a window that is in a mask only."""
+    if len(call.forms) != config.num_layers:
+        raise call.refuse(f"{len(call.forms)} of its {config.num_layers} layers call attention")
+    kinds = config.values.get("layer_types") or ()
+    others = sorted({*map(str, kinds)} - {FULL, SLIDING})
+    if others:
+        raise call.refuse(f"it has layers of the type {', '.join(others)}")
+    window = config.values.get("sliding_window")
+    if window and config.values.get("use_sliding_window", True):
+        names_it = any(form.window is not None for form in call.forms)
+        if not names_it and (not kinds or SLIDING in kinds):
+            raise call.refuse(f"its sliding_window of {window} is not passed to attention")

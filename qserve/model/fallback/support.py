@@ -1,0 +1,116 @@
+"""Architectures without a row in formats/families.py that transformers can run for this project.
+
+Its class must be a causal language model whose attention goes through transformers' attention
+interface. Loads transformers when it is called.
+"""
+
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from formats.architecture.family import Family
+from formats.architecture.refused import REFUSED
+from formats.errors import InputError, one_line
+from formats.families import FAMILIES
+from formats.quant_config import BLOCK
+
+BUILDER = "transformers"  # Family.builder of these models
+SUBJECT = "config.json architectures"
+_REMEDY = "use a model of a family that `qserve families` lists"
+# Keys of config.json -> what they ask for, which an attention call does not show
+_REFUSED_KEYS = {
+    "attention_chunk_size": "attention in chunks",
+    "auto_map": "",  # code of the folder, which is never run; the class of transformers is used
+}
+
+
+AUTO, TRANSFORMERS = "auto", "transformers"  # values of EngineConfig.model_impl
+
+
+def is_chosen(config: Mapping[str, Any], implementation: str) -> bool:
+    """Return True if transformers runs the model. Raises InputError if it was asked to and cannot.
+
+    With "auto" it runs causal language models without a row here that are not refused by name.
+    """
+    name = architecture_of(config)
+    known = name in REFUSED or (name in FAMILIES and FAMILIES[name].served)
+    is_tried = implementation == AUTO and name is not None and not known and _is_causal(name)
+    if is_tried or implementation == TRANSFORMERS:
+        model_class(config)
+        return True
+    return False
+
+
+def architecture_of(config: Mapping[str, Any]) -> str | None:
+    """Return the one architecture that config.json names."""
+    names = config.get("architectures")
+    is_one = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
+    return names[0] if is_one else None
+
+
+def model_class(config: Mapping[str, Any]) -> type:
+    """Return transformers' class of a model. Raises InputError if it cannot be used."""
+    import transformers
+
+    name = architecture_of(config)
+    if name is None or not _is_causal(name):
+        raise InputError(
+            SUBJECT,
+            f"{config.get('architectures')!r:.200} is no causal language model that transformers"
+            f" {transformers.__version__} has",
+            _REMEDY,
+        )
+    try:
+        cls = getattr(transformers, name)
+    except Exception as error:  # of imports that the class needs
+        raise InputError(SUBJECT, f"{name} cannot be imported: {one_line(error)}") from None
+    problem = ""
+    if not getattr(cls, "_supports_attention_backend", False):
+        problem = "does not call attention through transformers' attention interface"
+    elif getattr(cls, "_is_stateful", False):
+        problem = "has recurrent states"
+    elif "position_ids" not in _body_parameters(cls):
+        problem = "takes no position_ids"
+    for key, meaning in _REFUSED_KEYS.items():
+        if meaning and config.get(key) is not None:
+            problem = f"{key}: {meaning}"
+    if problem:
+        raise InputError(
+            SUBJECT, f"{name} has no row here, and its transformers model {problem}", _REMEDY
+        )
+    return cls
+
+
+def _is_causal(name: str) -> bool:
+    """Return True if transformers has a causal language model of this name."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def _body_parameters(cls: type) -> set[str]:
+    """Return the parameters of forward."""
+    return set(inspect.signature(cls.forward).parameters)
+
+
+def config_of(cls: type, raw: Mapping[str, Any]) -> Any:
+    """Return transformers' config object, without its quantization block. Raises InputError."""
+    plain = {key: value for key, value in raw.items() if key not in (BLOCK, "auto_map")}
+    try:
+        return cls.config_class.from_dict(json.loads(json.dumps(plain)))
+    except Exception as error:  # exceptions of config classes are not documented
+        raise InputError("config.json", f"transformers rejects it: {one_line(error)}") from None
+
+
+def family_for(raw: Mapping[str, Any]) -> Family:
+    """Return a row for a model that transformers runs. Only its names are used."""
+    return replace(
+        FAMILIES["LlamaForCausalLM"],
+        architecture=architecture_of(raw) or "",
+        title="through transformers",
+        model_type=str(raw.get("model_type")),
+        builder=BUILDER,
+        rules=None,
+    )
