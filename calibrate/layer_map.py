@@ -204,7 +204,10 @@ def _scale_pairs(family: Family, config: Mapping[str, Any], has_state: bool) -> 
             if is_set(family.parallel, config):
                 linears = (*linears, *_stored(family.gate_up))
             yield ScalePair(previous=norm_of[family.qkv.name], linears=linears, kind="norm")
-        if not family.qkv.by_head:
+        for each in family.latent:
+            yield ScalePair(previous=norm_of[each.name], linears=_stored(each), kind="norm")
+        # latent attention makes values by head, next to each head's keys
+        if not (family.qkv.by_head or family.latent):
             values = _stored(family.qkv)[-1]
             yield ScalePair(previous=values, linears=_stored(family.o), kind="values")
     if family.experts:
@@ -230,4 +233,4 @@ def find_layer_map(config: dict[str, Any]) -> LayerMap:
             "a family is a row of FAMILIES in formats/families.py",
         )
     FAMILIES[name].check_config(config)
-    return layer_map(FAMILIES[name])
+    return layer_map(FAMILIES[name].variant(config))

@@ -58,6 +58,7 @@ from formats.architecture.family_parts import (
     ungated,
 )
 from formats.architecture.flags import Stated
+from formats.architecture.latent_parts import DEEPSEEK_V2, DEEPSEEK_V3, GLM_LITE
 
 
 def _family(architecture: str, title: str, model_type: str, **different: Any) -> Family:
@@ -435,6 +436,14 @@ FAMILIES: dict[str, Family] = {
             norms=(*norms_before("mlp"), *HEAD_NORMS),
             window="layer_types",
         ),
+        _family("DeepseekV2ForCausalLM", "DeepSeek-V2", "deepseek_v2", **DEEPSEEK_V2),
+        _family(
+            "DeepseekV3ForCausalLM",
+            "DeepSeek-V3 (R1, Moonlight, Kimi-K2)",
+            "deepseek_v3",
+            **DEEPSEEK_V3,
+        ),
+        _family("Glm4MoeLiteForCausalLM", "GLM-4.7-Flash", "glm4_moe_lite", **GLM_LITE),
         _family(
             "Qwen3NextForCausalLM",
             "Qwen3-Next",

@@ -6,6 +6,7 @@ from qkernels.delta_net import rows as delta_net
 from qkernels.dispatch import Explanation, Operation
 from qkernels.drafts import rows as drafts
 from qkernels.errors import KernelError
+from qkernels.latent import rows as latent
 from qkernels.linear import rows as linear
 from qkernels.lora import rows as lora
 from qkernels.moe import rows as moe
@@ -14,7 +15,7 @@ from qkernels.sampling import rows as sampling
 
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation
-    for folder in (linear, attention, rowwise, moe, lora, delta_net, sampling, drafts)
+    for folder in (linear, attention, latent, rowwise, moe, lora, delta_net, sampling, drafts)
     for operation in folder.OPERATIONS
 }
 

@@ -215,6 +215,17 @@ DELTA = {
     "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
+# Latent attention: widths that differ from each other.
+LATENT = {
+    **{"kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 40},
+    **{"num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3},
+    **{"moe_intermediate_size": 32, "n_shared_experts": 2, "first_k_dense_replace": 1},
+}
+GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.8}
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0},
+    **{"original_max_position_embeddings": 8, "mscale": 1.0, "mscale_all_dim": 0.8},
+}
 TINY_FAMILIES |= {
     "qwen3_next": (
         "Qwen3NextConfig",
@@ -284,6 +295,26 @@ TINY_FAMILIES |= {
             "first_k_dense_replace": 1,
             "routed_scaling_factor": 1.8,
         },
+    ),
+    # queries of their own, one group
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "routed_scaling_factor": 1.8,
+            "rope_parameters": YARN,
+        },
+    ),
+    # latents of queries, groups, the factor of YaRN twice
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {**LATENT, **GROUPS, "q_lora_rank": 48, "rope_parameters": YARN},
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        {**LATENT, "q_lora_rank": 48, "n_group": 1, "topk_group": 1, "pad_token_id": 0},
     ),
     "cohere": ("CohereConfig", {"logit_scale": 0.5, "tie_word_embeddings": True}),
     "cohere2": (

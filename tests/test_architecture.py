@@ -52,6 +52,7 @@ OPERATIONS = {
     "wna16": {"linear.plan", "linear.prepared", "lora.sm90_term", "lora.term"},
     "w8a8": {"linear.plan", "linear.prepared", "linear.reference"},
     "attention": {"rowwise.ops", "rowwise.reference", "rowwise.spec"},
+    "latent": {"attention.merge_splits", "attention.step", "attention.triton_paged"},
     "rowwise": set(),
     "moe": {
         *("linear.ops", "linear.prepared", "linear.rows", "rowwise.ops"),
@@ -207,7 +208,8 @@ def test_caches_are_known_by_their_specs_alone():
     """Outside of the mixers nothing asks for the kind of one, or computes the size of a cache."""
     mixers = set(classes_with("cache_spec", MIXERS)) - {"Mixer"}
     caches = set(classes_with("page_tensors", ROOT / "qkernels"))
-    assert mixers == {"Attention", "DeltaNet"} and caches == {"PagedKv", "StateSlots"}
+    assert mixers == {"Attention", "DeltaNet", "LatentAttention"}
+    assert caches == {"PagedKv", "PagedLatents", "StateSlots"}
     for path in (ROOT / "qserve").rglob("*.py"):
         if path.is_relative_to(MIXERS):
             continue

@@ -103,6 +103,7 @@ class Router:
     # Experts form n_group groups; topk_group of them are kept, ranked by a group's best score or by
     # the sum of its two best.
     group_score: Literal["", "max", "top2"] = ""
+    grouped: Flag = True  # False: all experts are one group
     factor_key: str = ""  # key of config.json: factor of the routing weights
 
 
@@ -133,6 +134,7 @@ class Experts:
     dense_layers_key: str = ""
     first_dense_key: str = ""
     every_key: str = ""
+    types_key: str = ""  # a list: "sparse" for each layer with experts
 
     @property
     def router(self) -> str:
@@ -142,6 +144,9 @@ class Experts:
     def stand_in(self, layer: int, config: Mapping[str, Any]) -> bool:
         """Return True if a layer has experts instead of a dense feed-forward."""
         if layer in (config.get(self.dense_layers_key) or ()):
+            return False
+        types = config.get(self.types_key)
+        if isinstance(types, list) and layer < len(types) and types[layer] != "sparse":
             return False
         if layer < (config.get(self.first_dense_key) or 0):
             return False
@@ -237,6 +242,9 @@ class Family:
     builder: str = ""  # module of qserve/model/families that builds it; empty: not served
     qkv: Projection
     o: Projection
+    # Projections of latent attention between qkv, which makes latents, and o (latent_parts.py).
+    # Queries and values have widths of their own; sizes call those of values "q" and "kv".
+    latent: tuple[Projection, ...] = ()
     gate_up: Projection
     down: Projection
     experts: Experts | None = None  # None: a dense feed-forward of gate_up and down
@@ -260,7 +268,7 @@ class Family:
     # Layers with rotary embeddings; "windows": those with a sliding window, or all without any.
     rope: Literal["all", "none", "no_rope_layers", "windows"] = "all"
     rotary_dim_key: str = ""  # key of config.json: rotated channels of a head, at theta 10,000
-    interleaved_rope: bool = False  # channels 2 i and 2 i + 1 form a pair, not i and i + half
+    interleaved_rope: Flag = False  # channels 2 i and 2 i + 1 form a pair, not i and i + half
     embedding_times_root: bool = False  # embeddings are multiplied by sqrt(hidden_size)
     embedding_factor_key: str = ""  # key of config.json: factor of the embeddings
     positions: Positions | None = None  # learned, added to embeddings; None: no such table
@@ -289,6 +297,15 @@ class Family:
     last_norm: str = "model.norm.weight"
     head: str = HEAD
     head_bias: bool = False
+    # Fields that differ where a flag of config.json is set.
+    variants: tuple[tuple[Flag, Mapping[str, Any]], ...] = ()
+
+    def variant(self, config: Mapping[str, Any]) -> "Family":
+        """Return the row with the fields that config.json selects."""
+        for flag, different in self.variants:
+            if is_set(flag, config):
+                return replace(self, **different)
+        return self
 
     @property
     def served(self) -> bool:
@@ -346,7 +363,7 @@ class Family:
     @property
     def dense(self) -> tuple[Projection, ...]:
         """Return the projections of a dense layer with attention, in the order they run."""
-        attention = (self.qkv, self.o)
+        attention = (self.qkv, *self.latent, self.o)
         return attention if self.experts else (*attention, self.gate_up, self.down)
 
     def projections(

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from formats.architecture.family import Family
 from formats.families import FAMILIES
 
-KINDS = ("dense", "experts", "gated delta nets")
+KINDS = ("dense", "experts", "latent attention and experts", "gated delta nets")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +31,20 @@ def facts(family: Family) -> FamilyFacts:
         title=family.title,
         architecture=family.architecture,
         model_type=family.model_type,
-        kind=KINDS[2] if has_states else KINDS[1] if family.experts else KINDS[0],
+        kind=_kind(family),
         served=family.served,
         tensor_parallel=not has_states,
         speculation="no" if has_states else drafters,
         windows={"none": "none", "all": "all", "layer_types": "some"}[family.window],
     )
+
+
+def _kind(family: Family) -> str:
+    if family.delta_net is not None:
+        return KINDS[3]
+    if family.latent:
+        return KINDS[2]
+    return KINDS[1] if family.experts else KINDS[0]
 
 
 def rows() -> list[dict[str, object]]:

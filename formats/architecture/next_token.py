@@ -118,4 +118,4 @@ def _family(config: Mapping[str, Any]) -> Family | None:
     name = names[0] if isinstance(names, list) and names else None
     family = FAMILIES.get(name) if isinstance(name, str) else None
     has_any = family is not None and (family.draft_layers_key or family.draft_prefix)
-    return family if has_any else None
+    return family.variant(config) if has_any else None

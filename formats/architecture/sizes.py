@@ -12,6 +12,7 @@ _NUMBERS = (
     "shared_expert_intermediate_size",
     *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
     *("linear_key_head_dim", "linear_value_head_dim"),
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
 
 
@@ -50,6 +51,24 @@ def size(names: tuple[str, ...], sizes: Mapping[str, int | None]) -> int | None:
     return None if None in found else sum(found)
 
 
+def _latent_sizes(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
+    """Return the outputs of the projections of latent attention."""
+    rank, nope, rope, value, heads = (
+        sizes[name]
+        for name in (
+            *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+            "num_attention_heads",
+        )
+    )
+    if not (rank and nope and rope and value and heads):
+        return dict.fromkeys(("latent", "latent_q", "latent_kv"))
+    return {
+        "latent": rank + rope,  # what is kept of a token
+        "latent_q": heads * (nope + rope),
+        "latent_kv": heads * (nope + value),
+    }
+
+
 def named_sizes(
     config: Mapping[str, Any], defaults: Mapping[str, int], inner_key: str
 ) -> dict[str, int | None]:
@@ -66,11 +85,14 @@ def named_sizes(
     heads, hidden, head_dim = (
         found[name] for name in ("num_attention_heads", "hidden_size", "head_dim")
     )
+    if found["kv_lora_rank"]:  # latent attention: what o reads
+        head_dim = found["head_dim"] = found["v_head_dim"]
     kv_heads = heads if found["num_key_value_heads"] is None else found["num_key_value_heads"]
     if head_dim is None and heads and hidden:
         head_dim = found["head_dim"] = hidden // heads
     for name, count in (("q", heads), ("kv", kv_heads)):
         found[name] = count * head_dim if count and head_dim else None
+    found |= _latent_sizes(found)
     found["q_and_gate"] = found["q"] and 2 * found["q"]
     keys, values = (
         _product(found, f"linear_num_{x}_heads", f"linear_{x}_head_dim") for x in ("key", "value")

@@ -17,6 +17,9 @@ from formats.architecture.sizes import is_size
 from formats.families import FAMILIES
 from formats.files.tensor_entry import TensorEntry
 
+# model_type -> that of the family with the same layers
+_SAME_LAYERS = {"kimi_k2": "deepseek_v3"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransposedEntry(TensorEntry):
@@ -38,6 +41,7 @@ def usual_config(config: dict[str, Any]) -> dict[str, Any]:
 
     Values that transformers derives are filled in, too. Other families' configs are unchanged.
     """
+    config = _usual_type(config)
     family = _family(config)
     if family is None:
         return config
@@ -137,6 +141,28 @@ def _ernie_moe(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _usual_type(config: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json with the model_type of the family that has the same layers."""
+    stated = config.get("model_type")
+    same = _SAME_LAYERS.get(stated) if isinstance(stated, str) else None
+    return config if same is None else {**config, "model_type": same}
+
+
+def _query_rank(default: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Return what fills in the width of queries' latents; null means that there are none."""
+    return lambda config: {} if "q_lora_rank" in config else {"q_lora_rank": default}
+
+
+def _glm_lite(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the layers with experts; published files state the number of those without."""
+    count, first = config.get("num_hidden_layers"), config.get("first_k_dense_replace", 1)
+    found = _query_rank(768)(config)
+    if config.get("mlp_layer_types") is None and is_size(count) and type(first) is int:
+        layers = range(min(count, MAX_LAYERS))
+        found["mlp_layer_types"] = ["dense" if i < first else "sparse" for i in layers]
+    return found
+
+
 def _known(**values: Any) -> dict[str, Any]:
     """Return the values that are sizes: others are config.json's faults, reported elsewhere."""
     return {key: value for key, value in values.items() if is_size(value)}
@@ -148,4 +174,7 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "gpt_bigcode": _bigcode,
     "falcon": _falcon,
     "ernie4_5_moe": _ernie_moe,
+    "deepseek_v2": _query_rank(1536),
+    "deepseek_v3": _query_rank(1536),
+    "glm4_moe_lite": _glm_lite,
 }

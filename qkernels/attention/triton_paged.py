@@ -171,7 +171,7 @@ def alignment(*strides: int) -> int:
 
 
 @triton.jit
-def _request_of(starts_ptr, block, R, BLOCK_Q: tl.constexpr):
+def request_of(starts_ptr, block, R, BLOCK_Q: tl.constexpr):
     """The last request r with starts[r] // BLOCK_Q + r <= block: the one that owns the block.
 
     Each load delays the first load of keys by 0.3 us, so 32 requests are compared at once: no load
@@ -244,7 +244,7 @@ def _paged_attention(
     block, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL and not INPUTS_READY:
         pdl_launch_and_wait()
-    request = _request_of(starts_ptr, block, R, BLOCK_Q)
+    request = request_of(starts_ptr, block, R, BLOCK_Q)
     start = tl.load(starts_ptr + request)
     count = tl.load(starts_ptr + request + 1) - start
     before = tl.load(lengths_ptr + request) - count  # keys before the request's first row

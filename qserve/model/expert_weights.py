@@ -28,7 +28,7 @@ def routing_of(experts: Experts, config: Mapping[str, Any]) -> Routing:
     """Routing rule of a family's row, with the numbers of config.json."""
     rule = experts.routing
     groups = {}
-    if rule.group_score:
+    if rule.group_score and is_set(rule.grouped, config):
         groups = {
             "num_groups": config["n_group"],
             "top_groups": config["topk_group"],

@@ -10,6 +10,7 @@ import torch
 
 from formats.architecture.bare_model import INSTEAD_OF_HEAD, SCORE, is_headless
 from formats.architecture.family import Family, check_num_layers
+from formats.architecture.flags import is_set
 from formats.architecture.refused import check_not_refused
 from formats.architecture.sizes import check_heads
 from formats.architecture.stored_form import usual_config
@@ -44,7 +45,7 @@ class ModelConfig:
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of what o_proj reads
     norm_eps: float
     activation: str  # as config.json names it
     ropes: tuple[RopeConfig | None, ...]  # of each layer; None: it rotates nothing
@@ -177,8 +178,9 @@ class ModelConfig:
                 f"config.json {family.activation_key}",
                 f"expected {' or '.join(map(repr, family.activations))}, found {activation!r}",
             )
-        head_dim = getattr(config, "head_dim", None)
+        head_dim = getattr(config, "v_head_dim" if family.latent else "head_dim", None)
         head_dim = head_dim or config.hidden_size // config.num_attention_heads
+        rotated = config.qk_rope_head_dim if family.latent else head_dim
         if not 1 <= head_dim <= MAX_HEAD_DIM:
             raise InputError(
                 "config.json head_dim",
@@ -188,7 +190,7 @@ class ModelConfig:
         num_kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
         check_heads(config.num_attention_heads, num_kv_heads)
         windows = _windows(config, family.window)
-        ropes = _ropes(config, family, head_dim, windows)
+        ropes = _ropes(config, family, rotated, windows)
         return cls(
             family=family,
             values=vars(config),
@@ -221,7 +223,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     names, served = config.get("architectures"), served_architectures()
     for name in served:
         if names == [name]:
-            return FAMILIES[name]
+            return FAMILIES[name].variant(config)
     check_not_refused(config)
     raise InputError(
         "config.json architectures",
@@ -273,7 +275,7 @@ def _ropes(
             parameters,
             dim=head_dim,
             max_position=config.max_position_embeddings,
-            interleaved=family.interleaved_rope,
+            interleaved=is_set(family.interleaved_rope, vars(config)),
         )
         ropes.append(rope if rotates else None)
     return tuple(ropes)

@@ -140,15 +140,17 @@ def _yarn(plain: torch.Tensor, rope: RopeConfig) -> tuple[torch.Tensor, float]:
     ramp = ((torch.arange(len(plain), dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     frequencies = plain / factor * ramp + plain * (1 - ramp)
 
-    def magnitude(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
     if parameters.get("attention_factor") is not None:
         return frequencies, float(parameters["attention_factor"])
     if parameters.get("mscale") and parameters.get("mscale_all_dim"):
-        scale = magnitude(parameters["mscale"]) / magnitude(parameters["mscale_all_dim"])
-        return frequencies, scale
-    return frequencies, magnitude(1.0)
+        mscale, every = parameters["mscale"], parameters["mscale_all_dim"]
+        return frequencies, yarn_magnitude(factor, mscale) / yarn_magnitude(factor, every)
+    return frequencies, yarn_magnitude(factor, 1.0)
+
+
+def yarn_magnitude(factor: float, mscale: float) -> float:
+    """Factor by which YaRN strengthens scores of a context that grew by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _longrope(periods: torch.Tensor, rope: RopeConfig, length: int) -> tuple[torch.Tensor, float]:

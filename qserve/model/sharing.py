@@ -51,6 +51,8 @@ class Cut:
 
 
 WHOLE = Cut()
+# sizes that count channels of heads
+SIZES_BY_HEAD = ("q", "kv", "latent_q", "latent_kv")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,12 +129,17 @@ class Sharing:
         return found
 
     def head_rows(self, size: str) -> Share | None:
-        """This rank's rows of a tensor with an entry per channel ("q", "kv") or head; None: all."""
+        """This rank's rows of a tensor with an entry per channel or head of SIZES_BY_HEAD.
+
+        None: all rows.
+        """
         counted = ("num_attention_heads", "num_key_value_heads")
-        if self.is_whole or size not in ("q", "kv", *counted):
+        if self.is_whole or size not in (*SIZES_BY_HEAD, *counted):
             return None
-        first, last = self.heads.kv_heads if size in ("kv", counted[1]) else self.heads.heads
-        width = 1 if size in counted else self._config.head_dim
+        of_kv = size in ("kv", counted[1])
+        first, last = self.heads.kv_heads if of_kv else self.heads.heads
+        heads = self._config.num_kv_heads if of_kv else self._config.num_heads
+        width = 1 if size in counted else self._sizes[size] // heads
         return first * width, last * width
 
     def cut(
@@ -163,7 +170,8 @@ class Sharing:
             share = self._features(down_linear, prefix)[rank]
             order = order_of(down_linear.name, self._shape(down_linear))
         for size in linear.outputs:
-            start, stop = share if down is not None else self.head_rows(size)
+            found = share if down is not None else self.head_rows(size)
+            start, stop = found or (0, self._sizes[size])
             rows.append((offset + start, offset + stop))
             offset += self._sizes[size]
         if order is None:

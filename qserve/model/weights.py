@@ -22,6 +22,7 @@ from formats.in_memory.weights import Weight, merge
 from qkernels import QuantLinear, ops
 from qkernels.moe.experts import PreparedExperts
 from qserve.model.blocks.embedding import PackedTable, VocabularyPart
+from qserve.model.blocks.latent_attention import LatentShape
 from qserve.model.blocks.linear import (
     FloatLinear,
     GatheredInput,
@@ -35,6 +36,7 @@ from qserve.model.blocks.norm import Norm
 from qserve.model.blocks.rotary import Rotary
 from qserve.model.dummy_source import DummySource
 from qserve.model.expert_weights import expert_weights, routing_of
+from qserve.model.latent_weights import absorbed
 from qserve.model.model_config import ModelConfig
 from qserve.model.rope import RopeConfig, cos_sin_table
 from qserve.model.sharing import WHOLE, Cut, LinearPart, Sharing
@@ -404,6 +406,10 @@ class LayerWeights:
             dtype = torch.float32 if is_wide else weights.dtype
             found[name] = stored.to(weights.device, dtype)
         return {**found, "conv_weight": found["conv_weight"].squeeze(1)}
+
+    def absorbed(self, shape: LatentShape) -> tuple[torch.Tensor, torch.Tensor]:
+        """W_UK and W_UV of latent attention."""
+        return absorbed(self._weights, self._prefix, shape)
 
     def has_norm(self, name: str) -> bool:
         """True if the model has a norm of the family's row."""

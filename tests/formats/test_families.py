@@ -24,7 +24,7 @@ BUNDLED = sorted(
 
 def check_names_and_shapes(folder):
     reader = CheckpointReader(folder)
-    family = FAMILIES[reader.config["architectures"][0]]
+    family = FAMILIES[reader.config["architectures"][0]].variant(reader.config)
     sizes = family.sizes(reader.config)
     stated = {
         name: tuple(size(names, sizes) for names in shape)
@@ -58,6 +58,7 @@ def test_what_other_modules_make_of_the_rows():
     assert FUSED == {
         ("q_proj", "k_proj", "v_proj"): "qkv_proj",
         ("gate_proj", "up_proj"): "gate_up_proj",
+        ("q_a_proj", "kv_a_proj_with_mqa"): "fused_qkv_a_proj",
         ("in_proj_qkv", "in_proj_z"): "in_proj_qkvz",
         ("in_proj_b", "in_proj_a"): "in_proj_ba",
     }
@@ -84,7 +85,9 @@ def test_what_other_modules_make_of_the_rows():
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
 def test_what_reads_split_outputs_is_split_by_inputs(family):
     """So that ranks exchange nothing but the sums after o and down."""
-    first, second = list(family.projections(num_experts=1))[0::2], list(family.projections(1))[1::2]
+    assert {projection.split for projection in family.latent} <= {"outputs"}
+    others = [each for each in family.projections(num_experts=1) if each not in family.latent]
+    first, second = others[0::2], others[1::2]
     assert {projection.split for projection in first} == {"outputs"}
     assert {projection.split for projection in second} == {"inputs"}
     for before, after in zip(first, second, strict=True):

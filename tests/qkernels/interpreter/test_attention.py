@@ -321,7 +321,7 @@ def test_soft_cap(check, half, soft_cap, codes):
 @triton.jit(do_not_specialize=["R"])  # as in the kernel: a constant 1 would not loop
 def _owners(starts_ptr, out_ptr, R, BLOCK_Q: tl.constexpr, EVERY: tl.constexpr):
     block = tl.program_id(0) * EVERY
-    request = paged_attention._request_of(starts_ptr, block, R, BLOCK_Q)
+    request = paged_attention.request_of(starts_ptr, block, R, BLOCK_Q)
     tl.store(out_ptr + tl.program_id(0), request)
 
 

@@ -26,6 +26,7 @@ NEW = [
     *("opt", "cohere", "cohere2", "starcoder2", "nemotron"),
     *("gemma", "stablelm", "phi", "gpt_neox"),
     *("gpt2", "gptj", "falcon", "minimax_m2"),
+    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
 ]
 # in the usual run only their logits
 EXHAUSTIVE_ROWS = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ROWS]

@@ -1,0 +1,108 @@
+"""Values of the rows of families with multi-head latent attention (MLA) in families.py.
+
+The first projection makes a latent of each token and one rotated key for all heads; these are
+cached. `kv_b_proj` makes the keys and values of all heads from a latent: of each head first the
+rows of its key (W_UK), then those of its value (W_UV). Queries are made directly (`q_proj`) or by
+way of a latent of their own (`q_a_proj`, `q_b_proj`) if config.json states a q_lora_rank.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from formats.architecture.family import Norm, Projection, Router, SharedExpert
+from formats.architecture.family_parts import (
+    GROUPED_ROUTER,
+    NAMES,
+    O_PROJ,
+    experts,
+    gated,
+    norms_before,
+)
+from formats.architecture.flags import Equals, Stated
+
+_Q, _Q_A, _Q_B, _KV_A, _KV_B = (
+    f"self_attn.{name}"
+    for name in ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+)
+Q_NORM, KV_NORM = "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"
+LATENTS = Projection(
+    name="self_attn.fused_qkv_a_proj",
+    members=((_Q_A, "q_lora_rank"), (_KV_A, "latent")),
+    inputs="hidden_size",
+)
+QUERIES = Projection(name=_Q_B, members=((_Q_B, "latent_q"),), inputs="q_lora_rank")
+KEYS_VALUES = Projection(name=_KV_B, members=((_KV_B, "latent_kv"),), inputs="kv_lora_rank")
+DIRECT = replace(
+    LATENTS, name="self_attn.qkv_a_proj", members=((_Q, "latent_q"), (_KV_A, "latent"))
+)
+
+
+def _norms(latents: Projection) -> tuple[Norm, ...]:
+    first, second = norms_before("mlp")
+    of_values = Norm(name=KV_NORM, size="kv_lora_rank", feeds=_KV_B)
+    of_queries = Norm(name=Q_NORM, size="q_lora_rank", feeds=_Q_B)
+    both = (of_queries, of_values) if latents is LATENTS else (of_values,)
+    return (replace(first, feeds=latents.name), second, *both)
+
+
+LATENT: dict[str, Any] = {
+    "builder": "deepseek",
+    "qkv": LATENTS,
+    "latent": (QUERIES, KEYS_VALUES),
+    "o": O_PROJ,
+    "norms": _norms(LATENTS),
+    "interleaved_rope": Stated("rope_interleave", True),
+    "draft_layers_key": "num_nextn_predict_layers",
+    "variants": (
+        (
+            Equals("q_lora_rank", None),
+            {"qkv": DIRECT, "latent": (KEYS_VALUES,), "norms": _norms(DIRECT)},
+        ),
+    ),
+}
+_SHARED = SharedExpert(**gated("mlp.shared_experts", *NAMES, "shared_experts"))
+# Biases of latents, and layers whose experts come at intervals: no published model has them.
+_FIXED: dict[str, Any] = {"attention_bias": False, "mlp_bias": False, "moe_layer_freq": 1}
+_BY_BIAS = replace(GROUPED_ROUTER, normalized=Stated("norm_topk_prob", True))
+DEEPSEEK_V2: dict[str, Any] = {
+    **LATENT,
+    "experts": experts(
+        "mlp",
+        NAMES,
+        "moe_intermediate_size",
+        Router(
+            float32=True,
+            group_score="max",
+            grouped=Equals("topk_method", "group_limited_greedy"),
+            factor_key="routed_scaling_factor",
+        ),
+        shared=_SHARED,
+        first_dense_key="first_k_dense_replace",
+    ),
+    "interleaved_rope": True,
+    "fixed": {**_FIXED, "norm_topk_prob": False, "scoring_func": "softmax"},
+}
+DEEPSEEK_V3: dict[str, Any] = {
+    **LATENT,
+    "experts": experts(
+        "mlp",
+        NAMES,
+        "moe_intermediate_size",
+        _BY_BIAS,
+        shared=_SHARED,
+        first_dense_key="first_k_dense_replace",
+    ),
+    "fixed": {**_FIXED, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+}
+GLM_LITE: dict[str, Any] = {
+    **LATENT,
+    "experts": experts(
+        "mlp",
+        NAMES,
+        "moe_intermediate_size",
+        _BY_BIAS,
+        shared=_SHARED,
+        types_key="mlp_layer_types",
+    ),
+    "fixed": {**_FIXED, "topk_method": "noaux_tc"},
+}

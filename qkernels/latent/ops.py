@@ -1,0 +1,85 @@
+"""Writes of latents and attention over them: each checks its arguments, then runs a kernel.
+
+Legend: T tokens of a step, R requests, H query heads, E numbers of an entry, L of its latent, P
+pages, B tokens of a page.
+"""
+
+import torch
+
+from qkernels import dispatch
+from qkernels.attention.step import AttentionStep
+from qkernels.checks import check_float, check_tensor, expect_ndim
+from qkernels.errors import KernelError
+from qkernels.latent import rows
+from qkernels.latent.cache import PagedLatents
+
+
+def write_latents_(entries_TE: torch.Tensor, cache: PagedLatents, slots_T: torch.Tensor) -> None:
+    """Write entries [T, E] into their slots of the pages, in place; slot -1 is padding.
+
+    slot = page * B + offset. Slots differ.
+    """
+    op = "write_latents_"
+    check_float(f"{op} entries", entries_TE)
+    T, E = expect_ndim(f"{op} entries", entries_TE, 2)
+    _check_pages(op, cache, E, entries_TE)
+    check_tensor(f"{op} slots", slots_T, (T,), (torch.int64,), entries_TE)
+    run = dispatch.implementation(
+        rows.WRITE_LATENTS, device=entries_TE.device.type, dtype=entries_TE.dtype, head_dim=E
+    )
+    run(entries_TE, cache, slots_T)
+
+
+def latent_attention(
+    q_THE: torch.Tensor,
+    cache: PagedLatents,
+    step: AttentionStep,
+    *,
+    latent_width: int,
+    scale: float,
+    kernel: str | None = None,
+) -> torch.Tensor:
+    """Causal attention of every request's query rows over its entries: [T, H, L].
+
+    All heads read the same entries [E]: whole as keys, their first L = `latent_width` numbers as
+    values. Row i of `count` stands at position context_length - count + i; its entry must be in
+    the pages already. Rows beyond the last request are unspecified on a GPU. `kernel` asks for a
+    row of latent/rows.py, or forbids some with a leading minus.
+    """
+    op = "latent_attention"
+    check_float(f"{op} q", q_THE)
+    _, _, E = expect_ndim(f"{op} q", q_THE, 3)
+    _check_pages(op, cache, E, q_THE)
+    if not 1 <= latent_width < E:
+        raise KernelError(f"{op} latent_width", f"expected 1 to {E - 1}, found {latent_width}")
+    requests = step.context_lengths_R.shape[0]
+    for name, shape in (
+        ("block_tables_RX", (requests, None)),
+        ("query_starts_R1", (requests + 1,)),
+        ("context_lengths_R", (requests,)),
+    ):
+        argument = f"{op} {name.rpartition('_')[0]}"
+        check_tensor(argument, getattr(step, name), shape, (torch.int32,), q_THE)
+    if step.last_keys_T is not None:
+        raise KernelError(f"{op} last_keys", "expected None: rows that see later keys")
+    num_pages = step.block_tables_RX.shape[1]
+    if step.max_context_len > num_pages * cache.page_size:
+        raise KernelError(
+            f"{op} max_context_len",
+            f"{step.max_context_len} keys do not fit in {num_pages} pages of {cache.page_size}",
+        )
+    run = dispatch.implementation(
+        rows.LATENT_ATTENTION,
+        device=q_THE.device.type,
+        dtype=q_THE.dtype,
+        requested=kernel,
+        head_dim=E,
+        page_size=cache.page_size,
+    )
+    return run(q_THE, cache, step, latent_width=latent_width, scale=scale)
+
+
+def _check_pages(op: str, cache: PagedLatents, width: int, beside: torch.Tensor) -> None:
+    check_tensor(f"{op} pages", cache.pages, (None, None, width), (beside.dtype,), beside)
+    if not cache.pages.is_contiguous():
+        raise KernelError(f"{op} pages", f"expected contiguous, found {cache.pages.stride()}")

@@ -1,0 +1,57 @@
+"""Latent attention in plain torch: the reference of the kernels, and what a CPU runs.
+
+Legend: T tokens of a step, R requests, H query heads, E numbers of an entry, L of its latent, P
+pages, B tokens of a page, N rows of a request, K its keys.
+"""
+
+import torch
+
+from qkernels.attention.step import AttentionStep
+from qkernels.latent.cache import PagedLatents
+
+
+def write_latents_(entries_TE: torch.Tensor, cache: PagedLatents, slots_T: torch.Tensor) -> None:
+    """Write each token's entry into its slot, page * B + offset; slot -1 is padding.
+
+    The host waits for nothing: a padding token repeats the first real one, or the old entry.
+    """
+    if not slots_T.numel():
+        return
+    valid_T = slots_T >= 0
+    tokens_T = torch.arange(slots_T.shape[0], device=slots_T.device)
+    source_T = torch.where(valid_T, tokens_T, valid_T.int().argmax())
+    slot_T = slots_T[source_T].long().clamp(min=0)
+    index = (slot_T // cache.page_size, slot_T % cache.page_size)
+    rows_TE = torch.where(valid_T.any(), entries_TE[source_T], cache.pages[index])
+    cache.pages.index_put_(index, rows_TE)
+
+
+def latent_attention(
+    q_THE: torch.Tensor,
+    cache: PagedLatents,
+    step: AttentionStep,
+    *,
+    latent_width: int,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of all heads over the same entries, in float32. [T, H, L].
+
+    Row i of a request with `count` rows stands at position context_length - count + i. The value
+    of a key is the first L numbers of its entry. Rows of no request are zero.
+    """
+    T, H, E = q_THE.shape
+    out_THL = q_THE.new_zeros((T, H, latent_width))
+    starts, lengths = step.query_starts_R1.tolist(), step.context_lengths_R.tolist()
+    for request, length in enumerate(lengths):
+        start, stop = starts[request], starts[request + 1]
+        if start == stop or length == 0:
+            continue
+        pages = step.block_tables_RX[request, : -(-length // cache.page_size)].long()
+        entries_KE = cache.pages[pages].flatten(0, 1)[:length].float()
+        scores_NHK = q_THE[start:stop].float() @ entries_KE.T * scale
+        position_N = torch.arange(length - (stop - start), length, device=q_THE.device)
+        key_K = torch.arange(length, device=q_THE.device)
+        hidden_NK = key_K[None] > position_N[:, None]
+        weights_NHK = scores_NHK.masked_fill(hidden_NK[:, None], -torch.inf).softmax(-1)
+        out_THL[start:stop] = (weights_NHK @ entries_KE[:, :latent_width]).to(q_THE.dtype)
+    return out_THL

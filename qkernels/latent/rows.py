@@ -1,0 +1,27 @@
+"""Operations of latent attention, and the kernels that do them."""
+
+from qkernels.dispatch import Kernel, Operation, reference, triton_or_reference
+from qkernels.problem import Problem, needs_triton_on_gpu
+
+MAX_ENTRY = 1024  # an entry lies in one program's registers
+
+
+def triton_latents(problem: Problem) -> str | None:
+    reason = needs_triton_on_gpu(problem)
+    if reason is None and problem.head_dim > MAX_ENTRY:
+        return f"takes entries of up to {MAX_ENTRY}, not {problem.head_dim}"
+    return reason
+
+
+LATENT_ATTENTION = Operation(
+    "latent_attention",
+    Kernel(
+        name="triton",
+        module="latent.triton_latent",
+        priority=20,
+        supports=triton_latents,
+    ),
+    reference("latent"),
+)
+WRITE_LATENTS = triton_or_reference("latent", "write_latents_", "triton_latent", triton_latents)
+OPERATIONS = (LATENT_ATTENTION, WRITE_LATENTS)

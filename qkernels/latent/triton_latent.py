@@ -1,0 +1,235 @@
+"""Latent attention over paged entries, chunks and decode rows in one batch, in Triton.
+
+All heads read the same entries: a program computes block_q query rows of up to 16 heads, stacked
+into the rows of one product, and reads each entry once, as key and as value. Where these are too
+few programs, split-KV divides the context. The host reads nothing from the device: grids follow
+from shapes and the given maxima.
+
+Legend: T tokens of a step, R requests, H query heads, E numbers of an entry, L of its latent, P
+pages, B tokens of a page, X pages of a block table; S splits of a context.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from qkernels.attention.merge_splits import merge_splits
+from qkernels.attention.step import AttentionStep
+from qkernels.attention.triton_paged import LOG2_E, request_of
+from qkernels.gpu.config import ceil_div, power_of_two
+from qkernels.gpu.device import sm_count
+from qkernels.gpu.launch import launch, on_device
+from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
+from qkernels.latent.cache import PagedLatents
+from qkernels.latent.config import LatentConfig, default_latent_config
+
+
+def latent_attention(
+    q_THE: torch.Tensor,
+    cache: PagedLatents,
+    step: AttentionStep,
+    *,
+    latent_width: int,
+    scale: float,
+    config: LatentConfig | None = None,
+) -> torch.Tensor:
+    """Implement ops.latent_attention; `config` replaces the default one."""
+    (T, H, E), R, L = q_THE.shape, step.context_lengths_R.shape[0], latent_width
+    q_THE = q_THE.contiguous()
+    out_THL = q_THE.new_empty((T, H, L))
+    if T == 0 or R == 0:
+        return out_THL
+    if config is None:
+        config = default_latent_config(
+            num_requests=R,
+            heads=H,
+            element_size=q_THE.element_size(),
+            max_query_len=step.max_query_len,
+            max_context_len=step.max_context_len,
+            sm_count=sm_count(q_THE.device),
+        )
+    partials = sums = None
+    if config.split > 1:
+        partials = out_THL.new_empty((T, H, config.split, L), dtype=torch.float32)
+        sums = out_THL.new_empty((2, T, H, config.split), dtype=torch.float32)
+    # Request r owns the blocks from query_starts[r] // block_q + r on, as in paged attention.
+    grid = (T // config.block_q + R, ceil_div(H, config.block_heads), config.split)
+    with on_device(q_THE):
+        launch(
+            _latent_attention,
+            grid,
+            q_THE,
+            cache.pages,
+            step.block_tables_RX,
+            step.query_starts_R1,
+            step.context_lengths_R,
+            out_THL,
+            partials,
+            sums,
+            R,
+            T,
+            scale * LOG2_E,
+            step.block_tables_RX.stride(0),
+            H=H,
+            E=E,
+            L=L,
+            PADDED_L=max(16, power_of_two(L)),
+            PADDED_ROPE=max(16, power_of_two(E - L)),
+            B=cache.page_size,
+            BLOCK_HEADS=config.block_heads,
+            BLOCK_Q=config.block_q,
+            KEYS=config.keys,
+            SPLIT=config.split,
+            STAGES=config.stages,
+            num_warps=config.warps,
+            **pdl_options(q_THE, T),
+        )
+    if config.split == 1:
+        return out_THL
+    return merge_splits(partials, sums, step.query_starts_R1, out_THL, None)
+
+
+@triton.jit(do_not_specialize=["R", "T"])
+def _latent_attention(
+    q_ptr,  # [T, H, E]
+    pages_ptr,  # [P, B, E]
+    tables_ptr,  # [R, X]
+    starts_ptr,  # [R + 1]
+    lengths_ptr,  # [R]
+    out_ptr,  # [T, H, L], where SPLIT is 1
+    partials_ptr,  # [T, H, S, L], otherwise: each split's weighted sum of values
+    sums_ptr,  # [2, T, H, S]: each split's largest score, and its sum of weights
+    R,
+    T,
+    scale,  # to scores in powers of two, since exp2 is the hardware's
+    stride_table,
+    H: tl.constexpr,
+    E: tl.constexpr,
+    L: tl.constexpr,
+    PADDED_L: tl.constexpr,
+    PADDED_ROPE: tl.constexpr,
+    B: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    block, heads, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if PDL:
+        pdl_launch_and_wait()
+    request = request_of(starts_ptr, block, R, BLOCK_Q)
+    start = tl.load(starts_ptr + request)
+    count = tl.load(starts_ptr + request + 1) - start
+    before = tl.load(lengths_ptr + request) - count  # keys before the request's first row
+    first_row = (block - start // BLOCK_Q - request) * BLOCK_Q
+    if first_row >= count:
+        return
+
+    BLOCK_M: tl.constexpr = BLOCK_Q * BLOCK_HEADS
+    m = tl.arange(0, BLOCK_M)
+    c = tl.arange(0, PADDED_L)
+    r = tl.arange(0, PADDED_ROPE)
+    row = first_row + m // BLOCK_HEADS
+    head = heads * BLOCK_HEADS + m % BLOCK_HEADS
+    real = (row < count) & (head < H)
+    out_row = (start + row).to(tl.int64) * H + head
+    q_ptrs = q_ptr + out_row[:, None] * E
+    q_latent = tl.load(q_ptrs + c[None, :], mask=real[:, None] & (c < L)[None, :], other=0.0)
+    of_rope = (r < E - L)[None, :]
+    q_rope = tl.load(q_ptrs + L + r[None, :], mask=real[:, None] & of_rope, other=0.0)
+
+    position = before + row
+    end = before + min(first_row + BLOCK_Q, count)
+    first_step = 0
+    last_step = (end + KEYS - 1) // KEYS
+    if SPLIT > 1:
+        steps = (last_step + SPLIT - 1) // SPLIT
+        first_step = split * steps
+        last_step = min(last_step, first_step + steps)
+
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    weights = tl.zeros([BLOCK_M], tl.float32)
+    values = tl.zeros([BLOCK_M, PADDED_L], tl.float32)
+    table = tables_ptr + request.to(tl.int64) * stride_table
+    for step in tl.range(first_step, last_step, num_stages=STAGES):
+        key = step * KEYS + tl.arange(0, KEYS)
+        exists = key < end  # pages beyond may be freed or never written
+        page = tl.load(table + key // B, mask=exists, other=0).to(tl.int64)
+        entries = pages_ptr + (page * B + key % B)[:, None] * E
+        inside = exists[:, None] & (c < L)[None, :]
+        latent = tl.load(entries + c[None, :], mask=inside, other=0.0)
+        rope = tl.load(entries + L + r[None, :], mask=exists[:, None] & of_rope, other=0.0)
+        score = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
+        score = tl.dot(q_rope, tl.trans(rope), score, input_precision="ieee") * scale
+        visible = exists[None, :] & (key[None, :] <= position[:, None])
+        score = tl.where(visible, score, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(score, 1))
+        # a row that has seen no key yet: -inf - -inf would be NaN
+        base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weight = tl.exp2(score - base[:, None])
+        shrink = tl.exp2(largest - base)
+        weights = weights * shrink + tl.sum(weight, 1)
+        values = tl.dot(
+            weight.to(latent.dtype), latent, values * shrink[:, None], input_precision="ieee"
+        )
+        largest = new_largest
+
+    if SPLIT == 1:
+        out = values / tl.where(weights == 0, 1.0, weights)[:, None]
+        tl.store(
+            out_ptr + out_row[:, None] * L + c[None, :],
+            out.to(out_ptr.dtype.element_ty),
+            mask=real[:, None] & (c < L)[None, :],
+        )
+    else:
+        split_row = out_row * SPLIT + split
+        tl.store(
+            partials_ptr + split_row[:, None] * L + c[None, :],
+            values,
+            mask=(real & (weights > 0))[:, None] & (c < L)[None, :],
+        )
+        tl.store(sums_ptr + split_row, largest, mask=real)
+        tl.store(sums_ptr + T.to(tl.int64) * H * SPLIT + split_row, weights, mask=real)
+
+
+def write_latents_(entries_TE: torch.Tensor, cache: PagedLatents, slots_T: torch.Tensor) -> None:
+    """Implement ops.write_latents_."""
+    T, E = entries_TE.shape
+    if T == 0:
+        return
+    entries_TE = entries_TE.contiguous()
+    with on_device(entries_TE):
+        launch(
+            _write_latents,
+            (T,),
+            entries_TE,
+            cache.pages,
+            slots_T,
+            E=E,
+            PADDED_E=power_of_two(E),
+            num_warps=4,
+            **pdl_options(entries_TE, T),
+        )
+
+
+@triton.jit
+def _write_latents(
+    entries_ptr,  # [T, E]
+    pages_ptr,  # [P, B, E], as slots
+    slots_ptr,  # [T]
+    E: tl.constexpr,
+    PADDED_E: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    if PDL:
+        pdl_launch_and_wait()
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    if slot < 0:
+        return
+    e = tl.arange(0, PADDED_E)
+    inside = e < E
+    entry = tl.load(entries_ptr + token * E + e, mask=inside, other=0.0)
+    tl.store(pages_ptr + slot * E + e, entry, mask=inside)

@@ -1,0 +1,197 @@
+"""Multi-head latent attention (MLA) over paged latents, and the spec of its cache.
+
+The cache has one entry for each token and all heads: its normed latent c, then its rotated key r.
+Keys and values of heads are never made: W_UK is multiplied into the queries and W_UV into the
+result (absorption), in prompts as in decode steps, so that a prefix hit changes no token.
+
+    score = (q_n W_UK) c + q_r r        out = (sum of weights * c) W_UV
+
+Legend: T tokens of the step, C hidden size, H heads, P width of a query's part without rotation, R
+of its rotated part, L of a latent, V of a value, E = L + R.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from formats.errors import InputError
+from qkernels import ops
+from qkernels.gpu.device import sm_count
+from qkernels.latent.cache import PagedLatents
+from qkernels.latent.config import latent_boundaries
+from qkernels.operands.forms import LinearInput
+from qkernels.operands.split_k import LinearOutput, reduced
+from qkernels.operations import explain
+from qserve.model.blocks.attention import StepInputs
+from qserve.model.blocks.linear import Linear, LinearPlan, Product, products_of
+from qserve.model.blocks.rotary import Rotary
+from qserve.model.cache_spec import CacheSpec, KvFormat, StepLimits, WarmUpShape
+
+# Of the norms of latents. transformers gives them this default whatever rms_norm_eps is, and its
+# tokens are the ones that tests compare; vLLM passes rms_norm_eps, which differs where it is 1e-5.
+INNER_NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentShape:
+    """Sizes of one layer's attention. Heads are those of this rank."""
+
+    heads: int
+    nope: int  # P
+    rope: int  # R
+    value: int  # V
+    latent: int  # L
+
+    @property
+    def entry(self) -> int:
+        """Numbers of a token in the cache."""
+        return self.latent + self.rope
+
+    @property
+    def queries(self) -> int:
+        """Outputs of the projection that makes queries."""
+        return self.heads * (self.nope + self.rope)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedLatentsSpec(CacheSpec):
+    """An entry of each token; every rank holds all of it."""
+
+    shape: LatentShape
+    dtype: torch.dtype
+    page_size: int
+    kernel: str | None  # asked for or forbidden by name
+
+    def make(self, num_pages: int, num_slots: int, device: torch.device) -> PagedLatents:
+        shape = num_pages, self.page_size, self.shape.entry
+        return PagedLatents(pages=torch.zeros(shape, dtype=self.dtype, device=device))
+
+    def check_graphs(self, dtype: torch.dtype, device: str) -> None:
+        choices = explain(
+            "latent_attention",
+            device=device,
+            dtype=dtype,
+            requested=self.kernel,
+            head_dim=self.shape.entry,
+            page_size=self.page_size,
+        )
+        if not any(each.taken for each in choices if each.name != "reference"):
+            portable = next(each for each in choices if each.name == "triton")
+            raise InputError(
+                f"latent attention over pages of {self.page_size} tokens",
+                f"plain torch would do it, which CUDA graphs cannot hold: triton {portable.reason}",
+                "give --enforce-eager to run it slowly",
+            )
+
+    def warm_up_shapes(
+        self, limits: StepLimits, dtype: torch.dtype, device: torch.device
+    ) -> Iterator[WarmUpShape]:
+        yield from latent_boundaries(
+            heads=self.shape.heads,
+            element_size=dtype.itemsize,
+            sm_count=sm_count(device),
+            max_requests=limits.max_num_seqs,
+            max_tokens=limits.max_tokens,
+            max_context_len=limits.max_model_len,
+        )
+
+
+class LatentAttention(torch.nn.Module):
+    """Attention of one layer over latents."""
+
+    has_kv_scales = False
+
+    def __init__(
+        self,
+        shape: LatentShape,
+        *,
+        rotary: Rotary,
+        qkv_proj: Linear,  # makes queries or their latents, then c and r
+        q_b_proj: Linear | None,  # makes queries from their latents; None: qkv_proj makes them
+        o_proj: Linear,
+        q_norm: torch.Tensor | None,  # of queries' latents
+        kv_norm: torch.Tensor,  # [L]
+        key_up: torch.Tensor,  # W_UK [H, P, L]
+        value_up: torch.Tensor,  # W_UV [H, L, V]
+        scale: float,  # of scores
+        kernel: str | None = None,  # selected or excluded by name
+    ) -> None:
+        super().__init__()
+        self.shape, self.scale, self.kernel, self.rotary = shape, scale, kernel, rotary
+        self.qkv_proj, self.q_b_proj, self.o_proj = qkv_proj, q_b_proj, o_proj
+        self.register_buffer("q_norm", q_norm)
+        self.register_buffer("kv_norm", kv_norm)
+        self.register_buffer("key_up", key_up)
+        self.register_buffer("value_up", value_up)
+
+    def cache_spec(self, kv_format: KvFormat, page_size: int) -> PagedLatentsSpec:
+        """Return the spec of the layer's pages. Raises InputError for 8-bit pages."""
+        if kv_format.is_coded:
+            raise InputError(
+                "--kv-cache-dtype",
+                f"expected auto, found {kv_format}: latents are kept in the activations' dtype"
+                " alone",
+                "leave it out",
+            )
+        return PagedLatentsSpec(
+            shape=self.shape, dtype=kv_format.dtype, page_size=page_size, kernel=self.kernel
+        )
+
+    def products(self) -> Iterator[Product]:
+        """Quantized products, each with the operation that consumes its result."""
+        yield from products_of(self.qkv_proj, None)
+        if self.q_b_proj is not None:
+            yield from products_of(self.q_b_proj, None)
+        yield from products_of(self.o_proj, "norm")
+
+    def plan(self, rows: int) -> LinearPlan:
+        """Plan of the first linear: the form that the norm before this block outputs."""
+        return self.qkv_proj.plan(rows)
+
+    def forward(
+        self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: PagedLatents
+    ) -> LinearOutput:
+        """Attend from the step's tokens [T, C] to all of their requests' tokens; store their
+        entries.
+
+        The result goes to the norm that follows.
+        """
+        shape = self.shape
+        made = reduced(self.qkv_proj(x_TC, plan))
+        q, c_TL, r_TR = made.split([made.shape[1] - shape.entry, shape.latent, shape.rope], dim=1)
+        q_n_THP, q_r_THR = self._queries(q).split([shape.nope, shape.rope], dim=-1)
+        q_r_THR, r_T1R = ops.apply_rope(
+            q_r_THR.contiguous(),
+            r_TR[:, None].contiguous(),
+            self.rotary.cos_sin,
+            step.positions_T,
+            self.rotary.interleaved,
+        )
+        entries_TE = torch.cat([_normed(c_TL, self.kv_norm), r_T1R[:, 0]], dim=1)
+        ops.write_latents_(entries_TE, cache, step.slots_T)
+        absorbed_HTL = torch.bmm(q_n_THP.transpose(0, 1), self.key_up)
+        out_THL = ops.latent_attention(
+            torch.cat([absorbed_HTL.transpose(0, 1), q_r_THR], dim=-1),
+            cache,
+            step,
+            latent_width=shape.latent,
+            scale=self.scale,
+            kernel=self.kernel,
+        )
+        out_HTV = torch.bmm(out_THL.transpose(0, 1), self.value_up)
+        output = self.o_proj.plan(made.shape[0], "norm")
+        out = out_HTV.transpose(0, 1).flatten(1)
+        return self.o_proj(ops.in_form(out, output.input), output)
+
+    def _queries(self, q: torch.Tensor) -> torch.Tensor:
+        """[T, H, P + R] from the first outputs of qkv_proj."""
+        if self.q_b_proj is not None:
+            plan = self.q_b_proj.plan(q.shape[0])
+            q = reduced(self.q_b_proj(ops.in_form(_normed(q, self.q_norm), plan.input), plan))
+        return q.unflatten(1, (self.shape.heads, -1))
+
+
+def _normed(x_TL: torch.Tensor, weight_L: torch.Tensor) -> torch.Tensor:
+    spec = ops.NormSpec(weight_C=weight_L, eps=INNER_NORM_EPS)
+    return ops.norm(x_TL.contiguous(), None, spec)[0]

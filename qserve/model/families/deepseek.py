@@ -1,0 +1,61 @@
+"""DeepSeek-V2 and V3, Moonlight, Kimi-K2 and GLM-4.7-Flash: latent attention and experts.
+
+Columns of formats/families.py hold what differs: the router's rule, the first layers, which have no
+experts. config.json decides whether queries come from latents of their own.
+"""
+
+from formats.architecture.latent_parts import KV_NORM, Q_NORM, QUERIES
+from qserve.model.blocks.latent_attention import LatentAttention, LatentShape
+from qserve.model.blocks.layer import Layer
+from qserve.model.decoder import Decoder
+from qserve.model.families import llama, moe
+from qserve.model.model_config import ModelConfig
+from qserve.model.rope import RopeConfig, yarn_magnitude
+from qserve.model.weights import LayerWeights, Weights
+
+
+def build(config: ModelConfig, weights: Weights) -> Decoder:
+    return llama.build_decoder(config, weights, build_layer)
+
+
+def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
+    return Layer(
+        attention_norm=llama.build_norm(config, weights, "input_layernorm"),
+        attention=build_attention(config, weights),
+        mlp_norm=llama.build_norm(config, weights, "post_attention_layernorm"),
+        mlp=moe.build_mlp(config, weights),
+    )
+
+
+def build_attention(config: ModelConfig, weights: LayerWeights) -> LatentAttention:
+    family, values = config.family, config.values
+    shape = LatentShape(
+        heads=config.num_heads,
+        nope=values["qk_nope_head_dim"],
+        rope=values["qk_rope_head_dim"],
+        value=values["v_head_dim"],
+        latent=values["kv_lora_rank"],
+    )
+    has_query_latents = QUERIES in family.latent
+    key_up, value_up = weights.absorbed(shape)
+    return LatentAttention(
+        shape,
+        rotary=weights.rotary,
+        qkv_proj=weights.linear(family.qkv),
+        q_b_proj=weights.linear(QUERIES) if has_query_latents else None,
+        o_proj=weights.linear(family.o),
+        q_norm=weights.norm(Q_NORM) if has_query_latents else None,
+        kv_norm=weights.norm(KV_NORM),
+        key_up=key_up,
+        value_up=value_up,
+        scale=(shape.nope + shape.rope) ** -0.5 * score_factor(config.ropes[weights.number]),
+        kernel=weights.kernels.get("latent_attention"),
+    )
+
+
+def score_factor(rope: RopeConfig) -> float:
+    """Factor of scores: YaRN's second one, besides that of cosines and sines."""
+    if rope.type != "yarn":
+        return 1.0
+    every = rope.parameters.get("mscale_all_dim") or 0
+    return yarn_magnitude(rope.parameters["factor"], every) ** 2

@@ -1,0 +1,32 @@
+"""Matrices of latent attention that are multiplied into queries and results, in floats.
+
+Legend: H heads of this rank, P width of a query's part without rotation, L of a latent, V of a
+value.
+"""
+
+from typing import Any
+
+import torch
+
+from formats.architecture.latent_parts import KEYS_VALUES
+from qserve.model.blocks.latent_attention import LatentShape
+
+
+def absorbed(weights: Any, prefix: str, shape: LatentShape) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return W_UK [H, P, L] and W_UV [H, L, V] of the layer with this prefix.
+
+    A quantized kv_b_proj is dequantized here, once: W_UK reduces over its outputs, which no
+    kernel of packed weights does. `weights`: qserve.model.weights.Weights.
+    """
+    (linear,) = KEYS_VALUES.linears
+    name, stored = f"{prefix}.{linear.name}", weights.shape(linear.shape)
+    if weights.source.is_quantized(name):
+        whole_NL = weights.source.weight(name, stored).dequantize()
+    else:
+        whole_NL = weights.source.tensor(f"{name}.weight", stored)
+    rows = weights.sharing.head_rows("latent_kv")
+    if rows is not None:
+        whole_NL = whole_NL[slice(*rows)]
+    by_head = whole_NL.to(weights.device, weights.dtype).unflatten(0, (shape.heads, -1))
+    key_up, value_up = by_head.split([shape.nope, shape.value], dim=1)
+    return key_up.contiguous(), value_up.transpose(1, 2).contiguous()

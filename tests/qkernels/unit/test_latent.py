@@ -1,0 +1,70 @@
+"""Latent attention in plain torch against float64, its checks, and its launch configs."""
+
+import pytest
+import torch
+
+from qkernels import ops
+from qkernels.errors import KernelError
+from qkernels.latent.cache import PagedLatents
+from qkernels.latent.config import MAX_SPLIT_KV, default_latent_config, latent_boundaries
+from tests.qkernels.latent_case import latent_case
+
+CASE = {"H": 3, "L": 24, "rope": 8, "B": 4}
+
+
+@pytest.mark.parametrize(
+    ("counts", "lengths"), [((1, 1), (9, 1)), ((5, 3), (5, 20)), ((1, 0, 4), (7, 3, 6))]
+)
+def test_rows_see_their_entries(counts, lengths, assert_close):
+    case = latent_case(counts, lengths, **CASE, dtype=torch.float32)
+    got = ops.latent_attention(case.q_THE, case.cache, case.step, latent_width=24, scale=case.scale)
+    assert_close("out", case.exact(), got, 1e-6)
+
+
+def test_padding_tokens_are_written_nowhere():
+    for slots, want in (([5, -1, 0], [3, 0, 0, 0, 0, 1]), ([-1, -1, -1], [0] * 6)):
+        pages = torch.zeros(2, 3, 8)
+        entries_TE = torch.tensor([1.0, 2, 3])[:, None].expand(3, 8)
+        ops.write_latents_(entries_TE, PagedLatents(pages=pages), torch.tensor(slots))
+        assert pages.flatten(0, 1)[:, 0].tolist() == want
+
+
+def test_arguments_are_checked():
+    case = latent_case((1,), (5,), **CASE, dtype=torch.float32)
+    narrow = PagedLatents(pages=case.cache.pages[..., :16])
+    with pytest.raises(KernelError, match="latent_attention pages"):
+        ops.latent_attention(case.q_THE, narrow, case.step, latent_width=8, scale=1.0)
+    with pytest.raises(KernelError, match="latent_width.*expected 1 to 31, found 32"):
+        ops.latent_attention(case.q_THE, case.cache, case.step, latent_width=32, scale=1.0)
+
+
+SIZES = {"heads": 16, "element_size": 2, "sm_count": 132}
+
+
+def test_splits_fill_the_gpu_and_are_worth_a_block():
+    def split(requests, keys):
+        config = default_latent_config(
+            num_requests=requests, max_query_len=1, max_context_len=keys, **SIZES
+        )
+        return config.split
+
+    assert split(1, 300) == 1 and split(1, 1024) == 4
+    assert split(1, 10**5) == MAX_SPLIT_KV and split(64, 10**5) == 4 and split(300, 10**5) == 1
+
+
+@pytest.mark.parametrize("heads", [3, 16, 128])
+@pytest.mark.parametrize("size", [2, 4])
+def test_warm_up_launches_every_config(heads, size):
+    sizes = {**SIZES, "heads": heads, "element_size": size}
+
+    def config(requests, count, keys):
+        return default_latent_config(
+            num_requests=requests, max_query_len=count, max_context_len=keys, **sizes
+        )
+
+    shapes = list(latent_boundaries(max_requests=40, max_tokens=512, max_context_len=4096, **sizes))
+    launched = {config(*shape) for shape in shapes}
+    for requests, count in ((1, 1), (7, 1), (40, 1), (3, 2), (12, 5), (2, 200), (1, 512)):
+        for keys in (512, 700, 1024, 4000, 4096):
+            assert config(requests, count, keys) in launched
+    assert all(requests * count <= 512 and count <= keys for requests, count, keys in shapes)
