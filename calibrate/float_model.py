@@ -110,6 +110,17 @@ class FloatModel:
                 "add tokenizer.json",
             ) from None
 
+    def check_keys_are_kept(self) -> None:
+        """Raise InputError if the cache has no keys and values whose scales could be found."""
+        family = self.layer_map.family
+        if family.latent:
+            raise InputError(
+                "`kv_cache`",
+                f"does not work with {family.architecture}: latents are kept in the activations'"
+                " dtype alone",
+                "quantize without it",
+            )
+
     def _check_config(self) -> None:
         """Reject config values that no layer runs with: they would corrupt every
         weight or answer.

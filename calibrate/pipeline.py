@@ -153,6 +153,8 @@ def quantize_checkpoint(
         recipe = with_act_order(recipe)
     if kv_per_head and kv_cache is None:
         raise InputError("`kv_per_head`", "requires `kv_cache`", "add it")
+    if kv_cache is not None:
+        model.check_keys_are_kept()
     overrides = list(overrides)
     if fit_groups:
         scheme = fitted_scheme(scheme, model.shapes, ignore=ignore, overrides=overrides)

@@ -10,7 +10,7 @@ import os
 import shutil
 import stat
 import struct
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -350,13 +350,14 @@ class CheckpointWriter:
         *,
         max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
         transposed: Collection[str] = (),
+        as_stated: Mapping[str, Any] | None = None,
     ) -> None:
         """Raises CheckpointError if `folder` is not empty or another run is writing it.
 
         `transposed`: matrices that are stored with their dims exchanged, the source's
-        `CheckpointReader.transposed`.
+        `CheckpointReader.transposed`. `as_stated`: keys of config.json with the values to write.
         """
-        self._transposed = frozenset(transposed)
+        self._transposed, self._as_stated = frozenset(transposed), dict(as_stated or {})
         # Resolved because a rename cannot replace "." or a link to a folder.
         self.folder = Path(folder).resolve()
         self.staging = self.folder.parent / f".{self.folder.name}.partial"
@@ -417,7 +418,7 @@ class CheckpointWriter:
         if count > 1:
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
             self.write_json(INDEX, index)
-        self.write_json(CONFIG, config)
+        self.write_json(CONFIG, {**config, **self._as_stated})
         return self.staging
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:

@@ -310,11 +310,11 @@ TINY_FAMILIES |= {
     # latents of queries, groups, the factor of YaRN twice
     "deepseek_v3": (
         "DeepseekV3Config",
-        {**LATENT, **GROUPS, "q_lora_rank": 48, "rope_parameters": YARN},
+        {**LATENT, **GROUPS, "q_lora_rank": 96, "rope_parameters": YARN},
     ),
     "glm4_moe_lite": (
         "Glm4MoeLiteConfig",
-        {**LATENT, "q_lora_rank": 48, "n_group": 1, "topk_group": 1, "pad_token_id": 0},
+        {**LATENT, "q_lora_rank": 96, "n_group": 1, "topk_group": 1, "pad_token_id": 0},
     ),
     "cohere": ("CohereConfig", {"logit_scale": 0.5, "tie_word_embeddings": True}),
     "cohere2": (

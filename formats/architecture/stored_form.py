@@ -52,6 +52,13 @@ def usual_config(config: dict[str, Any]) -> dict[str, Any]:
     return config if derive is None else {**config, **derive(config)}
 
 
+def replaced_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of config.json that `usual_config` replaces, with what the file states."""
+    stated = config.get("model_type")
+    is_replaced = isinstance(stated, str) and stated in _SAME_LAYERS
+    return {"model_type": stated} if is_replaced else {}
+
+
 def usual_entries(
     config: Mapping[str, Any], entries: dict[str, TensorEntry]
 ) -> dict[str, TensorEntry]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from formats.architecture.stored_form import replaced_keys
 from formats.architecture.text_part import (
     TEXT_CONFIG,
     other_part_names,
@@ -32,7 +33,12 @@ def open_writer(
     """Return a writer of a model with the form of `source`. Raises CheckpointError."""
     if source.other_parts:
         return WholeWriter(folder, source, max_shard_bytes=max_shard_bytes)
-    return CheckpointWriter(folder, max_shard_bytes=max_shard_bytes, transposed=source.transposed)
+    return CheckpointWriter(
+        folder,
+        max_shard_bytes=max_shard_bytes,
+        transposed=source.transposed,
+        as_stated=replaced_keys(source.whole_config),
+    )
 
 
 class WholeWriter(CheckpointWriter):

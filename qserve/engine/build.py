@@ -49,6 +49,7 @@ class EngineParts:
         model.check_length(max_model_len)
         state_limits.check_states(config, model)
         check_fallback(config, model)
+        state_limits.check_latents(config, model)
         check_ranks(model, config.tensor_parallel_size, config.pipeline_parallel_size)
         workers = WorkerGroup(config, model, max_model_len)
         try:

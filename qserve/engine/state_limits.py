@@ -1,7 +1,7 @@
-"""Settings that models with recurrent states do not support yet.
+"""Settings that models with recurrent states, or with latent attention, do not support yet.
 
 A state summarizes all tokens before it. Features that roll back, share a prefix, or move a request
-would need copies of it.
+would need copies of it. Latents are in pages, as keys are.
 """
 
 import logging
@@ -58,6 +58,34 @@ LIMITS = (
         "the linears of its layers are ordered differently from those of adapters",
     ),
 )
+
+
+LATENT_LIMITS = (
+    Limit(
+        "--enable-lora",
+        lambda config: config.enable_lora,
+        "kv_b_proj is multiplied into queries and results, to which no adapter is added",
+    ),
+    Limit(
+        "--kv-cache-dtype",
+        lambda config: config.kv_cache_dtype != "auto",
+        "latents are kept in the activations' dtype alone",
+    ),
+)
+
+
+def check_latents(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise InputError for a setting that latent attention does not support."""
+    if not model.family.latent:
+        return
+    for limit in LATENT_LIMITS:
+        if limit.is_asked_for(config):
+            raise InputError(
+                limit.flag,
+                f"does not work with {model.family.architecture}, which has latent attention:"
+                f" {limit.reason}",
+                "remove it, or serve another model",
+            )
 
 
 def check_states(config: EngineConfig, model: ModelConfig) -> None:

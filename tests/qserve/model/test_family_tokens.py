@@ -132,6 +132,7 @@ def test_logits_of_quantized_weights_equal_transformers(written, transformers_mo
     "name, recipe",
     [
         *(("opt", "awq"), ("cohere", "gptq"), ("gpt2", "gptq")),
+        *(("deepseek_v2", "gptq"), ("deepseek_v3", "awq")),
         pytest.param("gpt2", "awq", marks=pytest.mark.exhaustive),
         pytest.param("falcon", "awq", marks=pytest.mark.exhaustive),
         *(
@@ -535,7 +536,13 @@ def test_rms_norm_of_gemma_keeps_float32_weights(model_of):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "granite", "olmo2", "glm4", "ministral3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gemma2", "gemma3", "granite", "olmo2", "glm4", "ministral3"),
+        *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+    ],
+)
 def test_logits_on_a_gpu_are_the_cpus(written, name):
     """In bfloat16, a prompt and decode steps: a wrong reading differs by far more."""
     folder = written("w4a16-sym-g32", "gptq", name)

@@ -1,4 +1,4 @@
-"""A tiny GLM-4.5 with a layer for drafts that is often right: it and the model say much alike."""
+"""A tiny model with a layer for drafts that is often right: it and the model say much alike."""
 
 import json
 import shutil
@@ -11,13 +11,13 @@ from tests.conftest import TINY_FAMILIES, make_tiny
 C, LAYERS, PREFIX = 64, 3, "model.layers.3."
 
 
-def make_mtp(folder, tokenizer_from=None, *, agreement=0.0, **config):
+def make_mtp(folder, tokenizer_from=None, *, agreement=0.0, family="glm4_moe", **config):
     """A model of 3 layers whose fourth, of the same kind, is for drafts. Returns the folder.
 
     `agreement` 0: everything is random. Else attention and feed-forwards add so much less, and
     eh_proj passes the embedding on: then the next token follows mostly from the last, for both.
     """
-    name, extra = TINY_FAMILIES["glm4_moe"]
+    name, extra = TINY_FAMILIES[family]
     extra = {**extra, "num_hidden_layers": LAYERS + 1, "first_k_dense_replace": 1, **config}
     make_tiny(folder, name, extra)
     state = load_file(folder / "model.safetensors")

@@ -36,12 +36,16 @@ def ids():
 
 @pytest.fixture(scope="module")
 def judge(folder):
+    return judge_of(folder)
+
+
+def judge_of(folder):
     """transformers' model with the layer for drafts as one more of its own."""
-    from transformers import AutoConfig, Glm4MoeForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder, attn_implementation="eager")
     config.num_hidden_layers += 1
-    model = Glm4MoeForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
     return model.eval()
 
 
@@ -96,6 +100,13 @@ def drafts_of(target, folder, ids, **more):
 def test_it_follows_the_equations(target, folder, judge, ids):
     expected = reference(folder, judge, ids)
     found = drafts_of(target, folder, ids)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_it_follows_the_equations_over_latents(ids, tmp_path):
+    folder = make_mtp(tmp_path / "model", family="deepseek_v3", rms_norm_eps=1e-5)
+    expected = reference(folder, judge_of(folder), ids)
+    found = drafts_of(load_target(folder), folder, ids)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
