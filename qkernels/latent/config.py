@@ -33,9 +33,10 @@ def default_latent_config(
 ) -> LatentConfig:
     """From host numbers alone, so that a CUDA graph captured with the config stays valid."""
     block_heads = min(BLOCK_HEADS, power_of_two(heads))
-    # 16 rows at least; 64 of a chunk share each entry that they load
-    most_rows = 16 if max_query_len * block_heads <= 16 or element_size == 4 else 64
-    block_q = most_rows // block_heads
+    # 32 rows of a chunk share each entry that they load; 64 spill registers (compiled for sm_90),
+    # and with them entries of 576 would not fit into the shared memory of sm_89
+    rows = 16 if max_query_len * block_heads <= 16 or element_size == 4 else 32
+    block_q = rows // block_heads
     tiles = max(1, num_requests * -(-max_query_len // block_q) * -(-heads // block_heads))
     split = 1
     while (
@@ -49,7 +50,7 @@ def default_latent_config(
         block_q=block_q,
         keys=16 if element_size == 4 else 32,
         split=split,
-        warps=4 if most_rows == 16 else 8,
+        warps=4 if rows == 16 else 8,
         stages=2,
     )
 

@@ -8,7 +8,7 @@ import torch
 
 from qkernels import dispatch
 from qkernels.attention.step import AttentionStep
-from qkernels.checks import check_float, check_tensor, expect_ndim
+from qkernels.checks import INDEX_DTYPES, check_float, check_tensor, expect_ndim
 from qkernels.errors import KernelError
 from qkernels.latent import rows
 from qkernels.latent.cache import PagedLatents
@@ -23,7 +23,7 @@ def write_latents_(entries_TE: torch.Tensor, cache: PagedLatents, slots_T: torch
     check_float(f"{op} entries", entries_TE)
     T, E = expect_ndim(f"{op} entries", entries_TE, 2)
     _check_pages(op, cache, E, entries_TE)
-    check_tensor(f"{op} slots", slots_T, (T,), (torch.int64,), entries_TE)
+    check_tensor(f"{op} slots", slots_T, (T,), INDEX_DTYPES, entries_TE)
     run = dispatch.implementation(
         rows.WRITE_LATENTS, device=entries_TE.device.type, dtype=entries_TE.dtype, head_dim=E
     )

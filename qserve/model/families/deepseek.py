@@ -49,7 +49,7 @@ def build_attention(config: ModelConfig, weights: LayerWeights) -> LatentAttenti
         key_up=key_up,
         value_up=value_up,
         scale=(shape.nope + shape.rope) ** -0.5 * score_factor(config.ropes[weights.number]),
-        kernel=weights.kernels.get("latent_attention"),
+        kernel=weights.kernels.get("attention"),
     )
 
 

@@ -31,6 +31,7 @@ from tests.qkernels.compile.attention_cases import attention, kv_write
 from tests.qkernels.compile.cards import empty
 from tests.qkernels.compile.delta_net_cases import delta_net
 from tests.qkernels.compile.draft_cases import draft_input, drafts
+from tests.qkernels.compile.latent_cases import latent_attention
 from tests.qkernels.compile.lora_cases import adapted_product, lora
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -397,6 +398,19 @@ EXPERTS = {
     "delta net, heads of 256": Case(run=lambda: delta_net(1, 200, K=256), product="mma"),
     "delta net, prompts in float16": Case(run=lambda: delta_net(3, 100, FP16), product="mma"),
     "delta net, prompts in float32": Case(run=lambda: delta_net(3, 100, FP32)),
+    "latent attention, decode": Case(
+        run=lambda: latent_attention([1], 16), quick=SM90, product="mma"
+    ),
+    "latent attention, decode of 128 rows": Case(
+        run=lambda: latent_attention([1] * 128, 128), product="mma"
+    ),
+    "latent attention, a prompt": Case(
+        run=lambda: latent_attention([500], 16), quick=SM90, product="mma"
+    ),
+    "latent attention, 20 heads in float16": Case(
+        run=lambda: latent_attention([1, 40], 20, dtype=FP16), product="mma"
+    ),
+    "latent attention in float32": Case(run=lambda: latent_attention([1, 40], 16, dtype=FP32)),
     "lora qkv T=1": Case(run=lambda: lora(1, 4096, (4096, 1024, 1024)), quick=SM90, product="mma"),
     "lora down T=32": Case(run=lambda: lora(32, 14336, (4096,), slots=64, parts=4), product="mma"),
     "lora gate_up T=2048": Case(

@@ -54,6 +54,14 @@ def test_every_family(family, size, tiny_model):
     assert_shared_out(tiny_model(family), size)
 
 
+def test_latents_are_whole_on_every_rank(written):
+    """Heads are shared out, with the rows of q_b_proj and of kv_b_proj, which holds codes."""
+    folder = written("w8a16-sym-channel", "gptq", "deepseek_v3")
+    decoders = assert_shared_out(folder, 2)
+    shapes = [decoder.layers[1].attention.shape for decoder in decoders]
+    assert [shape.heads for shape in shapes] == [2, 2] and {s.entry for s in shapes} == {48}
+
+
 # A rank rounds its own share of a row by a scale of its own. Tiny random models amplify that: wrong
 # codes give more than 1.
 INT8, FLOAT8 = 0.05, 0.3

@@ -132,6 +132,7 @@ CLASSES_OF_FOLDER = {
     "collective": {"communication"},
     "delta_net": {"delta net"},
     "drafts": {"drafts"},
+    "latent": {"attention", "rope, KV"},
     "lora": {"adapters"},
     "moe": {"experts"},
     "rowwise": {"norms", "activation", "quantize"},

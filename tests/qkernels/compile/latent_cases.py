@@ -1,0 +1,29 @@
+"""Calls of latent attention and of what writes its pages, for cases.py: sizes of DeepSeek's."""
+
+import torch
+
+from qkernels import ops
+from qkernels.attention.step import AttentionStep
+from qkernels.latent.cache import PagedLatents
+from tests.qkernels.compile.cards import empty
+
+LATENT, ROPE, PAGE = 512, 64, 16
+
+
+def latent_attention(
+    counts: list[int], heads: int, context: int = 8192, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    R, T = len(counts), sum(counts)
+    cache = PagedLatents(pages=empty(R * context // PAGE, PAGE, LATENT + ROPE, dtype=dtype))
+    step = AttentionStep(
+        block_tables_RX=torch.zeros(R, context // PAGE, dtype=torch.int32),
+        query_starts_R1=torch.tensor([0, *counts]).cumsum(0).int(),
+        context_lengths_R=torch.full((R,), context, dtype=torch.int32),
+        max_query_len=max(counts),
+        max_context_len=context,
+    )
+    ops.write_latents_(
+        empty(T, LATENT + ROPE, dtype=dtype), cache, torch.zeros(T, dtype=torch.int64)
+    )
+    q_THE = empty(T, heads, LATENT + ROPE, dtype=dtype)
+    ops.latent_attention(q_THE, cache, step, latent_width=LATENT, scale=1.0)
