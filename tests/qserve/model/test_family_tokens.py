@@ -538,10 +538,7 @@ def test_rms_norm_of_gemma_keeps_float32_weights(model_of):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "name",
-    [
-        *("gemma2", "gemma3", "granite", "olmo2", "glm4", "ministral3"),
-        *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
-    ],
+    ["gemma2", "gemma3", "granite", "olmo2", "glm4", "ministral3", "deepseek_v2"],
 )
 def test_logits_on_a_gpu_are_the_cpus(written, name):
     """In bfloat16, a prompt and decode steps: a wrong reading differs by far more."""

@@ -55,7 +55,7 @@ def test_every_family(family, size, tiny_model):
 
 
 def test_latents_are_whole_on_every_rank(written):
-    """Heads are shared out, with the rows of q_b_proj and of kv_b_proj, which holds codes."""
+    """Heads are divided, with the rows of q_b_proj and of kv_b_proj, which holds codes."""
     folder = written("w8a16-sym-channel", "gptq", "deepseek_v3")
     decoders = assert_shared_out(folder, 2)
     shapes = [decoder.layers[1].attention.shape for decoder in decoders]
