@@ -12,7 +12,7 @@ from qkernels.attention.ops import apply_rope, paged_attention, rope_write_kv_, 
 from qkernels.collective.ops import all_reduce, all_reduce_norm
 from qkernels.delta_net.ops import causal_conv_, delta_rule_, gated_rms_norm
 from qkernels.drafts.ops import fill_drafts_, settle_drafts_, spread_logits
-from qkernels.latent.ops import latent_attention, write_latents_
+from qkernels.latent.ops import latent_attention, rope_write_latents_
 from qkernels.linear.ops import linear, linear_codes, plan_linear, prepare_weight
 from qkernels.lora.ops import lora_expand_, lora_shrink, lora_term
 from qkernels.moe.ops import experts, plan_experts, prepare_experts, route, route_tokens
@@ -61,9 +61,9 @@ __all__ = [
     "quantize_input",
     "quantize_input_asymmetric",
     "rope_write_kv_",
+    "rope_write_latents_",
     "sample_",
     "settle_drafts_",
     "spread_logits",
     "write_kv_",
-    "write_latents_",
 ]

@@ -52,7 +52,11 @@ OPERATIONS = {
     "wna16": {"linear.plan", "linear.prepared", "lora.sm90_term", "lora.term"},
     "w8a8": {"linear.plan", "linear.prepared", "linear.reference"},
     "attention": {"rowwise.ops", "rowwise.reference", "rowwise.spec"},
-    "latent": {"attention.merge_splits", "attention.step", "attention.triton_paged"},
+    "latent": {
+        *("attention.merge_splits", "attention.reference", "attention.step"),
+        *("attention.triton_paged", "rowwise.arithmetic_triton", "rowwise.reference"),
+        "rowwise.spec",
+    },
     "rowwise": set(),
     "moe": {
         *("linear.ops", "linear.prepared", "linear.rows", "rowwise.ops"),

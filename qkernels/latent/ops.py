@@ -1,7 +1,7 @@
 """Writes of latents and attention over them: each checks its arguments, then runs a kernel.
 
-Legend: T tokens of a step, R requests, H query heads, E numbers of an entry, L of its latent, P
-pages, B tokens of a page.
+Legend: T tokens of a step, R requests, H query heads, E numbers of an entry, L of its latent, R
+of its rotated key, P pages, B tokens of a page.
 """
 
 import torch
@@ -12,22 +12,57 @@ from qkernels.checks import INDEX_DTYPES, check_float, check_tensor, expect_ndim
 from qkernels.errors import KernelError
 from qkernels.latent import rows
 from qkernels.latent.cache import PagedLatents
+from qkernels.problem import FLOAT_DTYPES
 
 
-def write_latents_(entries_TE: torch.Tensor, cache: PagedLatents, slots_T: torch.Tensor) -> None:
-    """Write entries [T, E] into their slots of the pages, in place; slot -1 is padding.
+def rope_write_latents_(
+    q_THR: torch.Tensor,
+    made_TE: torch.Tensor,
+    norm_L: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions_T: torch.Tensor,
+    cache: PagedLatents,
+    slots_T: torch.Tensor,
+    *,
+    eps: float,
+    interleaved: bool = False,
+    kernel: str | None = None,
+) -> torch.Tensor:
+    """Write the entries of tokens, and return their queries [T, H, E] without the absorbed part.
 
-    slot = page * B + offset. Slots differ.
+    `made` [T, E] holds each token's latent, which is normed (RMS), then its key, which is rotated;
+    both go into the token's slot of the pages, page * B + offset. Slot -1 is padding; slots
+    differ. The last E - L numbers of the result are the rotated queries; the caller fills the
+    first L. `cos_sin` and `interleaved` as in apply_rope; all R channels rotate.
     """
-    op = "write_latents_"
-    check_float(f"{op} entries", entries_TE)
-    T, E = expect_ndim(f"{op} entries", entries_TE, 2)
-    _check_pages(op, cache, E, entries_TE)
-    check_tensor(f"{op} slots", slots_T, (T,), INDEX_DTYPES, entries_TE)
+    op = "rope_write_latents_"
+    check_float(f"{op} made", made_TE)
+    T, E = expect_ndim(f"{op} made", made_TE, 2)
+    (L,) = expect_ndim(f"{op} norm", norm_L, 1)
+    check_tensor(f"{op} norm", norm_L, (L,), FLOAT_DTYPES, made_TE)
+    check_tensor(f"{op} q", q_THR, (T, None, E - L), (made_TE.dtype,), made_TE)
+    check_tensor(f"{op} cos_sin", cos_sin, (None, E - L), (torch.float32,), made_TE)
+    _check_pages(op, cache, E, made_TE)
+    for name, indices in (("positions", positions_T), ("slots", slots_T)):
+        check_tensor(f"{op} {name}", indices, (T,), INDEX_DTYPES, made_TE)
     run = dispatch.implementation(
-        rows.WRITE_LATENTS, device=entries_TE.device.type, dtype=entries_TE.dtype, head_dim=E
+        rows.ROPE_WRITE_LATENTS,
+        device=made_TE.device.type,
+        dtype=made_TE.dtype,
+        requested=kernel,
+        head_dim=E,
     )
-    run(entries_TE, cache, slots_T)
+    return run(
+        q_THR,
+        made_TE,
+        norm_L,
+        cos_sin,
+        positions_T,
+        cache,
+        slots_T,
+        eps=eps,
+        interleaved=interleaved,
+    )
 
 
 def latent_attention(

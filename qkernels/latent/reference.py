@@ -6,11 +6,34 @@ pages, B tokens of a page, N rows of a request, K its keys.
 
 import torch
 
+from qkernels.attention.reference import apply_rope
 from qkernels.attention.step import AttentionStep
 from qkernels.latent.cache import PagedLatents
+from qkernels.rowwise.reference import normalized
+from qkernels.rowwise.spec import NormSpec
 
 
-def write_latents_(entries_TE: torch.Tensor, cache: PagedLatents, slots_T: torch.Tensor) -> None:
+def rope_write_latents_(
+    q_THR: torch.Tensor,
+    made_TE: torch.Tensor,
+    norm_L: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions_T: torch.Tensor,
+    cache: PagedLatents,
+    slots_T: torch.Tensor,
+    *,
+    eps: float,
+    interleaved: bool = False,
+) -> torch.Tensor:
+    """Norm latents, rotate keys and queries, write entries; returns queries [T, H, E]."""
+    L = norm_L.shape[0]
+    q_THR, r_T1R = apply_rope(q_THR, made_TE[:, None, L:], cos_sin, positions_T, interleaved)
+    c_TL = normalized(made_TE[:, :L], NormSpec(weight_C=norm_L, eps=eps))
+    _write(torch.cat([c_TL, r_T1R[:, 0]], dim=1), cache, slots_T)
+    return torch.cat([q_THR.new_zeros((*q_THR.shape[:2], L)), q_THR], dim=2)
+
+
+def _write(entries_TE: torch.Tensor, cache: PagedLatents, slots_T: torch.Tensor) -> None:
     """Write each token's entry into its slot, page * B + offset; slot -1 is padding.
 
     The host waits for nothing: a padding token repeats the first real one, or the old entry.

@@ -23,5 +23,7 @@ LATENT_ATTENTION = Operation(
     ),
     reference("latent"),
 )
-WRITE_LATENTS = triton_or_reference("latent", "write_latents_", "triton_latent", triton_latents)
-OPERATIONS = (LATENT_ATTENTION, WRITE_LATENTS)
+ROPE_WRITE_LATENTS = triton_or_reference(
+    "latent", "rope_write_latents_", "triton_write", triton_latents
+)
+OPERATIONS = (LATENT_ATTENTION, ROPE_WRITE_LATENTS)

@@ -227,8 +227,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
     check_not_refused(config)
     raise InputError(
         "config.json architectures",
-        f"expected one of {', '.join(served)}, found {names!r:.200}",
-        "`qserve families` describes them",
+        f"expected one of {len(served)} served architectures, found {names!r:.200}",
+        "`qserve families` lists them",
     )
 
 

@@ -17,7 +17,7 @@ CLASSES: tuple[tuple[str, str], ...] = (
         "delta net",
         r"_delta_step|_chunk_(systems|scan)|causal_conv|_gated_rms_norm|solve_triangular",
     ),
-    ("rope, KV", r"rope|write_(kv|latents)|rotar"),
+    ("rope, KV", r"rope|write_kv|rotar"),
     ("adapters", r"lora_(shrink|expand)"),
     ("experts", r"experts|_route|route_tokens|moe|_sort_pairs|_sum_pairs"),
     ("products", r"wna16|w4a16|w8a16|w8a8|gemm|gemv|cutlass|nvjet|xmma|cublas|sum_splits|split_?k"),

@@ -159,20 +159,23 @@ class LatentAttention(torch.nn.Module):
         """
         shape = self.shape
         made = reduced(self.qkv_proj(x_TC, plan))
-        q, c_TL, r_TR = made.split([made.shape[1] - shape.entry, shape.latent, shape.rope], dim=1)
+        q, made_TE = made.split([made.shape[1] - shape.entry, shape.entry], dim=1)
         q_n_THP, q_r_THR = self._queries(q).split([shape.nope, shape.rope], dim=-1)
-        q_r_THR, r_T1R = ops.apply_rope(
-            q_r_THR.contiguous(),
-            r_TR[:, None].contiguous(),
+        q_THE = ops.rope_write_latents_(
+            q_r_THR,
+            made_TE,
+            self.kv_norm,
             self.rotary.cos_sin,
             step.positions_T,
-            self.rotary.interleaved,
+            cache,
+            step.slots_T,
+            eps=INNER_NORM_EPS,
+            interleaved=self.rotary.interleaved,
         )
-        entries_TE = torch.cat([_normed(c_TL, self.kv_norm), r_T1R[:, 0]], dim=1)
-        ops.write_latents_(entries_TE, cache, step.slots_T)
-        absorbed_HTL = torch.bmm(q_n_THP.transpose(0, 1), self.key_up)
+        absorbed_HTL = q_THE[..., : shape.latent].transpose(0, 1)
+        torch.bmm(q_n_THP.transpose(0, 1), self.key_up, out=absorbed_HTL)
         out_THL = ops.latent_attention(
-            torch.cat([absorbed_HTL.transpose(0, 1), q_r_THR], dim=-1),
+            q_THE,
             cache,
             step,
             latent_width=shape.latent,

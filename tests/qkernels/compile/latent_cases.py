@@ -22,8 +22,16 @@ def latent_attention(
         max_query_len=max(counts),
         max_context_len=context,
     )
-    ops.write_latents_(
-        empty(T, LATENT + ROPE, dtype=dtype), cache, torch.zeros(T, dtype=torch.int64)
+    ops.rope_write_latents_(
+        empty(T, heads, ROPE, dtype=dtype),
+        empty(T, LATENT + ROPE, dtype=dtype),
+        empty(LATENT, dtype=dtype),
+        empty(context, ROPE, dtype=torch.float32),
+        torch.zeros(T, dtype=torch.int64),
+        cache,
+        torch.zeros(T, dtype=torch.int64),
+        eps=1e-6,
+        interleaved=True,
     )
     q_THE = empty(T, heads, LATENT + ROPE, dtype=dtype)
     ops.latent_attention(q_THE, cache, step, latent_width=LATENT, scale=1.0)

@@ -58,10 +58,36 @@ def test_padding_rows_after_the_last_request_change_nothing(device, assert_close
     assert_close("out", case.exact(), got[:2], tolerance(torch.float32))
 
 
-def test_padding_tokens_are_written_nowhere(device):
-    pages = torch.zeros(3, 4, 24, device=device)
-    entries_TE = torch.arange(1, 5, device=device)[:, None].expand(4, 24).float()
-    slots_T = torch.tensor([5, -1, 11, 0], device=device)
-    triton_latent.write_latents_(entries_TE, PagedLatents(pages=pages), slots_T)
-    assert pages.flatten(0, 1)[:, 0].tolist() == [4, *[0] * 4, 1, *[0] * 5, 3]
-    assert torch.equal(pages[..., :1].expand_as(pages), pages)
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("H, L, rope", [(3, 48, 16), (5, 64, 24)])
+def test_entries_and_queries_are_the_references(H, L, rope, interleaved, dtype, device, poison):
+    """Slot -1 is padding; queries and latents are slices of what a projection made."""
+    generator = torch.Generator().manual_seed(L)
+    made = torch.randn(4, 7 + L + rope, generator=generator).to(device, dtype)[:, 7:]
+    q_THR = torch.randn(4, H, 5 + rope, generator=generator).to(device, dtype)[..., 5:]
+    norm = (1 + torch.randn(L, generator=generator) / 5).to(device, dtype)
+    angles = torch.randn(30, rope // 2, generator=generator)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], 1).to(device)
+    positions, slots = torch.tensor([3, 29, 0, 7]), torch.tensor([5, -1, 11, 0])
+    found = []
+    for kernel in ("triton", "reference"):
+        pages = torch.zeros(3, 4, L + rope, device=device, dtype=dtype)
+        q_THE = ops.rope_write_latents_(
+            q_THR,
+            made,
+            norm,
+            cos_sin,
+            positions.to(device),
+            PagedLatents(pages=pages),
+            slots.to(device),
+            eps=1e-6,
+            interleaved=interleaved,
+            kernel=kernel,
+        )
+        found.append((q_THE[..., L:], pages))
+    written = found[0][1].flatten(0, 1).any(1).nonzero().flatten().tolist()
+    assert written == [0, 5, 11]
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(
+            got, want, rtol=2e-3 if dtype != torch.float32 else 1e-5, atol=1e-5
+        )

@@ -21,12 +21,28 @@ def test_rows_see_their_entries(counts, lengths, assert_close):
     assert_close("out", case.exact(), got, 1e-6)
 
 
-def test_padding_tokens_are_written_nowhere():
-    for slots, want in (([5, -1, 0], [3, 0, 0, 0, 0, 1]), ([-1, -1, -1], [0] * 6)):
-        pages = torch.zeros(2, 3, 8)
-        entries_TE = torch.tensor([1.0, 2, 3])[:, None].expand(3, 8)
-        ops.write_latents_(entries_TE, PagedLatents(pages=pages), torch.tensor(slots))
-        assert pages.flatten(0, 1)[:, 0].tolist() == want
+@pytest.mark.parametrize("slots", [[5, -1, 0], [-1, -1, -1]])
+def test_entries_are_normed_rotated_and_written(slots):
+    """A padding token is written nowhere."""
+    pages = torch.full((2, 3, 6), 9.0)
+    made_TE = torch.tensor([[3.0, -3, 3, -3, 1, 0], [1, 1, 1, 1, 0, 1], [2, 2, 2, -2, 0, 1]])
+    half_turn = torch.tensor([[1.0, 0.0], [0.0, 1.0]])  # none at position 0, a quarter at 1
+    q_THE = ops.rope_write_latents_(
+        torch.tensor([1.0, 0]).expand(3, 2, 2),
+        made_TE,
+        torch.full((4,), 2.0),
+        half_turn,
+        torch.tensor([0, 0, 1]),
+        PagedLatents(pages=pages),
+        torch.tensor(slots),
+        eps=0.0,
+    )
+    assert q_THE[:, 1, 4:].tolist() == [[1, 0], [1, 0], [0, 1]]
+    want = torch.full((6, 6), 9.0)
+    if slots[0] == 5:
+        want[5] = torch.tensor([2.0, -2, 2, -2, 1, 0])
+        want[0] = torch.tensor([2.0, 2, 2, -2, -1, 0])
+    assert torch.equal(pages.flatten(0, 1), want)
 
 
 def test_arguments_are_checked():
