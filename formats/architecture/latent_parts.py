@@ -52,6 +52,7 @@ LATENT: dict[str, Any] = {
     "o": O_PROJ,
     "norms": _norms(LATENTS),
     "interleaved_rope": Stated("rope_interleave", True),
+    "float16": False,
     "draft_layers_key": "num_nextn_predict_layers",
     "variants": (
         (
@@ -80,6 +81,7 @@ DEEPSEEK_V2: dict[str, Any] = {
         first_dense_key="first_k_dense_replace",
     ),
     "interleaved_rope": True,
+    "draft_layers_key": "",  # no published model has such layers
     "fixed": {**_FIXED, "norm_topk_prob": False, "scoring_func": "softmax"},
 }
 DEEPSEEK_V3: dict[str, Any] = {

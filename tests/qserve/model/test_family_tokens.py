@@ -458,7 +458,7 @@ def test_a_wrong_reading_is_seen(model_of, wrong):
     assert relative(llm.logits(TOKENS), right) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "glm4"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "glm4", "deepseek_v3"])
 def test_float16_is_refused_where_activations_leave_its_range(model_of, name):
     with pytest.raises(InputError, match="--dtype float16.*--dtype bfloat16"):
         LLM(model_of(name), device="cpu", max_model_len=64, dtype="float16")
