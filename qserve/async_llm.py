@@ -84,7 +84,7 @@ class AsyncLLM(AsyncControl, EngineOwner):
         text, ids = await asyncio.to_thread(
             read_prompt, prompt, lambda: tokenizer, takes_media=True
         )
-        ids, media = await asyncio.to_thread(self._images.prepare, prompt, ids)
+        ids, media = await asyncio.to_thread(self._images.prepare, prompt, ids, lambda: tokenizer)
         params = sampling_params or SamplingParams(**load_defaults(tokenizer.folder))
         params = await asyncio.to_thread(with_bad_words, params, lambda: tokenizer)
         name = request_id if request_id is not None else uuid.uuid4().hex
@@ -228,7 +228,6 @@ class AsyncLLM(AsyncControl, EngineOwner):
         client = await starting
         self._images = ImagePrompts(
             self.config.model,
-            lambda: tokenizer,
             takes_images="image" in client.media_kinds,
             no_vision=client.no_vision,
         )

@@ -31,7 +31,6 @@ class LLMEngine:
         model = self.engine.model_config
         self._images = ImagePrompts(
             self.engine.config.model,
-            self.get_tokenizer,
             takes_images=model.vision is not None,
             no_vision=model.no_vision,
         )
@@ -77,7 +76,7 @@ class LLMEngine:
             )
         text, ids = read_prompt(prompt, self.get_tokenizer, takes_media=True)
         lora = local_adapter(lora_request, self.engine.config)
-        ids, media = self._images.prepare(prompt, ids)
+        ids, media = self._images.prepare(prompt, ids, self.get_tokenizer)
         handling = replace(handling_of(prompt, priority, lora), media=media)
         params = with_bad_words(params, self.get_tokenizer)
         tokenizer = self.get_tokenizer() if params.detokenize else None

@@ -23,21 +23,16 @@ IMAGE_URL = "image_url"  # OpenAI's part, with a data: URL
 class ImagePrompts:
     """Prompts with images for one model. Any thread may use it."""
 
-    def __init__(
-        self,
-        folder: str,
-        get_tokenizer: "Callable[[], Tokenizer]",
-        *,
-        takes_images: bool,
-        no_vision: str,
-    ) -> None:
+    def __init__(self, folder: str, *, takes_images: bool, no_vision: str) -> None:
         """`no_vision`: remedy for a model that takes no images here; "": it has no tower."""
-        self._folder, self._get_tokenizer = folder, get_tokenizer
+        self._folder = folder
         self._takes_images, self._no_vision = takes_images, no_vision
         self._processor: MediaProcessor | None = None
         self._lock = threading.Lock()
 
-    def prepare(self, prompt: Any, ids: list[int]) -> "tuple[list[int], tuple[MediaItem, ...]]":
+    def prepare(
+        self, prompt: Any, ids: list[int], get_tokenizer: "Callable[[], Tokenizer]"
+    ) -> "tuple[list[int], tuple[MediaItem, ...]]":
         """Return token ids with an image's tokens for each placeholder, and the media items.
 
         Raises InputError.
@@ -48,10 +43,10 @@ class ImagePrompts:
         from qserve.multimodal.processor import image_digest  # loads Pillow
 
         with self._lock:
-            processor = self._load()
+            processor = self._load(get_tokenizer)
             return processor.prepare(ids, images, [image_digest(image) for image in images])
 
-    def _load(self) -> "MediaProcessor":
+    def _load(self, get_tokenizer: "Callable[[], Tokenizer]") -> "MediaProcessor":
         """Load the image processor, once. Raises InputError for a model without a tower."""
         if self._processor is None:
             from qserve.multimodal.processor import MediaProcessor  # loads transformers
@@ -62,7 +57,7 @@ class ImagePrompts:
                     f"are not taken by {self._folder}",
                     self._no_vision or "use a vision-language model with its vision tower",
                 )
-            self._processor = MediaProcessor(self._folder, self._get_tokenizer().encode)
+            self._processor = MediaProcessor(self._folder, get_tokenizer().encode)
         return self._processor
 
 

@@ -1,5 +1,8 @@
 """LLMEngine: the loop is the caller's. Outputs grow, end, are dropped, and say when."""
 
+import gc
+import weakref
+
 import pytest
 
 from formats.errors import InputError
@@ -22,6 +25,19 @@ def run_out(engine):
         for output in engine.step():
             found.setdefault(output.request_id, []).append(output)
     return found
+
+
+def test_engine_is_freed_with_its_last_reference(docs_5m):
+    """Without the garbage collector: ranks and device memory would stay until it runs."""
+    llm = LLM(str(docs_5m), device="cpu")
+    llm.generate("Hello", GREEDY, use_tqdm=False)
+    found = [weakref.ref(each) for each in (llm.llm_engine, llm.engine, llm.engine.runner)]
+    gc.disable()
+    try:
+        del llm
+        assert [each() for each in found] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_outputs_grow_and_the_last_is_what_llm_gives(engine, docs_5m):

@@ -158,7 +158,8 @@ def test_program_exits_after_nccl_sums(ending, tensor, stages, quantized_5m, tmp
         program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         try:
             assert program.stdout.readline() == "LEAVING\n", (tmp_path / "err").read_text()
-            rest, _ = program.communicate(timeout=EXIT_SECONDS)
+            program.wait(timeout=EXIT_SECONDS)
+            rest = program.stdout.read()  # communicate() would lose what readline() has buffered
         finally:
             program.kill()
     is_clean = ending in ("closed", "collected")
