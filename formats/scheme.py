@@ -153,6 +153,7 @@ class Scheme:
         if isinstance(text, Scheme):
             return text
         name, suffix = re.fullmatch(r"(.*?)(-g\d{1,9}|-channel)?", text, re.DOTALL).groups()
+        name = SCHEME_ALIASES.get(name, name)
         if name not in SCHEMES:
             if suffix is not None and suffix != "-channel":
                 checked_group_size(int(suffix[2:]))
@@ -272,6 +273,8 @@ SCHEMES: dict[str, Scheme] = {
     **W4A8,
     **FIXED_SCHEMES,
 }
+# other tools' names -> the scheme's name
+SCHEME_ALIASES = {"fp8": "w8a8-fp8"}
 
 
 def w4a8_name(scheme: Scheme) -> str | None:

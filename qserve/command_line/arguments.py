@@ -30,6 +30,20 @@ SECTIONS = {
 class Parser(argparse.ArgumentParser):
     """Parser whose errors are one line: a usage with eighty flags would hide the message."""
 
+    def __init__(self, *args: typing.Any, **settings: typing.Any) -> None:
+        super().__init__(*args, **settings)
+        self.arguments_or_flags: list[str] = []
+
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse; an optional positional may follow a flag, which Python 3.11 does not take."""
+        found, left = super().parse_known_args(args, namespace)
+        for name in self.arguments_or_flags:
+            if left and not left[0].startswith("-") and getattr(found, name) is None:
+                setattr(found, name, left.pop(0))
+        return found, left
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
@@ -65,11 +79,18 @@ def add_commands(
                 if field.name not in added:  # classes may share a setting, such as tokenizer
                     added.add(field.name)
                     _add_flag(group, field, hints[field.name])
+                    if _is_argument_or_flag(field):
+                        sub.arguments_or_flags.append(field.name)
         sub.usage = _usage(sub)
 
 
 def check_argument(command: Command, arguments: argparse.Namespace) -> None:
-    """Raise InputError if a command's argument is given neither as positional nor as flag."""
+    """Raise InputError if an argument is given neither as positional nor as flag."""
+    for cls in command.settings:
+        for field in dataclasses.fields(cls):
+            if _is_argument_or_flag(field) and getattr(arguments, field.name) is None:
+                remedy = f"add it, or {'/'.join(_flag_names(field))}"
+                raise InputError(field.name.upper(), "is missing", remedy)
     name = command.argument
     if name is None or command.argument_optional or getattr(arguments, name) is not None:
         return
@@ -149,16 +170,31 @@ def _add_argument(parser: argparse.ArgumentParser, command: Command) -> None:
     parser.add_argument(f"--{name}", help=f"alias of {name.upper()}")
 
 
+def _flag_names(field: dataclasses.Field) -> list[str]:
+    """Return the short flag of a setting, if it has one, and the long one."""
+    short = [SHORT_FLAGS[field.name]] if field.name in SHORT_FLAGS else []
+    return [*short, "--" + field.name.replace("_", "-")]
+
+
+def _is_argument_or_flag(field: dataclasses.Field) -> bool:
+    """Return True for a positional setting that may also be given by its short or long flag."""
+    return bool(field.metadata.get("positional")) and field.name in SHORT_FLAGS
+
+
 def _add_flag(parser: argparse._ActionsContainer, field: dataclasses.Field, hint: object) -> None:
+    names = _flag_names(field)
     if field.metadata["positional"]:
-        is_list = typing.get_origin(hint) is list
-        several = {"nargs": "*", "default": []} if is_list else {"type": hint}
-        parser.add_argument(
-            field.name, metavar=field.name.upper(), help=field.metadata["help"], **several
-        )
+        metavar, help_text = field.name.upper(), field.metadata["help"]
+        either = _is_argument_or_flag(field)
+        options: dict[str, Any] = {"type": hint}
+        if typing.get_origin(hint) is list:
+            options = {"nargs": "*", "default": []}
+        elif either:
+            options |= {"nargs": "?", "default": argparse.SUPPRESS}
+        parser.add_argument(field.name, metavar=metavar, help=help_text, **options)
+        if either:
+            parser.add_argument(*names, type=hint, help=f"alias of {metavar}")
         return
-    names = [SHORT_FLAGS[field.name]] if field.name in SHORT_FLAGS else []
-    names.append("--" + field.name.replace("_", "-"))
     help_text = field.metadata["help"]
     if hint is bool:
         # A flag that is on by default needs a --no- form.

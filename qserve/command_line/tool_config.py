@@ -20,8 +20,8 @@ class QuantizeConfig(HubSettings):
     )
     scheme: str = setting(
         "w4a16-sym",
-        "data types of the linear layers, such as w4a16-sym, w8a8, w8a8-fp8; or of a GGUF file: "
-        "q4_0, q4_1, q8_0",
+        "data types of the linear layers, such as w4a16-sym, w8a8, fp8 (w8a8-fp8); or of a GGUF "
+        "file: q4_0, q4_1, q8_0",
     )
     format: str | None = setting(
         None,

@@ -37,6 +37,12 @@ def test_group_size_argument_equals_the_suffix():
     assert str(Scheme.parse("w4a16-sym-g128")) == "w4a16-sym"
 
 
+def test_fp8_means_w8a8_with_float8():
+    assert Scheme.parse("fp8") == FIXED_SCHEMES["w8a8-fp8"]
+    with pytest.raises(SchemeError, match="its scales are fixed"):
+        Scheme.parse("fp8", group_size=64)
+
+
 @pytest.mark.parametrize(
     "text", ["", "w4a16", "w5a16-sym", "W4A16-SYM", "w4a16-sym-g", "-g32", "\n"]
 )

@@ -145,7 +145,7 @@ FLAGS = {
     "run-batch": ENGINE_FLAGS | {"-i", "--input", "-o", "--output", "--served-model-name"},
     "generate": ENGINE_FLAGS
     | {"--prompt", "--chat", "--max-tokens", "--temperature", "--top-p", "--top-k"},
-    "convert": HUB_FLAGS | {"--format", "--max-shard-size"},
+    "convert": HUB_FLAGS | {"-o", "--output", "--format", "--max-shard-size"},
     "merge": HUB_FLAGS | {"-o", "--output", "--max-shard-size"},
     "inspect": HUB_FLAGS | {"--json", "--deep"},
     "families": {"--json"},

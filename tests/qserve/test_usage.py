@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from qserve.cli import main
+from qserve.cli import build_parser, main
 from tests.qserve.command_line import fails_with
 
 
@@ -29,10 +29,30 @@ def test_usage_error_is_one_line(capsys, arguments, words):
     assert line.endswith(f"(see qserve {name} --help)")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["m", "out", "--format", "awq"],
+        ["m", "-o", "out", "--format", "awq"],
+        ["--format", "awq", "--output", "out", "m"],
+        ["--format=awq", "m", "out"],
+        ["m", "--format", "awq", "out"],
+    ],
+)
+def test_convert_takes_its_output_as_argument_or_flag(arguments):
+    parsed = build_parser().parse_args(["convert", *arguments])
+    assert (parsed.model, parsed.output, parsed.format) == ("m", "out", "awq")
+
+
+def test_convert_without_output_names_the_flag(capsys):
+    arguments = ["convert", "m", "--format", "awq"]
+    fails_with(capsys, arguments, "OUTPUT: is missing", "add it, or -o/--output")
+
+
 def test_usage_says_what_has_to_be_given(capsys):
     for arguments, usage in (
         (["quantize"], "qserve quantize MODEL -o OUTPUT [options]"),
-        (["convert"], "qserve convert MODEL OUTPUT --format FORMAT [options]"),
+        (["convert"], "qserve convert MODEL [OUTPUT] --format FORMAT [options]"),
         (["profile"], "qserve profile [MODEL] [options]"),
     ):
         with pytest.raises(SystemExit):
