@@ -12,7 +12,6 @@ from formats.gguf.writing.export import check_exports, export_gguf
 from formats.inspection.inspect import inspect_checkpoint
 from formats.scheme import Scheme
 
-LLAMA_CPP = {"llama.cpp": ("yes", "and what is built on it")}
 EMBEDDING_TYPE = "Q8_0"  # of the embedding and of a float head, as in other tools' files
 
 
@@ -37,6 +36,4 @@ def quantize_to_gguf(
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     verdicts = {each.program: each[1:] for each in inspect_checkpoint(target).loads_in}
-    return replace(
-        report, format="gguf", bytes_after=written.num_bytes, loads_in={**verdicts, **LLAMA_CPP}
-    )
+    return replace(report, format="gguf", bytes_after=written.num_bytes, loads_in=verdicts)

@@ -23,7 +23,8 @@ from formats.compatibility.loads_in import Facts, Verdict
 from formats.compatibility.rules import loads_in
 from formats.errors import CheckpointError, InputError
 from formats.files.side_files import find_side_files
-from formats.gguf.folder import model_folder
+from formats.gguf.folder import gguf_name, model_folder
+from formats.gguf.llama_cpp import verdict_of_folder
 from formats.in_memory.packed import SCALE_DTYPES as FLOAT_DTYPES
 from formats.inspection.awq import awq_linear, gemv_linear
 from formats.inspection.compressed import compressed_linear
@@ -221,7 +222,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
         other_bytes=total_bytes - sum(linear.num_bytes for linear in linears),
         total_bytes=total_bytes,
         parallel=parallel_sizes(config, quant, linears),
-        loads_in=tuple(loads_in(facts)),
+        loads_in=(*loads_in(facts), *([verdict_of_folder(folder)] if gguf_name(folder) else [])),
         problems=tuple(findings.problems),
         vision_bytes=shards.vision_bytes,
         draft_layers=find_draft_layers(config, shards.entries),
