@@ -250,7 +250,7 @@ READ_LAYOUTS: dict[str, Layout] = {
                 ),
                 ("bitsandbytes-8bit", bitsandbytes.EIGHT_BIT_FIELDS, ("SCB",), _decode_8bit),
                 ("torchao", torchao.FIELDS, torchao.MARKERS, _decode_torchao),
-                ("hqq", hqq.FIELDS, (hqq.CODES,), _decode_hqq),
+                ("hqq", hqq.FIELDS, (hqq.CODES, "nbits"), _decode_hqq),
                 ("modelopt", modelopt.FIELDS, ("weight_scale",), _decode_modelopt),
                 ("quark", quark.FIELDS, ("weight_scale",), _decode_quark(reordered=True)),
                 ("quark-in-order", quark.FIELDS, ("weight_scale",), _decode_quark(reordered=False)),

@@ -195,7 +195,7 @@ def _decode_fp4(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) -> 
 
 def _decode_float(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) -> Fp8Weight:
     spec, codes, scales = scheme.weight, tensors["weight"], tensors["weight_scale"]
-    if spec.type != "float" or codes.ndim != 2:
+    if spec.type != "float" or codes.ndim != 2 or not codes.numel():
         raise CheckpointError(f"{name}.weight", f"found float8 {list(codes.shape)} for {scheme}")
     shape = scales_shape(spec, *codes.shape)
     if spec == MXFP8 and scales.dtype == torch.uint8:

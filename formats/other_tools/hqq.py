@@ -13,7 +13,8 @@ from formats.scheme import QuantSpec
 
 CODES = "W_q"
 # settings: each a number or a text, stored as a tensor
-SETTINGS = ("nbits", "group_size", "axis", "shape", "packing", "view_as_float")
+VIEWED = "view_as_float"  # the setting of codes stored under a float dtype
+SETTINGS = ("nbits", "group_size", "axis", "shape", "packing", VIEWED)
 UNUSED = (
     *("unpack_view_dtype", "compute_dtype", "quant_scale", "quant_zero", "offload_meta"),
     *("encoded_state_dict", "stores_quant_config", "channel_wise", "optimize", "round_zero"),
@@ -29,11 +30,10 @@ def decode(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str) -> Dens
     """Decode the weight in the dtype of its scales. Raises CheckpointError."""
     for field in (CODES, "scale", "zero", "shape", "axis", "nbits"):
         if field not in tensors:
-            raise CheckpointError(
-                f"{name}.{field}",
-                "is missing",
-                "scales that are quantized too are not read; quantize the float original",
-            )
+            remedy = "the checkpoint is incomplete"
+            if field in ("scale", "zero"):
+                remedy = "scales that are quantized too are not read; quantize the float original"
+            raise CheckpointError(f"{name}.{field}", "is missing", remedy)
     bits, axis = (_number(tensors[field], f"{name}.{field}") for field in ("nbits", "axis"))
     if bits != spec.bits:
         raise CheckpointError(f"{name}.nbits", f"config.json states {spec.bits}, found {bits}")
@@ -56,7 +56,9 @@ def decode(tensors: dict[str, torch.Tensor], spec: QuantSpec, name: str) -> Dens
                 f"expected floats {list(wanted)}, found {part.dtype} {list(part.shape)}",
             )
     rows = length if axis == 0 else groups
-    codes = _codes(tensors[CODES], bits, rows, N * K // rows, f"{name}.{CODES}").to(scale.dtype)
+    viewed = VIEWED in tensors and _number(tensors[VIEWED], f"{name}.{VIEWED}") != 0
+    codes = _codes(tensors[CODES], bits, rows, N * K // rows, f"{name}.{CODES}", viewed=viewed)
+    codes = codes.to(scale.dtype)
     weight = DenseWeight(weight_NK=((codes - zero) * scale).reshape(N, K), spec=spec)
     weight.check(name)
     return weight
@@ -68,12 +70,21 @@ def _number(tensor: torch.Tensor, name: str) -> int:
     return int(tensor)
 
 
-def _codes(words: torch.Tensor, bits: int, rows: int, columns: int, name: str) -> torch.Tensor:
-    """Unpack to uint8 [rows, columns]; the words may be stored as another dtype."""
+def _codes(
+    words: torch.Tensor, bits: int, rows: int, columns: int, name: str, *, viewed: bool
+) -> torch.Tensor:
+    """Unpack to uint8 [rows, columns]; if `viewed`, the words are stored as another dtype."""
     if bits not in PACKED:
         raise CheckpointError(name, f"{bits} bits are not read, only {', '.join(map(str, PACKED))}")
     per_word, dtype = PACKED[bits]
     packed_rows = -(-rows // per_word)
+    if not viewed and (words.dtype, words.shape) != (dtype, (packed_rows, columns)):
+        raise CheckpointError(
+            name,
+            f"expected {dtype} {[packed_rows, columns]} for {rows} x {columns} codes of {bits}"
+            f" bits, found {words.dtype} {list(words.shape)}",
+            "the file is damaged, or its settings are another linear's",
+        )
     data = words.contiguous().flatten().view(torch.uint8)
     if data.numel() != packed_rows * columns * dtype.itemsize:
         raise CheckpointError(

@@ -128,7 +128,7 @@ def completed(folder: Path, block: dict[str, Any]) -> dict[str, Any]:
     Raises CheckpointError if that file cannot be read.
     """
     path = folder / SECOND_FILE
-    if "group_size" in block or _group_size(block) is not None or not path.is_file():
+    if "group_size" in block or _weight_key(block, "group_size") is not None or not path.is_file():
         return block
     own = read_json(path).get("quantization")
     size = own.get("group_size") if isinstance(own, dict) else None
@@ -154,7 +154,14 @@ def _scheme(keys: Any, where: str) -> tuple[Scheme, str]:
             "quantize the float model",
         )
     scheme, unrounded = ALGORITHMS[name]
-    size = keys.get("group_size") or _group_size(keys)
+    bits = _weight_key(keys, "num_bits")
+    if isinstance(bits, int | str) and bits != scheme.weight.bits:
+        raise CheckpointError(
+            f"{where}.config_groups",
+            f"expected weights of {scheme.weight.bits} bits with {algorithm}, found {bits!r:.80}",
+            "take the config.json of this checkpoint",
+        )
+    size = keys.get("group_size") or _weight_key(keys, "group_size")
     fixed = scheme.weight.group_size
     if name == "W4A16_AWQ":
         size = checked_group_size(size or DEFAULT_GROUP_SIZE, f"{where}.group_size: group size")
@@ -167,13 +174,13 @@ def _scheme(keys: Any, where: str) -> tuple[Scheme, str]:
     return scheme, unrounded
 
 
-def _group_size(keys: Mapping[str, Any]) -> Any:
-    """Return the group size that the keys in compressed-tensors' style state, or None."""
+def _weight_key(keys: Mapping[str, Any], name: str) -> Any:
+    """Return a key of the weights that the keys in compressed-tensors' style state, or None."""
     groups = keys.get("config_groups")
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
-        if isinstance(weights, dict) and weights.get("group_size"):
-            return weights["group_size"]
+        if isinstance(weights, dict) and weights.get(name):
+            return weights[name]
     return None
 
 

@@ -1,0 +1,73 @@
+"""Every kind of damage to every kind of quantized folder is one error, when inspected and loaded.
+
+Each golden folder of tests/formats/made_by is damaged in each way of kinds.py. A few pairs run by
+default; the whole product is exhaustive.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from formats.checkpoint import CheckpointReader
+from formats.errors import InputError
+from formats.inspection.inspect import inspect_checkpoint
+from qserve.model.loader import load
+from qserve.model.model_config import ModelConfig
+from qserve.model.weight_source import WeightSource
+from tests.formats.damaged.kinds import DAMAGES, Folder, NotApplicable
+
+MADE_BY = Path(__file__).parents[1] / "made_by"
+NAMES = sorted(path.parent.name for path in MADE_BY.glob("*/made.json"))
+USUAL = "gptqmodel-w4"  # gets every damage by default
+# Damage that every folder gets by default
+COMMON = ("codes missing", "codes empty", "unknown bits")
+PAIRS = [
+    pytest.param(
+        name,
+        damage,
+        marks=[] if name == USUAL or damage in COMMON else [pytest.mark.exhaustive],
+        id=f"{name}-{damage.replace(' ', '-')}",
+    )
+    for name in NAMES
+    for damage in DAMAGES
+]
+
+
+def load_weights(folder):
+    config = ModelConfig.from_folder(folder)
+    return load(
+        config,
+        WeightSource(CheckpointReader(folder), config),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        max_model_len=32,
+        progress=False,
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_undamaged_copy_loads(name, tmp_path):
+    """Writing a folder again is no damage, so that the other tests see only what they did."""
+    folder = Folder.read(MADE_BY / name).write(tmp_path / "copy")
+    assert inspect_checkpoint(folder).ok
+    load_weights(folder)
+
+
+@pytest.mark.parametrize(("name", "damage"), PAIRS)
+def test_damage_is_one_line_of_inspect_and_of_loading(name, damage, tmp_path):
+    damaged = Folder.read(MADE_BY / name)
+    try:
+        DAMAGES[damage](damaged)
+    except NotApplicable:
+        pytest.skip(f"{name} has nothing for: {damage}")
+    folder = damaged.write(tmp_path / "damaged")
+    with pytest.raises(InputError) as caught:
+        load_weights(folder)
+    error = caught.value
+    assert error.subject and error.problem
+    assert "\n" not in str(error) and len(str(error)) < 1000
+    found = inspect_checkpoint(folder)
+    errors = [problem for problem in found.problems if problem.severity == "error"]
+    assert errors and not any("\n" in str(problem) for problem in errors)
+    assert found.loads_in[0].answer == "no", "inspect says that this project loads it"
