@@ -34,7 +34,7 @@ class ExpertNames(NamedTuple):
 
 def canonical_names(config: Mapping[str, Any], names: Collection[str]) -> dict[str, str]:
     """Map names in the file to names of the family's row; empty if they are the same."""
-    experts = _apart(config)
+    experts = experts_apart(config)
     if experts is None:
         return {}
     renamed = {name: _canonical(experts, name) for name in names}
@@ -71,7 +71,7 @@ def missing_experts(config: Mapping[str, Any], names: Collection[str]) -> tuple[
     `names` are tensor names as `canonical_names` returns them.
     """
     family, count = _family(config), num_experts(config)
-    experts = _apart(config)
+    experts = experts_apart(config)
     layers = config.get("num_hidden_layers")
     if experts is None or not count or type(layers) is not int:
         return None
@@ -105,7 +105,7 @@ def _family(config: Mapping[str, Any]) -> Family | None:
     return FAMILIES.get(names[0]) if is_one else None
 
 
-def _apart(config: Mapping[str, Any]) -> Experts | None:
+def experts_apart(config: Mapping[str, Any]) -> Experts | None:
     """Return the experts of a family that stores a linear per expert, else None."""
     family = _family(config)
     experts = None if family is None else family.experts

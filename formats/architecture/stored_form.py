@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from formats.architecture.expert_stacks import split_experts
 from formats.architecture.family import MAX_LAYERS, Family
 from formats.architecture.sizes import is_size
 from formats.families import FAMILIES
@@ -62,7 +63,10 @@ def replaced_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 def usual_entries(
     config: Mapping[str, Any], entries: dict[str, TensorEntry]
 ) -> dict[str, TensorEntry]:
-    """Return the tensors with the names and the order of dims of the family's row."""
+    """Return the tensors with the names and the order of dims of the family's row.
+
+    Raises CheckpointError for a stack of quantized experts that is not read.
+    """
     family = _family(config)
     if family is None:
         return entries
@@ -73,6 +77,7 @@ def usual_entries(
     if prefix and not any(name.startswith(prefix) for name in entries):
         ends = f"{family.head.partition('.')[0]}."
         entries = {n if n.startswith(ends) else prefix + n: e for n, e in entries.items()}
+    entries = split_experts(config, entries)
     exchanged = transposed_names(config, entries)
     return {n: _exchanged(e) if n in exchanged else e for n, e in entries.items()}
 

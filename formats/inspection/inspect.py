@@ -157,7 +157,10 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
         shards.keep_text_part()
         config = text_config(config, shards.entries)
     config = usual_config(config)
-    shards.entries = usual_entries(config, shards.entries)
+    try:
+        shards.entries = usual_entries(config, shards.entries)
+    except CheckpointError as error:
+        findings.caught(error)
     renamed = bare_names(shards.entries)
     if renamed:
         shards.entries = {own: shards.entries[name] for name, own in renamed.items()}
