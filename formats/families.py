@@ -68,6 +68,10 @@ def _family(architecture: str, title: str, model_type: str, **different: Any) ->
     )
 
 
+QWEN_SHARED = SharedExpert(
+    **gated("mlp.shared_expert", *NAMES, "shared_expert_intermediate_size"),
+    gate="mlp.shared_expert_gate",
+)
 FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
@@ -461,10 +465,7 @@ FAMILIES: dict[str, Family] = {
                 NAMES,
                 "moe_intermediate_size",
                 QWEN_ROUTER,
-                shared=SharedExpert(
-                    **gated("mlp.shared_expert", *NAMES, "shared_expert_intermediate_size"),
-                    gate="mlp.shared_expert_gate",
-                ),
+                shared=QWEN_SHARED,
                 **QWEN_DENSE,
             ),
             norms=(*norms_before("mlp"), *HEAD_NORMS),
@@ -477,6 +478,22 @@ FAMILIES: dict[str, Family] = {
             **QWEN_HYBRID,
             delta_net=DELTA_NET,
             norms=(*USUAL["norms"], *HEAD_NORMS),
+        ),
+        _family(
+            "Qwen3_5MoeForCausalLM",
+            "Qwen3.5-MoE and Qwen3.6 (text)",
+            "qwen3_5_moe_text",
+            builder="qwen3_next",
+            **QWEN_HYBRID,
+            delta_net=DELTA_NET,
+            experts=experts(
+                "mlp",
+                NAMES,
+                "moe_intermediate_size",
+                replace(QWEN_ROUTER, normalized=True),
+                shared=QWEN_SHARED,
+            ),
+            norms=(*norms_before("mlp"), *HEAD_NORMS),
         ),
     )
 }

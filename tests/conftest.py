@@ -239,6 +239,16 @@ TINY_FAMILIES |= {
         },
     ),
     "qwen3_5": ("Qwen3_5TextConfig", DELTA),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeTextConfig",
+        {
+            **DELTA,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 64,
+        },
+    ),
     "opt": (
         "OPTConfig",
         {"ffn_dim": 96, "word_embed_proj_dim": 64, "num_key_value_heads": 4, "init_std": 0.2},
@@ -327,7 +337,11 @@ TINY_FAMILIES |= {
 }
 # rows of what other families have, too: a few tests run them
 ROWS = ("gpt_bigcode", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "hunyuan", "olmoe", "dots1")
-STATES = ("qwen3_next", "qwen3_5")  # families whose layers have states: ranks are refused
+STATES = (
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+)  # families whose layers have states: ranks are refused
 
 
 def pytest_addoption(parser):

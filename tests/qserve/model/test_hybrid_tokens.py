@@ -26,10 +26,11 @@ from tests.qserve.model.test_family_tokens import (
     other_rotation,
     without_offset,
 )
+from tests.qserve.model.test_expert_names import stacked
 from tests.qserve.model.test_transformers import dense
 from tests.qserve.model.variants import TOKENS, edited, logits, relative
 
-FAMILIES = ["qwen3_next", "qwen3_5"]
+FAMILIES = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
 # what real checkpoints have that the usual tiny models have not
 VARIANTS = {
     "qwen 3.5 with biases, two taps, tied": (
@@ -106,6 +107,7 @@ def test_logits_equal_transformers(hybrid, name):
     ("name", "scheme", "output_format"),
     [
         ("qwen3_5", "w4a16-sym-g32", "compressed-tensors"),
+        ("qwen3_5_moe", "w4a16-sym-g32", "compressed-tensors"),
         pytest.param("qwen3_next", "w4a16-sym-g32", "gptq", marks=pytest.mark.exhaustive),
         pytest.param("qwen3_5", "w4a16-asym-g32", "awq", marks=pytest.mark.exhaustive),
     ],
@@ -263,13 +265,18 @@ def test_layers_for_drafts_are_left_out(hybrid, tmp_path):
     assert logits(quantized).isfinite().all()
 
 
-def test_text_part_of_a_model_that_sees_pictures(hybrid, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "wrapper"), [("qwen3_5", "Qwen3_5"), ("qwen3_5_moe", "Qwen3_5Moe")]
+)
+def test_text_part_of_a_model_that_sees_pictures(hybrid, tmp_path, name, wrapper):
     """As Qwen3.5 is published: names below model.language_model, the config in text_config."""
-    source = hybrid("qwen3_5")
+    source = hybrid(name)
 
     def tensors(state):
-        for name in [name for name in state if name.startswith("model.")]:
-            state[name.replace("model.", "model.language_model.", 1)] = state.pop(name)
+        if wrapper == "Qwen3_5Moe":
+            stacked(state)  # Qwen3.6 has one tensor for all experts
+        for key in [key for key in state if key.startswith("model.")]:
+            state[key.replace("model.", "model.language_model.", 1)] = state.pop(key)
         state["model.visual.blocks.0.norm1.weight"] = torch.ones(3)
 
     def config(value):
@@ -277,8 +284,8 @@ def test_text_part_of_a_model_that_sees_pictures(hybrid, tmp_path):
         del text["architectures"]
         value.clear()
         value.update(
-            architectures=["Qwen3_5ForConditionalGeneration"],
-            model_type="qwen3_5",
+            architectures=[f"{wrapper}ForConditionalGeneration"],
+            model_type=name,
             text_config=text,
             dtype="float32",
         )
