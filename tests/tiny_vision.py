@@ -166,6 +166,18 @@ QWEN_3_5 = {
     },
     "vision": {**QWEN_3_TOWER, "deepstack_visual_indexes": []},
 }
+QWEN_3_5_MOE = {
+    **QWEN_3_5,
+    "config": "Qwen3_5MoeConfig",
+    "text_type": "qwen3_5_moe_text",
+    "text": {
+        **QWEN_3_5["text"],
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
+    },
+}
 # family -> what is written
 VISION_FAMILIES = {
     "idefics3": {
@@ -180,6 +192,7 @@ VISION_FAMILIES = {
     "qwen2_5_vl": QWEN_2_5_VL,
     "qwen3_vl": QWEN_3_VL,
     "qwen3_5": QWEN_3_5,
+    "qwen3_5_moe": QWEN_3_5_MOE,
 }
 
 

@@ -108,6 +108,14 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             encoder="grid",
             prefixes=QWEN,
         ),
+        VisionFamily(
+            architecture="Qwen3_5MoeForConditionalGeneration",
+            axis_pairs=(11, 11, 10),
+            has_interleaved_axes=True,
+            layout="grid",
+            encoder="grid",
+            prefixes=QWEN,
+        ),
     )
 }
 

