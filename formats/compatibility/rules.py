@@ -149,6 +149,19 @@ RULES: tuple[Rule, ...] = (
         "transformers/conversion_mapping.py of 5.23.0, run",
     ),
     row(
+        "delta-net-experts",
+        TRANSFORMERS,
+        "no",
+        lambda f: (
+            (family := FAMILIES.get(f.architecture)) is not None
+            and family.delta_net
+            and any(".experts." in each.name and "float" not in each.traits for each in f.linears)
+            and "does not decompress the experts of this architecture: an error, or other logits"
+        ),
+        "transformers 5.23.0 and compressed-tensors, run on qwen3_next and qwen3_5_moe",
+        "compressed-tensors",
+    ),
+    row(
         "delta-net",
         VLLM,
         "yes",

@@ -127,6 +127,12 @@ def second_group(tensors, config):
     config[BLOCK]["config_groups"]["group_1"] = added
 
 
+def hybrid_experts(tensors, config):
+    config["architectures"] = ["Qwen3_5MoeForCausalLM"]
+    for name in [name for name in tensors if ".mlp." in name]:
+        tensors[name.replace(".mlp.", ".mlp.experts.0.")] = tensors[name].clone()
+
+
 def unplaced(tensors, config):
     for layer in range(2):
         tensors[f"model.layers.{layer}.mlp.extra.weight"] = torch.ones(4)
@@ -274,6 +280,7 @@ CASES = {
     "second-file-transformers": ("gptq", "w4a16-sym-g32", only_second_file),
     "second-file-servers": ("gptq", "w4a16-sym-g32", only_second_file),
     "fused-mixed": ("gptq", "w4a16-sym-g32", member_in_float),
+    "delta-net-experts": (CT, "w4a16-sym-g32", hybrid_experts),
     "delta-net": ("gptq", "w4a16-sym-g32", config_of(architectures=["Qwen3_5ForCausalLM"])),
     "own-act-order": ("gptq", "w4a16-sym-g32", act_order),
     "own-bits": ("gptq", "w3a16-sym-g32", None),
