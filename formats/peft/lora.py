@@ -185,7 +185,7 @@ class _File:
 
 
 def _version(status: os.stat_result) -> tuple[int, ...]:
-    """What differs between two files, and between two versions of one."""
+    """Identity of a file's content: it differs between files, and between versions of one."""
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
