@@ -216,7 +216,8 @@ def test_settings_that_are_refused(tmp_path, text, settings, words):
         configs(tmp_path, text, **settings)
 
 
-@pytest.mark.parametrize("sharing", ["sleep", pytest.param("split", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sharing", ["sleep", "split"])
 def test_the_command_serves_two_models(docs_5m, quantized_5m, sharing, tmp_path):
     """Interleaved requests get the texts of engines that serve each model alone."""
     folders = [str(docs_5m), str(quantized_5m)]
