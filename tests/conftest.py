@@ -337,11 +337,9 @@ TINY_FAMILIES |= {
 }
 # rows of what other families have, too: a few tests run them
 ROWS = ("gpt_bigcode", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "hunyuan", "olmoe", "dots1")
-STATES = (
-    "qwen3_next",
-    "qwen3_5",
-    "qwen3_5_moe",
-)  # families whose layers have states: ranks are refused
+# families whose layers have states: ranks are refused
+STATES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+WITHOUT_ADAPTERS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # latent attention
 
 
 def pytest_addoption(parser):

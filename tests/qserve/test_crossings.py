@@ -12,7 +12,7 @@ import pytest
 from formats.errors import InputError
 from qserve.config import EngineConfig
 from tests.adapters import write_adapter
-from tests.conftest import ROWS, STATES, TINY_FAMILIES
+from tests.conftest import ROWS, STATES, TINY_FAMILIES, WITHOUT_ADAPTERS
 from tests.qserve.crossings import DRAFTERS, NUM_ADAPTERS, Alone, draw, run
 
 SLACK = 1e-4  # of a log probability
@@ -49,7 +49,7 @@ def crossing(request, docs_5m, tiny_model, tmp_path_factory):
                     {"method": "eagle3", "model": heads},
                 )
             adapters = []
-            if not has_states:
+            if not has_states and model not in WITHOUT_ADAPTERS:
                 at = tmp_path_factory.mktemp("adapters")
                 adapters = [
                     str(write_adapter(folder if model != "w4a16" else docs_5m, at / str(i), seed=i))

@@ -232,7 +232,7 @@ def granite(tmp_path, monkeypatch, with_row):
             torch.nn.init.normal_(parameter, float("norm" in name), 0.2)
     folder = tmp_path / "granite"
     model.save_pretrained(folder)
-    assert answer_of(folder).answer == "no"
+    assert answer_of(folder).answer == "not judged"
     with_row(
         dataclasses.replace(
             FAMILIES["LlamaForCausalLM"],

@@ -46,12 +46,12 @@ def relative_error(found, want):
     return float((found[0] - want).norm() / want.norm())
 
 
-def families_and_sizes(few):
+def families_and_sizes(few, without=()):
     """Each family over 2 and 4 ranks, of which `few` over 2 are in every run."""
     rest = [
         pytest.param(family, size, marks=pytest.mark.exhaustive)
         for family in TINY_FAMILIES
-        if family not in STATES
+        if family not in (*STATES, *without)
         for size in (2, 4)
         if (family, size) not in [(each, 2) for each in few]
     ]

@@ -14,7 +14,7 @@ from qserve.lora.slot_memory import SlotMemory
 from qserve.model.model_config import ModelConfig
 from qserve.params.sampling_params import SamplingParams
 from tests.adapters import write_adapter
-from tests.conftest import make_tiny
+from tests.conftest import WITHOUT_ADAPTERS, make_tiny
 from tests.qserve.model.test_variants import reorder
 from tests.qserve.model.variants import TOKENS, edited
 from tests.qserve.parallel.in_threads import run_ranks
@@ -60,7 +60,7 @@ def assert_shared_out(folder, num_ranks, tmp_path, **adapter):
     assert error < 1e-5 < 1e-2 < effect, (error, effect)
 
 
-@pytest.mark.parametrize(("family", "size"), families_and_sizes(FEW))
+@pytest.mark.parametrize(("family", "size"), families_and_sizes(FEW, without=WITHOUT_ADAPTERS))
 def test_every_family(family, size, tiny_model, tmp_path):
     assert_shared_out(tiny_model(family), size, tmp_path)
 
