@@ -25,6 +25,7 @@ from qserve.library.media_prompts import ImagePrompts
 from qserve.library.outputs import EngineDeadError, OutputBuilder, RequestOutput
 from qserve.library.prompts import PromptType, handling_of, read_prompt
 from qserve.lora.request import LoRARequest
+from qserve.multimodal.media import MediaItem
 from qserve.params.beam_search_params import BeamSearchParams
 from qserve.params.generation_defaults import load_defaults
 from qserve.params.handling import Handling
@@ -81,15 +82,12 @@ class AsyncLLM(AsyncControl, EngineOwner):
         """
         tokenizer, client = await self._ready()
         # Tokenizing a long text would block the event loop.
-        text, ids = await asyncio.to_thread(
-            read_prompt, prompt, lambda: tokenizer, takes_media=True
-        )
-        ids, media = await asyncio.to_thread(self._images.prepare, prompt, ids, lambda: tokenizer)
+        text, ids, media = await asyncio.to_thread(self._read, prompt, tokenizer)
         params = sampling_params or SamplingParams(**load_defaults(tokenizer.folder))
         params = await asyncio.to_thread(with_bad_words, params, lambda: tokenizer)
         name = request_id if request_id is not None else uuid.uuid4().hex
         lora = await asyncio.to_thread(local_adapter, lora_request, self.config)
-        handling = replace(handling_of(prompt, priority, lora), media=media)
+        handling = handling_of(prompt, priority, lora, media)
         builder = OutputBuilder(name, text, ids, params, tokenizer if params.detokenize else None)
         inbox = self._inbox(name)
         tasks = [
@@ -190,6 +188,13 @@ class AsyncLLM(AsyncControl, EngineOwner):
 
     async def _supervisor(self) -> EngineSupervisor:
         return (await self._ready())[1]
+
+    def _read(
+        self, prompt: PromptType, tokenizer: Tokenizer
+    ) -> tuple[str | None, list[int], tuple[MediaItem, ...]]:
+        """Return a prompt's text, token ids and images. Raises InputError."""
+        text, ids = read_prompt(prompt, lambda: tokenizer, takes_media=True)
+        return text, *self._images.prepare(prompt, ids, lambda: tokenizer)
 
     def _inbox(self, name: str) -> asyncio.Queue:
         """Make the queue for the events of a request. Raises InputError."""

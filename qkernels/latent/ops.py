@@ -77,7 +77,7 @@ def latent_attention(
     """Causal attention of every request's query rows over its entries: [T, H, L].
 
     All heads read the same entries [E]: whole as keys, their first L = `latent_width` numbers as
-    values. Row i of `count` stands at position context_length - count + i; its entry must be in
+    values. Row i of `count` is at position context_length - count + i; its entry must be in
     the pages already. Rows beyond the last request are unspecified on a GPU. `kernel` asks for a
     row of latent/rows.py, or forbids some with a leading minus.
     """

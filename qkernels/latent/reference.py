@@ -1,4 +1,4 @@
-"""Latent attention in plain torch: the reference of the kernels, and what a CPU runs.
+"""Latent attention in plain torch: the reference of the kernels. CPUs run it.
 
 Legend: T tokens of a step, R requests, H query heads, E numbers of an entry, L of its latent, P
 pages, B tokens of a page, N rows of a request, K its keys.
@@ -59,7 +59,7 @@ def latent_attention(
 ) -> torch.Tensor:
     """Causal attention of all heads over the same entries, in float32. [T, H, L].
 
-    Row i of a request with `count` rows stands at position context_length - count + i. The value
+    Row i of a request with `count` rows is at position context_length - count + i. The value
     of a key is the first L numbers of its entry. Rows of no request are zero.
     """
     T, H, E = q_THE.shape

@@ -1,8 +1,7 @@
 """Settings that models run through transformers do not support."""
 
-from formats.errors import InputError
 from qserve.config import EngineConfig
-from qserve.engine.state_limits import Limit
+from qserve.engine.state_limits import Limit, check_limits
 from qserve.model.fallback.support import BUILDER
 from qserve.model.model_config import ModelConfig
 
@@ -46,13 +45,5 @@ def is_fallback(model: ModelConfig) -> bool:
 
 def check_fallback(config: EngineConfig, model: ModelConfig) -> None:
     """Raise InputError for a setting that does not work through transformers."""
-    if not is_fallback(model):
-        return
-    for limit in LIMITS:
-        if limit.is_asked_for(config):
-            raise InputError(
-                limit.flag,
-                f"does not work with {model.family.architecture}, which runs through"
-                f" transformers: {limit.reason}",
-                "remove it, or serve another model",
-            )
+    if is_fallback(model):
+        check_limits(LIMITS, config, model, "which runs through transformers")

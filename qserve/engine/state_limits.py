@@ -5,7 +5,7 @@ would need copies of it. Latents are in pages, as keys are.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from formats.errors import InputError
@@ -74,32 +74,29 @@ LATENT_LIMITS = (
 )
 
 
-def check_latents(config: EngineConfig, model: ModelConfig) -> None:
-    """Raise InputError for a setting that latent attention does not support."""
-    if not model.family.latent:
-        return
-    for limit in LATENT_LIMITS:
+def check_limits(
+    limits: Iterable[Limit], config: EngineConfig, model: ModelConfig, trait: str
+) -> None:
+    """Raise InputError for the first setting that a model with this trait does not support."""
+    for limit in limits:
         if limit.is_asked_for(config):
             raise InputError(
                 limit.flag,
-                f"does not work with {model.family.architecture}, which has latent attention:"
-                f" {limit.reason}",
+                f"does not work with {model.family.architecture}, {trait}: {limit.reason}",
                 "remove it, or serve another model",
             )
+
+
+def check_latents(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise InputError for a setting that latent attention does not support."""
+    if model.family.latent:
+        check_limits(LATENT_LIMITS, config, model, "which has latent attention")
 
 
 def check_states(config: EngineConfig, model: ModelConfig) -> None:
     """Raise InputError for a setting that the model's states do not allow."""
-    if not model.has_states:
-        return
-    for limit in LIMITS:
-        if limit.is_asked_for(config):
-            raise InputError(
-                limit.flag,
-                f"does not work with {model.family.architecture}, whose layers have states:"
-                f" {limit.reason}",
-                "remove it, or serve another model",
-            )
+    if model.has_states:
+        check_limits(LIMITS, config, model, "whose layers have states")
 
 
 def check_handling(subject: str, handling: Handling, model: ModelConfig) -> None:

@@ -4,7 +4,6 @@ For programs that run the loop themselves; `LLM` is a loop around it.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from formats.errors import InputError
 from qserve.config import EngineConfig
@@ -77,7 +76,7 @@ class LLMEngine:
         text, ids = read_prompt(prompt, self.get_tokenizer, takes_media=True)
         lora = local_adapter(lora_request, self.engine.config)
         ids, media = self._images.prepare(prompt, ids, self.get_tokenizer)
-        handling = replace(handling_of(prompt, priority, lora), media=media)
+        handling = handling_of(prompt, priority, lora, media)
         params = with_bad_words(params, self.get_tokenizer)
         tokenizer = self.get_tokenizer() if params.detokenize else None
         builder = OutputBuilder(request_id, text, ids, params, tokenizer)

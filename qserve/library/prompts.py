@@ -1,13 +1,16 @@
 """Prompts of the Python API: a text, token ids, or one of vLLM's dicts. Loads no torch."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from formats.errors import InputError
 from qserve.library.media_prompts import MEDIA, images_of
 from qserve.lora.request import LoRARequest
 from qserve.params.handling import Handling
 from qserve.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from qserve.multimodal.media import MediaItem
 
 
 class TextPrompt(TypedDict):
@@ -56,10 +59,15 @@ def read_prompt(
     return None, list(prompt)
 
 
-def handling_of(prompt: PromptType, priority: int, lora: LoRARequest | None = None) -> Handling:
+def handling_of(
+    prompt: PromptType,
+    priority: int,
+    lora: LoRARequest | None = None,
+    media: "tuple[MediaItem, ...]" = (),
+) -> Handling:
     """Return the Handling of a prompt. Raises InputError."""
     salt = prompt.get(CACHE_SALT) if isinstance(prompt, Mapping) else None
-    return Handling(priority=priority, cache_salt=salt or "", lora=lora)
+    return Handling(priority=priority, cache_salt=salt or "", lora=lora, media=media)
 
 
 def as_batch(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:

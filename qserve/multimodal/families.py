@@ -100,21 +100,16 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             encoder="grid",
             prefixes=QWEN,
         ),
-        VisionFamily(
-            architecture="Qwen3_5ForConditionalGeneration",
-            axis_pairs=(11, 11, 10),
-            has_interleaved_axes=True,
-            layout="grid",
-            encoder="grid",
-            prefixes=QWEN,
-        ),
-        VisionFamily(
-            architecture="Qwen3_5MoeForConditionalGeneration",
-            axis_pairs=(11, 11, 10),
-            has_interleaved_axes=True,
-            layout="grid",
-            encoder="grid",
-            prefixes=QWEN,
+        *(
+            VisionFamily(
+                architecture=f"{name}ForConditionalGeneration",
+                axis_pairs=(11, 11, 10),
+                has_interleaved_axes=True,
+                layout="grid",
+                encoder="grid",
+                prefixes=QWEN,
+            )
+            for name in ("Qwen3_5", "Qwen3_5Moe")
         ),
     )
 }

@@ -47,7 +47,7 @@ def latent_case(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> LatentCase:
-    """Pages in no order; those of nobody, and the rest of last ones, hold NaN."""
+    """Pages in no order; unused ones, and the rest of last ones, hold NaN."""
     generator = torch.Generator().manual_seed(sum(lengths) + H)
     R, X, E = len(counts), max(1, -(-max(lengths) // B)), L + rope
     pages = torch.full((R * X + 2, B, E), float("nan"), dtype=dtype)

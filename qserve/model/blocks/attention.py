@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -65,8 +66,10 @@ class PagedKvSpec(CacheSpec):
         return PagedKv.zeros(shape, self.kv_format.dtype, device, self.scales)
 
     def check_graphs(self, dtype: torch.dtype, device: str) -> None:
-        choices = explain(
+        check_capturable(
             "paged_attention",
+            f"attention over pages of {self.page_size} tokens, heads of {self.head_dim}",
+            "give --block-size 16, or --enforce-eager to run it slowly",
             device=device,
             dtype=dtype,
             requested=self.kernel,
@@ -76,13 +79,6 @@ class PagedKvSpec(CacheSpec):
             soft_cap=self.has_soft_cap,
             sinks=self.has_sinks,
         )
-        if not any(each.taken for each in choices if each.name != "reference"):
-            portable = next(each for each in choices if each.name == "triton")
-            raise InputError(
-                f"attention over pages of {self.page_size} tokens, heads of {self.head_dim}",
-                f"plain torch would do it, which CUDA graphs cannot hold: triton {portable.reason}",
-                "give --block-size 16, or --enforce-eager to run it slowly",
-            )
 
     def warm_up_shapes(
         self, limits: StepLimits, dtype: torch.dtype, device: torch.device
@@ -106,6 +102,21 @@ class PagedKvSpec(CacheSpec):
             page_element_size=page_element_size,
             gluon=page_element_size < dtype.itemsize and lacks_arch(device, "sm_90") is None,
             **sizes,
+        )
+
+
+def check_capturable(operation: str, subject: str, remedy: str, **facts: Any) -> None:
+    """Raise InputError where plain torch alone takes an operation: no CUDA graph can capture it.
+
+    `facts`: those of `explain`.
+    """
+    choices = explain(operation, **facts)
+    if not any(each.taken for each in choices if each.name != "reference"):
+        portable = next(each for each in choices if each.name == "triton")
+        raise InputError(
+            subject,
+            f"plain torch would do it, which CUDA graphs cannot hold: triton {portable.reason}",
+            remedy,
         )
 
 

@@ -2,7 +2,7 @@
 
 The cache has one entry for each token and all heads: its normed latent c, then its rotated key r.
 Keys and values of heads are never made: W_UK is multiplied into the queries and W_UV into the
-result (absorption), in prompts as in decode steps, so that a prefix hit changes no token.
+result (absorption). Prompts and decode steps do the same, so that a prefix hit changes no token.
 
     score = (q_n W_UK) c + q_r r        out = (sum of weights * c) W_UV
 
@@ -22,8 +22,7 @@ from qkernels.latent.cache import PagedLatents
 from qkernels.latent.config import latent_boundaries
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
-from qkernels.operations import explain
-from qserve.model.blocks.attention import StepInputs
+from qserve.model.blocks.attention import StepInputs, check_capturable
 from qserve.model.blocks.linear import Linear, LinearPlan, Product, products_of
 from qserve.model.blocks.rotary import Rotary
 from qserve.model.cache_spec import CacheSpec, KvFormat, StepLimits, WarmUpShape
@@ -68,21 +67,16 @@ class PagedLatentsSpec(CacheSpec):
         return PagedLatents(pages=torch.zeros(shape, dtype=self.dtype, device=device))
 
     def check_graphs(self, dtype: torch.dtype, device: str) -> None:
-        choices = explain(
+        check_capturable(
             "latent_attention",
+            f"latent attention over pages of {self.page_size} tokens",
+            "give --enforce-eager to run it slowly",
             device=device,
             dtype=dtype,
             requested=self.kernel,
             head_dim=self.shape.entry,
             page_size=self.page_size,
         )
-        if not any(each.taken for each in choices if each.name != "reference"):
-            portable = next(each for each in choices if each.name == "triton")
-            raise InputError(
-                f"latent attention over pages of {self.page_size} tokens",
-                f"plain torch would do it, which CUDA graphs cannot hold: triton {portable.reason}",
-                "give --enforce-eager to run it slowly",
-            )
 
     def warm_up_shapes(
         self, limits: StepLimits, dtype: torch.dtype, device: torch.device

@@ -64,8 +64,7 @@ def load_fallback(
     model = model.to(device).train(False).requires_grad_(False)
     call = Call(config.family.architecture)
     attach(model, call)
-    decoder = _proven(config, model, call, device, kernels.get("attention"))
-    return decoder
+    return _proven(config, model, call, device, kernels.get("attention"))
 
 
 def _load_float(cls: Any, raw: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> Any:

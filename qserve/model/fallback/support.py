@@ -19,11 +19,7 @@ from formats.quant_config import BLOCK
 BUILDER = "transformers"  # Family.builder of these models
 SUBJECT = "config.json architectures"
 _REMEDY = "use a model of a family that `qserve families` lists"
-# Keys of config.json -> what they ask for, which an attention call does not show
-_REFUSED_KEYS = {
-    "attention_chunk_size": "attention in chunks",
-    "auto_map": "",  # code of the folder, which is never run; the class of transformers is used
-}
+CHUNK_SIZE = "attention_chunk_size"  # key of config.json for what an attention call does not show
 
 
 AUTO, TRANSFORMERS = "auto", "transformers"  # values of EngineConfig.model_impl
@@ -71,11 +67,10 @@ def model_class(config: Mapping[str, Any]) -> type:
         problem = "does not call attention through transformers' attention interface"
     elif getattr(cls, "_is_stateful", False):
         problem = "has recurrent states"
-    elif "position_ids" not in _body_parameters(cls):
+    elif "position_ids" not in inspect.signature(cls.forward).parameters:
         problem = "takes no position_ids"
-    for key, meaning in _REFUSED_KEYS.items():
-        if meaning and config.get(key) is not None:
-            problem = f"{key}: {meaning}"
+    if config.get(CHUNK_SIZE) is not None:
+        problem = f"{CHUNK_SIZE}: attention in chunks"
     if problem:
         raise InputError(
             SUBJECT, f"{name} has no row here, and its transformers model {problem}", _REMEDY
@@ -88,11 +83,6 @@ def _is_causal(name: str) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-
-
-def _body_parameters(cls: type) -> set[str]:
-    """Return the parameters of forward."""
-    return set(inspect.signature(cls.forward).parameters)
 
 
 def config_of(cls: type, raw: Mapping[str, Any]) -> Any:

@@ -237,7 +237,7 @@ def _at_call(number, change):
 
 @pytest.fixture
 def other(folder, tmp_path):
-    """The same adapter with twice the weights."""
+    """Copy of the adapter with twice the weights."""
     found = shutil.copytree(folder, tmp_path / "other")
     path = found / "adapter_model.safetensors"
     save_file({name: 2 * tensor for name, tensor in load_file(path).items()}, path)

@@ -17,8 +17,8 @@ from qkernels.rowwise.spec import ActSpec
 from qserve.llm import LLM
 from qserve.model.blocks.layer import Layer
 from qserve.params.sampling_params import SamplingParams
-from tests.conftest import FALCON, GEMMA, GPT, NEOX, ROWS, TINY, TINY_FAMILIES, make_tiny
-from tests.qserve.model.variants import TOKENS, edited, logits, relative
+from tests.conftest import FALCON, GEMMA, GPT, NEOX, ROWS, TINY, make_tiny
+from tests.qserve.model.variants import TOKENS, edited, logits, model_maker, relative
 
 NEW = [
     *("ministral", "ministral3", "phi3", "gemma2", "gemma3", "granite", "smollm3", "seed_oss"),
@@ -100,16 +100,7 @@ MODES = [
 @pytest.fixture(scope="session")
 def model_of(tiny_model, tmp_path_factory):
     """Name of a family or of a variant -> its folder."""
-    made = {}
-
-    def make(name):
-        if name in TINY_FAMILIES:
-            return tiny_model(name)
-        if name not in made:
-            made[name] = make_tiny(tmp_path_factory.mktemp("variant") / "model", *VARIANTS[name])
-        return made[name]
-
-    return make
+    return model_maker(tiny_model, tmp_path_factory, VARIANTS)
 
 
 @pytest.mark.parametrize("name", [*NEW, *ROWS, *VARIANTS])

@@ -19,7 +19,7 @@ from qkernels.delta_net.state import StateSlots
 from qserve.llm import LLM
 from qserve.model.blocks.delta_net import DeltaNet
 from qserve.params.sampling_params import SamplingParams
-from tests.conftest import DELTA, TINY_FAMILIES, make_tiny
+from tests.conftest import DELTA, TINY_FAMILIES
 from tests.qserve.model.test_expert_names import stacked
 from tests.qserve.model.test_family_tokens import (
     check_greedy,
@@ -28,7 +28,7 @@ from tests.qserve.model.test_family_tokens import (
     without_offset,
 )
 from tests.qserve.model.test_transformers import dense
-from tests.qserve.model.variants import TOKENS, edited, logits, relative
+from tests.qserve.model.variants import TOKENS, edited, logits, model_maker, relative
 
 FAMILIES = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
 # what real checkpoints have that the usual tiny models have not
@@ -69,16 +69,7 @@ MODES = {
 @pytest.fixture(scope="session")
 def hybrid(tiny_model, tmp_path_factory):
     """Name of a family or of a variant -> its folder."""
-    made = {}
-
-    def make(name):
-        if name not in VARIANTS:
-            return tiny_model(name)
-        if name not in made:
-            made[name] = make_tiny(tmp_path_factory.mktemp("variant") / "model", *VARIANTS[name])
-        return made[name]
-
-    return make
+    return model_maker(tiny_model, tmp_path_factory, VARIANTS)
 
 
 def in_transformers(folder):

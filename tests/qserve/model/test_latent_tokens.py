@@ -19,9 +19,9 @@ from formats.scheme import Scheme
 from qserve.llm import LLM
 from qserve.model.blocks import latent_attention
 from qserve.params.sampling_params import SamplingParams
-from tests.conftest import GROUPS, LATENT, TINY_FAMILIES, YARN, make_tiny
+from tests.conftest import GROUPS, LATENT, YARN
 from tests.qserve.model.test_family_tokens import FEW_PAGES, check_greedy, count_preemptions
-from tests.qserve.model.variants import TOKENS, edited, logits, relative
+from tests.qserve.model.variants import TOKENS, edited, logits, model_maker, relative
 
 NO_ROPE_SCALING = {"rope_type": "default", "rope_theta": 50000.0}
 VARIANTS = {
@@ -54,16 +54,7 @@ VARIANTS = {
 @pytest.fixture(scope="session")
 def model_of(tiny_model, tmp_path_factory):
     """Name of a family or of a variant -> its folder."""
-    made = {}
-
-    def make(name):
-        if name in TINY_FAMILIES:
-            return tiny_model(name)
-        if name not in made:
-            made[name] = make_tiny(tmp_path_factory.mktemp("latent") / "model", *VARIANTS[name])
-        return made[name]
-
-    return make
+    return model_maker(tiny_model, tmp_path_factory, VARIANTS)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -170,7 +161,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_reading_is_seen(model_of, wrong):
-    """Each would load without an error: the comparison above is what tells."""
+    """Each would load without an error; the comparison above reports it."""
     name, plant = WRONG[wrong]
     llm = LLM(model_of(name), device="cpu", max_model_len=64)
     right = llm.logits(TOKENS)

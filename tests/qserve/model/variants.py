@@ -6,8 +6,23 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qserve.llm import LLM
+from tests.conftest import make_tiny
 
 TOKENS = [3, 17, 200, 5, 9, 77, 41, 300, 8, 1, 2, 500]
+
+
+def model_maker(tiny_model, tmp_path_factory, variants):
+    """Name of a tiny family, or of one of `variants` (arguments of make_tiny) -> its folder."""
+    made = {}
+
+    def make(name):
+        if name not in variants:
+            return tiny_model(name)
+        if name not in made:
+            made[name] = make_tiny(tmp_path_factory.mktemp("variant") / "model", *variants[name])
+        return made[name]
+
+    return make
 
 
 def logits(folder):
