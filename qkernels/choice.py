@@ -3,6 +3,10 @@
 import functools
 from dataclasses import dataclass
 
+# Requests, of every operation that has them, the kernels whose sums have one order: a row's bits do
+# not depend on the other rows.
+FIXED_ORDER = "fixed_order"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelChoice:

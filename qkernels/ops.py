@@ -13,6 +13,7 @@ from qkernels.collective.ops import all_reduce, all_reduce_norm
 from qkernels.delta_net.ops import causal_conv_, delta_rule_, gated_rms_norm
 from qkernels.drafts.ops import fill_drafts_, settle_drafts_, spread_logits
 from qkernels.latent.ops import latent_attention, rope_write_latents_
+from qkernels.linear.fixed_order import fixed_order_linear
 from qkernels.linear.ops import linear, linear_codes, plan_linear, prepare_weight
 from qkernels.lora.ops import lora_expand_, lora_shrink, lora_term
 from qkernels.moe.ops import experts, plan_experts, prepare_experts, route, route_tokens
@@ -45,6 +46,7 @@ __all__ = [
     "route",
     "route_tokens",
     "fill_drafts_",
+    "fixed_order_linear",
     "gated_rms_norm",
     "in_form",
     "latent_attention",

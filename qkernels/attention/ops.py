@@ -17,9 +17,15 @@ from qkernels.attention.checks import (
     check_split_k_heads,
 )
 from qkernels.attention.config import DECODE_MAX_ROWS
-from qkernels.attention.rows import APPLY_ROPE, PAGED_ATTENTION, ROPE_WRITE_KV, WRITE_KV
+from qkernels.attention.rows import (
+    APPLY_ROPE,
+    PAGED_ATTENTION,
+    ROPE_WRITE_KV,
+    WRITE_KV,
+)
 from qkernels.attention.step import AttentionStep
 from qkernels.checks import check_float, check_limb_rows, check_norm, check_tensor, expect_ndim
+from qkernels.choice import FIXED_ORDER
 from qkernels.errors import KernelError
 from qkernels.operands.codes import CODE_DTYPES
 from qkernels.operands.limbs import LimbForm, Limbs
@@ -188,7 +194,7 @@ def paged_attention(
         soft_cap=soft_cap is not None,
         sinks=sinks_H is not None,
         chunk=chunk,
-        tma_pages=not chunk or can_use_tma(cache.k_pages, cache.v_pages),
+        tma_pages=not (chunk or kernel == FIXED_ORDER) or can_use_tma(cache.k_pages, cache.v_pages),
     )
     out = run(
         q_THD,

@@ -192,6 +192,33 @@ def paged_attention(
     return out_THD if limbs is None else to_limbs(out_THD.flatten(1), limbs)
 
 
+def paged_attention_by_rows(
+    q_THD: torch.Tensor,
+    cache: PagedKv,
+    step: AttentionStep,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`paged_attention` of each row alone: shapes, and so bits, depend on its position only."""
+    keys = _Pages(cache.k_pages, cache.k_scales)
+    values = _Pages(cache.v_pages, cache.v_scales)
+    starts, lengths = step.query_starts_R1.tolist(), step.context_lengths_R.tolist()
+    out_THD = torch.zeros_like(q_THD)
+    for r, length in enumerate(lengths):
+        for row in range(starts[r], starts[r + 1]):
+            seen = length - (starts[r + 1] - 1 - row)
+            if seen > 0:
+                table_X, one = step.block_tables_RX[r], slice(row, row + 1)
+                out_THD[one] = _chunk(
+                    *(q_THD[one], keys, values, table_X, seen, scale, window, soft_cap, sinks_H),
+                    last_keys_S=None,
+                ).to(out_THD.dtype)
+    return out_THD
+
+
 class _Pages(NamedTuple):
     """Keys or values, with 8-bit KV codes and their scales."""
 

@@ -1,8 +1,11 @@
 """Operations of attention, and the kernels that do them."""
 
+from dataclasses import replace
+
 import torch
 
 from qkernels.attention.config import PREFILL_WIDE_KEYS
+from qkernels.choice import FIXED_ORDER
 from qkernels.dispatch import Kernel, Operation, reference, triton_or_reference
 from qkernels.gpu import device as gpu_device
 from qkernels.operands.codes import CODE_DTYPES
@@ -68,6 +71,16 @@ def sm90_prefill(problem: Problem) -> str | None:
     return None
 
 
+def fixed_order(problem: Problem) -> str | None:
+    if problem.requested != FIXED_ORDER:
+        return "runs where it is requested by name"
+    if problem.device == "cpu":
+        return None
+    if gpu_device.lacks_arch(torch.device(problem.device), "sm_90") is None:
+        return sm90_prefill(replace(problem, chunk=True))
+    return triton_attention(problem)
+
+
 PAGED_ATTENTION = Operation(
     "paged_attention",
     Kernel(
@@ -83,6 +96,12 @@ PAGED_ATTENTION = Operation(
         supports=triton_attention,
     ),
     reference("attention"),
+    Kernel(
+        name=FIXED_ORDER,
+        module="attention.fixed_order.attend",
+        priority=5,
+        supports=fixed_order,
+    ),
 )
 APPLY_ROPE = triton_or_reference("attention", "apply_rope", "rope", needs_triton_on_gpu)
 WRITE_KV = triton_or_reference("attention", "write_kv_", "rope_write_kv", triton_kv_write)

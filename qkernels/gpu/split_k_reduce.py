@@ -41,6 +41,21 @@ def _offsets(lines):
 
 
 @gluon.jit
+def accumulate(sums, total_ptr, pred, STORE: gl.constexpr):
+    """The warpgroup's total at `total_ptr`, where `pred`, plus sums. STORE: it becomes the total.
+
+    Each thread reads what it wrote itself.
+    """
+    LAYOUT: gl.constexpr = sums.type.layout
+    lines = _to_lines(sums)
+    ptrs = total_ptr + _offsets(lines)
+    lines = gl.load(ptrs, mask=pred, other=0) + lines
+    if STORE:
+        gl.store(ptrs, lines)
+    return _from_lines(lines, sums.shape[0], LAYOUT)
+
+
+@gluon.jit
 def reduce_scatter(sums, slot, split, partials_ptr, counters_ptr, SPLIT: gl.constexpr):
     """Sum of all splits in order for this split's columns: [rows, columns / SPLIT].
 

@@ -10,6 +10,7 @@ from formats.in_memory.fp4 import Fp4Weight
 from formats.in_memory.weights import Weight
 from qkernels import dispatch
 from qkernels.checks import check_float, check_tensor, expect_ndim
+from qkernels.choice import FIXED_ORDER
 from qkernels.errors import KernelError
 from qkernels.linear.autograd import FrozenLinear
 from qkernels.linear.plan import GemmPlan, GemmProblem, plan_without_choice
@@ -55,7 +56,11 @@ def prepare_weight(
     order = packed.input_order
     if order is not None:  # kernels see sorted inputs; `linear` sorts x
         packed, order = replace(packed, input_order=None), order.to(device)
-    prepared = dispatch.module_of(LINEAR, row.name).prepare_weight(packed, dtype, device)
+    module = dispatch.module_of(LINEAR, row.name)
+    prepare = module.prepare_weight
+    if kernel == FIXED_ORDER:
+        prepare = getattr(module, "prepare_fixed_order", prepare)
+    prepared = prepare(packed, dtype, device)
     return replace(
         prepared,
         kernel=row.name,

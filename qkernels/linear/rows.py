@@ -1,5 +1,6 @@
 """Dispatch table of the quantized linear, with the kernels of all folders."""
 
+from qkernels.choice import FIXED_ORDER
 from qkernels.dispatch import Kernel, Operation, reference
 from qkernels.problem import Problem
 from qkernels.w8a8 import rows as w8a8
@@ -14,10 +15,17 @@ def dense(problem: Problem) -> str | None:
     return None
 
 
+def fixed_order(problem: Problem) -> str | None:
+    if problem.device != "cpu":
+        return f"computes each row alone on a cpu, not on {problem.device}"
+    return None if problem.requested == FIXED_ORDER else "runs where it is requested by name"
+
+
 LINEAR = Operation(
     "linear",
     *wna16.KERNELS,
     *w8a8.KERNELS,
+    Kernel(name=FIXED_ORDER, module="linear.fixed_order", priority=22, supports=fixed_order),
     Kernel(name="dense", module="linear.dense", priority=20, supports=dense),
     reference("linear"),
 )

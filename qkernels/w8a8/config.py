@@ -336,6 +336,12 @@ def default_sm90_config(M: int, N: int, K: int, sm_count: int, kind: str = "int"
     return scattered if worth and scattered.fits(M, N, sm_count) else config
 
 
+def fixed_order_config(M: int, N: int, K: int, sm_count: int, kind: str) -> W8A8Sm90Config:
+    """The config of float8 products whose sums have one order for all M: K is not divided."""
+    config = default_sm90_config(M, N, K, sm_count, kind)
+    return replace(config, split=1, reduce_scatter=False, promotion_steps=1)
+
+
 def sm90_search_starts(M: int, integers: bool) -> list[W8A8Sm90Config]:
     """A config of every size that defaults are chosen from: where a search on a GPU begins."""
     if M > 64:

@@ -5,6 +5,7 @@ import functools
 import torch
 
 from formats.scheme import ALL
+from qkernels.choice import FIXED_ORDER
 from qkernels.dispatch import Kernel
 from qkernels.gpu import device as gpu_device
 from qkernels.problem import (
@@ -81,6 +82,13 @@ def _refuses_blocks(problem: Problem) -> str | None:
     return None
 
 
+def portable_w8a8(problem: Problem) -> str | None:
+    reason = triton_w8a8(problem)
+    if reason is None and problem.requested == FIXED_ORDER and problem.spec.type == "float":
+        return "adds float8 products in an order that depends on the number of rows"
+    return reason
+
+
 def sm90_w8a8(problem: Problem) -> str | None:
     reason = triton_w8a8(problem)
     if reason is not None:
@@ -105,6 +113,8 @@ def cpu_w8a8(problem: Problem) -> str | None:
     return None if product_is_exact() else "torch's int8 product is not exact on this CPU"
 
 
+# All have the variant of a fixed order: integer products are exact in any order, and float8 has
+# configs of its own (sm90.py).
 KERNELS = (
     Kernel(
         name="sm90_w8a8",
@@ -112,21 +122,21 @@ KERNELS = (
         priority=30,
         supports=sm90_w8a8,
         note=functools.partial(note_measured, config=W8A8Sm90Config),
-        variants=("sm90",),
+        variants=("sm90", FIXED_ORDER),
     ),
     Kernel(
         name="triton_w8a8",
         module="w8a8.triton_gemm",
         priority=30,
-        supports=triton_w8a8,
+        supports=portable_w8a8,
         note=functools.partial(note_measured, config=W8A8TritonConfig),
-        variants=("triton",),
+        variants=("triton", FIXED_ORDER),
     ),
     Kernel(
         name="cpu_w8a8",
         module="w8a8.cpu",
         priority=25,
         supports=cpu_w8a8,
-        variants=("cpu",),
+        variants=("cpu", FIXED_ORDER),
     ),
 )

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from formats.in_memory.weights import Weight
+from qkernels.choice import FIXED_ORDER
 from qkernels.gpu.config import ceil_div
 from qkernels.gpu.device import sm_count
 from qkernels.gpu.gluon_compat import descriptor
@@ -45,6 +46,7 @@ from qkernels.w8a8.config import (
     WEIGHT_BOX_ROWS,
     W8A8Sm90Config,
     default_sm90_config,
+    fixed_order_config,
 )
 from qkernels.w8a8.sm90_epilogue import epilogue, load_vectors
 from qkernels.w8a8.sm90_load import load
@@ -88,7 +90,10 @@ def plan(
     """The config for M rows; the input is rounded by the operation before, where it can."""
     N, K, activation = problem.out_features, problem.in_features, problem.activation
     kind = "blocks" if activation.per == "group" else activation.type
-    config = _chosen_config(problem.device, M, N, K, kind)
+    if problem.requested == FIXED_ORDER and kind != "int":
+        config = fixed_order_config(M, N, K, sm_count(problem.device), kind)
+    else:
+        config = _chosen_config(problem.device, M, N, K, kind)
     return replace(plan_without_choice(problem), variant="sm90", config=config)
 
 

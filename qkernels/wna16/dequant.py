@@ -104,10 +104,10 @@ def load_k_subtiles(stored, K_SUBTILE: gl.constexpr, BITS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _ptx(is_float16, bit, scaled):
+def _ptx(is_float16, bit, scaled, rounded=False):
     """To $0: the codes at `bit` (0 or 4) of both halves of $1, minus $2, exactly.
 
-    scaled: times $3 + $4, rounded once, since the product with $4 is exact.
+    scaled: times $3 + $4, rounded once, since the product with $4 is exact. rounded: times $3.
     """
     mask = {0: "0x000F000F", 4: "0x00F000F0"}[bit]
     if is_float16:
@@ -118,6 +118,8 @@ def _ptx(is_float16, bit, scaled):
         factor = {0: "0x7F007F00", 4: "0x7D007D00"}[bit]  # 2^127, 2^123
         codes = f"and.b32 c, $1, {mask};"
         fma, scale = "fma.rn.bf16x2", "mul.bf16x2 x, c, $4; fma.rn.bf16x2 $0, c, $3, x;"
+    if rounded:
+        scale = "mul.f16x2 $0, c, $3;" if is_float16 else "mul.bf16x2 $0, c, $3;"
     to, scale = ("c", scale) if scaled else ("$0", "")
     return f"{{ .reg .b32 c, f, x; {codes} mov.b32 f, {factor}; {fma} {to}, c, f, $2; {scale} }}"
 
@@ -216,6 +218,66 @@ def unpack_nibbles(packed, factors, DTYPE: gl.constexpr):
     p2 = _weights(packed >> 8, zero_0, high, low, AT_0)
     p3 = _weights(packed >> 8, zero_4, high, low, AT_4)
     return _in_order(p0, p1, p2, p3, DTYPE)
+
+
+@gluon.constexpr_function
+def _fma_ptx(bit):
+    """To $0: the bfloat16 codes at `bit` (0 or 4) of both halves of $1, times $2 plus $3."""
+    mask = {0: "0x000F000F", 4: "0x00F000F0"}[bit]
+    return f"{{ .reg .b32 c; and.b32 c, $1, {mask}; fma.rn.bf16x2 $0, c, $2, $3; }}"
+
+
+@gluon.jit
+def rounded_factors(scale, offset, NUMERICS: gl.constexpr, DTYPE: gl.constexpr):
+    """Factors of rows [64] for `unpack_rounded`, as words [64, 1], of scales that fit in DTYPE."""
+    exact = scale.to(gl.float32)
+    if DTYPE.is_fp16() or NUMERICS.has_offsets:
+        zero_0, zero_4 = zeros_to_subtract(offset, DTYPE)
+        return zero_0, zero_4, pack_x2(scale_of_codes(exact, DTYPE).to(DTYPE))[:, None]
+    else:
+        factor = exact * _SCALE_FACTOR
+        at_0 = pack_x2(factor.to(DTYPE))[:, None]
+        at_4 = pack_x2((factor * (1 / 16)).to(DTYPE))[:, None]
+        zero = offset.to(gl.float32) - _ZERO_OF_OFFSET_0
+        return at_0, at_4, pack_x2((zero * (exact * -BFLOAT16_SHRINK)).to(DTYPE))[:, None]
+
+
+@gluon.jit
+def unpack_rounded(
+    packed, row_factors, NUMERICS: gl.constexpr, DTYPE: gl.constexpr, A: gl.constexpr
+):
+    """Packed 4-bit words [64, 4 C] of a K subtile to operand A; `rescale_rounded` takes the sums.
+
+    The weights are those of `unpack` times a power of two.
+    """
+    first, second, third = row_factors
+    if DTYPE.is_fp16() or NUMERICS.has_offsets:
+        AT_0: gl.constexpr = _ptx(DTYPE.is_fp16(), 0, True, True)
+        AT_4: gl.constexpr = _ptx(DTYPE.is_fp16(), 4, True, True)
+    else:
+        # code * (scale 2^133) - zero * scale, exact for the zero point 8. BFLOAT16_SHRINK keeps the
+        # factor finite.
+        AT_0: gl.constexpr = _fma_ptx(0)
+        AT_4: gl.constexpr = _fma_ptx(4)
+    p0 = _two_factors(packed, first, third, AT_0)
+    p1 = _two_factors(packed, second, third, AT_4)
+    p2 = _two_factors(packed >> 8, first, third, AT_0)
+    p3 = _two_factors(packed >> 8, second, third, AT_4)
+    return gl.convert_layout(_in_order(p0, p1, p2, p3, DTYPE), A, assert_trivial=True)
+
+
+@gluon.jit
+def _two_factors(packed, first, second, PTX: gl.constexpr):
+    return gl.inline_asm_elementwise(PTX, "=r,r,r,r", [packed, first, second], gl.int32, True, 1)
+
+
+@gluon.jit
+def rescale_rounded(sums, NUMERICS: gl.constexpr, DTYPE: gl.constexpr):
+    """Sums of products with the weights of `unpack_rounded`, without their power of two."""
+    if DTYPE.is_fp16() or NUMERICS.has_offsets:
+        return sums
+    else:
+        return sums * (1 / BFLOAT16_SHRINK)
 
 
 @gluon.jit

@@ -50,6 +50,17 @@ def prepare_weight(
     return prepack.prepare_weight(packed, dtype, device)
 
 
+def prepare_fixed_order(
+    packed: PackedWeight, dtype: torch.dtype, device: torch.device | str | None = None
+) -> PreparedWeight:
+    """prepare_weight with scales rounded to `dtype`, which kernels then apply in one instruction.
+
+    A scale changes by up to 2^-9 of itself, as much as the rounding of an input.
+    """
+    scales_NG = packed.scales_NG.to(dtype).to(packed.scales_NG.dtype)
+    return prepare_weight(replace(packed, scales_NG=scales_NG), dtype, device)
+
+
 def plan(
     problem: GemmProblem, M: int, consumer: Consumer | None = None, *, fused: bool = True
 ) -> GemmPlan:
@@ -60,7 +71,7 @@ def plan(
     shape = shape_of(problem)
     fused = fused and not problem.sorts_inputs
     config = _config(problem, shape, M, fused)
-    if consumer is not None and isinstance(config, SmallMConfig):
+    if consumer is not None and isinstance(config, SmallMConfig) and not config.scales_weights:
         shared = split_k_config(
             consumer, M, shape.N, shape.K, shape.group, shape.spec.bits, shape.sm_count
         )
@@ -134,6 +145,8 @@ def adapters_fault(plan: GemmPlan, sizes: tuple[int, ...]) -> str | None:
     """Why the product adds no adapters of linears of so many outputs; None: it does."""
     if not variant_of(plan.config).adds_adapters:
         return f"{plan.variant} adds no adapters"
+    if isinstance(plan.config, SmallMConfig) and plan.config.scales_weights:
+        return "not every number of rows would add them in the product"
     return tiles_fault(sizes)
 
 

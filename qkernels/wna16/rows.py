@@ -11,7 +11,7 @@ from qkernels.tuning import table as tuning_table
 from qkernels.tuning.op import bucket
 from qkernels.wna16.layout import MIN_K_STEP, k_step
 from qkernels.wna16.tuned import TUNED
-from qkernels.wna16.variants import NAMES, VARIANTS, Shape, variant_of
+from qkernels.wna16.variants import BY_NAME, NAMES, Shape, variant_of
 
 FAST_CPUS = ("AVX2", "AVX512")  # where torch has vector code for its packed products
 CPU_GROUPS = (32, 64, 128, 256)
@@ -57,7 +57,7 @@ def explain_variants(problem: Problem) -> list[tuple[str, str]]:
     choice = parse_choice(problem.requested)
     measured = _measured(problem)
     lines = []
-    for variant in VARIANTS:
+    for variant in BY_NAME.values():
         rows = f"{variant.rows}, adds adapters" if variant.adds_adapters else variant.rows
         note = choice.explained(variant.name, variant.refuses(shape), rows)
         lines.append((variant.name, note + measured.get(variant.name, "")))

@@ -1,9 +1,9 @@
 """A K step of up to 64 rows on sm_90, in Gluon: one stage, who fills it, who multiplies it.
 
-Knows neither which K steps these are nor what becomes of the sums. A consumer multiplies one stored
-tile: operand A is codes minus zero points, exact in 16 bits and in registers; operand B is x, in
-shared memory. `gemm` has the constexprs CONFIG and NUMERICS, and for the producer the descriptors
-of weight, x, scales and offsets, k_steps, and `loaded_tile(work_tile, CONSUMER)`, the stored tile.
+A consumer multiplies one stored tile. Operand A is in registers: codes minus zero points, exact in
+16 bits, or scaled weights. Operand B is x, in shared memory. `gemm` has the constexprs CONFIG and
+NUMERICS, and for the producer the descriptors of weight, x, scales and offsets, k_steps, and
+`loaded_tile(work_tile, CONSUMER)`, the stored tile.
 
 Legend: BM rows of x; a K step is 128 inputs.
 """
@@ -16,8 +16,10 @@ from qkernels.gpu.gluon_compat import aggregate, tma_load
 from qkernels.wna16.dequant import (
     codes_minus_zeros,
     load_k_subtiles,
+    rounded_factors,
     rows_layout,
     scale_of_codes,
+    unpack_rounded,
     zeros_to_subtract,
 )
 
@@ -117,4 +119,33 @@ def multiply(gemm, stages, stage, CONSUMER: gl.constexpr, SUMS: gl.constexpr):
         if K_SUBTILE < 64:
             x = x.slice(i * K_SUBTILE % 64, K_SUBTILE, dim=1)
         sums = warpgroup_mma(a, x.permute([1, 0]), sums, use_acc=i > 0, is_async=True)
+    return sums
+
+
+@gluon.jit
+def multiply_scaled(gemm, stages, stage, sums, CONSUMER: gl.constexpr, SUMS: gl.constexpr):
+    """Issue a K step's products: sums [64, BM] plus scaled weights times x.
+
+    Weights, but for a power of two, and the order of additions are those of sm90_large_m.py. The
+    scales have been rounded to x's dtype.
+    """
+    NUMERICS: gl.constexpr = gemm.NUMERICS
+    DTYPE: gl.constexpr = stages.x.dtype
+    K_SUBTILE: gl.constexpr = gemm.CONFIG.k_subtile
+    A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    ROWS: gl.constexpr = rows_layout(K_SUBTILE, 4)
+    own = stage * gemm.CONFIG.num_consumers + CONSUMER
+    if NUMERICS.has_offsets:
+        offset = stages.offsets.index(own).load(ROWS)
+    else:
+        offset = gl.full([64], NUMERICS.offset, DTYPE, ROWS)
+    scale = stages.scales.index(own).load(ROWS)
+    row_factors = rounded_factors(scale, offset, NUMERICS, DTYPE)
+    packed = load_k_subtiles(stages.weight.index(own), K_SUBTILE, 4)
+    for i in gl.static_range(128 // K_SUBTILE):
+        a = unpack_rounded(packed[i], row_factors, NUMERICS, DTYPE, A)
+        x = stages.x.index(2 * stage + i * K_SUBTILE // 64)
+        if K_SUBTILE < 64:
+            x = x.slice(i * K_SUBTILE % 64, K_SUBTILE, dim=1)
+        sums = warpgroup_mma(a, x.permute([1, 0]), sums, is_async=True)
     return sums

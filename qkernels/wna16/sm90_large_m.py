@@ -4,7 +4,7 @@ A persistent, warp-specialized kernel. One producer warp keeps TMA loads of pack
 flight, as far ahead as shared memory allows. Two or three consumer warpgroups multiply 64 outputs
 each: operand A is weights, unpacked and scaled in registers; operand B is x, in shared memory.
 Where there are fewer tiles than SMs, K is split over several blocks, which reduce-scatter their
-sums.
+sums. A block can also add up the segments of K that such splits have, for the same bits.
 
 Legend: M rows of x, K inputs, N outputs, G groups; BM rows of a tile or of half of one; a K step is
 128 inputs.
@@ -28,7 +28,7 @@ from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl_gluon import griddepcontrol_wait
 from qkernels.gpu.pipeline import PipelineState, make_pipeline, next_stage
 from qkernels.gpu.registers import split_columns
-from qkernels.gpu.split_k_reduce import reduce_scatter
+from qkernels.gpu.split_k_reduce import accumulate, reduce_scatter
 from qkernels.gpu.tma import aligned
 from qkernels.gpu.workspace import workspace
 from qkernels.linear.prepared import PreparedWeight
@@ -37,7 +37,7 @@ from qkernels.wna16.layout import TILE_N
 from qkernels.wna16.prepack import weight_numerics
 from qkernels.wna16.sm90_large_m_config import LargeMConfig
 from qkernels.wna16.sm90_large_m_load import load
-from qkernels.wna16.sm90_large_m_structs import Gemm, Stages
+from qkernels.wna16.sm90_large_m_structs import Gemm, Stages, WorkTile
 
 X_BOX_K = 64  # inputs of one TMA box of x: 128 bytes, the widest swizzle
 
@@ -184,6 +184,49 @@ def _multiply(gemm, pipeline, state, work_tile, rows, CONSUMER: gl.constexpr, BM
 
 
 @gluon.jit
+def _segment(gemm, work_tile, segment):
+    """The work tile with a segment's K steps."""
+    SEGMENTS: gl.constexpr = gemm.CONFIG.segments
+    return WorkTile(
+        tile=work_tile.tile,
+        split=work_tile.split,
+        tile_n=work_tile.tile_n,
+        m=work_tile.m,
+        k_begin=segment * gemm.k_steps // SEGMENTS,
+        k_end=(segment + 1) * gemm.k_steps // SEGMENTS,
+    )
+
+
+@gluon.jit
+def _multiply_segments(
+    gemm, pipeline, state, work_tile, rows, CONSUMER: gl.constexpr, BM: gl.constexpr
+):
+    """_multiply for each segment of K, added in order.
+
+    The total stays in registers, or waits in the block's own workspace.
+    """
+    CONFIG: gl.constexpr = gemm.CONFIG
+    SEGMENTS: gl.constexpr = CONFIG.segments
+    if CONFIG.keeps_total:
+        LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+        total = gl.zeros([64, BM], gl.float32, LAYOUT)
+        for segment in range(SEGMENTS):
+            part = _segment(gemm, work_tile, segment)
+            sums, state = _multiply(gemm, pipeline, state, part, rows, CONSUMER, BM)
+            total += sums
+        return total, state
+    slot = gl.program_id(0) * CONFIG.num_consumers + CONSUMER
+    total_ptr = gemm.partials_ptr + slot * (64 * CONFIG.block_m)
+    for segment in range(SEGMENTS - 1):
+        part = _segment(gemm, work_tile, segment)
+        sums, state = _multiply(gemm, pipeline, state, part, rows, CONSUMER, BM)
+        accumulate(sums, total_ptr, segment > 0, True)
+    part = _segment(gemm, work_tile, SEGMENTS - 1)
+    sums, state = _multiply(gemm, pipeline, state, part, rows, CONSUMER, BM)
+    return accumulate(sums, total_ptr, True, False), state
+
+
+@gluon.jit
 def _epilogue(gemm, buffers, sums, m, n, CONSUMER: gl.constexpr):
     """A consumer's sums [64 outputs, rows] to y[m:, n : n + 64], one store tile at a time.
 
@@ -220,7 +263,10 @@ def _consume_tiles(
         work_tile = gemm.work_tile(work, HALF)
         stored_tile = gemm.stored_tile(work_tile.tile_n, CONSUMER)
         rows = stored_tile * (gemm.k_steps // NUMERICS.steps_per_group) * 64 + row
-        sums, state = _multiply(gemm, pipeline, state, work_tile, rows, CONSUMER, BM)
+        if CONFIG.segments > 1:
+            sums, state = _multiply_segments(gemm, pipeline, state, work_tile, rows, CONSUMER, BM)
+        else:
+            sums, state = _multiply(gemm, pipeline, state, work_tile, rows, CONSUMER, BM)
         m = work_tile.m
         if SPLIT > 1:
             slot = work_tile.tile * CONFIG.num_consumers + CONSUMER

@@ -30,6 +30,9 @@ class LargeMConfig(CompileTimeConfig):
     block_m: int = 128
     split: int = 1  # split-K with a reduce-scatter: each split of each tile has a block
     tail_split: bool = False  # tiles of the last, partial wave are cut in two halves of their rows
+    # A tile's K steps are summed in so many segments, each from zero, and these added in order: the
+    # bits of a split-K of as many splits.
+    segments: int = 1
 
     @property
     def compiled(self) -> "LargeMConfig":
@@ -107,12 +110,24 @@ class LargeMConfig(CompileTimeConfig):
     def on(self, M: int, N: int, sm_count: int) -> "LargeMConfig":
         """This config with the blocks that M rows take on a GPU of so many SMs."""
         work_tiles = self.tiles(M, N) * self.split * (2 if self.tail_split else 1)
-        return replace(self, blocks=min(work_tiles, sm_count))
+        return replace(self, blocks=min(work_tiles, sm_count, self.max_blocks))
+
+    @property
+    def keeps_total(self) -> bool:
+        """True if a thread has registers for the total of the segments before, besides its sums."""
+        return self.block_m <= 128
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks whose sums of segments fit into the workspace."""
+        if self.segments == 1 or self.keeps_total:
+            return WORKSPACE_FLOATS
+        return WORKSPACE_FLOATS // (self.num_consumers * TILE_N * self.block_m)
 
     def fits(self, M: int, N: int, K: int) -> bool:
         """Return True if each split has a K step, a resident block, and room in the workspace."""
         if self.split == 1:
-            return True
+            return self.segments <= K // K_STEP and self.blocks <= self.max_blocks
         floats = self.tiles(M, N) * self.split * self.num_consumers * TILE_N * self.block_m
         return (
             self.split <= K // K_STEP
@@ -233,6 +248,8 @@ def large_m_config_fault(
         return f"tail_split is for 256 rows and split 1, found {config}"
     if config.block_m == 64 and M > 64:
         return f"block_m 64 is for at most 64 rows, found {M}"
+    if config.segments > 1 and config.split > 1:
+        return f"K is divided over blocks (split) or inside of them (segments), found {config}"
     if not config.fits(M, N, K):
         return (
             "each split needs a K step, a block that is resident with the others, and workspace,"

@@ -4,8 +4,8 @@ A persistent, warp-specialized kernel. One producer warp keeps TMA loads of pack
 and x in flight in a multistage pipeline. Two consumer warpgroups multiply 64 outputs each: operand
 A is codes minus zero points, exact in 16 bits and in registers; operand B is x, in shared memory.
 The scales multiply the sums of a K step. For few rows that costs less than to scale each weight, as
-sm90_large_m.py does. Split-K sums are reduced by the last split to arrive, or by the consumer of
-the result.
+sm90_large_m.py does; with `scales_weights` this kernel does, too, for the same bits. Split-K sums
+are reduced by the last split to arrive, or by the consumer of the result.
 
 Legend: M rows of x, K inputs, N outputs, G groups; BM rows of a tile, at least M. A tile has 128
 outputs, two stored tiles of 64; a K step is 128 inputs.
@@ -31,6 +31,7 @@ from qkernels.gpu.workspace import workspace
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.lora.sm90_term import LoraTermArguments, lora_term, prefetch_term, term_of_tile
 from qkernels.lora.term import LoraTerm, term_arguments, term_parts
+from qkernels.wna16.dequant import rescale_rounded
 from qkernels.wna16.layout import TILE_N
 from qkernels.wna16.prepack import weight_numerics
 from qkernels.wna16.sm90_k_step import (
@@ -40,11 +41,10 @@ from qkernels.wna16.sm90_k_step import (
     load_weight,
     load_x,
     multiply,
+    multiply_scaled,
     step_scales,
 )
 from qkernels.wna16.sm90_small_m_config import SmallMConfig
-
-NUM_CONSUMERS = gl.constexpr(2)
 
 
 def run(
@@ -128,12 +128,13 @@ class _WorkTile:
 
     tile: gl.tensor
     split: gl.tensor
+    NUM_CONSUMERS: gl.constexpr
     k_begin: gl.tensor  # in K steps
     k_end: gl.tensor
 
     @gluon.jit
     def stored_tile(self, CONSUMER: gl.constexpr):
-        return self.tile * NUM_CONSUMERS + CONSUMER
+        return self.tile * self.NUM_CONSUMERS + CONSUMER
 
 
 @aggregate
@@ -168,6 +169,7 @@ class _Gemm:
         return _WorkTile(
             tile=work // SPLIT,
             split=split,
+            NUM_CONSUMERS=self.CONFIG.num_consumers,
             k_begin=split * self.k_steps // SPLIT,
             k_end=(split + 1) * self.k_steps // SPLIT,
         )
@@ -197,11 +199,16 @@ def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
             sums = _term(gemm, work, CONSUMER, SUMS)
         for _ in range(work_tile.k_begin, work_tile.k_end):
             pipeline.consumer_wait(state)
-            scale = step_scales(gemm, stages, state.stage, CONSUMER, SUMS)
-            product = multiply(gemm, stages, state.stage, CONSUMER, SUMS)
-            product = warpgroup_mma_wait(0, deps=[product])
-            pipeline.consumer_release(state)
-            sums += product * scale[:, None]
+            if gemm.CONFIG.scales_weights:
+                sums = multiply_scaled(gemm, stages, state.stage, sums, CONSUMER, SUMS)
+                sums = warpgroup_mma_wait(0, deps=[sums])
+                pipeline.consumer_release(state)
+            else:
+                scale = step_scales(gemm, stages, state.stage, CONSUMER, SUMS)
+                product = multiply(gemm, stages, state.stage, CONSUMER, SUMS)
+                product = warpgroup_mma_wait(0, deps=[product])
+                pipeline.consumer_release(state)
+                sums += product * scale[:, None]
             state = state.advance()
         _epilogue(gemm, sums, work_tile, CONSUMER)
 
@@ -221,13 +228,19 @@ def _term(gemm, work, CONSUMER: gl.constexpr, SUMS: gl.constexpr):
 
 @gluon.jit
 def _epilogue(gemm, sums, work_tile, CONSUMER: gl.constexpr):
-    """A consumer's sums [64, BM] plus the bias: unreduced, or reduced and rounded, to y."""
+    """A consumer's sums [64, BM] plus the bias: unreduced, or reduced and rounded, to y.
+
+    The first split adds the bias; with `scales_weights` the sum of all does, as in
+    sm90_large_m.py.
+    """
     SPLIT: gl.constexpr = gemm.CONFIG.split
+    BIAS_LAST: gl.constexpr = gemm.CONFIG.scales_weights
     if gemm.NUMERICS.has_bias:
         n = work_tile.stored_tile(CONSUMER) * 64
         n += gl.arange(0, 64, gl.SliceLayout(1, sums.type.layout))
         bias = gl.load(gemm.bias_ptr + gl.minimum(n, gemm.N - 1)).to(gl.float32)
-        sums += gl.where(work_tile.split == 0, bias, 0.0)[:, None]
+        if not BIAS_LAST:
+            sums += gl.where(work_tile.split == 0, bias, 0.0)[:, None]
     if gemm.UNREDUCED:
         _store_partials(gemm, sums, work_tile.stored_tile(CONSUMER), work_tile.split)
     else:
@@ -242,6 +255,10 @@ def _epilogue(gemm, sums, work_tile, CONSUMER: gl.constexpr):
                 SPLIT,
             )
         if complete:
+            if gemm.CONFIG.scales_weights:
+                sums = rescale_rounded(sums, gemm.NUMERICS, gemm.y_ptr.dtype.element_ty)
+            if gemm.NUMERICS.has_bias and BIAS_LAST:
+                sums += bias[:, None]
             values = sums.to(gemm.y_ptr.dtype.element_ty)
             _store(gemm, values, work_tile.stored_tile(CONSUMER))
 
@@ -323,7 +340,7 @@ def _wna16_small_m(
     UNREDUCED: gl.constexpr,
 ):
     stages = allocate_stages(weight, x, scales, offsets, CONFIG, NUMERICS)
-    pipeline = make_pipeline(stages, CONFIG.stages, NUM_CONSUMERS)
+    pipeline = make_pipeline(stages, CONFIG.stages, CONFIG.num_consumers)
     fence_async_shared()
     term = lora_term(lora, PARTS)
     gemm = _Gemm(
@@ -344,12 +361,24 @@ def _wna16_small_m(
         NUMERICS=NUMERICS,
         UNREDUCED=UNREDUCED,
     )
-    gl.warp_specialize(
-        [
-            (_consume, (gemm, pipeline, 0)),
-            (_consume, (gemm, pipeline, 1)),
-            (_load, (gemm, pipeline)),
-        ],
-        [4, 1],
-        [CONFIG.consumer_registers, CONFIG.producer_registers],
-    )
+    CONSUMER: gl.constexpr = CONFIG.consumer_registers
+    PRODUCER: gl.constexpr = CONFIG.producer_registers
+    if CONFIG.num_consumers == 1:
+        gl.warp_specialize(
+            [
+                (_consume, (gemm, pipeline, 0)),
+                (_load, (gemm, pipeline)),
+            ],
+            [1],
+            [PRODUCER],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (gemm, pipeline, 0)),
+                (_consume, (gemm, pipeline, 1)),
+                (_load, (gemm, pipeline)),
+            ],
+            [4, 1],
+            [CONSUMER, PRODUCER],
+        )

@@ -18,11 +18,12 @@ from qkernels.wna16.layout import TILE_N, k_step
 
 SMALL_M_ROWS = (8, 16, 32, 64)  # block_m of all configs
 BLOCK_N = 2 * TILE_N  # two consumer warpgroups, one stored tile each
+_SM_REGISTERS = 65536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallMConfig(CompileTimeConfig):
-    """One launch of sm90_small_m.py. A tile is 128 outputs by block_m rows."""
+    """One launch of sm90_small_m.py. A tile is 64 num_consumers outputs by block_m rows."""
 
     block_m: int  # at least M: there is one row of tiles
     split: int = 1  # split-K
@@ -30,10 +31,9 @@ class SmallMConfig(CompileTimeConfig):
     blocks_per_sm: int = 2  # 1: with twice the registers
     # griddepcontrol.launch_dependents before the producer's loop, not after it
     launch_dependents_first: bool = False
-
-    @property
-    def num_consumers(self) -> int:
-        return BLOCK_N // TILE_N
+    # each weight is scaled and rounded before the product, as in sm90_large_m.py: the same bits
+    scales_weights: bool = False
+    num_consumers: int = 2  # warpgroups that multiply, 64 outputs each
 
     @property
     def k_subtile(self) -> int:
@@ -42,26 +42,32 @@ class SmallMConfig(CompileTimeConfig):
 
     @property
     def registers(self) -> int:
-        """Registers per thread at launch, of 12 warps, then redistributed between warps."""
-        return 168 if self.blocks_per_sm == 1 else 80
+        """Registers per thread at launch, then redistributed between warps.
+
+        Of the consumers, and of four warps for the producer.
+        """
+        threads = 128 * (self.num_consumers + 1) * self.blocks_per_sm
+        return min(168, _SM_REGISTERS // threads // 8 * 8)
 
     @property
     def producer_registers(self) -> int:
-        return 24 if self.blocks_per_sm == 1 or self.block_m == 64 else 40
+        wide = self.blocks_per_sm == 1 or self.block_m == 64 or self.num_consumers == 1
+        return 24 if wide else 40
 
     @property
     def consumer_registers(self) -> int:
-        return (3 * self.registers - self.producer_registers) // 2 // 8 * 8
+        given = (self.num_consumers + 1) * self.registers - self.producer_registers
+        return given // self.num_consumers // 8 * 8
 
     def tiles(self, N: int) -> int:
-        return ceil_div(N, BLOCK_N)
+        return ceil_div(N, TILE_N * self.num_consumers)
 
     def fits(self, N: int, K: int) -> bool:
         """Return True if each split has a K step and the workspace holds all partial sums.
 
         Where it does, it also has a counter for each consumer of each tile.
         """
-        floats = self.tiles(N) * self.split * BLOCK_N * self.block_m
+        floats = self.tiles(N) * self.split * TILE_N * self.num_consumers * self.block_m
         if self.split > 1 and floats > WORKSPACE_FLOATS:
             return False
         return self.split <= K // K_STEP
@@ -201,6 +207,32 @@ def default_small_m_config(
     return min([model.config(1), *model.split_configs()], key=model.time)
 
 
+# Measured, us for qkv / o / gate_up / down (split 4 / 4 / 1 / 4), in brackets the default variant:
+# M = 1    6.5 (5.8) / 5.6 (4.9) / 19.1 (17.6) / 12.7 (10.6)    limbs
+# M = 16   6.7 (7.1) / 5.8 (5.9) / 19.8 (19.4) / 12.7 (11.4)
+# M = 32   7.5 (9.1) / 6.4 (8.2) / 22.1 (21.5) / 13.3 (14.6)
+# Two consumers for qkv / o / down at 1 row 9.4 / 6.9 / 20.6.
+def scaled_config(M: int, N: int, K: int, split: int, sm_count: int) -> SmallMConfig:
+    """The config with `scales_weights` for up to 64 rows and a given split.
+
+    Where K is divided, tiles of 64 outputs spread evenly over SMs; otherwise there are many tiles,
+    and those of 128 outputs read x half as often.
+    """
+    block_m = next(rows for rows in SMALL_M_ROWS if rows >= M)
+    tiles = ceil_div(N, TILE_N) * split
+    whole = split == 1 and tiles > 2 * sm_count
+    blocks_per_sm = 2 if whole else min(3, max(1, ceil_div(tiles, sm_count)))
+    return SmallMConfig(
+        block_m=block_m,
+        split=split,
+        stages=(3 if block_m == 64 else 4) if whole or K // K_STEP // split >= 16 else 3,
+        blocks_per_sm=blocks_per_sm,
+        launch_dependents_first=whole,
+        scales_weights=True,
+        num_consumers=2 if whole else 1,
+    )
+
+
 @functools.lru_cache(maxsize=4096)
 def split_k_config(
     consumer: Consumer, M: int, N: int, K: int, group: int, bits: int, sm_count: int
@@ -237,8 +269,9 @@ def small_m_config_fault(
             f"split must be at least 1 and stages 1 to {MAX_STAGES},"
             f" found {config.split} and {config.stages}"
         )
-    if config.blocks_per_sm not in (1, 2):
-        return f"blocks_per_sm must be 1 or 2, found {config.blocks_per_sm}"
+    most = 4 if config.num_consumers == 1 else 2
+    if config.num_consumers not in (1, 2) or not 1 <= config.blocks_per_sm <= most:
+        return f"blocks_per_sm must be 1 or 2, up to 4 with one consumer, found {config}"
     if not config.fits(N, K):
         return (
             f"each split needs a K step and all of them a workspace of {WORKSPACE_FLOATS} floats,"

@@ -6,25 +6,33 @@ Legend: M rows of x, N outputs, K inputs.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from formats.scheme import QuantSpec
-from qkernels.choice import KernelChoice
+from qkernels.choice import FIXED_ORDER, KernelChoice
 from qkernels.gpu import device as gpu_device
+from qkernels.gpu.config import ceil_div
 from qkernels.operands.limbs import K_STEP, LIMBS_MAX_ROWS
-from qkernels.wna16.layout import k_step
+from qkernels.wna16.layout import TILE_N, k_step
 from qkernels.wna16.sm90_gemv_imma_config import (
     GemvImmaConfig,
     default_gemv_config,
     limbs_pay,
 )
-from qkernels.wna16.sm90_large_m_config import LargeMConfig, default_large_m_config
+from qkernels.wna16.sm90_large_m_config import (
+    LARGE_M_SIZES,
+    LARGE_M_SPLITS,
+    LargeMConfig,
+    default_large_m_config,
+    large_m_time,
+)
 from qkernels.wna16.sm90_small_m_config import (
     SMALL_M_ROWS,
     SmallMConfig,
     default_small_m_config,
+    scaled_config,
 )
 from qkernels.wna16.triton_config import (
     MAX_FUSED_ROWS,
@@ -35,6 +43,8 @@ from qkernels.wna16.triton_config import (
 
 WNA16Config = TritonGemmConfig | GemvImmaConfig | SmallMConfig | LargeMConfig
 ANY = KernelChoice()
+# us of a tile of 256 rows, for each segment after the first: its total goes through the L2
+_SEGMENT_TIME = 6.0
 # None where the variant cannot, or does not want to, take so many rows
 Default = Callable[["Shape", int, bool], WNA16Config | None]
 
@@ -116,6 +126,80 @@ def _triton(shape: Shape, M: int, fused: bool) -> TritonGemmConfig | None:
     return without_tma(config)
 
 
+@functools.lru_cache(maxsize=2**14)
+def sm90_fixed_order(
+    M: int, N: int, K: int, bits: int, sm_count: int
+) -> SmallMConfig | LargeMConfig:
+    """The fastest config for M rows among those that divide K alike."""
+    split = _fixed_split(N, K, bits, sm_count)
+    if bits == 4 and SMALL_M_ROWS[-1] >= M:
+        return scaled_config(M, N, K, split, sm_count)
+    configs = [
+        config
+        for num_consumers, block_m in LARGE_M_SIZES
+        if block_m >= M or block_m > 64
+        for config in _fixed_large_m(num_consumers, block_m, split, M, N, bits, sm_count)
+        if config.fits(M, N, K)
+    ]
+    return min(configs, key=lambda config: _fixed_time(config, M, N, K))
+
+
+def _fixed_large_m(
+    num_consumers: int, block_m: int, split: int, M: int, N: int, bits: int, sm_count: int
+) -> list[LargeMConfig]:
+    whole = LargeMConfig(blocks=sm_count, bits=bits, num_consumers=num_consumers, block_m=block_m)
+    configs = [replace(whole, segments=split)]
+    if split > 1:
+        configs.append(replace(whole, split=split))
+    if block_m >= 256:
+        configs.append(replace(whole, segments=split, tail_split=True))
+    return [config.on(M, N, sm_count) for config in configs]
+
+
+def _fixed_time(config: LargeMConfig, M: int, N: int, K: int) -> float:
+    time = large_m_time(config, M, N, K)
+    if config.segments == 1 or config.keeps_total:
+        return time
+    waves = ceil_div(config.tiles(M, N), config.blocks)
+    return time + (config.segments - 1) * waves * _SEGMENT_TIME
+
+
+def _fixed_split(N: int, K: int, bits: int, sm_count: int) -> int:
+    """Ranges of K: as many as few rows need to fill the GPU, of what both kernels can divide."""
+    tiles = ceil_div(N, TILE_N)
+    # the splits of sm90_large_m.py must be resident together, one block on each SM
+    most = sm_count // ceil_div(tiles, 2) if bits == 8 else 3 * sm_count // tiles
+    return max(split for split in LARGE_M_SPLITS if split <= max(1, min(most, K // K_STEP)))
+
+
+def triton_fixed_order(M: int, N: int, K: int, group: int) -> TritonGemmConfig:
+    """The portable kernel's config: K is not divided."""
+    block_m = next((rows for rows in (16, 32, 64) if rows >= M), 128)
+    steps = K // k_step(group)
+    return TritonGemmConfig(
+        block_m=block_m,
+        block_n=TILE_N,
+        split=1,
+        stages=min(3, max(1, steps)),
+        use_tma=block_m >= 32,
+        pdl=M <= 128,
+    )
+
+
+def _fixed_order(shape: Shape, M: int, fused: bool) -> WNA16Config:
+    """Sums of one order for every M: a row's bits depend on it alone.
+
+    On sm_90 all kernels multiply scaled weights, and K is divided into the same ranges for all M:
+    over blocks (split-K) or inside of a block (segments). Elsewhere K is not divided. wgmma and
+    mma.sync add 16 products at a time to a float32 sum, alike for every tile size (tests on a GPU
+    check this).
+    """
+    if shape.lacks_arch("sm_90") is None and k_step(shape.group) == K_STEP:
+        return sm90_fixed_order(M, shape.N, shape.K, shape.spec.bits, shape.sm_count)
+    config = triton_fixed_order(M, shape.N, shape.K, shape.group)
+    return config if shape.has_tma else without_tma(config)
+
+
 SMALL_M = Variant(
     name="sm90_small_m",
     config=SmallMConfig,
@@ -161,7 +245,15 @@ VARIANTS: tuple[Variant, ...] = (
     ),
     CUBLAS,
 )
-NAMES = tuple(variant.name for variant in VARIANTS)
+# Runs as one of the variants above; only where it was asked for.
+ONE_ORDER = Variant(
+    name=FIXED_ORDER,
+    config=None,
+    rows="all rows, each with the same bits whatever rows are beside it",
+    default=_fixed_order,
+)
+BY_NAME = {variant.name: variant for variant in (*VARIANTS, ONE_ORDER)}
+NAMES = tuple(BY_NAME)
 
 
 def variant_of(config: WNA16Config | None) -> Variant:
@@ -178,7 +270,7 @@ def default_config(
     `fused`: the operation before the product makes its operand. A variant that was asked for is
     taken wherever it runs, one that was forbidden nowhere.
     """
-    asked = [variant for variant in VARIANTS if variant.name == choice.only]
+    asked = [variant for variant in BY_NAME.values() if variant.name == choice.only]
     for variant in asked + [each for each in VARIANTS if each.name not in choice.never]:
         if variant is CUBLAS:
             return None

@@ -84,8 +84,10 @@ def weight_of(scheme: Scheme, N: int, K: int) -> PackedWeight | Fp8Weight:
 
 
 @functools.lru_cache(maxsize=4)
-def prepared(scheme: str, shape: tuple[int, int], dtype: torch.dtype) -> PreparedWeight:
-    return ops.prepare_weight(weight_of(Scheme.parse(scheme), *shape), dtype)
+def prepared(
+    scheme: str, shape: tuple[int, int], dtype: torch.dtype, kernel: str | None = None
+) -> PreparedWeight:
+    return ops.prepare_weight(weight_of(Scheme.parse(scheme), *shape), dtype, kernel=kernel)
 
 
 def linear(
@@ -95,11 +97,19 @@ def linear(
     dtype: torch.dtype = BF16,
     bias: bool = False,
     consumer: Consumer | None = None,
+    kernel: str | None = None,
 ) -> None:
     N, K = shape
-    weight = prepared(scheme, shape, dtype)
+    weight = prepared(scheme, shape, dtype, kernel)
     plan = ops.plan_linear(weight, M, consumer, fused=False)
     ops.linear(empty(M, K, dtype=dtype), weight, empty(N, dtype=dtype) if bias else None, plan)
+
+
+def float_linear(M: int, shape: tuple[int, int]) -> None:
+    from qkernels.linear import triton_float
+
+    N, K = shape
+    triton_float.multiply(empty(M, K), empty(N, K), empty(N))
 
 
 def adapted(scheme: str, M: int, sizes: tuple[int, ...], K: int, consumer: Consumer | None) -> None:
@@ -227,6 +237,29 @@ MORE_PRODUCTS = {
     "w4a16 for a rotation": Case(
         run=lambda: linear(64, QKV, "w4a16-asym", bias=True, consumer="rope"), product="wgmma"
     ),
+    **{
+        f"w4a16 fixed order {name} M={M}": Case(
+            run=functools.partial(linear, M, shape, scheme, bias=True, kernel="fixed_order"),
+            quick=SM90 if (M, name) in ((1, "qkv"), (512, "o")) else (),
+            product="wgmma",
+        )
+        for M, name, shape, scheme in (
+            (1, "qkv", QKV, "w4a16-sym"),
+            (64, "down", DOWN, "w4a16-asym"),
+            (128, "qkv", QKV, "w4a16-sym"),
+            (512, "o", OUT, "w4a16-sym"),
+            (1024, "down", DOWN, "w4a16-asym"),
+            (4096, "qkv", QKV, "w4a16-sym"),
+        )
+    },
+    **{
+        f"float fixed order M={M}": Case(
+            run=functools.partial(float_linear, M, OUT),
+            quick=SM80 if M == 8 else (),
+            product="wgmma",
+        )
+        for M in (1, 8, 64, 300, 4096)
+    },
     "w4a16 dequantized": Case(run=lambda: linear(2048, (128, 128), "w4a16-sym"), quick=SM80),
 }
 ATTENTION = {

@@ -41,7 +41,8 @@ def test_explain_gives_one_row_taken_and_a_reason_for_the_others():
     names = [choice.name for choice in explanation]
     weight_only = ["w4a16", "w8a16"]
     cpu = ["cpu_w4a16", "cpu_w8a16", "cpu_w8a8"]
-    assert names == [*weight_only, "sm90_w8a8", "triton_w8a8", *cpu, "dense", "reference"]
+    rest = ["fixed_order", "dense", "reference"]
+    assert names == [*weight_only, "sm90_w8a8", "triton_w8a8", *cpu, *rest]
     assert all(choice.reason for choice in explanation)
     assert str(explanation).splitlines()[0].startswith("-> w4a16: supported")
 

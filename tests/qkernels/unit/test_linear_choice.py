@@ -1,5 +1,6 @@
 """Which variant takes a product, in which form it takes its input, and what the caller may ask."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -12,8 +13,8 @@ from qkernels.errors import KernelError
 from qkernels.operands.limbs import LimbForm
 from qkernels.operations import explain
 from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig
-from qkernels.wna16.sm90_large_m_config import LargeMConfig
-from qkernels.wna16.sm90_small_m_config import SmallMConfig
+from qkernels.wna16.sm90_large_m_config import LargeMConfig, large_m_config_fault
+from qkernels.wna16.sm90_small_m_config import SmallMConfig, small_m_config_fault
 from qkernels.wna16.triton_config import TritonGemmConfig
 from qkernels.wna16.variants import NAMES, VARIANTS, Shape, default_config, variant_of
 
@@ -78,7 +79,7 @@ def test_without_tma_x_is_loaded_through_pointers():
 
 
 def test_a_variant_that_was_asked_for_is_taken_wherever_it_runs():
-    for name in NAMES:
+    for name in (variant.name for variant in VARIANTS):
         for M in (1, 4, 5, 64, 65, 1024, 4096):
             got = variant_of(chosen(M, 4096, 4096, False, choice=name)).name
             alone = next(variant for variant in VARIANTS if variant.name == name)
@@ -88,8 +89,30 @@ def test_a_variant_that_was_asked_for_is_taken_wherever_it_runs():
             assert (got == name) == runs, (name, M, got)
 
 
+@pytest.mark.parametrize("sm_count", [16, 78, 132])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_fixed_order_divides_k_alike_for_every_number_of_rows(bits, sm_count):
+    for N, K in itertools.product((64, 576, 4096, 6144, 28672), (128, 1152, 4096, 14336)):
+        spec = QuantSpec(bits=bits, symmetric=True, group_size=128)
+        shape = Shape(N=N, K=K, spec=spec, sm_count=sm_count)
+        choice = parse_choice("fixed_order")
+        ranges = set()
+        for M in (1, 8, 9, 17, 33, 64, 65, 128, 129, 300, 1024, 8000):
+            config = default_config(shape, M, choice=choice)
+            fault = (
+                large_m_config_fault if isinstance(config, LargeMConfig) else small_m_config_fault
+            )
+            assert fault(config, M=M, N=N, K=K, group=128, bits=bits) is None, config
+            ranges.add(config.split * getattr(config, "segments", 1))
+            if isinstance(config, LargeMConfig) and config.split > 1:
+                assert config.tiles(M, N) * config.split <= sm_count, "all are resident"
+            if isinstance(config, SmallMConfig):
+                assert config.scales_weights
+        assert len(ranges) == 1, (N, K, ranges)
+
+
 def test_a_variant_that_was_forbidden_is_taken_nowhere():
-    for name in NAMES:
+    for name in (variant.name for variant in VARIANTS):
         if name == "cublas":  # takes what no other can
             continue
         for M in (1, 2, 5, 64, 65, 300, 1024):

@@ -1,0 +1,58 @@
+"""Attention whose sums have one order: a row's bits depend on its own request and position alone.
+
+On sm_90 the kernel for prompt chunks takes decode rows, too, and never splits a context: a row
+walks its keys in steps at multiples of 128, from its own down to the first, whatever rows are in
+its tile. Elsewhere on a GPU the portable kernel runs with one config. On a CPU each row is computed
+alone.
+"""
+
+import torch
+
+from qkernels.attention import reference
+from qkernels.attention.cache import PagedKv
+from qkernels.attention.config import fixed_order_config
+from qkernels.attention.step import AttentionStep
+from qkernels.gpu import device as gpu_device
+from qkernels.operands.limbs import LimbForm, Limbs
+
+
+def paged_attention(
+    q_THD: torch.Tensor,
+    cache: PagedKv,
+    step: AttentionStep,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None = None,
+    limbs: LimbForm | None = None,
+    inputs_ready: bool = False,
+    sinks_H: torch.Tensor | None = None,
+) -> torch.Tensor | Limbs:
+    """Implement ops.paged_attention."""
+    if q_THD.device.type == "cpu":
+        return reference.paged_attention_by_rows(
+            q_THD, cache, step, scale=scale, window=window, soft_cap=soft_cap, sinks_H=sinks_H
+        )
+    if gpu_device.lacks_arch(q_THD.device, "sm_90") is None:
+        from qkernels.attention import sm90_prefill
+
+        return sm90_prefill.paged_attention(
+            q_THD, cache, step, scale=scale, window=window, soft_cap=soft_cap, split=1
+        )
+    from qkernels.attention import triton_paged
+
+    return triton_paged.paged_attention(
+        q_THD,
+        cache,
+        step,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        inputs_ready=inputs_ready,
+        sinks_H=sinks_H,
+        config=fixed_order_config(
+            heads_per_kv_head=q_THD.shape[1] // cache.num_kv_heads,
+            head_dim=q_THD.shape[2],
+            element_size=q_THD.element_size(),
+        ),
+    )

@@ -1,0 +1,108 @@
+"""Products with float weights whose sums have one order: a row's bits depend on it alone.
+
+On a GPU all inputs of an output are added 16 at a time in one chain, for every number of rows and
+every tile. On a CPU each row is multiplied alone. Legend: M rows of x, K inputs, N outputs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from formats.in_memory.weights import Weight
+from qkernels.errors import KernelError
+from qkernels.gpu.config import ceil_div, power_of_two
+from qkernels.linear import dense, reference
+from qkernels.linear.plan import GemmPlan
+from qkernels.linear.prepared import PreparedWeight
+from qkernels.operands.codes import Codes
+from qkernels.problem import HALF_DTYPES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FloatConfig:
+    """A launch of triton_float.py: tiles of block_m rows by block_n outputs."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    weight_is_a: bool  # y^T = W x^T: few rows are then the narrow operand
+
+
+def float_config(M: int, N: int, sm_count: int) -> FloatConfig:
+    """The config for M rows. Tiles of few outputs fill the GPU where K cannot be divided."""
+    if M <= 64:
+        wide = ceil_div(N, 128) >= 2 * sm_count
+        return FloatConfig(
+            block_m=max(16, power_of_two(M)),
+            block_n=128 if wide else 64,
+            block_k=128 if M <= 32 else 64,
+            warps=4,
+            stages=4,
+            weight_is_a=True,
+        )
+    large = ceil_div(M, 128) * ceil_div(N, 256)
+    if large < sm_count:
+        return FloatConfig(
+            block_m=128, block_n=64, block_k=64, warps=4, stages=4, weight_is_a=False
+        )
+    return FloatConfig(block_m=128, block_n=256, block_k=64, warps=8, stages=3, weight_is_a=False)
+
+
+def fixed_order_linear(
+    x: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Multiply x [..., K] by the float weight's transpose and add the bias. Returns [..., N].
+
+    A row of the result has the same bits whatever rows are beside it. Raises KernelError for
+    float32 on a GPU.
+    """
+    x_MK = x.reshape(-1, x.shape[-1])
+    if x.device.type == "cpu":
+        y_MN = torch.empty(x_MK.shape[0], weight_NK.shape[0], dtype=x.dtype)
+        for row in range(x_MK.shape[0]):
+            y_MN[row] = torch.nn.functional.linear(x_MK[row], weight_NK, bias_N)
+    else:
+        if x.dtype not in HALF_DTYPES:
+            raise KernelError(
+                "fixed_order_linear x", f"expected float16 or bfloat16 on a GPU, found {x.dtype}"
+            )
+        from qkernels.linear import triton_float
+
+        y_MN = triton_float.multiply(x_MK.contiguous(), weight_NK, bias_N)
+    return y_MN.view(*x.shape[:-1], weight_NK.shape[0])
+
+
+def prepare_weight(
+    packed: Weight, dtype: torch.dtype, device: torch.device | str | None = None
+) -> PreparedWeight:
+    """Dequantize the weight, for a CPU; one with 8-bit inputs is prepared as in reference.py."""
+    return (dense if packed.activation is None else reference).prepare_weight(packed, dtype, device)
+
+
+def run(
+    plan: GemmPlan,
+    x: torch.Tensor | Codes,
+    weight: PreparedWeight,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Multiply each row of x [M, K], or of its codes, alone. Returns [M, N]."""
+    if weight.activation is None:
+        return fixed_order_linear(x, weight.tensors["weight_NK"], bias)
+    if isinstance(x, Codes):
+        return linear_codes(*x, weight, bias)
+    return torch.cat([reference.linear(row, weight, bias) for row in x.split(1)])
+
+
+def linear_codes(
+    codes_MK: torch.Tensor,
+    scales_M1: torch.Tensor,
+    weight: PreparedWeight,
+    bias: torch.Tensor | None = None,
+    zeros_M1: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Implement ops.linear_codes for each row alone."""
+    zeros = [None] * codes_MK.shape[0] if zeros_M1 is None else zeros_M1.split(1)
+    rows = zip(codes_MK.split(1), scales_M1.split(1), zeros, strict=True)
+    return torch.cat([reference.linear_codes(*row[:2], weight, bias, row[2]) for row in rows])

@@ -1,0 +1,183 @@
+"""Kernels of one order of summation: a row's bits do not depend on the rows beside it (sm_90)."""
+
+import pytest
+import torch
+
+from formats.in_memory.weights import with_activation
+from formats.scheme import Scheme
+from qkernels import ops
+from qkernels.attention.cache import PagedKv
+from qkernels.attention.step import AttentionStep
+from qkernels.linear.fixed_order import fixed_order_linear, float_config
+
+pytestmark = pytest.mark.hopper
+exhaustive = pytest.mark.exhaustive
+
+ROWS = (1, 2, 5, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 200, 257, 300, 600, 1100)
+SHAPES = ((256, 128), (576, 1152), (4096, 4096), (6144, 4096), (1000, 512))
+
+
+def random_x(M, K, dtype=torch.bfloat16):
+    generator = torch.Generator("cuda").manual_seed(M + K)
+    return torch.randn(M, K, device="cuda", generator=generator).to(dtype)
+
+
+def assert_rows_are_alone(run, x):
+    """Rows of `run`(x) equal those of any number of rows, in any order, and of itself again."""
+    want = run(x)
+    assert want.isfinite().all()
+    order = torch.randperm(x.shape[0], generator=torch.Generator().manual_seed(1)).to(x.device)
+    assert torch.equal(run(x[order]), want[order]), "in another order"
+    for M in (M for M in ROWS if x.shape[0] >= M):
+        start = (7 * M) % (x.shape[0] - M + 1)
+        rows = slice(start, start + M)
+        assert torch.equal(run(x[rows].contiguous()), want[rows]), f"{M} rows"
+
+
+def differs(run, x):
+    """True if some row depends on the number of rows."""
+    want = run(x)
+    return any(not torch.equal(run(x[:M]), want[:M]) for M in ROWS if x.shape[0] >= M)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_packed_weights(make_weight, tolerance, shape, bits, symmetric, bias):
+    N, K = shape
+    packed = make_weight(N, K, 128, symmetric, bits=bits)
+    bias_N = torch.randn(N, device="cuda", dtype=torch.bfloat16) if bias else None
+    weight = ops.prepare_weight(packed, torch.bfloat16, kernel="fixed_order")
+    x = random_x(1100, K)
+    assert_rows_are_alone(lambda x: ops.linear(x, weight, bias_N), x)
+    want = x.double() @ packed.dequantize(torch.float64).t()
+    want = want if bias_N is None else want + bias_N.double()
+    got = ops.linear(x, weight, bias_N).double()
+    assert float((got - want).norm() / want.norm()) < tolerance(torch.bfloat16)
+
+
+@pytest.mark.parametrize("group", [32, 64])
+def test_groups_of_the_portable_kernel(make_weight, group):
+    packed = make_weight(512, 1024, group, True, bits=4)
+    weight = ops.prepare_weight(packed, torch.float16, kernel="fixed_order")
+    assert_rows_are_alone(lambda x: ops.linear(x, weight), random_x(1100, 1024, torch.float16))
+
+
+def test_without_the_request_rows_differ(make_weight):
+    weight = ops.prepare_weight(make_weight(4096, 4096, 128, True, bits=4), torch.bfloat16)
+    assert differs(lambda x: ops.linear(x, weight), random_x(1100, 4096))
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (130, 70), (4096, 1544)], ids=str)
+def test_float_weights(tolerance, shape, kind):
+    weight_NK, bias_N = random_x(*shape, kind), random_x(1, shape[0], kind)[0]
+    x = random_x(1100, shape[1], kind)
+    assert_rows_are_alone(lambda x: fixed_order_linear(x, weight_NK, bias_N), x)
+    want = x.double() @ weight_NK.double().t() + bias_N.double()
+    got = fixed_order_linear(x, weight_NK, bias_N).double()
+    assert float((got - want).norm() / want.norm()) < tolerance(kind)
+
+
+def test_every_tile_of_float_weights_gives_the_same_bits():
+    from qkernels.linear import triton_float
+
+    x, weight_NK = random_x(300, 4096), random_x(512, 4096)
+    want = triton_float.multiply(x, weight_NK)
+    for M in (1, 16, 32, 64, 65, 100000):
+        config = float_config(M, 512, 132)
+        assert torch.equal(triton_float.multiply(x, weight_NK, config=config), want), config
+
+
+@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a8-fp8", "w8a8-fp8-block"])
+def test_8bit_inputs(scheme, shape):
+    from tests.qkernels.compile.cases import weight_of
+
+    scheme = Scheme.parse(scheme)
+    N, K = shape
+    if scheme.weight.rows > 1 and (N % 128 or K % 128):
+        pytest.skip("blocks of 128")
+    packed = weight_of(scheme, N, K)
+    generator = torch.Generator("cuda").manual_seed(N)
+    codes = torch.randint(0, 256, (N, K), device="cuda", generator=generator, dtype=torch.uint8)
+    if scheme.weight.type == "float":
+        codes = torch.where(codes & 0x7F == 0x7F, 0, codes)
+        packed.codes_NK.copy_(codes.view(packed.codes_NK.dtype))
+    else:
+        packed.words_NW.copy_(codes.view(torch.int32))
+    packed = with_activation(packed, scheme, None)
+    weight = ops.prepare_weight(packed, torch.bfloat16, "cuda", kernel="fixed_order")
+    x = random_x(1100, K)
+    assert_rows_are_alone(lambda x: ops.linear(x, weight), x)
+
+
+PAGES = {
+    "bfloat16": None,
+    "int8": torch.int8,
+    "float8": torch.float8_e4m3fn,
+}
+
+
+def filled_cache(codes, pages, J, D):
+    generator = torch.Generator("cuda").manual_seed(D)
+    k, v = torch.randn(2, pages * 16, J, D, device="cuda", generator=generator).bfloat16()
+    scales = {}
+    dtype = torch.bfloat16 if codes is None else codes
+    if codes is not None:
+        scales = {
+            name: torch.zeros(pages, 16, J, device="cuda") for name in ("k_scales", "v_scales")
+        }
+    cache = PagedKv(
+        k_pages=torch.zeros(pages, 16, J, D, device="cuda", dtype=dtype),
+        v_pages=torch.zeros(pages, 16, J, D, device="cuda", dtype=dtype),
+        **scales,
+    )
+    ops.write_kv_(k, v, cache, torch.arange(pages * 16, device="cuda"))
+    return cache
+
+
+@pytest.mark.parametrize("soft_cap", [None, 20.0], ids=["", "soft cap"])
+@pytest.mark.parametrize("window", [None, 100], ids=["", "window"])
+@pytest.mark.parametrize("heads", [(4, 1), (8, 2), (6, 6), (16, 2)], ids=str)
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("pages", PAGES)
+def test_attention(pages, D, heads, window, soft_cap):
+    """A prompt whole, in chunks of any size, token by token, beside others: the same bits."""
+    H, J = heads
+    length = 700
+    cache = filled_cache(PAGES[pages], 2 * 44, J, D)
+    generator = torch.Generator("cuda").manual_seed(3)
+    q = torch.randn(2, length, H, D, device="cuda", generator=generator).bfloat16()
+    order = torch.randperm(88, device="cuda", generator=generator).int().view(2, 44)
+
+    def attend(parts):
+        """`parts`: (request, first row, rows)."""
+        counts = torch.tensor([0, *(count for _, _, count in parts)], device="cuda")
+        step = AttentionStep(
+            block_tables_RX=order[[request for request, _, _ in parts]].contiguous(),
+            query_starts_R1=counts.cumsum(0).int(),
+            context_lengths_R=torch.tensor(
+                [first + count for _, first, count in parts], device="cuda", dtype=torch.int32
+            ),
+            max_query_len=max(count for _, _, count in parts),
+            max_context_len=704,
+        )
+        rows = torch.cat([q[r, first : first + count] for r, first, count in parts])
+        out = ops.paged_attention(
+            rows, cache, step, scale=D**-0.5, window=window, soft_cap=soft_cap, kernel="fixed_order"
+        )
+        return out.split([count for _, _, count in parts])
+
+    (want,) = attend([(0, 0, length)])
+    assert want.isfinite().all()
+    for size in (1, 3, 64, 130, 333):
+        for first in range(0, length, size if size > 32 else 97):
+            count = min(size, length - first)
+            got, _ = attend([(0, first, count), (1, 5, 40)])
+            assert torch.equal(got, want[first : first + count]), (size, first)
+    decodes = [(row % 2, 600 + row, 1) for row in range(64)]
+    for (request, row, _), got in zip(decodes, attend(decodes), strict=True):
+        if request == 0:
+            assert torch.equal(got, want[row : row + 1]), row
