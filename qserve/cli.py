@@ -31,6 +31,7 @@ from qserve.command_line.tool_config import (
     QuantizeConfig,
     TalkConfig,
 )
+from qserve.commands.check_invariance import CHECK_INVARIANCE
 from qserve.config import EngineConfig, ServerConfig
 from qserve.deploy.settings import DeploySettings
 from qserve.lora.command import MERGE
@@ -415,6 +416,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "profile": PROFILE,
     "agent-check": AGENT_CHECK,
+    "check-invariance": CHECK_INVARIANCE,
 }
 
 

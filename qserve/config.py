@@ -39,6 +39,14 @@ EXECUTORS = ("mp", "ray")
 ALL_REDUCES = ("auto", "nccl")
 KV_CACHE_DTYPES = ("auto", *KV_CACHES)
 KERNEL_OPERATIONS = ("w4a16", "w8a16", "w8a8", "experts", "attention")
+# What --batch-invariant requests of these operations; "float" are linears that are not quantized.
+FIXED_ORDER = "fixed_order"
+FIXED_ORDER_OPERATIONS = (
+    *(f"w{bits}a16" for bits in (2, 3, 4, 6, 8)),
+    "w8a8",
+    "attention",
+    "float",
+)
 
 PREFIXES = ("qserve", "vllm")
 
@@ -165,6 +173,11 @@ class EngineConfig(HubSettings):
         "target inter-token latency in milliseconds; prompts are split into chunks small "
         "enough to meet it",
         low=0.1,
+    )
+    batch_invariant: bool = setting(
+        False,
+        "compute a request to the same bits in any batch, and with any chunks of its prompt, "
+        "prefix-cache hits, preemption or drafts; a little slower",
     )
     enforce_eager: bool = setting(False, "never use CUDA graphs")
     language_model_only: bool = setting(
@@ -319,6 +332,12 @@ class EngineConfig(HubSettings):
                     f"expected OP=NAME with one of {', '.join(KERNEL_OPERATIONS)}, found {each!r}",
                 )
             found[operation] = ",".join(filter(None, (found.get(operation), name)))
+        if self.batch_invariant:
+            if found:
+                raise InputError(
+                    "--kernel", "does not work with --batch-invariant, which selects the kernels"
+                )
+            found = dict.fromkeys(FIXED_ORDER_OPERATIONS, FIXED_ORDER)
         return found
 
 

@@ -98,7 +98,7 @@ PAGED_ATTENTION = Operation(
     reference("attention"),
     Kernel(
         name=FIXED_ORDER,
-        module="attention.fixed_order.attend",
+        module="attention.fixed_order",
         priority=5,
         supports=fixed_order,
     ),

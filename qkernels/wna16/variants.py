@@ -43,8 +43,12 @@ from qkernels.wna16.triton_config import (
 
 WNA16Config = TritonGemmConfig | GemvImmaConfig | SmallMConfig | LargeMConfig
 ANY = KernelChoice()
-# us of a tile of 256 rows, for each segment after the first: its total goes through the L2
+# us of a tile of 256 rows for each segment after the first: its total goes through the L2
 _SEGMENT_TIME = 6.0
+# us of a K step more, by consumers, where the total of the segments before is kept in registers.
+# o / down at 4096 rows with two consumers take 234 / 919, with 256 rows and the L2 259 / 770; qkv
+# with three 300, with the L2 376
+_TOTAL_TIME = {2: 0.3, 3: 0.09}
 # None where the variant cannot, or does not want to, take so many rows
 Default = Callable[["Shape", int, bool], WNA16Config | None]
 
@@ -158,9 +162,11 @@ def _fixed_large_m(
 
 def _fixed_time(config: LargeMConfig, M: int, N: int, K: int) -> float:
     time = large_m_time(config, M, N, K)
-    if config.segments == 1 or config.keeps_total:
+    if config.segments == 1:
         return time
     waves = ceil_div(config.tiles(M, N), config.blocks)
+    if config.keeps_total:
+        return time + waves * K / K_STEP * _TOTAL_TIME[config.num_consumers]
     return time + (config.segments - 1) * waves * _SEGMENT_TIME
 
 

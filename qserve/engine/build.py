@@ -7,6 +7,7 @@ from qserve.config import EngineConfig
 from qserve.engine import media_limits, state_limits
 from qserve.engine.distributed.worker_group import WorkerGroup
 from qserve.engine.fallback_limits import check_fallback
+from qserve.engine.invariance_limits import check_invariance
 from qserve.engine.kv_cache.block_pool import BlockPool
 from qserve.engine.kv_cache.host_tier import HostTier
 from qserve.engine.pending.grammars import GrammarQueue
@@ -49,6 +50,7 @@ class EngineParts:
         model.check_length(max_model_len)
         state_limits.check_states(config, model)
         check_fallback(config, model)
+        check_invariance(config, model)
         state_limits.check_latents(config, model)
         check_ranks(model, config.tensor_parallel_size, config.pipeline_parallel_size)
         workers = WorkerGroup(config, model, max_model_len)

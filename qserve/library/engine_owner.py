@@ -44,6 +44,7 @@ class EngineOwner(ABC):
         admission: Literal["forecast", "fits"] = "forecast",
         prefill_batch_size: int = 1,
         target_itl_ms: float | None = None,
+        batch_invariant: bool = False,
         enforce_eager: bool = False,
         language_model_only: bool = False,
         max_seq_len_to_capture: int | None = None,

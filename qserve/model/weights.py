@@ -20,6 +20,7 @@ from formats.errors import CheckpointError, InputError
 from formats.in_memory.slices import Rows, take_outputs
 from formats.in_memory.weights import Weight, merge
 from qkernels import QuantLinear, ops
+from qkernels.choice import FIXED_ORDER
 from qkernels.moe.experts import PreparedExperts
 from qserve.model.blocks.embedding import PackedTable, VocabularyPart
 from qserve.model.blocks.latent_attention import LatentShape
@@ -135,7 +136,7 @@ class Weights:
             return self.output_matrix(name)
         if isinstance(embedding, PackedTable):
             return self._gathered(self._quantized(embedding.packed, None))
-        return self._gathered(FloatLinear(embedding))
+        return self._gathered(self.float_linear(embedding))
 
     def output_matrix(self, name: str) -> Linear:
         """Matrix from states to logits of the whole vocabulary."""
@@ -223,7 +224,7 @@ class Weights:
         rest = [name for name in names if name not in quantized]
         if not quantized:
             weights = [self._float(member) for member in members]
-            return FloatLinear(torch.cat(weights), self._biases(members), tuple(names))
+            return self.float_linear(torch.cat(weights), self._biases(members), tuple(names))
         if not all(self.source.stays_in_float(name) for name in rest):
             raise CheckpointError(
                 ", ".join(names), f"only {', '.join(sorted(quantized))} of this group is quantized"
@@ -246,7 +247,7 @@ class Weights:
             if member.name in quantized:
                 layers.append(self._quantized(self._coded(member), own_bias))
             else:
-                layers.append(FloatLinear(self._float(member), own_bias, (member.name,)))
+                layers.append(self.float_linear(self._float(member), own_bias, (member.name,)))
         return SplitLinear(layers)
 
     def _coded(self, member: "_Member") -> Weight:
@@ -291,6 +292,16 @@ class Weights:
     def _without_activation(weight: Weight) -> Weight:
         """Drop the activation scheme: an embedding's input is a token id, and cannot be rounded."""
         return replace(weight, activation=None, input_scale=None)
+
+    def float_linear(
+        self,
+        weight_NK: torch.Tensor,
+        bias_N: torch.Tensor | None = None,
+        names: tuple[str, ...] = (),
+    ) -> FloatLinear:
+        """Linear that is not quantized, with the selected kernel."""
+        fixed_order = self.kernels.get("float") == FIXED_ORDER
+        return FloatLinear(weight_NK, bias_N, names, fixed_order=fixed_order)
 
     def _quantized(self, weight: Weight, bias: torch.Tensor | None) -> QuantLinear:
         operation = f"w{weight.spec.bits}a16" if weight.activation is None else "w8a8"
@@ -443,7 +454,8 @@ class LayerWeights:
         if not shared.gate:
             return None
         name = f"{self._prefix}.{shared.gate}.weight"
-        return FloatLinear(self._weights.tensor(name, (1, self._weights.config.hidden_size)))
+        weights = self._weights
+        return weights.float_linear(weights.tensor(name, (1, weights.config.hidden_size)))
 
     def experts(self) -> PreparedExperts:
         """The layer's experts, prepared for their kernel."""

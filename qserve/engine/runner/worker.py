@@ -20,6 +20,7 @@ from qkernels.gpu.device import INTERPRETED
 from qkernels.gpu.launch import recorded_launches
 from qserve.config import EngineConfig
 from qserve.engine.fallback_limits import is_fallback
+from qserve.engine.invariance_limits import check_dtype
 from qserve.engine.runner.capture import capture
 from qserve.engine.runner.cuda_graphs import CHUNK_SIZES
 from qserve.engine.runner.devices import pick_dtype
@@ -126,11 +127,13 @@ class Worker:
             phase("Loading the model"),
             out_of_memory_is_named("loading the weights", "use a smaller or a quantized model"),
         ):
+            dtype = pick_dtype(config.dtype, model, device)
+            check_dtype(config, dtype, device)
             decoder = load(
                 model,
                 self._open_weights(config, model, device).source,
                 device=device,
-                dtype=pick_dtype(config.dtype, model, device),
+                dtype=dtype,
                 max_model_len=self._max_model_len,
                 progress=self._ranks.rank == 0,
                 kernels=config.kernels,

@@ -57,16 +57,21 @@ LinearPlan = GemmPlan | SplitPlan | AdaptedPlan
 
 
 class FloatLinear(torch.nn.Module):
-    """y = x W^T + b with a dense weight [N, K]. `names` are the checkpoint's linears in it."""
+    """y = x W^T + b with a dense weight [N, K]. `names` are the checkpoint's linears in it.
+
+    `fixed_order`: a row's bits do not depend on the other rows.
+    """
 
     def __init__(
         self,
         weight_NK: torch.Tensor,
         bias_N: torch.Tensor | None = None,
         names: tuple[str, ...] = (),
+        *,
+        fixed_order: bool = False,
     ) -> None:
         super().__init__()
-        self.names = names
+        self.names, self.fixed_order = names, fixed_order
         self.register_buffer("weight", weight_NK)
         self.register_buffer("bias", bias_N)
 
@@ -75,6 +80,8 @@ class FloatLinear(torch.nn.Module):
         return FLOAT_PLAN
 
     def forward(self, x: torch.Tensor, plan: LinearPlan | None = None) -> torch.Tensor:
+        if self.fixed_order:
+            return ops.fixed_order_linear(x, self.weight, self.bias)
         return functional.linear(x, self.weight, self.bias)
 
 

@@ -1,0 +1,152 @@
+"""`qserve check-invariance`: compare a request's bits alone and in other companies.
+
+Each request is computed alone, then with others, in chunks, from the prefix cache, with preemption
+and with drafts. Its tokens and log probabilities must be the same bits. Imports torch only to
+compute.
+"""
+
+import dataclasses
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from qserve.command_line.command import Command
+from qserve.command_line.setting import setting
+from qserve.config import EngineConfig
+
+if TYPE_CHECKING:
+    from qserve.library.outputs import RequestOutput
+
+NUM_LOGPROBS = 5
+CHUNK_TOKENS = 48  # of a step, where prompts are computed in chunks
+DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4}'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InvarianceConfig:
+    """Settings of `qserve check-invariance`, besides the engine's."""
+
+    num_requests: int = setting(32, "number of random requests", low=2)
+    max_input_len: int = setting(500, "longest prompt, in tokens", low=2)
+    output_len: int = setting(16, "tokens of each output", low=1)
+    default_kernels: bool = setting(
+        False, "check the default kernels instead of those of --batch-invariant"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """Requests of one company that differ from the same requests alone."""
+
+    company: str
+    requests: int
+    tokens_differ: int
+    bits_differ: int  # in a token or a log probability
+
+
+Prompt = dict[str, list[int]]
+Facts = tuple[list[int], list[dict[int, float]]]  # tokens; of each, the log probabilities
+
+
+def check_invariance(model: str, engine: EngineConfig, config: InvarianceConfig) -> int:
+    """Print a table; return 1 if a request differs."""
+    from qserve.hub.local import local_config
+
+    engine = dataclasses.replace(local_config(engine), batch_invariant=not config.default_kernels)
+    results = []
+    row = "{:<34}{:>10}{:>16}{:>14}"
+    print(row.format("company", "requests", "tokens differ", "bits differ"), flush=True)
+    for result in compare(engine, config):
+        results.append(result)
+        print(
+            row.format(result.company, result.requests, result.tokens_differ, result.bits_differ),
+            flush=True,
+        )
+    return int(any(result.bits_differ for result in results))
+
+
+def compare(engine: EngineConfig, config: InvarianceConfig) -> Iterator[Result]:
+    """Compute the requests alone, then in each company. Raises InputError."""
+    from qserve import LLM, SamplingParams
+
+    rng = random.Random(engine.seed)
+
+    def start(**changes: Any) -> LLM:
+        return LLM(**dataclasses.asdict(dataclasses.replace(engine, **changes)))
+
+    with closing(start(enable_prefix_caching=False)) as llm:
+        model = llm.engine.model_config
+        longest = min(config.max_input_len, llm.engine.max_model_len - config.output_len)
+        prompts = _prompts(rng, config.num_requests, longest, model.vocab_size)
+        params = [
+            SamplingParams(
+                temperature=float(number % 2),
+                seed=number,
+                max_tokens=config.output_len,
+                ignore_eos=True,
+                logprobs=NUM_LOGPROBS,
+                detokenize=False,
+            )
+            for number in range(config.num_requests)
+        ]
+
+        def run(llm: LLM, numbers: Sequence[int]) -> dict[int, Facts]:
+            outputs = llm.generate(
+                [prompts[n] for n in numbers], [params[n] for n in numbers], use_tqdm=False
+            )
+            return {n: _facts(output) for n, output in zip(numbers, outputs, strict=True)}
+
+        everyone = list(range(config.num_requests))
+        alone = {n: run(llm, [n])[n] for n in everyone}
+
+        def judged(company: str, found: dict[int, Facts]) -> Result:
+            return Result(
+                company=company,
+                requests=len(found),
+                tokens_differ=sum(found[n][0] != alone[n][0] for n in found),
+                bits_differ=sum(found[n] != alone[n] for n in found),
+            )
+
+        yield judged("alone again", run(llm, everyone[:1]))
+        yield judged("all together", run(llm, everyone))
+        for size in (2, config.num_requests // 2):
+            some = rng.sample(everyone, max(2, size))
+            yield judged(f"{len(some)} together, in random order", run(llm, some))
+    with closing(start(max_num_batched_tokens=CHUNK_TOKENS, max_num_seqs=16)) as llm:
+        yield judged(f"chunks of up to {CHUNK_TOKENS} tokens", run(llm, everyone))
+        yield judged("from the prefix cache", run(llm, everyone))
+    pages = 2 * -(-(longest + config.output_len) // engine.block_size)
+    few = {"num_gpu_blocks_override": pages, "admission": "fits", "enable_prefix_caching": False}
+    with closing(start(**few)) as llm:
+        yield judged(f"{pages} KV pages, with preemption", run(llm, everyone))
+    with closing(start(speculative_config=DRAFTS)) as llm:
+        yield judged("with ngram drafts", run(llm, everyone))
+
+
+def _prompts(rng: random.Random, number: int, longest: int, vocab_size: int) -> list[Prompt]:
+    """Random prompts; some repeat themselves, so that drafts come true."""
+    prompts = []
+    for each in range(number):
+        length = rng.randint(1, longest)
+        period = rng.randint(1, 8) if each % 3 == 0 else length
+        tokens = [rng.randrange(vocab_size) for _ in range(period)]
+        prompts.append({"prompt_token_ids": (tokens * length)[:length]})
+    return prompts
+
+
+def _facts(output: "RequestOutput") -> Facts:
+    (completion,) = output.outputs
+    logprobs = [
+        {token: each.logprob for token, each in of_token.items()}
+        for of_token in completion.logprobs or ()
+    ]
+    return list(completion.token_ids), logprobs
+
+
+CHECK_INVARIANCE = Command(
+    help="compare a request's bits alone and in other batches",
+    settings=(EngineConfig, InvarianceConfig),
+    run=check_invariance,
+)

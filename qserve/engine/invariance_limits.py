@@ -1,0 +1,79 @@
+"""What --batch-invariant does not support yet: settings, and traits of models."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from formats.errors import InputError
+from qserve.config import EngineConfig
+from qserve.engine.fallback_limits import is_fallback
+from qserve.engine.state_limits import Limit
+from qserve.model.model_config import ModelConfig
+
+FLAG = "--batch-invariant"
+LIMITS = (
+    Limit(
+        "--enable-lora",
+        lambda config: config.enable_lora,
+        "products with adapters divide their inputs by the number of rows",
+    ),
+    Limit(
+        "--tensor-parallel-size",
+        lambda config: config.tensor_parallel_size > 1,
+        "sums over ranks are rounded elsewhere for many rows than for few",
+    ),
+    Limit(
+        "--pipeline-parallel-size",
+        lambda config: config.pipeline_parallel_size > 1,
+        "it was not tested over stages",
+    ),
+)
+
+
+class _Trait(NamedTuple):
+    is_there: Callable[[ModelConfig], bool]
+    reason: str
+
+
+TRAITS = (
+    _Trait(is_fallback, "transformers computes its layers"),
+    _Trait(
+        lambda model: model.family.experts is not None,
+        "its experts are multiplied by kernels that depend on the number of tokens",
+    ),
+    _Trait(
+        lambda model: model.has_states,
+        "its states are updated in chunks that depend on the step",
+    ),
+    _Trait(
+        lambda model: bool(model.family.latent),
+        "latent attention divides contexts by the number of requests",
+    ),
+    _Trait(
+        lambda model: model.vision is not None,
+        "its images are encoded in batches; --language-model-only works",
+    ),
+)
+
+
+def check_invariance(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise InputError if --batch-invariant is set and something does not support it."""
+    if not config.batch_invariant:
+        return
+    for limit in LIMITS:
+        if limit.is_asked_for(config):
+            raise InputError(limit.flag, f"does not work with {FLAG}: {limit.reason}", "remove one")
+    for trait in TRAITS:
+        if trait.is_there(model):
+            raise InputError(
+                FLAG,
+                f"does not work with {model.family.architecture}: {trait.reason}",
+                "remove it, or serve another model",
+            )
+
+
+def check_dtype(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise InputError for float32 on a GPU, whose products have no fixed order."""
+    if config.batch_invariant and dtype == torch.float32 and device.type == "cuda":
+        raise InputError(FLAG, "does not work in float32 on a GPU", "use --dtype bfloat16")

@@ -1,0 +1,109 @@
+"""--batch-invariant: a request's tokens and log probabilities are the same bits in any company."""
+
+import pytest
+
+from calibrate.pipeline import quantize_checkpoint
+from formats.errors import InputError
+from formats.scheme import Scheme
+from qserve.commands.check_invariance import InvarianceConfig, check_invariance, compare
+from qserve.config import EngineConfig
+from qserve.llm import LLM
+
+DENSE = (
+    *("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3", "smollm3"),
+    *("granite", "olmo2", "olmo3", "exaone4", "glm4", "cohere", "cohere2", "opt", "stablelm"),
+    *("phi", "gpt_neox", "gptj", "falcon", "starcoder2", "nemotron", "seed_oss"),
+)
+QUICK = ("gemma3", "opt")
+FEW = InvarianceConfig(num_requests=8, max_input_len=60, output_len=6)
+
+
+def settings(folder, **changes):
+    return EngineConfig(
+        **{
+            "model": str(folder),
+            "device": "cpu",
+            "max_model_len": 96,
+            "batch_invariant": True,
+            "gpu_memory_utilization": 0.1,
+        }
+        | changes
+    )
+
+
+def all_same(engine, config=FEW):
+    results = list(compare(engine, config))
+    assert len(results) == 8
+    return {each.company: each.bits_differ for each in results if each.bits_differ} == {}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        family if family in QUICK else pytest.param(family, marks=pytest.mark.exhaustive)
+        for family in DENSE
+    ],
+)
+def test_every_dense_family(tiny_model, family):
+    assert all_same(settings(tiny_model(family)))
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        "w4a16-sym",
+        *(
+            pytest.param(scheme, marks=pytest.mark.exhaustive)
+            for scheme in ("w4a16-asym-g32", "w8a16-sym", "w8a8", "w8a8-fp8", "w3a16-sym")
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.exhaustive)]
+)
+def test_every_scheme(docs_5m, tmp_path, scheme, dtype):
+    folder = tmp_path / "model"
+    scheme = Scheme.parse(scheme)
+    quantize_checkpoint(docs_5m, folder, scheme=scheme, recipe="rtn", progress=False)
+    assert all_same(settings(folder, dtype=dtype))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_8bit_pages(quantized_5m, kv_cache_dtype):
+    assert all_same(settings(quantized_5m, kv_cache_dtype=kv_cache_dtype))
+
+
+def test_the_default_kernels_differ(quantized_5m, capsys):
+    config = InvarianceConfig(num_requests=8, max_input_len=60, output_len=6, default_kernels=True)
+    assert check_invariance(str(quantized_5m), settings(quantized_5m), config) == 1
+    table = capsys.readouterr().out.splitlines()
+    together = next(line for line in table if line.startswith("all together"))
+    assert int(together.split()[-1]) > 0
+
+
+@pytest.mark.parametrize(
+    "family, reason",
+    [
+        ("mixtral", "experts"),
+        ("qwen3_next", "experts"),
+        ("deepseek_v3", "experts"),
+        ("qwen3_5", "states"),
+    ],
+)
+def test_unsupported_models_are_refused(tiny_model, family, reason):
+    with pytest.raises(InputError, match=f"--batch-invariant.*{reason}"):
+        LLM(str(tiny_model(family)), device="cpu", max_model_len=64, batch_invariant=True)
+
+
+@pytest.mark.parametrize(
+    "changes, flag",
+    [
+        ({"enable_lora": True}, "--enable-lora"),
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
+        ({"kernel": ["w4a16=triton"]}, "--kernel"),
+    ],
+)
+def test_other_settings_that_choose_kernels_are_refused(quantized_5m, changes, flag):
+    with pytest.raises(InputError, match=f"{flag}.*--batch-invariant"):
+        LLM(str(quantized_5m), device="cpu", batch_invariant=True, **changes)
