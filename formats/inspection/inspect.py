@@ -173,7 +173,9 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
     quant, config_error = _read_quantization(folder, block, config, shards, findings)
     linears = [*_quantized_linears(shards, block, quant, findings), *_float_linears(shards)]
     linears.sort(key=lambda linear: natural_key(linear.name))
-    fused_mixed = check_fused(linears, quant, findings)
+    fused_mixed = ""
+    if quant is None or layout_of(quant).fused_alike:
+        fused_mixed = check_fused(linears, quant, findings)
     choices = check_config(config, findings) if config else Choices()
     unplaced = ""
     if not config_error:  # the tensors of an unsupported format are unknown
