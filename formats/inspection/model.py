@@ -9,7 +9,7 @@ from formats.architecture.expert_names import missing_experts
 from formats.architecture.family import DERIVED, Family, Shape
 from formats.architecture.sizes import size
 from formats.checkpoint import CONFIG, TensorEntry
-from formats.families import checked_family
+from formats.families import checked_family, known_family
 from formats.inspection.files import Shards
 from formats.inspection.findings import Findings
 from formats.inspection.kv import is_kv_scale
@@ -138,7 +138,7 @@ def check_shapes(
 ) -> None:
     """Report tensors whose shape contradicts config.json, and integers where floats are
     expected."""
-    family = checked_family(config)
+    family = known_family(config)
     if family is None:
         return
     sizes, shapes, checked = family.sizes(config), _all_shapes(family, config), set()
