@@ -88,6 +88,19 @@ def split_experts(
     return found
 
 
+def coded_stacks(
+    config: Mapping[str, Any], entries: Mapping[str, TensorEntry]
+) -> dict[str, torch.dtype]:
+    """Return the dtype of the codes of each stack that is read, by the stack's name."""
+    if experts_apart(config) is None:
+        return {}
+    return {
+        f"{match['stem']}.{match['stack']}": entry.dtype
+        for name, entry in entries.items()
+        if (match := _STACK.fullmatch(name)) and entry.dtype in CODES.get(match["rest"], ())
+    }
+
+
 def _block_rows(config: Mapping[str, Any]) -> int | None:
     """Return the rows that share a scale in blocks; None: no blocks."""
     block = config.get("quantization_config")
