@@ -97,7 +97,7 @@ def quantize_to_gguf(
         report,
         linears=tuple(replace(each, num_bytes=sizes[each.name]) for each in report.linears),
         format="gguf",
-        scheme=str(scheme),
+        scheme=scheme if isinstance(scheme, str) else report.scheme,
         bytes_after=written.num_bytes,
         loads_in={each.program: each[1:] for each in inspection.loads_in},
         warnings=(*report.warnings, *types.notes),
