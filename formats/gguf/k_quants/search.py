@@ -18,6 +18,9 @@ from formats.scheme import K_BLOCK, QuantSpec
 
 LAST_SCALE = 63  # of Q4_K and Q5_K
 SMALLEST = 2.0**-24  # float16's smallest number
+# Fraction of a group's largest importance that its other inputs have at least: sums of squares are
+# float32, where a single input must not hide the others.
+LEAST_IMPORTANCE = 1e-4
 # Changes of the number of steps in a group's range that the search tries
 RANGES_WITH_MINIMA = tuple(-1 + 0.1 * i for i in range(21))
 RANGES = tuple(0.1 * i for i in range(-9, 10))
@@ -41,7 +44,8 @@ def choose_grid(
         importance_GL = importance_K.float().view(-1, spec.integer_form.group_size)
         if not torch.isfinite(importance_GL).all() or (importance_GL < 0).any():
             raise SchemeError(name, "the importance of its inputs must be finite, 0 or more")
-        importance_GL = importance_GL + (importance_GL.sum(1, keepdim=True) == 0)
+        largest_G1 = importance_GL.amax(1, keepdim=True)
+        importance_GL = importance_GL.clamp(min=LEAST_IMPORTANCE * largest_G1) + (largest_G1 == 0)
     parts = []
     for part_NK in weight_NK.split(rows_at_once(weight_NK.shape[1])):
         if not torch.isfinite(part_NK).all():

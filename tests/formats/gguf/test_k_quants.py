@@ -122,6 +122,17 @@ def test_importance_lowers_the_error_that_it_weights(name):
     assert error(with_it, weight, importance) < 0.97 * error(without, weight, importance)
 
 
+@pytest.mark.parametrize("name", K_TYPES)
+def test_inputs_of_huge_importance_do_not_hide_the_others(name):
+    importance = torch.ones(512)
+    importance[::37] = 1e8
+    weight = torch.randn(24, 512, generator=torch.Generator().manual_seed(5)) * 0.02
+    found = KWeight.from_float(weight, spec_of(name), importance_K=importance).dequantize()
+    simple = plain(weight, name)
+    assert error(found, weight, importance) < 0.3 * error(simple, weight, importance)
+    assert error(found, weight) < 3 * error(simple, weight)
+
+
 @pytest.mark.parametrize("kind", ["zeros", "constant", "positive", "negative", "one outlier"])
 @pytest.mark.parametrize("name", K_TYPES)
 def test_odd_blocks_are_near(name, kind):
