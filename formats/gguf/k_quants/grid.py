@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from formats.gguf.block_types import BY_NAME, BlockType
 from formats.scheme import K_BLOCK, K_TYPES, QuantSpec
 
 Q6_ZERO = 32  # code of Q6_K's weight 0
@@ -27,10 +26,6 @@ class KGrid:
     dmin_NB: torch.Tensor  # float16; zeros in Q6_K
     scales_NG: torch.Tensor  # int16
     minima_NG: torch.Tensor  # int16; zeros in Q6_K
-
-    @property
-    def kind(self) -> BlockType:
-        return BY_NAME[self.spec.type.upper()]
 
     @property
     def length(self) -> int:
