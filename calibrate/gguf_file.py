@@ -1,39 +1,152 @@
 """Quantize a float model into a GGUF file: solvers choose the codes, blocks hold them unchanged."""
 
 import shutil
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from calibrate.float_model import FloatModel
 from calibrate.pipeline import quantize_checkpoint
 from calibrate.results.report import QuantizationReport
+from formats.errors import InputError
+from formats.gguf import staged
+from formats.gguf.schemes import (
+    BLOCK,
+    OUTER_TYPES,
+    base_scheme,
+    fitting,
+    name_of,
+    outer_types,
+    types_of_linears,
+)
 from formats.gguf.writing.container_writer import check_file_is_free
-from formats.gguf.writing.export import check_exports, export_gguf
+from formats.gguf.writing.export import check_exports, export_gguf, family_of
+from formats.hub.fetch import local_path
 from formats.inspection.inspect import inspect_checkpoint
-from formats.scheme import Scheme
+from formats.plan import fits
+from formats.rules import exact_patterns
+from formats.scheme import K_BLOCK, Scheme
 
-EMBEDDING_TYPE = "Q8_0"  # of the embedding and of a float head, as in other tools' files
+# Settings without a meaning for types of blocks -> why
+NOT_OF_BLOCKS = {
+    "bits": "chooses integer codes",
+    "pad": "is not needed: types fall back where inputs are no whole blocks",
+    "act_order": "has no place in GGUF",
+    "kv_cache": "has no place in GGUF",
+    "fit_groups": "chooses groups, and blocks are fixed",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Types:
+    """Types of a model's tensors."""
+
+    scheme: Scheme  # of most linears
+    overrides: list[tuple[str, Scheme]]  # of others
+    embedding: str
+    head: str
+    notes: tuple[str, ...]  # linears whose type fell back to another
 
 
 def quantize_to_gguf(
-    source: str | Path, target: str | Path, *, scheme: Scheme, **settings: Any
+    source: str | Path,
+    target: str | Path,
+    *,
+    scheme: Scheme | str,
+    overrides: Iterable[tuple[str, Scheme]] = (),
+    **settings: Any,
 ) -> QuantizationReport:
     """Quantize `source` with the arguments of quantize_checkpoint and write one GGUF file.
 
-    A folder next to the file holds the quantized checkpoint until the file is complete. Minima of
-    asymmetric blocks are rounded to float16.
+    `scheme`: a scheme that GGUF has blocks for, or one of GGUF_TYPES, such as "q4_k_m". A folder
+    next to the file holds the quantized checkpoint until the file is complete. Minima of asymmetric
+    blocks are rounded to float16.
 
     Raises InputError, before the model is read, for what GGUF does not hold.
     """
     target = check_file_is_free(target)
-    check_exports(source, scheme)
+    source, overrides = local_path(source), list(overrides)
+    if isinstance(scheme, str):
+        for name, why in NOT_OF_BLOCKS.items():
+            if settings.get(name):
+                raise InputError(f"`{name}`", why, f"remove it, or write {scheme} without it")
+        check_exports(source, base_scheme(scheme))
+        types = _types(source, scheme, overrides)
+        settings["output_format"] = staged.METHOD
+    else:
+        check_exports(source, scheme)
+        embedding, head = OUTER_TYPES
+        types = _Types(scheme=scheme, overrides=overrides, embedding=embedding, head=head, notes=())
+        settings["output_format"] = "compressed-tensors"
     folder = target.with_name(f".{target.name}.quantized")
-    settings["output_format"] = "compressed-tensors"
     shutil.rmtree(folder, ignore_errors=True)  # of a run that ended while it wrote the file
     try:
-        report = quantize_checkpoint(source, folder, scheme=scheme, **settings)
-        written = export_gguf(folder, target, embedding_type=EMBEDDING_TYPE, exact=False)
+        report = quantize_checkpoint(
+            source, folder, scheme=types.scheme, overrides=types.overrides, **settings
+        )
+        written = export_gguf(
+            folder, target, embedding_type=types.embedding, head_type=types.head, exact=False
+        )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    verdicts = {each.program: each[1:] for each in inspect_checkpoint(target).loads_in}
-    return replace(report, format="gguf", bytes_after=written.num_bytes, loads_in=verdicts)
+    inspection = inspect_checkpoint(target)
+    sizes = {linear.name: linear.num_bytes for linear in inspection.linears}
+    return replace(
+        report,
+        linears=tuple(replace(each, num_bytes=sizes[each.name]) for each in report.linears),
+        format="gguf",
+        scheme=scheme if isinstance(scheme, str) else report.scheme,
+        bytes_after=written.num_bytes,
+        loads_in={each.program: each[1:] for each in inspection.loads_in},
+        warnings=(*report.warnings, *types.notes),
+    )
+
+
+def _types(source: Path, name: str, overrides: list[tuple[str, Scheme]]) -> _Types:
+    """Choose the type of every linear: the user's, the mix's, or its fallback.
+
+    Raises SchemeError for a user's scheme that is no type of blocks.
+    """
+    for _, own in overrides:
+        name_of(own)  # raises
+    model = FloatModel(source)
+    family, _ = family_of(model.config)
+    wanted = types_of_linears(name, model.shapes, family, model.num_layers)
+    for module in wanted:
+        own = next((other for pattern, other in overrides if fits(pattern, module)), None)
+        wanted[module] = own or wanted[module]
+    found = {module: fitting(scheme, model.shapes[module][1]) for module, scheme in wanted.items()}
+    base = base_scheme(name)
+    others = {module: scheme for module, scheme in found.items() if scheme != base}
+    patterns = [(f"re:{text}", scheme) for text, scheme in exact_patterns(found, others)]
+    embedding, head = outer_types(name, family.is_tied(model.config))
+    return _Types(
+        scheme=base,
+        overrides=[*patterns, *overrides],
+        embedding=embedding,
+        head=head,
+        notes=_notes(wanted, found, model.shapes),
+    )
+
+
+def _notes(
+    wanted: Mapping[str, Scheme],
+    found: Mapping[str, Scheme],
+    shapes: Mapping[str, tuple[int, int]],
+) -> tuple[str, ...]:
+    """Return a line for each type that fell back to another, and number of inputs.
+
+    The plan reports linears that no blocks fit.
+    """
+    counts = Counter(
+        (name_of(wanted[module]), name_of(found[module]), shapes[module][1])
+        for module in wanted
+        if wanted[module] != found[module] and shapes[module][1] % BLOCK == 0
+    )
+    return tuple(
+        f"{count} linears of {in_features} inputs are {ours} instead of {theirs}, whose blocks have"
+        f" {K_BLOCK} inputs"
+        for (theirs, ours, in_features), count in counts.items()
+    )

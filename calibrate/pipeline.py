@@ -221,7 +221,7 @@ def quantize_checkpoint(
     context = LayerContext(
         layer_map=model.layer_map,
         config=model.config,
-        spec=scheme.weight,
+        spec=scheme.weight.integer_form,
         activation_bits=integer_activations(scheme),
         activation=scheme.activation,
         seed=seed,

@@ -16,7 +16,7 @@ from calibrate.transforms.awq import AWQ
 from calibrate.transforms.rotation import ROTATE
 from calibrate.transforms.smoothquant import SMOOTHQUANT
 from formats.errors import InputError
-from formats.scheme import Scheme
+from formats.scheme import K_TYPES, Scheme
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +119,14 @@ def identity_of(recipe: Recipe) -> str:
 def check_makes(recipe: Recipe, schemes: Iterable[Scheme]) -> None:
     """Raise InputError if a built-in recipe cannot make one of the schemes' weights."""
     for scheme in schemes:
+        if scheme.weight.type in K_TYPES:
+            if recipe.tuning is not None:
+                raise InputError(
+                    f"recipe {recipe.name!r}",
+                    f"tunes scales, which {scheme} stores in 6 or 8 bits",
+                    "use gptq or gptaq",
+                )
+            continue
         if scheme.weight.type != "int" and not recipe.floats and recipe.name in RECIPES:
             able = ", ".join(row.name for row in RECIPES.values() if row.floats)
             raise InputError(
@@ -128,7 +136,7 @@ def check_makes(recipe: Recipe, schemes: Iterable[Scheme]) -> None:
 
 def default_recipe(scheme: Scheme) -> str:
     """Sensible default: weight-only 8-bit schemes are accurate when rounded to nearest."""
-    if scheme.weight.type == "int" and scheme.weight.bits <= 4:
+    if scheme.weight.type in ("int", *K_TYPES) and scheme.weight.bits <= 4:
         return "gptq"
     return "smoothquant+gptq" if integer_activations(scheme) else "rtn"
 

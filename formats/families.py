@@ -504,6 +504,13 @@ def served_architectures() -> tuple[str, ...]:
     return tuple(name for name, family in FAMILIES.items() if family.served)
 
 
+def known_family(config: Mapping[str, Any]) -> Family | None:
+    """Return the family of config.json's model_type, or else of its only architecture."""
+    names = config.get("architectures")
+    is_one = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
+    return checked_family(config) or (FAMILIES.get(names[0]) if is_one else None)
+
+
 def checked_family(config: Mapping[str, Any]) -> Family | None:
     """Return the family of config.json's model_type if its config rules are known."""
     for family in FAMILIES.values():

@@ -20,6 +20,7 @@ from formats.codecs.layout_limits import (
     needs_multiples,
 )
 from formats.errors import CheckpointError, InputError, SchemeError
+from formats.gguf import staged
 from formats.in_memory.dense import DenseWeight, is_dense
 from formats.in_memory.fp8 import FP8_DTYPE
 from formats.in_memory.weights import Weight, with_activation
@@ -44,6 +45,7 @@ class Layout:
     group_index: bool = False  # inputs of a group need not be adjacent (act-order)
     embeddings: bool = False  # the input embedding can be packed too
     kv_scales: bool = False  # its config block can describe an 8-bit KV cache
+    fused_alike: bool = True  # servers load q, k and v (gate, up) as one matrix of one scheme
     # name in the file -> name that `decode` expects
     aliases: Mapping[str, str] = field(default_factory=dict)
 
@@ -96,6 +98,12 @@ def _decode_quark(reordered: bool) -> Callable[..., Weight]:
         return quark.decode(tensors, scheme, name, reordered=reordered)
 
     return decode
+
+
+def _decode_staged(
+    tensors: dict[str, torch.Tensor], scheme: Scheme, config: QuantConfig, name: str
+) -> Weight:
+    return staged.decode(tensors, scheme, name)
 
 
 def _decode_4bit(
@@ -230,6 +238,7 @@ READ_LAYOUTS: dict[str, Layout] = {
             decode=_decode_compressed,
             refuses=_is_read_only,
             refuses_shape=_is_read_only,
+            fused_alike=False,
         ),
         *(
             Layout(
@@ -258,17 +267,35 @@ READ_LAYOUTS: dict[str, Layout] = {
         ),
     )
 }
+# Layouts of folders that become a file of another format
+STAGED_LAYOUTS: dict[str, Layout] = {
+    staged.METHOD: Layout(
+        name=staged.METHOD,
+        fields=(
+            *(staged.BLOCKS, "weight_packed", "weight_scale"),
+            *("weight_zero_point", "weight_shape"),
+        ),
+        markers=(staged.BLOCKS, "weight_packed"),
+        encode=staged.encode,
+        decode=_decode_staged,
+        refuses=staged.refuses,
+        refuses_shape=staged.refuses_shape,
+        fused_alike=False,
+    )
+}
+ALL_LAYOUTS = LAYOUTS | READ_LAYOUTS | STAGED_LAYOUTS
 # Layouts that `inspect` checks by decoding each linear
 READ_DECODED = (
+    staged.METHOD,
     *("bitsandbytes-4bit", "bitsandbytes-8bit", "torchao", "hqq"),
     *("modelopt", "quark", "quark-in-order"),
 )
-MARKERS = {m for row in (*LAYOUTS.values(), *READ_LAYOUTS.values()) for m in row.markers}
+MARKERS = {marker for row in ALL_LAYOUTS.values() for marker in row.markers}
 
 
 def layout_of(config: QuantConfig) -> Layout:
     """Return the layout of a configuration's tensors."""
-    return (LAYOUTS | READ_LAYOUTS)[config.layout]
+    return ALL_LAYOUTS[config.layout]
 
 
 def default_format(scheme: Scheme) -> str:
@@ -283,9 +310,10 @@ def default_format(scheme: Scheme) -> str:
 
 def find_layout(name: str) -> Layout:
     """Return the row of a format. Raises InputError if it is unknown."""
-    if name not in LAYOUTS:
+    row = (LAYOUTS | STAGED_LAYOUTS).get(name)
+    if row is None:
         raise InputError(f"format {name!r}", "unknown", f"known formats: {', '.join(LAYOUTS)}")
-    return LAYOUTS[name]
+    return row
 
 
 def check_writable(layout: Layout, scheme: Scheme, subject: str = "") -> None:

@@ -32,8 +32,11 @@ SchemeName = Literal[
 FormatName = Literal["gptq", "awq", "compressed-tensors"]
 FORMATS: tuple[FormatName, ...] = get_args(FormatName)
 GGUF = "gguf"  # written as one file, not as a folder (formats/gguf/writing)
-# type of GGUF's blocks -> the scheme of the same numbers
-GGUF_SCHEMES = {"q4_0": "w4a16-sym-g32", "q4_1": "w4a16-asym-g32", "q8_0": "w8a16-sym-g32"}
+# types of GGUF's blocks, and mixes of them (formats/gguf/schemes.py)
+GGUF_TYPES = (
+    *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k"),
+    *("q4_k_m", "q5_k_m"),
+)
 AUTO_GROUPS = "auto"  # as a group size: the largest that fits every linear
 # number format of an 8-bit KV cache -> the type that compressed-tensors calls it
 KV_CACHES = {"int8": "int", "fp8": "float"}

@@ -8,7 +8,9 @@ from fnmatch import fnmatchcase
 
 from formats.architecture.padding import Padding
 from formats.errors import InputError, SchemeError
+from formats.gguf.schemes import BLOCK_SCHEMES
 from formats.layouts import (
+    STAGED_LAYOUTS,
     Layout,
     check_holds_groups,
     check_holds_kv_scales,
@@ -173,8 +175,9 @@ def _plan(
             reasons[name] = reason
     schemes |= dict.fromkeys(kept)
     reasons |= kept
-    misfits = _misfits(shapes, reasons, scheme, padding)
-    _agree_in_fused(schemes, reasons)
+    misfits = _misfits(layout, shapes, reasons, scheme, padding)
+    if layout.fused_alike:
+        _agree_in_fused(schemes, reasons)
     plan = Plan(
         layout=layout,
         schemes=schemes,
@@ -195,6 +198,7 @@ def _plan(
 
 
 def _misfits(
+    layout: Layout,
     shapes: Mapping[str, tuple[int, int]],
     reasons: Mapping[str, str],
     scheme: Scheme,
@@ -202,6 +206,8 @@ def _misfits(
 ) -> tuple[str, ...]:
     """Return warnings about linears that groups do not divide, and the groups that fit."""
     size = scheme.weight.group_size
+    if layout.name in STAGED_LAYOUTS:  # types fall back to others
+        return ()
     counts: Counter[int] = Counter()
     for name in reasons:
         if NO_WHOLE_GROUPS in reasons[name] and name in shapes:
@@ -267,7 +273,7 @@ def parse_override(text: str) -> tuple[str, Scheme]:
     pattern, equals, scheme = text.rpartition("=")
     if not equals or not pattern:
         raise InputError(f"override {text!r}", "expected PATTERN=SCHEME")
-    return pattern, Scheme.parse(scheme)
+    return pattern, BLOCK_SCHEMES.get(scheme) or Scheme.parse(scheme)
 
 
 def _agree_in_fused(schemes: dict[str, Scheme | None], reasons: dict[str, str]) -> None:

@@ -13,6 +13,7 @@ from formats.codecs import awq_config, compressed_config, fp8_config, gptq_confi
 from formats.codecs.config_fields import BLOCK, EMBEDDING, ConfigFields
 from formats.errors import CheckpointError, InputError
 from formats.gguf import config_block as gguf_block
+from formats.gguf import staged
 from formats.other_tools import (
     auto_round_config,
     bitsandbytes_config,
@@ -31,6 +32,7 @@ METHODS = {
     "awq": awq_config,
     "compressed-tensors": compressed_config,
 }
+WRITTEN = {**METHODS, staged.METHOD: staged}
 # Methods that are read but not written.
 READ_ONLY = {
     "auto-round": auto_round_config,
@@ -68,7 +70,7 @@ class QuantConfig(ConfigFields):
         if not isinstance(block, dict):
             raise CheckpointError(BLOCK, f"expected a JSON object, found {type(block).__name__}")
         method = block.get("quant_method")
-        known = METHODS | READ_ONLY
+        known = WRITTEN | READ_ONLY
         if not isinstance(method, str) or method not in known:
             form = unread_methods.describe(method, block.keys())
             raise CheckpointError(
@@ -103,8 +105,8 @@ class QuantConfig(ConfigFields):
             raise CheckpointError("checkpoint", "none of its linears is quantized")
         return cls(
             method=method,
-            scheme=METHODS[method].stored(main),
-            rules=METHODS[method].rules_for(schemes, others),
+            scheme=WRITTEN[method].stored(main),
+            rules=WRITTEN[method].rules_for(schemes, others),
             lm_head=schemes.get(HEAD) is not None,
             quantizer=quantizer,
             zeros=zeros,
@@ -115,7 +117,7 @@ class QuantConfig(ConfigFields):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the block that vLLM, SGLang and transformers read (see formats/README.md)."""
-        return METHODS[self.method].write(self)
+        return WRITTEN[self.method].write(self)
 
     @property
     def narrow_inputs(self) -> str:

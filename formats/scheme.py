@@ -27,6 +27,10 @@ FP4_TYPES = {
 }  # type -> inputs that share a scale (formats/in_memory/fp4.py)
 # Types read as float weights (formats/in_memory/dense.py): bitsandbytes' tables, float zeros
 DENSE_TYPES = ("nf4", "fp4", "floatzero")
+# type -> (bits, has one zero point, inputs that share a scale); GGUF's K-quants, whose blocks of
+# 256 inputs hold quantized scales and minima (formats/gguf/k_quants/grid.py)
+K_TYPES = {"q4_k": (4, False, 32), "q5_k": (5, False, 32), "q6_k": (6, True, 16)}
+K_BLOCK = 256  # inputs of a block
 # Group sizes of Marlin, the fast kernel of vLLM and SGLang, best first; it also takes CHANNEL.
 SERVED_GROUPS = (128, 64, 32)
 NO_WHOLE_GROUPS = "are not divisible by the group size"  # why a linear does not fit
@@ -38,14 +42,18 @@ class QuantSpec:
 
     `type` "float" means float8_e4m3fn numbers instead of codes, and no zeros; "mxfp4" and "nvfp4"
     mean 4-bit floating point. DENSE_TYPES are read but not written: codes of "nf4" and "fp4" select
-    values of a table, "floatzero" has integer codes with non-integer zero points.
+    values of a table, "floatzero" has integer codes with non-integer zero points. K_TYPES are
+    blocks of a GGUF file: `group_size` is the length of a block.
     """
 
     bits: int
     symmetric: bool
     group_size: int = DEFAULT_GROUP_SIZE  # inputs that share a scale; CHANNEL (-1): all of them
     rows: int = 1  # outputs that share a scale; ALL (-1): all of them. More than 1: float only
-    type: Literal["int", "float", "mxfp4", "nvfp4", "nf4", "fp4", "floatzero"] = "int"
+    type: Literal[
+        *("int", "float", "mxfp4", "nvfp4", "nf4", "fp4", "floatzero"),
+        *("q4_k", "q5_k", "q6_k"),
+    ] = "int"
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 8:
@@ -63,6 +71,11 @@ class QuantSpec:
             raise SchemeError(
                 f"{self.type} weights", f"expected 4 bits in groups of {FP4_TYPES[self.type]}"
             )
+        if self.type in K_TYPES and (self.bits, self.symmetric, self.group_size) != (
+            *K_TYPES[self.type][:2],
+            K_BLOCK,
+        ):
+            raise SchemeError(f"{self.type} weights", f"expected blocks of {K_BLOCK} inputs")
         if self.type != "float" and self.rows != 1:
             raise SchemeError("rows", f"integer codes have a scale for each row, not {self.rows}")
 
@@ -74,6 +87,14 @@ class QuantSpec:
     def symmetric_zero(self) -> int:
         """Return the zero point of every symmetric group: the middle code."""
         return 2 ** (self.bits - 1)
+
+    @property
+    def integer_form(self) -> "QuantSpec":
+        """Return integer codes of the same bits and groups, as an estimate of K_TYPES."""
+        if self.type not in K_TYPES:
+            return self
+        bits, symmetric, group_size = K_TYPES[self.type]
+        return QuantSpec(bits=bits, symmetric=symmetric, group_size=group_size)
 
     def group_length(self, in_features: int) -> int:
         return in_features if self.group_size == CHANNEL else self.group_size
@@ -222,6 +243,8 @@ class Scheme:
         """Describe a scheme of another tool that SCHEMES does not name; `parse` does not read
         it."""
         spec, activation = self.weight, self.activation
+        if spec.type in K_TYPES:
+            return spec.type
         kind = "fp8" if spec.type == "float" else "sym" if spec.symmetric else "asym"
         kind = "mxfp8" if spec == MXFP8 else kind
         kind = spec.type if spec.type not in ("int", "float") else kind

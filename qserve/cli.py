@@ -14,7 +14,7 @@ import typing
 
 import qserve
 from formats.errors import InputError, one_line
-from formats.names import AUTO_GROUPS, GGUF, GGUF_SCHEMES
+from formats.names import AUTO_GROUPS, GGUF, GGUF_TYPES
 from qserve.agent_check.command import AGENT_CHECK
 from qserve.bench.commands import BENCH_COMMANDS, PROFILE
 from qserve.command_line import config_file, interrupts
@@ -45,6 +45,7 @@ def quantize(model: str, config: QuantizeConfig) -> int:
     from calibrate.pipeline import quantize_checkpoint
     from calibrate.recipe import default_recipe
     from formats.checkpoint import check_is_free
+    from formats.gguf.schemes import base_scheme
     from formats.gguf.writing.container_writer import check_file_is_free
     from formats.heads.folder import is_head_folder
     from formats.hub.fetch import local_path
@@ -60,12 +61,16 @@ def quantize(model: str, config: QuantizeConfig) -> int:
 
     config = with_recipe_file(config)
     fits_groups = config.group_size == AUTO_GROUPS
-    stated = GGUF_SCHEMES.get(config.scheme, config.scheme)
-    is_gguf = config.format == GGUF or (stated != config.scheme and config.format is None)
-    if stated != config.scheme and not is_gguf:
+    is_type = config.scheme in GGUF_TYPES
+    is_gguf = config.format == GGUF or (is_type and config.format is None)
+    if is_type and not is_gguf:
         raise InputError(f"--scheme {config.scheme}", "is of GGUF files", "add --format gguf")
-    scheme = Scheme.parse(stated, None if fits_groups else config.group_size)
-    if fits_groups and stated not in SCHEMES:
+    if is_type and config.group_size is not None and not fits_groups:
+        raise InputError("--group-size", f"blocks of {config.scheme} are fixed", "remove it")
+    scheme = config.scheme
+    if not is_type:
+        scheme = Scheme.parse(scheme, None if fits_groups else config.group_size)
+    if fits_groups and config.scheme not in SCHEMES:
         raise InputError(
             "--group-size", f"the scheme {config.scheme} already sets it", "set one of them"
         )
@@ -117,7 +122,9 @@ def quantize(model: str, config: QuantizeConfig) -> int:
         own = {name: settings[name] for name in names}
         report = quantize_fallback(model, config.output, scheme, **own)
     else:
-        settings["recipe"] = config.recipe or default_recipe(scheme)
+        settings["recipe"] = config.recipe or default_recipe(
+            base_scheme(scheme) if is_type else scheme
+        )
         report = (quantize_to_gguf if is_gguf else quantize_checkpoint)(
             model,
             config.output,

@@ -17,7 +17,7 @@ from formats.checkpoint import CheckpointReader, TensorEntry, read_json
 from formats.errors import CheckpointError
 from formats.in_memory.weights import Weight, tensors_of
 from formats.layouts import decode_linear, layout_of
-from formats.quant_config import BLOCK, METHODS, QuantConfig
+from formats.quant_config import BLOCK, WRITTEN, QuantConfig
 from formats.scheme import Scheme
 
 REMEDY = "nothing was published; check the disk, and run the same command again"
@@ -78,7 +78,7 @@ def verify(
         for part in {**digest.hashes, **found.hashes}:
             if found.hashes.get(part) != digest.hashes.get(part):
                 raise CheckpointError(name, f"its {part} differ from the solver's result", REMEDY)
-        if found.scheme != METHODS[quant_config.method].stored(digest.scheme):
+        if found.scheme != WRITTEN[quant_config.method].stored(digest.scheme):
             raise CheckpointError(
                 name, f"reads back as {found.scheme}, not as {digest.scheme}", REMEDY
             )

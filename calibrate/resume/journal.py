@@ -23,9 +23,10 @@ from formats.checkpoint import read_json
 from formats.errors import CheckpointError, DiskError, InputError, one_line
 from formats.in_memory.fp4 import Fp4Weight, is_fp4
 from formats.in_memory.fp8 import Fp8Weight
+from formats.in_memory.k_weight import KWeight, is_k_quant
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import Weight
-from formats.scheme import ActivationSpec, QuantSpec
+from formats.scheme import K_TYPES, ActivationSpec, QuantSpec
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ FIELDS = {
     "float": {"codes": "codes_NK", "scales": "scales_RC"},
     "mxfp4": {"codes": "bytes_NB", "scales": "scales_NG"},
     "nvfp4": {"codes": "bytes_NB", "scales": "scales_NG", "whole": "global_scale"},
+    **{name: {"blocks": "bytes_NX"} for name in K_TYPES},
 }
 # Optional tensors: of static activations, of act-order.
 OPTIONAL = {"input_scale": "input_scale", "order": "input_order"}
@@ -210,6 +212,8 @@ def _weight(name: str, record: dict[str, Any], tensors: dict[str, torch.Tensor])
         return Fp8Weight(spec=spec, **values)
     if is_fp4(spec):
         return Fp4Weight(spec=spec, **{"global_scale": None, **values})
+    if is_k_quant(spec):
+        return KWeight(spec=spec, **values)
     values["input_order"] = tensors.get(f"order.{name}")
     return PackedWeight(spec=spec, in_features=record["in_features"], **values)
 

@@ -7,6 +7,7 @@ Legend: N outputs, K inputs, G groups, L inputs of a group, H mean of x x^T [K, 
 factor of H^-1, B a block of columns.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,10 +15,15 @@ import torch
 from calibrate.calibration.statistics import InputStatistics
 from calibrate.solvers.column_order import ORDERS, ColumnOrder, blocks
 from calibrate.solvers.solving import SolverError
+from formats.gguf.k_quants.grid import nearest_codes
+from formats.gguf.k_quants.search import choose_grid
+from formats.in_memory.k_weight import KWeight, is_k_quant
 from formats.in_memory.packed import PackedWeight
 from formats.numerics import affine
 from formats.scheme import QuantSpec
 
+# (begin, end) of a block of columns -> (scales, zeros) [B, N]
+Grid = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
 # Fractions of the mean of H's diagonal that are added to it, tried in turn until H can be factored.
 # The first one tried is at least the inputs per token (`least_damping`): with few tokens, less
 # damping fits their noise. SmolLM2-135M-Instruct (dequantized from Q4_1), W4A16 in groups of 64,
@@ -64,7 +70,7 @@ def solve(
     spec: QuantSpec,
     name: str,
     order: ColumnOrder | None = None,
-) -> PackedWeight:
+) -> PackedWeight | KWeight:
     """Quantize one linear's weight for the inputs seen in `stats`.
 
     `order` None: the best of the orders that keep adjacent inputs in a group. Raises SolverError if
@@ -78,7 +84,9 @@ def solve(
     return _solve(weight_NK, stats, spec, name, order or DEFAULT_ORDER)
 
 
-def _output_error(weight_NK: torch.Tensor, found: PackedWeight, stats: InputStatistics) -> float:
+def _output_error(
+    weight_NK: torch.Tensor, found: PackedWeight | KWeight, stats: InputStatistics
+) -> float:
     difference_NK = weight_NK.float() - found.dequantize()
     return float(stats.squared_error(difference_NK).double().sum())
 
@@ -89,7 +97,7 @@ def _solve(
     spec: QuantSpec,
     name: str,
     order: ColumnOrder,
-) -> PackedWeight:
+) -> PackedWeight | KWeight:
     """Solve in one order."""
     length = spec.group_length(weight_NK.shape[1])
     key = f"gptq {order.name} {length}"
@@ -99,6 +107,8 @@ def _solve(
     note = f"damping raised to {shared.damping:.3g}"
     if shared.damping > least_damping(stats) and note not in stats.notes:
         stats.notes.append(note)
+    if is_k_quant(spec):
+        return _round_blocks(weight_NK, shared, spec, name)
     # Raises if the weights have no scales; late scales start from these.
     scales_NG, zeros_NG = affine.choose_scales(
         weight_NK, spec, name, importance_K=shared.importance_K
@@ -113,7 +123,7 @@ def solve_corrected(
     name: str,
     share: float = CORRECTION,
     order: ColumnOrder | None = None,
-) -> PackedWeight:
+) -> PackedWeight | KWeight:
     """GPTQ towards the float model's outputs, for inputs that earlier rounding has changed.
 
     Li et al., "GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric Calibration" (2025):
@@ -216,15 +226,12 @@ def round_columns(
     group_K = group_K // length
     # Columns become rows, so that each step reads and writes contiguous memory.
     open_KN = weight_NK.float().t()[order_K].contiguous()
-    codes_KN = torch.empty_like(open_KN, dtype=torch.uint8)
     if order.late_scales:
         scales_NG, zeros_NG = scales_NG.clone(), zeros_NG.clone()
         groups = group_K[::length].tolist()
         importance_1K = 1 / upper_KK.diagonal().square()[None]
-    rounding = round_block
-    if weight_NK.is_cuda:
-        from calibrate.solvers.triton_block import round_block as rounding  # loads Triton
-    for begin, end in blocks(width, length, order.late_scales):
+
+    def grid(begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         if order.late_scales and begin % length == 0:
             group = groups[begin // length]
             scale_N1, zero_N1 = affine.search(
@@ -234,12 +241,10 @@ def round_columns(
             )
             scales_NG[:, group], zeros_NG[:, group] = scale_N1[:, 0], zero_N1[:, 0]
         scale_BN = scales_NG.t()[group_K[begin:end]].float()
-        zero_BN = zeros_NG.t()[group_K[begin:end]].float()
-        upper_BB = upper_KK[begin:end, begin:end]
-        codes_BN, errors_BN = rounding(open_KN[begin:end], scale_BN, zero_BN, upper_BB, spec)
-        codes_KN[begin:end] = codes_BN
-        open_KN[end:].addmm_(upper_KK[begin:end, end:].t(), errors_BN, alpha=-1)
-    codes_NK = codes_KN.t()
+        return scale_BN, zeros_NG.t()[group_K[begin:end]].float()
+
+    spans = blocks(width, length, order.late_scales)
+    codes_NK = _compensate_(open_KN, upper_KK, spans, grid, spec).t()
     if order.regroups:
         # Within a group, in the model's order: readers expect this of a group index.
         order_GL, place_GL = order_K.view(-1, length).sort(1)
@@ -252,6 +257,46 @@ def round_columns(
     return PackedWeight.from_codes(codes_NK, scales_NG, zeros_NG, spec, name)
 
 
+def _round_blocks(weight_NK: torch.Tensor, shared: Factor, spec: QuantSpec, name: str) -> KWeight:
+    """Round on the grid of a K-quant, whose quantized scales and minima are chosen before."""
+    width, order_K = weight_NK.shape[1], shared.order_K
+    chosen = choose_grid(weight_NK, spec, name, shared.importance_K)
+    group_K = order_K // chosen.length
+    steps_GN, lows_GN = chosen.steps().t(), chosen.lows().t()
+
+    def grid(begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return steps_GN[group_K[begin:end]], lows_GN[group_K[begin:end]]
+
+    open_KN = weight_NK.float().t()[order_K].contiguous()
+    spans = blocks(width, width, late_scales=False)
+    codes_NK = _compensate_(open_KN, shared.upper_KK, spans, grid, spec).t()
+    return KWeight.from_codes(torch.empty_like(codes_NK).index_copy_(1, order_K, codes_NK), chosen)
+
+
+def _compensate_(
+    open_KN: torch.Tensor,
+    upper_KK: torch.Tensor,
+    spans: Iterable[tuple[int, int]],
+    grid: Grid,
+    spec: QuantSpec,
+) -> torch.Tensor:
+    """Return the codes [K, N] of columns in the order of solving.
+
+    `open_KN` is overwritten with the columns as earlier errors have changed them.
+    """
+    codes_KN = torch.empty_like(open_KN, dtype=torch.uint8)
+    rounding = round_block
+    if open_KN.is_cuda:
+        from calibrate.solvers.triton_block import round_block as rounding  # loads Triton
+    for begin, end in spans:
+        scale_BN, zero_BN = grid(begin, end)
+        upper_BB = upper_KK[begin:end, begin:end]
+        codes_BN, errors_BN = rounding(open_KN[begin:end], scale_BN, zero_BN, upper_BB, spec)
+        codes_KN[begin:end] = codes_BN
+        open_KN[end:].addmm_(upper_KK[begin:end, end:].t(), errors_BN, alpha=-1)
+    return codes_KN
+
+
 def round_block(
     block_BN: torch.Tensor,
     scale_BN: torch.Tensor,
@@ -259,14 +304,22 @@ def round_block(
     upper_BB: torch.Tensor,
     spec: QuantSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, errors divided by their pivots) of a block of columns. Overwrites `block_BN`."""
-    pivot_B = upper_BB.diagonal()
+    """(codes, errors divided by their pivots) of a block of columns. Overwrites `block_BN`.
+
+    Weights of K-quants are scale · code − zero, others scale · (code − zero).
+    """
+    pivot_B, has_minima = upper_BB.diagonal(), is_k_quant(spec)
     codes_BN, errors_BN = torch.empty_like(block_BN), torch.empty_like(block_BN)
     for i in range(len(block_BN)):
         column_N, scale_N, zero_N = block_BN[i], scale_BN[i], zero_BN[i]
-        code_N = (column_N / scale_N).round_().add_(zero_N).clamp_(0, spec.max_code)
+        if has_minima:
+            code_N = nearest_codes(column_N, scale_N, zero_N, spec.max_code).float()
+            value_N = code_N * scale_N - zero_N
+        else:
+            code_N = (column_N / scale_N).round_().add_(zero_N).clamp_(0, spec.max_code)
+            value_N = (code_N - zero_N) * scale_N
         codes_BN[i] = code_N
-        error_N = (column_N - (code_N - zero_N) * scale_N) / pivot_B[i]
+        error_N = (column_N - value_N) / pivot_B[i]
         block_BN[i + 1 :].addr_(upper_BB[i, i + 1 :], error_N, alpha=-1)
         errors_BN[i] = error_N
     return codes_BN, errors_BN

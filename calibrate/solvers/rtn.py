@@ -4,6 +4,7 @@ import torch
 
 from calibrate.calibration.statistics import InputStatistics
 from calibrate.solvers.solving import SolverError
+from formats.in_memory.k_weight import KWeight, is_k_quant
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import Weight, round_to_nearest
 from formats.numerics import affine
@@ -19,7 +20,7 @@ def solve(
 
 def solve_weighted(
     weight_NK: torch.Tensor, stats: InputStatistics | None, spec: QuantSpec, name: str
-) -> PackedWeight:
+) -> Weight:
     """Variant whose search of scales weights each input by its mean square ("imatrix").
 
     Raises SolverError if no token reached the linear.
@@ -27,6 +28,8 @@ def solve_weighted(
     if stats is None or stats.num_tokens == 0:
         raise SolverError(name, "no calibration token reached it")
     importance_K = stats.importance_K
+    if is_k_quant(spec):
+        return KWeight.from_float(weight_NK, spec, name, importance_K)
     scales_NG, zeros_NG = affine.choose_scales(weight_NK, spec, name, importance_K=importance_K)
     codes_NK = affine.quantize(weight_NK, scales_NG, zeros_NG, spec)
     return PackedWeight.from_codes(codes_NK, scales_NG, zeros_NG, spec, name)

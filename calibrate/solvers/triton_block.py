@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from formats.scheme import QuantSpec
+from formats.scheme import K_TYPES, QuantSpec
 
 OUTPUTS = 32  # per program
 # Adding and subtracting this number removes the fraction: it rounds half to even, as torch does.
@@ -43,6 +43,7 @@ def round_block(
         *zero_BN.stride(),
         *upper_BB.stride(),
         LAST=spec.max_code,
+        MINIMA=spec.type in K_TYPES,
         B=triton.next_power_of_2(columns),
         N=OUTPUTS,
         num_warps=4,
@@ -67,6 +68,7 @@ def _round_block(
     upper_r,
     upper_c,
     LAST: tl.constexpr,
+    MINIMA: tl.constexpr,
     B: tl.constexpr,
     N: tl.constexpr,
 ):
@@ -79,11 +81,18 @@ def _round_block(
         x = tl.sum(tl.where((b == i)[:, None], open_BN, 0.0), axis=0)
         s = tl.load(scale + i * scale_b + n * scale_n, mask=there, other=1.0)
         z = tl.load(zero + i * zero_b + n * zero_n, mask=there, other=0.0)
-        code = tl.minimum(tl.maximum(tl.div_rn(x, s), -FAR), FAR)
-        code = (code + ROUND) - ROUND
-        code = tl.minimum(tl.maximum(code + z, 0.0), LAST * 1.0)
+        if MINIMA:  # z is the negated value of code 0; a group without a step has code 0
+            code = tl.div_rn(x + z, tl.where(s == 0, 1.0, s))
+            code = tl.minimum(tl.maximum(code, 0.0), LAST * 1.0)
+            code = tl.where(s == 0, 0.0, (code + ROUND) - ROUND)
+            value = code * s - z
+        else:
+            code = tl.minimum(tl.maximum(tl.div_rn(x, s), -FAR), FAR)
+            code = (code + ROUND) - ROUND
+            code = tl.minimum(tl.maximum(code + z, 0.0), LAST * 1.0)
+            value = (code - z) * s
         pivot = tl.load(upper + i * upper_r + i * upper_c)
-        error = tl.div_rn(x - (code - z) * s, pivot)
+        error = tl.div_rn(x - value, pivot)
         tl.store(codes + i * outputs + n, code, mask=there)
         tl.store(errors + i * outputs + n, error, mask=there)
         row = tl.load(upper + i * upper_r + b * upper_c, mask=(b > i) & (b < columns), other=0.0)

@@ -53,7 +53,7 @@ def renamed_experts(renamed: Mapping[str, str]) -> ExpertNames | None:
 
 
 def other_names(module: str) -> Iterator[str]:
-    """Return the other names that configs may use for an expert's linear."""
+    """Return the other names that configs may use for an expert's linear, or for its stack."""
     match = _EXPERT.fullmatch(module)
     if match is None or match["rest"]:
         return
@@ -63,6 +63,7 @@ def other_names(module: str) -> Iterator[str]:
             name = f"{match['layer']}.{parent}.experts.{match['number']}.{row[place]}"
             if name != module:
                 yield name
+        yield f"{match['layer']}.{parent}.experts.{STACKED[place // 2]}"
 
 
 def missing_experts(config: Mapping[str, Any], names: Collection[str]) -> tuple[str, str] | None:

@@ -1,14 +1,17 @@
 """Quantized experts in one tensor per projection, presented as a linear per expert.
 
-transformers keeps the float8 codes of all experts of a layer as `experts.gate_up_proj` [E, 2 I, H]
-and `experts.down_proj` [E, H, I], with scales next to them. Gate and up follow each other in the
-first, so each linear is a run of the file's bytes. Other types are refused by name.
-Legend: E experts, I inner size, H hidden size, R rows of scales.
+Tools keep the codes of all experts of a layer as `experts.gate_up_proj` [E, 2 I, H] and
+`experts.down_proj` [E, H, I], with scales next to them: transformers in float8, NVIDIA's Model
+Optimizer in NVFP4 (`gate_up_proj`, `gate_up_proj_weight_scale_2`), llm-compressor in the tensors of
+compressed-tensors (`gate_up_proj.weight_packed`, or `gate_up_proj_packed`). Gate and up follow each
+other in the first, so each linear is a run of the file's bytes. Other forms are refused by name,
+among them stacks with inputs before outputs (Llama 4, gpt-oss).
+Legend: E experts, I inner size, H hidden size.
 """
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,11 +25,32 @@ from formats.files.tensor_entry import TensorEntry
 FIELDS = {
     "": "weight",
     ".weight": "weight",
+    "_packed": "weight_packed",
+    ".weight_packed": "weight_packed",
     "_scale_inv": "weight_scale_inv",
+    "_scale": "weight_scale",
     "_weight_scale": "weight_scale",
     ".weight_scale": "weight_scale",
+    "_zero_point": "weight_zero_point",
+    ".weight_zero_point": "weight_zero_point",
+    "_global_scale": "weight_global_scale",
+    ".weight_global_scale": "weight_global_scale",
+    "_weight_scale_2": "weight_scale_2",
+    ".weight_scale_2": "weight_scale_2",
+    "_input_scale": "input_scale",
+    ".input_scale": "input_scale",
+    "_input_global_scale": "input_global_scale",
+    ".input_global_scale": "input_global_scale",
+    "_shape": "weight_shape",
+    ".weight_shape": "weight_shape",
 }
-CODES = (torch.float8_e4m3fn,)
+# Fields with a number for each linear, for each expert, or for all
+NUMBERS = ("weight_global_scale", "weight_scale_2", "input_scale", "input_global_scale")
+# What follows the stack's name -> dtypes of codes there
+CODES = {
+    **dict.fromkeys(("", ".weight"), (torch.float8_e4m3fn, torch.uint8)),
+    **dict.fromkeys(("_packed", ".weight_packed"), (torch.int32, torch.uint8)),
+}
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 REMEDY = (
     "write the linears of each expert apart (experts.0.gate_proj.weight), or quantize the float"
@@ -64,6 +88,19 @@ def split_experts(
     return found
 
 
+def coded_stacks(
+    config: Mapping[str, Any], entries: Mapping[str, TensorEntry]
+) -> dict[str, torch.dtype]:
+    """Return the dtype of the codes of each stack that is read, by the stack's name."""
+    if experts_apart(config) is None:
+        return {}
+    return {
+        f"{match['stem']}.{match['stack']}": entry.dtype
+        for name, entry in entries.items()
+        if (match := _STACK.fullmatch(name)) and entry.dtype in CODES.get(match["rest"], ())
+    }
+
+
 def _block_rows(config: Mapping[str, Any]) -> int | None:
     """Return the rows that share a scale in blocks; None: no blocks."""
     block = config.get("quantization_config")
@@ -76,23 +113,25 @@ def _linears(
 ) -> dict[str, TensorEntry]:
     """Return the entries of each expert's part of one tensor of a stack."""
     stem, stack, field = match["stem"], match["stack"], FIELDS.get(match["rest"])
-    codes = entries.get(f"{stem}.{stack}") or entries.get(f"{stem}.{stack}.weight")
-    readable = isinstance(entry, TensorEntry) and codes is not None and codes.dtype in CODES
-    if field is None or not readable or len(entry.shape) != 3 or len(codes.shape) != 3:
-        shown = codes or entry
-        others = [each for each in entries if each.startswith(f"{stem}.{stack}")]
-        raise CheckpointError(
-            f"{stem}.{stack}",
-            f"expected a linear per expert, or float8 codes [experts, outputs, inputs] with their"
-            f" scales; found {shown.dtype} {list(shown.shape)} in"
-            f" {', '.join(each.removeprefix(f'{stem}.') for each in others[:6])}",
-            REMEDY,
-        )
+    stacks = {rest: entries.get(f"{stem}.{stack}{rest}") for rest in CODES}
+    codes = next((each for each in stacks.values() if each is not None), None)
+    is_read = any(each and each.dtype in CODES[rest] for rest, each in stacks.items())
+    is_read &= field is not None and isinstance(entry, TensorEntry)
+    if not is_read or len(codes.shape) != 3:
+        raise _not_read(match, entry, codes, entries)
     gate, up, down = LEAVES[0]
     leaves = (gate, up) if stack == STACKED[0] else (down,)
+    names = [f"{stem}.{e}.{leaf}.{field}" for e in range(codes.shape[0]) for leaf in leaves]
+    if field == "weight_shape":  # of all linears together; their words have it, too
+        return {}
+    if field in NUMBERS:
+        return _numbers(match, entry, codes, entries, names)
+    is_scale = field not in ("weight", "weight_packed")
+    has_rows = codes.dtype == torch.float8_e4m3fn or field == "weight_zero_point"
+    if len(entry.shape) != 3 or not (has_rows or entry.shape[1] == codes.shape[1]):
+        raise _not_read(match, entry, codes, entries)
     rows = entry.shape[1]
     inner = codes.shape[1] // len(leaves)
-    is_scale = field != "weight"
     in_blocks = is_scale and block is not None
     if (
         entry.shape[0] != codes.shape[0]
@@ -105,14 +144,46 @@ def _linears(
             f" {' and '.join(leaves)} of {inner} outputs" + f" in blocks of {block}" * in_blocks,
             REMEDY,
         )
-    shape = (rows // len(leaves), entry.shape[2])
+    return _cut(entry, names, (rows // len(leaves), entry.shape[2]), range(len(names)))
+
+
+def _numbers(
+    match: re.Match,
+    entry: TensorEntry,
+    codes: TensorEntry,
+    entries: Mapping[str, TensorEntry],
+    names: list[str],
+) -> dict[str, TensorEntry]:
+    """Return the entries of one number for each linear of a stack."""
+    count, experts = math.prod(entry.shape), codes.shape[0]
+    if count not in (1, experts, len(names)) or (count > 1 and entry.shape[0] != experts):
+        raise _not_read(match, entry, codes, entries)
+    return _cut(entry, names, (1,), [i * count // len(names) for i in range(len(names))])
+
+
+def _cut(
+    entry: TensorEntry, names: list[str], shape: tuple[int, ...], places: Iterable[int]
+) -> dict[str, TensorEntry]:
+    """Return entries of equal parts of a tensor, each with its place among them."""
     size = math.prod(shape) * entry.dtype.itemsize
-    names = [
-        f"{stem}.{expert}.{leaf}.{field}" for expert in range(entry.shape[0]) for leaf in leaves
-    ]
     return {
         name: replace(
-            entry, name=name, shape=shape, num_bytes=size, offset=entry.offset + number * size
+            entry, name=name, shape=shape, num_bytes=size, offset=entry.offset + place * size
         )
-        for number, name in enumerate(names)
+        for name, place in zip(names, places, strict=True)
     }
+
+
+def _not_read(
+    match: re.Match, entry: Any, codes: Any, entries: Mapping[str, TensorEntry]
+) -> CheckpointError:
+    """Return the error of a stack in another form, with what was found."""
+    stem, stack, shown = match["stem"], match["stack"], codes or entry
+    others = [each for each in entries if each.startswith(f"{stem}.{stack}")]
+    return CheckpointError(
+        f"{stem}.{stack}",
+        "expected a linear per expert, or codes [experts, outputs, inputs] in float8, NVFP4 or"
+        f" packed integers with their scales; found {shown.dtype} {list(shown.shape)} in"
+        f" {', '.join(each.removeprefix(f'{stem}.') for each in others[:6])}",
+        REMEDY,
+    )

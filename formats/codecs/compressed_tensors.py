@@ -183,6 +183,10 @@ def _decode_fp4(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str) -> 
     if "weight_packed" not in tensors:
         raise CheckpointError(f"{name}.weight_packed", "is missing")
     scales, whole = tensors["weight_scale"], tensors.get("weight_global_scale")
+    if whole is not None and whole.numel() != 1:
+        raise CheckpointError(
+            f"{name}.weight_global_scale", f"expected one number, found {list(whole.shape)}"
+        )
     weight = Fp4Weight(
         bytes_NB=tensors["weight_packed"],
         scales_NG=scales,

@@ -45,6 +45,7 @@ class Facts:
     exceptions: bool = False  # a GPTQ block has `dynamic` entries
     packing: str = ""  # from an auto-round block; else empty
     algorithms: tuple[str, ...] = ()  # from a modelopt block; else empty
+    stacked: str = ""  # experts in one tensor of other codes than float8; empty: none
     renamed: ExpertNames | None = None  # an expert whose name is not the family's; None: none
 
     @property

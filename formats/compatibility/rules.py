@@ -106,6 +106,13 @@ RULES: tuple[Rule, ...] = (
         OWN_SOURCE,
     ),
     row(
+        "stacked-experts",
+        OTHERS,
+        "not judged",
+        lambda f: f.stacked and f"may not find experts in one tensor, {f.stacked}; not run here",
+        "llm-compressor #2939, #3183: vLLM maps no gate_up_proj_packed, nor transformers",
+    ),
+    row(
         "second-file-transformers",
         TRANSFORMERS,
         "no",

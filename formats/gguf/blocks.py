@@ -35,13 +35,13 @@ def q5_codes(data_BX: torch.Tensor, at: int) -> torch.Tensor:
 
 def _bits(bytes_BX: torch.Tensor) -> torch.Tensor:
     """Return the bits of bytes [B, X], the lowest first: [B, 8 X]."""
-    shifts = torch.arange(8, dtype=torch.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=bytes_BX.device)
     return ((bytes_BX[..., None] >> shifts) & 1).flatten(1)
 
 
 def _fields(bytes_BX: torch.Tensor, bits: int) -> torch.Tensor:
     """Return fields of `bits` bits, the lowest of all bytes first: [B, 8 / bits, X]."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=bytes_BX.device)[:, None]
     return (bytes_BX[:, None, :] >> shifts) & (2**bits - 1)
 
 

@@ -58,6 +58,14 @@ class GgufEntry(TensorEntry):
             values = self.rows(begin, min(begin + step, self.shape[0]))
             yield begin * self.shape[1], values.flatten()
 
+    def stored_rows(self) -> torch.Tensor:
+        """Read the blocks of all rows, in the family's order: uint8 [rows, row bytes]."""
+        row_bytes = self.presented.stored.type.row_bytes(self.presented.shape[-1])
+        first = self.presented.first_row
+        data = self.read_bytes(first * row_bytes, (first + self._num_rows) * row_bytes)
+        rows = data.reshape(-1, row_bytes)
+        return _halves_first(rows, self.presented.heads) if self.presented.heads else rows
+
     @property
     def _num_rows(self) -> int:
         """Number of stored rows. A vector is one value in each of its rows, if rows are moved."""

@@ -156,7 +156,7 @@ def block_size(spec: QuantSpec, out_features: int, in_features: int) -> tuple[in
 def scales_shape(spec: QuantSpec, out_features: int, in_features: int) -> tuple[int, int]:
     """Return rows and columns of the scales of a weight [N, K]."""
     rows, columns = block_size(spec, out_features, in_features)
-    return -(-out_features // rows), -(-in_features // columns)
+    return -(-out_features // max(rows, 1)), -(-in_features // max(columns, 1))
 
 
 def _largest(block_NK: torch.Tensor, rows: int, columns: int, name: str) -> torch.Tensor:

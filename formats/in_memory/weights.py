@@ -7,15 +7,17 @@ import torch
 from formats.in_memory.dense import DenseWeight
 from formats.in_memory.fp4 import Fp4Weight, is_fp4
 from formats.in_memory.fp8 import Fp8Weight
+from formats.in_memory.k_weight import KWeight, is_k_quant
 from formats.in_memory.packed import PackedWeight
 from formats.scheme import QuantSpec, Scheme
 
-Weight = PackedWeight | Fp8Weight | Fp4Weight | DenseWeight
+Weight = PackedWeight | Fp8Weight | Fp4Weight | KWeight | DenseWeight
 
 
 def round_to_nearest(weight_NK: torch.Tensor, spec: QuantSpec, name: str = "weight") -> Weight:
     """Quantize a float weight without calibration. Raises CheckpointError on NaN or infinity."""
     form = Fp4Weight if is_fp4(spec) else Fp8Weight if spec.type == "float" else PackedWeight
+    form = KWeight if is_k_quant(spec) else form
     return form.from_float(weight_NK, spec, name)
 
 
@@ -45,6 +47,8 @@ def tensors_of(weight: Weight) -> dict[str, torch.Tensor]:
             tensors["global factor"] = weight.global_factor
     elif isinstance(weight, DenseWeight):
         tensors = {"weight": weight.weight_NK}
+    elif isinstance(weight, KWeight):
+        tensors = {"blocks": weight.bytes_NX}
     elif isinstance(weight, Fp8Weight):
         tensors = {"codes": weight.codes_NK.view(torch.uint8), "scales": weight.scales_RC}
     else:

@@ -12,7 +12,7 @@ from formats.architecture.rope_types import ROPE_DEFAULT, ROPE_TYPES, SERVED_ROP
 from formats.architecture.sizes import check_heads
 from formats.checkpoint import CONFIG
 from formats.errors import InputError
-from formats.families import FAMILIES, checked_family
+from formats.families import FAMILIES, checked_family, known_family
 from formats.inspection.findings import Findings
 
 NUMBERS = (
@@ -58,6 +58,8 @@ def check_config(config: Mapping[str, Any], findings: Findings) -> Choices:
         _check_type_of_another(config, findings)
     _check_dtype(config, family, findings)
     if family is None:
+        if known_family(config) is not None:
+            _check_stated_numbers(config, findings)
         return Choices()
     for name in REQUIRED:
         if name not in config:
@@ -86,6 +88,14 @@ def check_config(config: Mapping[str, Any], findings: Findings) -> Choices:
         usual_activation=family.activations[0],
         rope=_rope(config, findings),
     )
+
+
+def _check_stated_numbers(config: Mapping[str, Any], findings: Findings) -> None:
+    """Report sizes of 0 or less; a family without config rules may leave out any."""
+    for name in NUMBERS:
+        value = config.get(name, 1)
+        if type(value) is int and value < 1:
+            findings.error(f"{CONFIG} {name}", f"expected a whole number above 0, found {value}")
 
 
 def _check_heads(config: Mapping[str, Any], findings: Findings) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from formats.architecture.bare_model import bare_names, with_head
 from formats.architecture.expert_names import canonical_names, renamed_experts
+from formats.architecture.expert_stacks import coded_stacks
 from formats.architecture.next_token import EMBEDDING, DraftLayers, find_draft_layers
 from formats.architecture.stored_form import usual_config, usual_entries
 from formats.architecture.text_part import has_text_part, text_block, text_config
@@ -25,6 +26,7 @@ from formats.errors import CheckpointError, InputError
 from formats.files.side_files import find_side_files
 from formats.gguf.folder import gguf_name, model_folder
 from formats.gguf.llama_cpp import verdict_of_folder
+from formats.in_memory.fp8 import FP8_DTYPE
 from formats.in_memory.packed import SCALE_DTYPES as FLOAT_DTYPES
 from formats.inspection.awq import awq_linear, gemv_linear
 from formats.inspection.compressed import compressed_linear
@@ -157,6 +159,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
         shards.keep_text_part()
         config = text_config(config, shards.entries)
     config = usual_config(config)
+    stacks = coded_stacks(config, shards.entries)
     try:
         shards.entries = usual_entries(config, shards.entries)
     except CheckpointError as error:
@@ -173,7 +176,9 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
     quant, config_error = _read_quantization(folder, block, config, shards, findings)
     linears = [*_quantized_linears(shards, block, quant, findings), *_float_linears(shards)]
     linears.sort(key=lambda linear: natural_key(linear.name))
-    fused_mixed = check_fused(linears, quant, findings)
+    fused_mixed = ""
+    if quant is None or layout_of(quant).fused_alike:
+        fused_mixed = check_fused(linears, quant, findings)
     choices = check_config(config, findings) if config else Choices()
     unplaced = ""
     if not config_error:  # the tensors of an unsupported format are unknown
@@ -208,7 +213,8 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
         exceptions=bool(block.get("dynamic")),
         packing=str(block.get("packing_format", "")),
         algorithms=algorithms(block) if method in MODELOPT else (),
-        renamed=renamed_experts(renamed),
+        stacked=next((name for name, dtype in stacks.items() if dtype != FP8_DTYPE), ""),
+        renamed=None if stacks else renamed_experts(renamed),
     )
     try:
         quality = read_quality(folder)

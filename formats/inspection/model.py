@@ -9,16 +9,15 @@ from formats.architecture.expert_names import missing_experts
 from formats.architecture.family import DERIVED, Family, Shape
 from formats.architecture.sizes import size
 from formats.checkpoint import CONFIG, TensorEntry
-from formats.families import checked_family
+from formats.families import checked_family, known_family
 from formats.inspection.files import Shards
 from formats.inspection.findings import Findings
 from formats.inspection.kv import is_kv_scale
 from formats.inspection.linear_summary import LinearSummary
-from formats.layouts import LAYOUTS, READ_LAYOUTS, is_quantized
+from formats.layouts import ALL_LAYOUTS, is_quantized
 from formats.rules import LAYER_NUMBER
 
-_LAYOUTS = LAYOUTS | READ_LAYOUTS
-_FIELDS = sorted({f for row in _LAYOUTS.values() for f in row.fields}, key=len, reverse=True)
+_FIELDS = sorted({f for row in ALL_LAYOUTS.values() for f in row.fields}, key=len, reverse=True)
 _IN_LAYER = re.compile(r"model\.layers\.\d{1,9}\.")
 _QUANTIZED_FIELD = re.compile(rf"\.({'|'.join(_FIELDS)})$")
 
@@ -101,7 +100,7 @@ def check_places(
     family = checked_family(config)
     if family is None:
         return ""
-    fields = _FIELDS if layout is None else _LAYOUTS[layout].fields
+    fields = _FIELDS if layout is None else ALL_LAYOUTS[layout].fields
     places = {f"{linear.name}.{field}" for linear in family.linears for field in fields}
     places.update(family.layer_tensors(config))
     ends = [name.removesuffix("weight") for name in (family.head, family.embedding)]
@@ -139,7 +138,7 @@ def check_shapes(
 ) -> None:
     """Report tensors whose shape contradicts config.json, and integers where floats are
     expected."""
-    family = checked_family(config)
+    family = known_family(config)
     if family is None:
         return
     sizes, shapes, checked = family.sizes(config), _all_shapes(family, config), set()

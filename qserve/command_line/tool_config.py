@@ -6,7 +6,7 @@ Each is a field, a flag and its documentation, as in config.py. The module loads
 from dataclasses import dataclass
 
 from formats.errors import InputError
-from formats.names import AUTO_GROUPS, FORMATS, GGUF, KV_CACHES, RECIPES
+from formats.names import AUTO_GROUPS, FORMATS, GGUF, GGUF_TYPES, KV_CACHES, RECIPES
 from qserve.command_line.setting import REQUIRED, check_settings, setting
 from qserve.hub.settings import HubSettings
 
@@ -21,7 +21,7 @@ class QuantizeConfig(HubSettings):
     scheme: str = setting(
         "w4a16-sym",
         "data types of the linear layers, such as w4a16-sym, w8a8, fp8 (w8a8-fp8); or of a GGUF "
-        "file: q4_0, q4_1, q8_0",
+        "file: " + ", ".join(GGUF_TYPES),
     )
     format: str | None = setting(
         None,

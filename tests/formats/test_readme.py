@@ -166,6 +166,28 @@ def test_fp4_bytes_of_the_page():
     assert weight[0, :8].tolist() == [0.5, 1.0, 1.5, 3.0, 4.0, 6.0, 0.0, -6.0]
 
 
+def test_q4_k_bytes_of_the_page():
+    from formats.gguf.k_quants.grid import KGrid
+    from formats.gguf.schemes import BLOCK_SCHEMES
+    from formats.in_memory.k_weight import KWeight
+
+    assert "00 38 00 34 03 00 00 00 02" in README and "-0.5 1.0 22.0" in README
+    data = bytes.fromhex("003800340300000002").ljust(16, bytes(1)) + bytes([0, 1, 15]) + bytes(125)
+    first = torch.tensor([[1] + [0] * 7], dtype=torch.int16)
+    grid = KGrid(
+        spec=BLOCK_SCHEMES["q4_k"].weight,
+        d_NB=torch.tensor([[0.5]], dtype=torch.float16),
+        dmin_NB=torch.tensor([[0.25]], dtype=torch.float16),
+        scales_NG=first * 3,
+        minima_NG=first * 2,
+    )
+    codes_NK = torch.zeros(1, 256, dtype=torch.uint8)
+    codes_NK[0, :3] = torch.tensor([0, 1, 15])
+    weight = KWeight.from_codes(codes_NK, grid)
+    assert bytes(weight.bytes_NX[0].tolist()) == data
+    assert weight.dequantize()[0, :3].tolist() == [-0.5, 1.0, 22.0]
+
+
 def test_kv_cache_scheme_and_example_of_the_page():
     (line,) = re.findall(r'^    "kv_cache_scheme": (\{.*\})$', README, re.MULTILINE)
     assert json.loads(line) == write_kv_scheme("int8")

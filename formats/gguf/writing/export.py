@@ -14,20 +14,22 @@ from typing import Any
 import torch
 
 from formats.architecture.family import Family
-from formats.checkpoint import CheckpointReader
+from formats.checkpoint import CheckpointReader, TensorEntry
 from formats.errors import CheckpointError
 from formats.families import FAMILIES
 from formats.gguf.architectures import Architecture
 from formats.gguf.block_types import BY_NAME, BlockType
+from formats.gguf.entries import GgufEntry
 from formats.gguf.names import linear_names, other_names
 from formats.gguf.rope import FREQUENCIES
+from formats.gguf.schemes import BLOCK, BLOCK_SCHEMES, fitting, name_of
 from formats.gguf.writing.container_writer import (
     NewTensor,
     Value,
     check_file_is_free,
     write_gguf,
 )
-from formats.gguf.writing.encode import encode_floats, encode_weight, type_of
+from formats.gguf.writing.encode import INTEGER_TYPES, encode_floats, encode_weight, type_of
 from formats.gguf.writing.metadata import (
     architecture_of,
     check_states,
@@ -37,14 +39,17 @@ from formats.gguf.writing.metadata import (
 from formats.gguf.writing.tokenizer import tokenizer_metadata
 from formats.in_memory.weights import Weight
 from formats.layouts import decode_linear, layout_of, quantized_modules, tensor_names
-from formats.names import GGUF_SCHEMES
+from formats.names import GGUF_TYPES
 from formats.quant_config import QuantConfig, find_block
 from formats.scheme import Scheme
 from formats.table import size_text
 
 FLOAT_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 # general.file_type by the most frequent type of the linears
-FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32, "MXFP4": 38}
+FILE_TYPES = {
+    **{"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9},
+    **{"Q4_K": 15, "Q5_K": 17, "Q6_K": 18, "BF16": 32, "MXFP4": 38},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,18 +70,21 @@ def export_gguf(
     target: str | Path,
     *,
     embedding_type: str | None = None,
+    head_type: str | None = None,
     exact: bool = True,
 ) -> Exported:
     """Write a checkpoint as one GGUF file. Raises CheckpointError for what GGUF cannot hold.
 
-    `embedding_type`: a type such as Q8_0 for the embedding and a float head; None: as stored.
-    `exact` False rounds the minima of asymmetric weights to float16.
+    `embedding_type`, `head_type`: types such as q8_0 for the embedding and a float head; None: as
+    stored. Blocks of a GGUF file that is the source stay as they are. `exact` False rounds the
+    minima of asymmetric weights to float16.
     """
     target = check_file_is_free(target)
     reader = CheckpointReader(source, rounded=True)
-    family, row = _family_of(reader.config)
+    family, row = family_of(reader.config)
     metadata, divisors = metadata_of(reader.config, family, row, target.stem)
-    export = _Export(reader, family, row, embedding_type, exact)
+    outer = {"token_embd.weight": embedding_type, "output.weight": head_type}
+    export = _Export(reader, family, row, outer, exact)
     tensors = export.tensors()
     if divisors is not None:
         data = struct.pack(f"<{len(divisors)}f", *divisors)
@@ -102,18 +110,19 @@ def export_gguf(
 def check_exports(source: str | Path, scheme: Scheme) -> None:
     """Raise CheckpointError if GGUF has no blocks of a scheme, or does not hold a model."""
     spec = scheme.weight
-    has_blocks = (spec.type, spec.bits) in (("int", 4), ("int", 8), ("mxfp4", 4))
-    if scheme.activation is not None or not has_blocks or (spec.bits == 8 and not spec.symmetric):
+    has_blocks = spec.type == "mxfp4" or scheme in BLOCK_SCHEMES.values()
+    has_blocks |= spec.type == "int" and (spec.bits, spec.symmetric) in INTEGER_TYPES
+    if scheme.activation is not None or not has_blocks:
         raise CheckpointError(
             f"scheme {scheme}",
             "has no lossless form in GGUF",
-            f"use {', '.join(GGUF_SCHEMES)}",
+            f"use {', '.join(GGUF_TYPES)}",
         )
     config = CheckpointReader(source, as_floats=True).config
-    metadata_of(config, *_family_of(config), "")
+    metadata_of(config, *family_of(config), "")
 
 
-def _family_of(config: Mapping[str, Any]) -> tuple[Family, Architecture]:
+def family_of(config: Mapping[str, Any]) -> tuple[Family, Architecture]:
     names = config.get("architectures") or [""]
     family = FAMILIES.get(names[0])
     if family is None:
@@ -129,11 +138,11 @@ class _Export:
         reader: CheckpointReader,
         family: Family,
         row: Architecture,
-        embedding_type: str | None,
+        outer_types: Mapping[str, str | None],
         exact: bool,
     ) -> None:
         self._reader, self._family, self._row = reader, family, row
-        self._embedding_type, self._exact = embedding_type, exact
+        self._outer_types, self._exact = outer_types, exact
         block = find_block(reader.folder, reader.config)
         self._quant = QuantConfig.from_dict(block) if block else None
         self._coded = set(quantized_modules(reader.entries))
@@ -142,13 +151,13 @@ class _Export:
     def tensors(self) -> list[NewTensor]:
         """Return all tensors, in the order of the model. Raises CheckpointError."""
         family, found = self._family, []
-        found += self._tensor("token_embd", [family.embedding.removesuffix(".weight")], outer=True)
+        found += self._tensor("token_embd", [family.embedding.removesuffix(".weight")])
         config = self._reader.config
         for number in range(config["num_hidden_layers"]):
             found += self._layer(number)
         found += self._tensor("output_norm", [family.last_norm.removesuffix(".weight")])
         if not family.is_tied(config):
-            found += self._tensor("output", [family.head.removesuffix(".weight")], outer=True)
+            found += self._tensor("output", [family.head.removesuffix(".weight")])
         self._left.discard(family.head)
         left = sorted(self._left)
         if left:
@@ -176,7 +185,6 @@ class _Export:
         modules: list[str],
         *,
         optional: bool = False,
-        outer: bool = False,
         stacked: bool = False,
     ) -> list[NewTensor]:
         """Return the weight and the bias of a module, or of a stack of them, that exist."""
@@ -185,14 +193,14 @@ class _Export:
             found.append(self._codes(name, modules, stacked))
         elif f"{modules[0]}.weight" in self._reader:
             names = [f"{module}.weight" for module in modules]
-            found.append(self._floats(f"{name}.weight", names, outer, stacked))
+            found.append(self._floats(f"{name}.weight", names, stacked))
         elif modules[0] in self._reader:  # a tensor without a leaf, such as sinks
-            found.append(self._floats(name, modules, outer, stacked))
+            found.append(self._floats(name, modules, stacked))
         elif not optional:
             raise CheckpointError(f"{modules[0]}.weight", "is missing", "take a whole checkpoint")
         if f"{modules[0]}.bias" in self._reader:
             names = [f"{module}.bias" for module in modules]
-            found.append(self._floats(f"{name}.bias", names, False, stacked))
+            found.append(self._floats(f"{name}.bias", names, stacked))
         return found
 
     def _codes(self, name: str, modules: list[str], stacked: bool) -> NewTensor:
@@ -219,17 +227,20 @@ class _Export:
         tensors = {field: self._reader.get(full) for field, full in fields.items()}
         return decode_linear(module, tensors, self._quant)
 
-    def _floats(self, name: str, names: list[str], outer: bool, stacked: bool) -> NewTensor:
+    def _floats(self, name: str, names: list[str], stacked: bool) -> NewTensor:
         entry = self._reader.entries[names[0]]
         for each in names:
             if each not in self._reader:
                 raise CheckpointError(each, "is missing", "take a whole checkpoint")
             self._left.discard(each)
-        kind = self._float_type(name, entry.dtype, entry.shape, outer)
+        kind = self._float_type(name, entry)
         is_norm = name.endswith("norm.weight")
         offset = self._family.norm_offset if is_norm else 0.0
 
         def make() -> bytes:
+            if _holds_blocks(entry):
+                rows = [self._reader.entries[each].stored_rows() for each in names]
+                return _to_bytes(self._in_pairs(name.rpartition(".")[0], torch.cat(rows)))
             parts = [self._reader.get(each) for each in names]
             parts = [part.float() + offset if offset else part for part in parts]
             rows = [encode_floats(part, kind) for part in parts]
@@ -240,15 +251,16 @@ class _Export:
         shape = (len(names), *entry.shape) if stacked else tuple(entry.shape)
         return NewTensor(name=name, type=kind, shape=shape, make=make)
 
-    def _float_type(
-        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], outer: bool
-    ) -> BlockType:
+    def _float_type(self, name: str, entry: TensorEntry) -> BlockType:
         """Return the type of a float tensor: vectors and routers are F32 in every file."""
-        if len(shape) == 1 or "ffn_gate_inp" in name:
+        wanted, in_features = self._outer_types.get(name), entry.shape[-1]
+        if _holds_blocks(entry):
+            return entry.presented.stored.type
+        if len(entry.shape) == 1 or "ffn_gate_inp" in name:
             return BY_NAME["F32"]
-        if outer and self._embedding_type is not None and shape[-1] % 32 == 0:
-            return BY_NAME[self._embedding_type]
-        return BY_NAME[FLOAT_TYPES.get(dtype, "F32")]
+        if wanted is not None and in_features % BLOCK == 0:
+            return BY_NAME[name_of(fitting(BLOCK_SCHEMES[wanted], in_features)).upper()]
+        return BY_NAME[FLOAT_TYPES.get(entry.dtype, "F32")]
 
     def _in_pairs(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows of q or k in the order of rotated pairs, where the row says so."""
@@ -258,6 +270,11 @@ class _Export:
         if heads is None or not self._row.permuted:
             return rows
         return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def _holds_blocks(entry: TensorEntry) -> bool:
+    """Return True for blocks of a GGUF file that are presented as floats."""
+    return isinstance(entry, GgufEntry) and not entry.presented.stored.type.float_dtype
 
 
 def _to_bytes(rows: torch.Tensor) -> bytes:

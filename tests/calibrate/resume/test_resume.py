@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from calibrate.pipeline import quantize_checkpoint
 from calibrate.recipe import RECIPES, Recipe, identity_of
@@ -373,3 +374,30 @@ def test_a_changed_setting_of_ones_own_recipe_is_told_apart_in_every_process():
     command = [sys.executable, "-c", IDENTITIES, __file__]
     other = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True)
     assert json.loads(other.stdout) == found, "an unfinished run must find itself again"
+
+
+def test_blocks_of_a_gguf_file_resume(docs_5m, tmp_path, monkeypatch):
+    """Finished layers of K-quants are read back, and the file has the bytes of one run."""
+    from calibrate import pipeline
+    from calibrate.gguf_file import quantize_to_gguf
+
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    solve, solved = pipeline.quantize_layer, []
+
+    def interrupted(*arguments, context, **settings):
+        solved.append(context.layer)
+        if len(solved) == 3:
+            raise DiskError("disk", "is full")
+        return solve(*arguments, context=context, **settings)
+
+    monkeypatch.setattr(pipeline, "quantize_layer", interrupted)
+    whole, target = tmp_path / "whole.gguf", tmp_path / "out.gguf"
+    options = {"scheme": "q4_k_m", "recipe": "rtn", "progress": False, "quality_windows": 0}
+    with pytest.raises(DiskError):
+        quantize_to_gguf(docs_5m, target, **options)
+    quantize_to_gguf(docs_5m, target, **options)
+    assert solved == [0, 1, 2, 2, 3]
+    quantize_to_gguf(docs_5m, whole, **options)
+    tensors = [CheckpointReader(file, as_floats=True) for file in (target, whole)]
+    for name in tensors[1].entries:
+        assert torch.equal(*(reader.get(name) for reader in tensors)), name

@@ -1,13 +1,19 @@
 """GPTQ against a slow float64 transcription of the paper, and what it does with awkward inputs."""
 
+import functools
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from calibrate.calibration.statistics import InputStatistics
 from calibrate.solvers import gptq, rtn
 from calibrate.solvers.solving import SolverError
+from calibrate.texts.data import read_calibration
+from formats.gguf.k_quants.search import choose_grid
+from formats.gguf.schemes import BLOCK_SCHEMES
 from formats.numerics import affine
-from formats.scheme import QuantSpec
+from formats.scheme import K_TYPES, QuantSpec
 
 SPECS = [
     QuantSpec(bits=4, symmetric=True, group_size=32),
@@ -34,7 +40,7 @@ def measured(inputs: torch.Tensor) -> InputStatistics:
     return stats
 
 
-def paper(weight, inputs, scales, zeros, spec, damping=0.01):
+def paper(weight, inputs, scales, zeros, spec, damping=0.01, length=None):
     """Algorithm 1 of the paper (as optimal brain quantization of one column at a time), float64.
 
     The inverse Hessian of the columns still open is computed anew for every column.
@@ -50,9 +56,9 @@ def paper(weight, inputs, scales, zeros, spec, damping=0.01):
     while order:
         column = order[0]
         inverse = torch.linalg.inv(hessian[order][:, order])
-        group = column // spec.group_length(width)
+        group = column // (length or spec.group_length(width))
         scale, zero = scales[:, group].double(), zeros[:, group].double()
-        code = ((weight[:, column] / scale).round() + zero).clamp(0, spec.max_code)
+        code = (weight[:, column] / scale + zero).round().clamp(0, spec.max_code)
         codes[:, column] = code
         error = (weight[:, column] - (code - zero) * scale) / inverse[0, 0]
         weight[:, order] -= error[:, None] * inverse[0]
@@ -72,6 +78,49 @@ def test_codes_are_the_papers(spec, width):
     differing = (packed.codes() != expected).float().mean()
     # float32 may tip a weight that lies between two codes, and then those after it in its row
     assert differing <= (0.002 if spec.bits < 8 else 0.02), f"{differing:.4%} of the codes differ"
+
+
+@pytest.mark.parametrize("name", K_TYPES)
+def test_weights_of_k_quants_are_the_papers_on_their_grid(name):
+    """Scales and minima in 6 or 8 bits are chosen first, from the Hessian; codes follow."""
+    spec, (weight, inputs) = BLOCK_SCHEMES[name].weight, make(256, tokens=8000, out_features=16)
+    inputs[:, 5] = 0
+    stats = measured(inputs)
+    found = gptq.solve(weight, stats, spec, "q").dequantize()
+    shared = stats.cache["gptq static 256"]
+    grid = choose_grid(weight, spec, importance_K=shared.importance_K)
+    steps, lows = grid.steps().double(), grid.lows().double()
+    codes = paper(weight, inputs, steps, lows / steps, spec, shared.damping, grid.length)
+    groups = codes.double().unflatten(1, (-1, grid.length))
+    want = (groups * steps[..., None] - lows[..., None]).flatten(1)
+    off = ((found - want).unflatten(1, (-1, grid.length)) / steps[..., None]).abs()
+    assert (off > 0.5).float().mean() <= 0.02
+
+
+@pytest.mark.parametrize("name", K_TYPES)
+@pytest.mark.parametrize("solve", [gptq.solve, gptq.solve_corrected, rtn.solve_weighted])
+def test_k_quants_held_out_outputs_are_nearer_than_rounded(docs_5m, name, solve):
+    """A trained model's own inputs: the solver sees half of the tokens."""
+    spec = BLOCK_SCHEMES[name].weight
+    weight, seen, held_out = trained(docs_5m)
+    found = solve(weight, measured(seen), spec, "o").dequantize()
+    rounded = rtn.solve(weight, None, spec, "o").dequantize()
+    errors = [float(((each - weight) @ held_out.t()).norm()) for each in (found, rounded)]
+    assert errors[0] < (1.0 if solve is rtn.solve_weighted else 0.9) * errors[1]
+
+
+@functools.cache
+def trained(folder):
+    """An o_proj of the bundled model, and its inputs for two halves of the package's texts."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer, inputs = AutoTokenizer.from_pretrained(folder), []
+    linear = model.model.layers[1].self_attn.o_proj
+    linear.register_forward_hook(lambda module, given, output: inputs.append(given[0][0]))
+    data = read_calibration(None, tokenizer, samples=16, sequence_length=256)
+    with torch.no_grad():
+        for ids in data.ids_WS:
+            model(ids[None])
+    return linear.weight.detach(), torch.cat(inputs[::2]), torch.cat(inputs[1::2])
 
 
 @pytest.mark.parametrize("spec", SPECS[:4], ids=str)

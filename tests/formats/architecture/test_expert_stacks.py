@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from calibrate.pipeline import quantize_checkpoint
 from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError
 from formats.inspection.inspect import inspect_checkpoint
 from formats.quant_config import BLOCK
+from formats.scheme import Scheme
 from tests.formats.inspection.findings import of_weights
 from tests.qserve.model.test_expert_names import stacked
 from tests.qserve.model.variants import edited, logits
@@ -14,6 +16,7 @@ from tests.qserve.model.variants import edited, logits
 FP8 = torch.float8_e4m3fn
 SIZE = 8  # of a block
 EXPERT = ".mlp.experts."
+LEAVES = ("gate_proj", "up_proj", "down_proj")
 
 
 def coded(state):
@@ -99,3 +102,146 @@ def test_stacks_of_other_codes_name_what_was_found(tiny_model, tmp_path):
     folder = edited(tiny_model("qwen3_moe"), tmp_path / "stacked", change, block(SIZE))
     with pytest.raises(CheckpointError, match=r"torch.uint8 \[.*_proj_weight_scale"):
         CheckpointReader(folder)
+
+
+def quantized(source, folder, scheme):
+    """The tiny mixture rounded in compressed-tensors, a linear per expert."""
+    quantize_checkpoint(
+        source,
+        folder,
+        scheme=Scheme.parse(scheme),
+        output_format="compressed-tensors",
+        quality_windows=0,
+        progress=False,
+    )
+    return folder
+
+
+def stack_fields(ends):
+    """Stack every field of experts' linears; `ends`: what follows the stack's name, by field."""
+
+    def change(state):
+        for stem in {name.split(EXPERT)[0] for name in state if EXPERT in name}:
+            for stack, leaves in (("gate_up_proj", LEAVES[:2]), ("down_proj", LEAVES[2:])):
+                for field, end in ends.items():
+                    found = popped(state, f"{stem}{EXPERT}", leaves, field)
+                    if found is not None:
+                        state[f"{stem}{EXPERT}{stack}{end}"] = found
+
+    return change
+
+
+def popped(state, stem, leaves, field):
+    """One field of all experts, removed from `state`: [E, ...]; None: there is none."""
+    experts, dtype = [], None
+    while f"{stem}{len(experts)}.{leaves[0]}.{field}" in state:
+        parts = [state.pop(f"{stem}{len(experts)}.{leaf}.{field}") for leaf in leaves]
+        dtype = parts[0].dtype
+        experts.append(torch.cat([part.view(torch.uint8) for part in parts]))
+    return torch.stack(experts).view(dtype) if experts else None
+
+
+COMPRESSED = ("weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale")
+COMPRESSED_ENDS = {
+    "module": {field: f".{field}" for field in (*COMPRESSED, "weight_shape")},
+    "parameter": {field: field.removeprefix("weight") for field in (*COMPRESSED, "weight_shape")},
+}
+
+
+@pytest.mark.parametrize("ends", COMPRESSED_ENDS)
+@pytest.mark.parametrize("scheme", ["w4a16-sym-g32", "w4a16-asym-g32", "w4a16-nvfp4"])
+def test_stacks_of_compressed_tensors_are_the_linears_of_the_experts(
+    tiny_model, tmp_path, scheme, ends
+):
+    """Names as llm-compressor repacks experts, and as compressed-tensors names a parameter's."""
+    want = quantized(tiny_model("qwen3_moe"), tmp_path / "apart", scheme)
+    found = edited(want, tmp_path / "stacked", stack_fields(COMPRESSED_ENDS[ends]))
+    same_linears(found, want)
+
+
+def as_modelopt(state):
+    """NVFP4 as NVIDIA's tool names it: a factor instead of a divisor."""
+    for name in [name for name in state if name.endswith(".weight_packed")]:
+        state[name.removesuffix("_packed")] = state.pop(name)
+    for name in [name for name in state if name.endswith(".weight_global_scale")]:
+        factor = name.replace("weight_global_scale", "weight_scale_2")
+        state[factor] = (1 / state.pop(name)).reshape(())
+
+
+def modelopt_block(config):
+    config[BLOCK] = {
+        **{"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        "config_groups": {
+            "group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}
+        },
+        "ignore": ["lm_head", "model.layers.*.mlp.gate"],
+    }
+
+
+@pytest.mark.parametrize("numbers", ["experts", "one"])
+def test_stacks_of_nvfp4_by_modelopt_are_the_linears_of_the_experts(tiny_model, tmp_path, numbers):
+    """With a factor for each expert, and with one for all."""
+
+    def alike(state):
+        as_modelopt(state)
+        for name in [name for name in state if EXPERT in name and name.endswith("weight_scale_2")]:
+            expert = name.split(EXPERT)[1].split(".")[0]
+            state[name] = torch.tensor(0.001 * (1 + int(expert) * (numbers == "experts")))
+
+    def stack(state):
+        alike(state)
+        factors = {n: state.pop(n) for n in list(state) if EXPERT in n and "weight_scale_2" in n}
+        stack_fields({"weight": "", "weight_scale": "_weight_scale"})(state)
+        for stem in {name.split(EXPERT)[0] for name in factors}:
+            own = [factors[f"{stem}{EXPERT}{e}.down_proj.weight_scale_2"] for e in range(6)]
+            for name in ("gate_up_proj", "down_proj"):
+                found = torch.stack(own) if numbers == "experts" else own[0].clone()
+                state[f"{stem}{EXPERT}{name}_weight_scale_2"] = found
+
+    source = quantized(tiny_model("qwen3_moe"), tmp_path / "source", "w4a16-nvfp4")
+    want = edited(source, tmp_path / "apart", alike, modelopt_block)
+    same_linears(edited(source, tmp_path / "stacked", stack, modelopt_block), want)
+
+
+def same_linears(found, want):
+    """Each linear decodes to the same weight, and the models compute the same."""
+    apart, entries = CheckpointReader(want).entries, CheckpointReader(found).entries
+    assert {name for name in apart if not name.endswith("weight_shape")} <= entries.keys()
+    for name, entry in entries.items():
+        assert torch.equal(
+            entry.read().reshape(-1).view(torch.uint8),
+            apart[name].read().reshape(-1).view(torch.uint8),
+        ), name
+    inspection = inspect_checkpoint(found)
+    assert not of_weights(inspection)
+    ours, *others = (verdict.answer for verdict in inspection.loads_in)
+    assert ours in ("yes", "slow") and not {"yes", "slow"}.intersection(others)
+    assert torch.equal(logits(found), logits(want))
+
+
+def test_stack_with_inputs_before_outputs_is_one_error(tiny_model, tmp_path):
+    """As Model Optimizer writes experts of Llama 4 and gpt-oss."""
+
+    def change(state):
+        as_modelopt(state)
+        stack_fields({"weight": "", "weight_scale": "_weight_scale"})(state)
+        for name in [name for name in state if name.endswith(("_proj", "_proj_weight_scale"))]:
+            state[name] = state[name].view(torch.uint8).transpose(1, 2).contiguous()
+
+    source = quantized(tiny_model("qwen3_moe"), tmp_path / "source", "w4a16-nvfp4")
+    folder = edited(source, tmp_path / "stacked", change, modelopt_block)
+    with pytest.raises(CheckpointError, match=r"expected a linear per expert, or codes .*uint8"):
+        CheckpointReader(folder)
+
+
+def test_config_may_name_the_stack(tiny_model, tmp_path):
+    """Patterns for `experts.gate_up_proj` mean the linears of its experts."""
+    want = quantized(tiny_model("qwen3_moe"), tmp_path / "apart", "w4a16-sym-g32")
+
+    def targets(config):
+        (group,) = config[BLOCK]["config_groups"].values()
+        stacks = [rf"re:.*\.experts\.{stack}$" for stack in ("gate_up_proj", "down_proj")]
+        group["targets"] = ["re:.*self_attn.*", *stacks]
+
+    ends = COMPRESSED_ENDS["module"]
+    same_linears(edited(want, tmp_path / "stacked", stack_fields(ends), targets), want)

@@ -251,6 +251,17 @@ def experts(tensors, config):
     config.update(num_local_experts=1, num_experts_per_tok=1)
 
 
+def stacked_experts(tensors, config):
+    """One expert in a layer, its gate above up in one tensor."""
+    experts(tensors, config)
+    for layer in range(2):
+        stem = f"model.layers.{layer}.block_sparse_moe.experts"
+        for stack, leaves in (("gate_up_proj", ("w1", "w3")), ("down_proj", ("w2",))):
+            for field in ("weight_packed", "weight_scale", "weight_shape"):
+                parts = [tensors.pop(f"{stem}.0.{leaf}.{field}") for leaf in leaves]
+                tensors[f"{stem}.{stack}.{field}"] = torch.cat(parts)[None]
+
+
 def made_by(name):
     """A folder that another tool wrote."""
     return (MADE_BY / name,)
@@ -344,6 +355,7 @@ CASES = {
     "mxfp8-sglang": (CT, "w8a16-fp8", mxfp8),
     "own-narrow-inputs": (CT, "w4a16-sym-g32", four_bit_inputs),
     "w4a4-servers": (CT, "w4a16-sym-g32", four_bit_inputs),
+    "stacked-experts": (CT, "w4a16-sym-g32", stacked_experts),
     "renamed-experts": (CT, "w4a16-sym-g32", renamed_experts),
     "ct-w4a8-sglang": (CT, "w4a16-sym-g32", activations("int")),
     "ct-experts-w8a8": (CT, "w8a8", experts),

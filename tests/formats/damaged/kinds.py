@@ -17,8 +17,8 @@ MODULE = "model.layers.0.self_attn.q_proj"
 # names of the largest tensor of a linear, and of its scales, in all formats
 CODES = ("qweight", "weight_packed", "weight", "W_q", "_weight_qdata")
 SCALES = (
-    *("scales", "weight_scale", "weight.absmax", "SCB", "scale", "_weight_scale"),
-    "_weight_scale_and_zero",
+    *("scales", "weight_scale", "weight_scale_inv", "weight.absmax", "SCB", "scale"),
+    *("_weight_scale", "_weight_scale_and_zero"),
 )
 
 BITS = ("bits", "num_bits", "nbits")
@@ -34,6 +34,7 @@ class Folder:
     metadata: dict[str, str]
     others: dict[str, bytes] = field(default_factory=dict)
     edits: list[Callable[[bytes], bytes]] = field(default_factory=list)  # of the written weights
+    module: str = MODULE  # the damaged linear, or stack of linears
 
     @classmethod
     def read(cls, path: Path) -> "Folder":
@@ -61,7 +62,8 @@ class Folder:
 
     def named(self, fields: tuple[str, ...]) -> str:
         """Full name of the damaged linear's first tensor with one of the names."""
-        return next(f"{MODULE}.{name}" for name in fields if f"{MODULE}.{name}" in self.tensors)
+        full = [f"{self.module}.{name}" for name in fields]
+        return next(name for name in full if name in self.tensors)
 
     @property
     def codes(self) -> str:

@@ -1,7 +1,7 @@
 """Every kind of damage to every kind of quantized folder is one error, when inspected and loaded.
 
-Each golden folder of tests/formats/made_by is damaged in each way of kinds.py. A few pairs run by
-default; the whole product is exhaustive.
+Each golden folder of tests/formats/made_by, and each kind of made_here.py that has none, is damaged
+in each way of kinds.py. A few pairs run by default; the whole product is exhaustive.
 """
 
 from pathlib import Path
@@ -16,9 +16,11 @@ from qserve.model.loader import load
 from qserve.model.model_config import ModelConfig
 from qserve.model.weight_source import WeightSource
 from tests.formats.damaged.kinds import DAMAGES, Folder, NotApplicable
+from tests.formats.damaged.made_here import MADE_HERE
 
 MADE_BY = Path(__file__).parents[1] / "made_by"
-NAMES = sorted(path.parent.name for path in MADE_BY.glob("*/made.json"))
+GOLDEN = sorted(path.parent.name for path in MADE_BY.glob("*/made.json"))
+NAMES = [*GOLDEN, *MADE_HERE]
 USUAL = "gptqmodel-w4"  # gets every damage by default
 # Damage that every folder gets by default
 COMMON = ("codes missing", "codes empty", "unknown bits")
@@ -32,6 +34,10 @@ PAIRS = [
     for name in NAMES
     for damage in DAMAGES
 ]
+
+
+def folder_of(name):
+    return MADE_HERE[name]() if name in MADE_HERE else Folder.read(MADE_BY / name)
 
 
 def load_weights(folder):
@@ -49,14 +55,14 @@ def load_weights(folder):
 @pytest.mark.parametrize("name", NAMES)
 def test_undamaged_copy_loads(name, tmp_path):
     """Writing a folder again is no damage, so that the other tests see only what they did."""
-    folder = Folder.read(MADE_BY / name).write(tmp_path / "copy")
+    folder = folder_of(name).write(tmp_path / "copy")
     assert inspect_checkpoint(folder).ok
     load_weights(folder)
 
 
 @pytest.mark.parametrize(("name", "damage"), PAIRS)
 def test_damage_is_one_line_of_inspect_and_of_loading(name, damage, tmp_path):
-    damaged = Folder.read(MADE_BY / name)
+    damaged = folder_of(name)
     try:
         DAMAGES[damage](damaged)
     except NotApplicable:

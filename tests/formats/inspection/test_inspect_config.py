@@ -1,5 +1,6 @@
 """The doctor on config.json: it refuses what transformers refuses, and knows what servers lack."""
 
+import json
 import math
 
 import pytest
@@ -14,6 +15,8 @@ from formats.inspection.config import (
 )
 from formats.inspection.findings import Findings
 from formats.inspection.inspect import inspect_checkpoint
+from tests.conftest import TINY_FAMILIES
+from tests.qserve.model.variants import edited
 
 CHECKED = [family for family in FAMILIES.values() if family.rules is not None]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -214,3 +217,25 @@ def test_transformers_knows_the_family_by_its_model_type(family):
 def test_dtypes_are_of_torch():
     torch = pytest.importorskip("torch")
     assert all(getattr(torch, name).is_floating_point for name in DTYPES)
+
+
+USUAL = ("qwen3_moe", "deepseek_v2")  # families of these two kinds of shapes by default
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[] if family in USUAL else [pytest.mark.exhaustive])
+        for family in TINY_FAMILIES
+    ],
+)
+def test_shapes_are_config_jsons_in_every_family(tiny_model, tmp_path, family):
+    """Families whose other config rules are not known are checked by their shapes, too."""
+    source = tiny_model(family)
+    assert not [each for each in inspect_checkpoint(source).problems if each.severity == "error"]
+    config = json.loads((source / "config.json").read_text())
+    key = "n_embd" if "n_embd" in config else "hidden_size"
+    for name, value in (("other", 2 * config[key]), ("negative", -config[key])):
+        folder = edited(source, tmp_path / name, None, lambda c, v=value: c.__setitem__(key, v))
+        found = inspect_checkpoint(folder)
+        assert not found.ok and found.loads_in[0].answer == "no", name

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from calibrate.solvers import gptq, triton_block
+from formats.gguf.schemes import BLOCK_SCHEMES
 from formats.scheme import QuantSpec
 
 
@@ -38,6 +39,26 @@ def test_codes_and_errors_are_those_of_the_loop(
     # what lies between two codes may take either, and then the columns after it in its row differ
     same = (codes.cpu() == want_codes).all(0)
     assert same.float().mean() >= 0.9
+    check_errors(errors, want_errors, same)
+
+
+@pytest.mark.parametrize("name", ["q4_k", "q6_k"])
+def test_codes_on_grids_of_k_quants_are_those_of_the_loop(device, name):
+    """Zeros are minima there, and a group may have no step."""
+    spec = BLOCK_SCHEMES[name].weight
+    block, scale, zero, upper = problem(37, 33, spec, per_column=True)
+    zero = torch.rand_like(scale) if name == "q4_k" else 32 * scale
+    scale = scale.clone()
+    scale[:, 5] = 0
+    want_codes, want_errors = gptq.round_block(block.clone(), scale, zero, upper, spec)
+    given = [x.to(device) for x in (block, scale, zero, upper)]
+    codes, errors = triton_block.round_block(*given, spec)
+    same = (codes.cpu() == want_codes).all(0)
+    assert same.float().mean() >= 0.9 and same[5] and not want_codes[:, 5].any()
+    check_errors(errors, want_errors, same)
+
+
+def check_errors(errors, want_errors, same):
     # an error far beyond the codes is added to all columns behind it, in another order
     off = (errors.cpu() - want_errors).abs()[:, same]
     assert (off <= 1e-4 * (1 + want_errors.abs().amax(0)[same])).all()

@@ -1,0 +1,1 @@
+"""K-quants: grids of quantized scales, their search, and blocks."""

@@ -1,0 +1,138 @@
+"""Grids of GGUF's K-quants: the quantized scales and minima of blocks, and blocks from codes.
+
+    W[n, k] = d[n, b] · scale[n, g] · code[n, k] − dmin[n, b] · minimum[n, g]
+
+d and dmin are float16 numbers of a block of 256 inputs. Scales and minima of a group are integers:
+6 bits without a sign in Q4_K and Q5_K (groups of 32); 8 bits with a sign in Q6_K (groups of 16),
+whose minimum is 32 · scale. Legend: N outputs, K inputs, B blocks of a row, G groups of a row.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+
+from formats.scheme import K_BLOCK, K_TYPES, QuantSpec
+
+Q6_ZERO = 32  # code of Q6_K's weight 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KGrid:
+    """Values that every weight of a K-quant may take; codes choose among them."""
+
+    spec: QuantSpec
+    d_NB: torch.Tensor  # float16
+    dmin_NB: torch.Tensor  # float16; zeros in Q6_K
+    scales_NG: torch.Tensor  # int16
+    minima_NG: torch.Tensor  # int16; zeros in Q6_K
+
+    @property
+    def length(self) -> int:
+        """Inputs of a group."""
+        return K_TYPES[self.spec.type][2]
+
+    @property
+    def has_minima(self) -> bool:
+        """False for Q6_K, whose groups have a scale alone."""
+        return not self.spec.symmetric
+
+    def steps(self) -> torch.Tensor:
+        """Return the distance between neighbouring values, float32 [N, G]; may be 0 or negative."""
+        return _of_groups(self.d_NB, self.scales_NG) * self.scales_NG
+
+    def lows(self) -> torch.Tensor:
+        """Return the negated value of code 0, float32 [N, G]."""
+        if not self.has_minima:
+            return self.steps() * Q6_ZERO
+        return _of_groups(self.dmin_NB, self.minima_NG) * self.minima_NG
+
+    def nearest(self, weight_NK: torch.Tensor) -> torch.Tensor:
+        """Return the code of the nearest value, uint8 [N, K]."""
+        groups_NGL = weight_NK.float().unflatten(1, (self.scales_NG.shape[1], -1))
+        steps_NG1, lows_NG1 = self.steps()[..., None], self.lows()[..., None]
+        return nearest_codes(groups_NGL, steps_NG1, lows_NG1, self.spec.max_code).flatten(1)
+
+    def rows(self, start: int, stop: int) -> "KGrid":
+        """Return the grid of some outputs."""
+        return self._map(lambda tensor: tensor[start:stop])
+
+    @staticmethod
+    def merge(parts: "list[KGrid]") -> "KGrid":
+        """Return the grid of all outputs of several."""
+        tensors = {
+            field.name: torch.cat([getattr(part, field.name) for part in parts])
+            for field in fields(KGrid)
+            if field.name != "spec"
+        }
+        return KGrid(spec=parts[0].spec, **tensors)
+
+    def blocks(self, codes_NK: torch.Tensor) -> torch.Tensor:
+        """Return the rows of a GGUF file, uint8 [N, row bytes], for codes [N, K]."""
+        codes_XL = codes_NK.reshape(-1, K_BLOCK).to(torch.uint8)
+        d_X2 = self.d_NB.reshape(-1, 1).view(torch.uint8)
+        scales = self.scales_NG.reshape(len(codes_XL), -1)
+        if not self.has_minima:
+            parts = [*_q6_codes(codes_XL), scales.to(torch.int8).view(torch.uint8), d_X2]
+        else:
+            minima = self.minima_NG.reshape(len(codes_XL), -1)
+            dmin_X2 = self.dmin_NB.reshape(-1, 1).view(torch.uint8)
+            parts = [d_X2, dmin_X2, _packed_scales(scales.to(torch.uint8), minima.to(torch.uint8))]
+            if self.spec.bits == 5:
+                parts.append(_fifth_bits(codes_XL))
+            parts.append(_nibbles(codes_XL & 15))
+        return torch.cat(parts, 1).reshape(len(codes_NK), -1)
+
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "KGrid":
+        tensors = {
+            field.name: change(getattr(self, field.name))
+            for field in fields(self)
+            if field.name != "spec"
+        }
+        return KGrid(spec=self.spec, **tensors)
+
+
+def nearest_codes(
+    weights: torch.Tensor, steps: torch.Tensor, lows: torch.Tensor, last: int
+) -> torch.Tensor:
+    """Return the codes 0 to `last` of the values step · code − low next to weights; uint8.
+
+    A group without a step has code 0.
+    """
+    divisors = torch.where(steps == 0, 1.0, steps)
+    codes = ((weights + lows) / divisors).round_().clamp_(0, last)
+    return torch.where(steps == 0, 0.0, codes).to(torch.uint8)
+
+
+def _of_groups(of_blocks_NB: torch.Tensor, of_groups_NG: torch.Tensor) -> torch.Tensor:
+    """Return a number of each block for each of its groups, float32 [N, G]."""
+    repeats = of_groups_NG.shape[1] // of_blocks_NB.shape[1]
+    return of_blocks_NB.float().repeat_interleave(repeats, 1)
+
+
+def _packed_scales(scales_X8: torch.Tensor, minima_X8: torch.Tensor) -> torch.Tensor:
+    """Return eight scales and minima of 6 bits in 12 bytes; blocks.py reads them."""
+    (first, second), (low, high) = scales_X8.split(4, 1), minima_X8.split(4, 1)
+    return torch.cat(
+        [first | second >> 4 << 6, low | high >> 4 << 6, (second & 15) | (high & 15) << 4], 1
+    )
+
+
+def _nibbles(codes_XL: torch.Tensor) -> torch.Tensor:
+    """Return two groups of 32 in each run of 32 bytes, the first in the low four bits."""
+    pairs = codes_XL.unflatten(1, (-1, 2, 32))
+    return (pairs[:, :, 0] | pairs[:, :, 1] << 4).flatten(1)
+
+
+def _fifth_bits(codes_XL: torch.Tensor) -> torch.Tensor:
+    """Return 32 bytes; bit g of byte l is the fifth bit of element l in group g."""
+    groups = codes_XL.unflatten(1, (8, 32)) >> 4
+    return sum(groups[:, g] << g for g in range(8))
+
+
+def _q6_codes(codes_XL: torch.Tensor) -> list[torch.Tensor]:
+    """Return the low four bits, 128 bytes, and the high two, 64 bytes, of 6-bit codes."""
+    quarters = codes_XL.unflatten(1, (2, 4, 32))  # of each half
+    low = (quarters & 15)[:, :, :2] | (quarters & 15)[:, :, 2:] << 4
+    high = sum((quarters >> 4)[:, :, i] << 2 * i for i in range(4))
+    return [low.flatten(1), high.flatten(1)]
