@@ -27,7 +27,6 @@ from formats.architecture.family import (
 from formats.architecture.family_parts import (
     ATTENTION_BIAS,
     COHERE,
-    DELTA_NET,
     GATE_UP,
     GEMMA,
     GEMMA_1,
@@ -59,6 +58,7 @@ from formats.architecture.family_parts import (
 )
 from formats.architecture.flags import Stated
 from formats.architecture.latent_parts import DEEPSEEK_V2, DEEPSEEK_V3, GLM_LITE
+from formats.architecture.states.parts import DELTA_NET, LFM2, LFM2_MOE
 
 
 def _family(architecture: str, title: str, model_type: str, **different: Any) -> Family:
@@ -454,7 +454,7 @@ FAMILIES: dict[str, Family] = {
             "qwen3_next",
             builder="qwen3_next",
             **QWEN_HYBRID,
-            delta_net=replace(
+            state_mixer=replace(
                 DELTA_NET,
                 inputs=replace(DELTA_NET.inputs, stored_fused=True),
                 gates=replace(DELTA_NET.gates, stored_fused=True),
@@ -476,7 +476,7 @@ FAMILIES: dict[str, Family] = {
             "qwen3_5_text",
             builder="qwen3_next",
             **QWEN_HYBRID,
-            delta_net=DELTA_NET,
+            state_mixer=DELTA_NET,
             norms=(*USUAL["norms"], *HEAD_NORMS),
         ),
         _family(
@@ -485,7 +485,7 @@ FAMILIES: dict[str, Family] = {
             "qwen3_5_moe_text",
             builder="qwen3_next",
             **QWEN_HYBRID,
-            delta_net=DELTA_NET,
+            state_mixer=DELTA_NET,
             experts=experts(
                 "mlp",
                 NAMES,
@@ -495,6 +495,8 @@ FAMILIES: dict[str, Family] = {
             ),
             norms=(*norms_before("mlp"), *HEAD_NORMS),
         ),
+        _family("Lfm2ForCausalLM", "LFM2", "lfm2", builder="lfm2", **LFM2),
+        _family("Lfm2MoeForCausalLM", "LFM2-MoE", "lfm2_moe", builder="lfm2", **LFM2_MOE),
     )
 }
 

@@ -2,6 +2,7 @@
 
 from qkernels import dispatch
 from qkernels.attention import rows as attention
+from qkernels.causal_conv import rows as causal_conv
 from qkernels.delta_net import rows as delta_net
 from qkernels.dispatch import Explanation, Operation
 from qkernels.drafts import rows as drafts
@@ -15,7 +16,10 @@ from qkernels.sampling import rows as sampling
 
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation
-    for folder in (linear, attention, latent, rowwise, moe, lora, delta_net, sampling, drafts)
+    for folder in (
+        *(linear, attention, latent, rowwise, moe, lora),
+        *(causal_conv, delta_net, sampling, drafts),
+    )
     for operation in folder.OPERATIONS
 }
 

@@ -9,8 +9,9 @@ implementations may wait, as those of attention, experts, adapters and delta net
 """
 
 from qkernels.attention.ops import apply_rope, paged_attention, rope_write_kv_, write_kv_
+from qkernels.causal_conv.ops import causal_conv_, short_conv_
 from qkernels.collective.ops import all_reduce, all_reduce_norm
-from qkernels.delta_net.ops import causal_conv_, delta_rule_, gated_rms_norm
+from qkernels.delta_net.ops import delta_rule_, gated_rms_norm
 from qkernels.drafts.ops import fill_drafts_, settle_drafts_, spread_logits
 from qkernels.latent.ops import latent_attention, rope_write_latents_
 from qkernels.linear.ops import linear, linear_codes, plan_linear, prepare_weight
@@ -64,6 +65,7 @@ __all__ = [
     "rope_write_latents_",
     "sample_",
     "settle_drafts_",
+    "short_conv_",
     "spread_logits",
     "write_kv_",
 ]

@@ -335,10 +335,33 @@ TINY_FAMILIES |= {
         },
     ),
 }
+# Short convolutions of three taps; the width of the feed-forward is adjusted from the stated one.
+SHORT_CONV = {
+    "layer_types": ["conv", "full_attention", "conv"],
+    "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+TINY_FAMILIES |= {
+    "lfm2": (
+        "Lfm2Config",
+        {**SHORT_CONV, "intermediate_size": 128, "block_multiple_of": 32},
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {
+            **SHORT_CONV,
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 1.8,
+        },
+    ),
+}
 # rows of what other families have, too: a few tests run them
 ROWS = ("gpt_bigcode", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "hunyuan", "olmoe", "dots1")
 # families whose layers have states: ranks are refused
-STATES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+STATES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe")
 WITHOUT_ADAPTERS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # latent attention
 
 
@@ -414,7 +437,7 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
             is_one = is_norm and (not adds_one or "linear_attn" in name)
             torch.nn.init.normal_(parameter, float(is_one), 0.2)
     for name, buffer in model.named_buffers():
-        if name.endswith("correction_bias"):
+        if name.endswith(("correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, 0.0, 0.2)
     if config.tie_word_embeddings and "Qwen" not in config_class:
         # A head that is the embedding says the last token again where embeddings are large.

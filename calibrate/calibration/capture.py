@@ -103,15 +103,17 @@ class LayerRunner:
             second: tuple[str, ...] = ()  # prefixes of names of modules that have two
             if self.layer_map.has_own_linears(self.raw_config, layer):
                 experts = self.layer_map.experts
-                module.mlp.experts = Experts(
+                own = getattr(module, experts.module, None)
+                mixture = module.mlp if own is None else own
+                mixture.experts = Experts(
                     self.layer_map, self.config, self.raw_config, all_tokens=all_experts
                 )
-                setattr(module, experts.module, module.mlp)
+                setattr(module, experts.module, mixture)
                 # If a module has two names, the checkpoint's name counts.
-                second = () if experts.module == "mlp" else ("mlp.",)
+                second = () if own is not None else ("mlp.",)
                 correction, _, inside = experts.routing.correction.partition(".")
-                if inside and hasattr(module.mlp.gate, correction):  # ERNIE's, not in its gate
-                    setattr(module.mlp, correction, module.mlp.gate.get_submodule(correction))
+                if inside and hasattr(mixture.gate, correction):  # ERNIE's, not in its gate
+                    setattr(mixture, correction, mixture.gate.get_submodule(correction))
                     second = (*second, f"mlp.gate.{correction}.")
         wanted = [n for n in module.state_dict() if not n.startswith(second)]
         missing = [name for name in wanted if name not in state]

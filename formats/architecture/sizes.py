@@ -12,6 +12,7 @@ _NUMBERS = (
     "shared_expert_intermediate_size",
     *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
     *("linear_key_head_dim", "linear_value_head_dim"),
+    "conv_L_cache",
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
 
@@ -99,6 +100,7 @@ def named_sizes(
     )
     found["delta_v"] = values
     found["delta_qkv"] = 2 * keys + values if keys and values else None
+    found["short_conv_in"] = hidden and 3 * hidden
     inner, shared = found["moe_intermediate_size"], config.get("n_shared_experts")
     found["shared_experts"] = inner * shared if inner and is_size(shared) else None
     return {**found, "num_experts": num_experts(config), "one": 1}

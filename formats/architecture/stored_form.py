@@ -175,6 +175,37 @@ def _glm_lite(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _lfm2(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the width of LFM2's feed-forward and the kinds of its layers.
+
+    Published files state the width as `block_ff_dim`, to be adjusted, and layers by number.
+    """
+    found, count = _lfm2_moe(config), config.get("num_hidden_layers")
+    if config.get("layer_types") is None and is_size(count):
+        attends = config.get("full_attn_idxs")
+        layers = range(min(count, MAX_LAYERS))
+        found["layer_types"] = [
+            "full_attention" if attends is None or i in attends else "conv" for i in layers
+        ]
+    width = config.get("block_ff_dim", config.get("intermediate_size", 12288))
+    if not is_size(width):
+        return found
+    if config.get("block_auto_adjust_ff_dim", True):
+        width = int(2 * width / 3)
+        factor = config.get("block_ffn_dim_multiplier", 1.0)
+        step = config.get("block_multiple_of", 256)
+        if isinstance(factor, int | float) and is_size(step):
+            width = -(-int(factor * width) // step) * step
+    widths = {"block_ff_dim": width, "intermediate_size": width}
+    return {**found, **widths, "block_auto_adjust_ff_dim": False}
+
+
+def _lfm2_moe(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return whether the head is tied, which LFM2's files state by a key of their own."""
+    key = "tie_embedding"
+    return {"tie_word_embeddings": config[key]} if key in config else {}
+
+
 def _known(**values: Any) -> dict[str, Any]:
     """Return the values that are sizes: others are config.json's faults, reported elsewhere."""
     return {key: value for key, value in values.items() if is_size(value)}
@@ -189,4 +220,6 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "deepseek_v2": _query_rank(1536),
     "deepseek_v3": _query_rank(1536),
     "glm4_moe_lite": _glm_lite,
+    "lfm2": _lfm2,
+    "lfm2_moe": _lfm2_moe,
 }

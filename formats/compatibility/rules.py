@@ -40,6 +40,12 @@ def loads_in(facts: Facts) -> list[Verdict]:
     return judge(facts, RULES, PROGRAMS)
 
 
+def _has_delta_nets(facts: Facts) -> bool:
+    family = FAMILIES.get(facts.architecture)
+    mixer = None if family is None else family.state_mixer
+    return mixer is not None and mixer.kind == "gated delta nets"
+
+
 RULES: tuple[Rule, ...] = (
     # rules for any format
     row("own-error", OURS, "no", lambda f: f.config_error or f.first_error, OWN_SOURCE),
@@ -153,8 +159,7 @@ RULES: tuple[Rule, ...] = (
         TRANSFORMERS,
         "no",
         lambda f: (
-            (family := FAMILIES.get(f.architecture)) is not None
-            and family.delta_net
+            _has_delta_nets(f)
             and any(".experts." in each.name and "float" not in each.traits for each in f.linears)
             and "does not decompress the experts of this architecture: an error, or other logits"
         ),
@@ -166,7 +171,7 @@ RULES: tuple[Rule, ...] = (
         VLLM,
         "yes",
         when(
-            lambda f: (family := FAMILIES.get(f.architecture)) is not None and family.delta_net,
+            _has_delta_nets,
             "its source supports gated delta nets; not run here",
         ),
         "vllm/model_executor/models/qwen3_next.py and qwen3_5.py packed_modules_mapping, "

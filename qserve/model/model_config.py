@@ -172,7 +172,9 @@ class ModelConfig:
     ) -> "ModelConfig":
         """Return the model that transformers' config and config.json (`raw`) describe."""
         family.check_config(raw)
-        activation = getattr(config, family.activation_key)
+        activation = family.activations[0]
+        if family.activation_key:
+            activation = getattr(config, family.activation_key)
         if activation not in family.activations:
             raise InputError(
                 f"config.json {family.activation_key}",

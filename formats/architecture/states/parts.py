@@ -1,0 +1,121 @@
+"""Values of rows of families.py whose layers have states: mixers, and the families made of them."""
+
+from dataclasses import replace
+
+from formats.architecture.family import Norm, Router
+from formats.architecture.family_parts import O_PROJ, QKV, experts, gated
+from formats.architecture.flags import Stated
+from formats.architecture.projection import Projection
+from formats.architecture.states.mixer import StateMixer, StateTensor
+
+_HEADS = (("linear_num_value_heads",),)
+DELTA_NET = StateMixer(
+    kind="gated delta nets",
+    module="linear_attn",
+    inputs=Projection(
+        name="linear_attn.in_proj_qkvz",
+        members=(("linear_attn.in_proj_qkv", "delta_qkv"), ("linear_attn.in_proj_z", "delta_v")),
+        inputs="hidden_size",
+    ),
+    gates=Projection(
+        name="linear_attn.in_proj_ba",
+        members=(
+            ("linear_attn.in_proj_b", "linear_num_value_heads"),
+            ("linear_attn.in_proj_a", "linear_num_value_heads"),
+        ),
+        inputs="hidden_size",
+        float_because="few outputs, which control what each token writes and forgets",
+    ),
+    out=Projection(
+        name="linear_attn.out_proj",
+        members=(("linear_attn.out_proj", "hidden_size"),),
+        inputs="delta_v",
+        split="inputs",
+    ),
+    others=(
+        StateTensor(
+            key="conv_weight",
+            name="conv1d.weight",
+            shape=(("delta_qkv",), ("one",), ("linear_conv_kernel_dim",)),
+        ),
+        StateTensor(key="a_log", name="A_log", shape=_HEADS, float32=True),
+        StateTensor(key="dt_bias", name="dt_bias", shape=_HEADS, float32=True),
+        StateTensor(key="norm", name="norm.weight", shape=(("linear_value_head_dim",),)),
+    ),
+)
+
+
+_CONV_BIAS = "conv_bias"
+SHORT_CONV = StateMixer(
+    kind="short convolutions",
+    module="conv",
+    inputs=Projection(
+        name="conv.in_proj",
+        members=(("conv.in_proj", "short_conv_in"),),
+        inputs="hidden_size",
+        bias=_CONV_BIAS,
+    ),
+    out=Projection(
+        name="conv.out_proj",
+        members=(("conv.out_proj", "hidden_size"),),
+        inputs="hidden_size",
+        split="inputs",
+        bias=_CONV_BIAS,
+    ),
+    others=(
+        StateTensor(
+            key="conv_weight",
+            name="conv.weight",
+            shape=(("hidden_size",), ("one",), ("conv_L_cache",)),
+        ),
+        StateTensor(
+            key="conv_bias", name="conv.bias", shape=(("hidden_size",),), present=_CONV_BIAS
+        ),
+    ),
+    layer_type="conv",
+)
+_LFM2_NAMES = ("w1", "w3", "w2")
+_LFM2_MLP = gated("feed_forward", *_LFM2_NAMES, "intermediate_size")
+_LFM2_MLP["gate_up"] = replace(_LFM2_MLP["gate_up"], name="feed_forward.w13")
+_LFM2_HEAD_NORMS = tuple(Norm(name=f"self_attn.{x}_layernorm", size="head_dim") for x in "qk")
+LFM2 = {
+    "o": replace(
+        O_PROJ,
+        name="self_attn.out_proj",
+        members=(("self_attn.out_proj", "hidden_size"),),
+    ),
+    **_LFM2_MLP,
+    "state_mixer": SHORT_CONV,
+    "norms": (
+        Norm(name="operator_norm", feeds=QKV.name),
+        Norm(name="ffn_norm", feeds=_LFM2_MLP["gate_up"].name),
+        *_LFM2_HEAD_NORMS,
+    ),
+    "norm_eps_key": "norm_eps",
+    "activation_key": "",
+    "inner_key": "block_ff_dim",
+    "tied": True,
+    "last_norm": "model.embedding_norm.weight",
+}
+LFM2_MOE = {
+    **LFM2,
+    "experts": experts(
+        "feed_forward",
+        _LFM2_NAMES,
+        "moe_intermediate_size",
+        Router(
+            scores="sigmoid",
+            normalized=Stated("norm_topk_prob", True),
+            correction="expert_bias",
+            factor_key="routed_scaling_factor",
+        ),
+        first_dense_key="num_dense_layers",
+    ),
+    "norms": (
+        Norm(name="operator_norm", feeds=QKV.name),
+        Norm(name="ffn_norm", feeds="feed_forward"),
+        *_LFM2_HEAD_NORMS,
+    ),
+    "inner_key": "intermediate_size",
+    "fixed": {"use_expert_bias": True},
+}
