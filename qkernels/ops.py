@@ -16,6 +16,7 @@ from qkernels.drafts.ops import fill_drafts_, settle_drafts_, spread_logits
 from qkernels.latent.ops import latent_attention, rope_write_latents_
 from qkernels.linear.ops import linear, linear_codes, plan_linear, prepare_weight
 from qkernels.lora.ops import lora_expand_, lora_shrink, lora_term
+from qkernels.mamba2.ops import gated_group_norm, selective_scan_
 from qkernels.moe.ops import experts, plan_experts, prepare_experts, route, route_tokens
 from qkernels.rowwise.ops import (
     activate,
@@ -46,6 +47,7 @@ __all__ = [
     "route",
     "route_tokens",
     "fill_drafts_",
+    "gated_group_norm",
     "gated_rms_norm",
     "in_form",
     "latent_attention",
@@ -64,6 +66,7 @@ __all__ = [
     "rope_write_kv_",
     "rope_write_latents_",
     "sample_",
+    "selective_scan_",
     "settle_drafts_",
     "short_conv_",
     "spread_logits",

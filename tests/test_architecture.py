@@ -70,6 +70,7 @@ OPERATIONS = {
     "lora": set(),
     "causal_conv": set(),
     "delta_net": {"causal_conv.ops", "causal_conv.state"},
+    "mamba2": {"causal_conv.ops", "causal_conv.state"},
     "drafts": {"sampling.words"},
 }
 # what may not be in sys.modules after an import, and in no line of the package
