@@ -58,7 +58,7 @@ from formats.architecture.family_parts import (
 )
 from formats.architecture.flags import Stated
 from formats.architecture.latent_parts import DEEPSEEK_V2, DEEPSEEK_V3, GLM_LITE
-from formats.architecture.states.parts import DELTA_NET, LFM2, LFM2_MOE
+from formats.architecture.states.parts import DELTA_NET, GRANITE_HYBRID, LFM2, LFM2_MOE
 
 
 def _family(architecture: str, title: str, model_type: str, **different: Any) -> Family:
@@ -497,6 +497,13 @@ FAMILIES: dict[str, Family] = {
         ),
         _family("Lfm2ForCausalLM", "LFM2", "lfm2", builder="lfm2", **LFM2),
         _family("Lfm2MoeForCausalLM", "LFM2-MoE", "lfm2_moe", builder="lfm2", **LFM2_MOE),
+        _family(
+            "GraniteMoeHybridForCausalLM",
+            "Granite 4 (hybrid)",
+            "granitemoehybrid",
+            builder="granite_hybrid",
+            **GRANITE_HYBRID,
+        ),
     )
 }
 

@@ -358,10 +358,28 @@ TINY_FAMILIES |= {
         },
     ),
 }
+# Mamba-2 with two groups; widths of states and of heads that differ.
+MAMBA = {
+    **{"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24},
+    **{"mamba_chunk_size": 16, "layer_types": ["mamba", "attention", "mamba"]},
+}
+TINY_FAMILIES |= {
+    "granite_hybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **MAMBA,
+            **{"shared_intermediate_size": 96, "num_local_experts": 0},
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 2.5,
+        },
+    ),
+}
 # rows of what other families have, too: a few tests run them
 ROWS = ("gpt_bigcode", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "hunyuan", "olmoe", "dots1")
 # families whose layers have states: ranks are refused
-STATES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe")
+STATES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe", "granite_hybrid")
 WITHOUT_ADAPTERS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # latent attention
 
 
@@ -436,6 +454,8 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
             is_norm = "norm" in name and "bias" not in name
             is_one = is_norm and (not adds_one or "linear_attn" in name)
             torch.nn.init.normal_(parameter, float(is_one), 0.2)
+        if name.endswith("mamba.D"):
+            torch.nn.init.normal_(parameter)
     for name, buffer in model.named_buffers():
         if name.endswith(("correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, 0.0, 0.2)

@@ -68,7 +68,8 @@ class LayerRunner:
         classes = (f"{family}DecoderLayer", f"{family}Layer", f"{family}Block")
         self._layer_class = next(getattr(module, name) for name in classes if hasattr(module, name))
         self._rotary = None
-        if row.rope != "none" and not row.rotary_dim_key:  # those layers have tables of their own
+        # Layers with rotary_dim_key have tables of their own.
+        if row.rotates(vars(config)) and not row.rotary_dim_key:
             # That of a model which also sees pictures has a name of its own.
             rotary = getattr(module, f"{family}RotaryEmbedding", None)
             rotary = rotary or getattr(module, f"{family}TextRotaryEmbedding")

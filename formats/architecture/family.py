@@ -188,7 +188,7 @@ class Family:
     inner_key: str = "intermediate_size"  # key of config.json; shapes call it intermediate_size
     window: Literal["none", "all", "layer_types"] = "none"  # layers with a sliding window
     # Layers with rotary embeddings; "windows": those with a sliding window, or all without any.
-    rope: Literal["all", "none", "no_rope_layers", "windows"] = "all"
+    rope: Literal["all", "none", "no_rope_layers", "windows", "position_embedding_type"] = "all"
     rotary_dim_key: str = ""  # key of config.json: rotated channels of a head, at theta 10,000
     interleaved_rope: Flag = False  # channels 2 i and 2 i + 1 form a pair, not i and i + half
     embedding_times_root: bool = False  # embeddings are multiplied by sqrt(hidden_size)
@@ -291,6 +291,12 @@ class Family:
     def is_tied(self, config: Mapping[str, Any]) -> bool:
         """Return True if the head is the embedding."""
         return bool(config.get("tie_word_embeddings", self.tied))
+
+    def rotates(self, config: Mapping[str, Any]) -> bool:
+        """Return True if some layer has rotary embeddings."""
+        if self.rope == "position_embedding_type":
+            return config.get(self.rope) == "rope"
+        return self.rope != "none"
 
     def embedding_factor(self, config: Mapping[str, Any]) -> float:
         """Return the factor of the embeddings."""

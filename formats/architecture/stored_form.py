@@ -206,6 +206,39 @@ def _lfm2_moe(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"tie_word_embeddings": config[key]} if key in config else {}
 
 
+_LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
+
+
+def _granite_hybrid(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the kinds of layers by their present names, and the width of Mamba-2's heads."""
+    found, kinds = _mamba(config), config.get("layer_types")
+    if kinds is None:
+        kinds = config.get("layers_block_type")
+    if isinstance(kinds, list):
+        found["layer_types"] = [_LAYER_TYPES.get(str(kind), kind) for kind in kinds]
+    return found
+
+
+def _mamba(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the width of heads, which files may state as "auto", and the range of steps.
+
+    transformers writes infinity as an object, which its config classes do not take.
+    """
+    found: dict[str, Any] = {}
+    limits = config.get("time_step_limit")
+    if isinstance(limits, list):
+        found["time_step_limit"] = [
+            float(each["__float__"]) if isinstance(each, dict) and "__float__" in each else each
+            for each in limits
+        ]
+    heads, expand = config.get("mamba_n_heads", 128), config.get("mamba_expand", 2)
+    hidden, is_auto = config.get("hidden_size"), config.get("mamba_d_head", "auto") == "auto"
+    if is_auto and is_size(heads) and is_size(hidden) and is_size(expand):
+        inner = config.get("mamba_d_ssm") or expand * hidden
+        found |= _known(mamba_d_head=inner // heads) if is_size(inner) else {}
+    return found
+
+
 def _known(**values: Any) -> dict[str, Any]:
     """Return the values that are sizes: others are config.json's faults, reported elsewhere."""
     return {key: value for key, value in values.items() if is_size(value)}
@@ -222,4 +255,5 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "glm4_moe_lite": _glm_lite,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
+    "granitemoehybrid": _granite_hybrid,
 }

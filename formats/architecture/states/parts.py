@@ -3,8 +3,15 @@
 from dataclasses import replace
 
 from formats.architecture.family import Norm, Router
-from formats.architecture.family_parts import O_PROJ, QKV, experts, gated
-from formats.architecture.flags import Stated
+from formats.architecture.family_parts import (
+    ATTENTION_BIAS,
+    O_PROJ,
+    QKV,
+    experts,
+    gated,
+    norms_before,
+)
+from formats.architecture.flags import Flag, Stated
 from formats.architecture.projection import Projection
 from formats.architecture.states.mixer import StateMixer, StateTensor
 
@@ -118,4 +125,71 @@ LFM2_MOE = {
     ),
     "inner_key": "intermediate_size",
     "fixed": {"use_expert_bias": True},
+}
+
+
+def mamba(module: str, in_bias: Flag, out_bias: Flag, conv_bias: Flag, norm: Flag) -> StateMixer:
+    """Return a Mamba-2 mixer below `module`. `norm`: True where its output is normalized."""
+    heads = (("mamba_n_heads",),)
+    return StateMixer(
+        kind="Mamba-2",
+        module=module,
+        inputs=Projection(
+            name=f"{module}.in_proj",
+            members=((f"{module}.in_proj", "mamba_in"),),
+            inputs="hidden_size",
+            bias=in_bias,
+        ),
+        out=Projection(
+            name=f"{module}.out_proj",
+            members=((f"{module}.out_proj", "hidden_size"),),
+            inputs="mamba_inner",
+            split="inputs",
+            bias=out_bias,
+        ),
+        others=(
+            StateTensor(
+                key="conv_weight",
+                name="conv1d.weight",
+                shape=(("mamba_conv",), ("one",), ("mamba_d_conv",)),
+            ),
+            StateTensor(
+                key="conv_bias", name="conv1d.bias", shape=(("mamba_conv",),), present=conv_bias
+            ),
+            StateTensor(key="a_log", name="A_log", shape=heads, float32=True),
+            StateTensor(key="skip", name="D", shape=heads, float32=True),
+            StateTensor(key="dt_bias", name="dt_bias", shape=heads, float32=True),
+            StateTensor(key="norm", name="norm.weight", shape=(("mamba_inner",),), present=norm),
+        ),
+    )
+
+
+_MAMBA_BIAS = "mamba_proj_bias"
+_MAMBA_CONV_BIAS = Stated("mamba_conv_bias", True)
+_SHARED_UP, _SHARED_DOWN = "shared_mlp.input_linear", "shared_mlp.output_linear"
+_GRANITE_MLP = {
+    "gate_up": Projection(
+        name=_SHARED_UP,
+        members=(("shared_mlp.gate", "intermediate_size"), ("shared_mlp.up", "intermediate_size")),
+        inputs="hidden_size",
+        stored_fused=True,
+    ),
+    "down": Projection(
+        name=_SHARED_DOWN,
+        members=((_SHARED_DOWN, "hidden_size"),),
+        inputs="intermediate_size",
+        split="inputs",
+    ),
+}
+# Without experts here; config.json may ask for some.
+GRANITE_HYBRID = {
+    **ATTENTION_BIAS,
+    **_GRANITE_MLP,
+    "state_mixer": mamba("mamba", _MAMBA_BIAS, _MAMBA_BIAS, _MAMBA_CONV_BIAS, True),
+    "norms": norms_before(_SHARED_UP),
+    "inner_key": "shared_intermediate_size",
+    "rope": "position_embedding_type",
+    "embedding_factor_key": "embedding_multiplier",
+    "logits_divisor_key": "logits_scaling",
+    "fixed": {"num_local_experts": 0},
 }

@@ -19,7 +19,7 @@ from qkernels.delta_net import reference as delta_reference
 from qserve.llm import LLM
 from qserve.model.blocks.delta_net import DeltaNet
 from qserve.params.sampling_params import SamplingParams
-from tests.conftest import DELTA, SHORT_CONV, TINY_FAMILIES
+from tests.conftest import DELTA, MAMBA, SHORT_CONV, TINY_FAMILIES
 from tests.qserve.model.test_expert_names import stacked
 from tests.qserve.model.test_family_tokens import (
     check_greedy,
@@ -31,7 +31,7 @@ from tests.qserve.model.test_transformers import dense
 from tests.qserve.model.variants import TOKENS, edited, logits, model_maker, relative
 
 DELTA_NETS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
-FAMILIES = [*DELTA_NETS, "lfm2", "lfm2_moe"]
+FAMILIES = [*DELTA_NETS, "lfm2", "lfm2_moe", "granite_hybrid"]
 # what real checkpoints have that the usual tiny models have not
 VARIANTS = {
     "qwen 3.5 with biases, two taps, tied": (
@@ -54,6 +54,16 @@ VARIANTS = {
             "layer_types": None,
             "full_attn_idxs": [1],
             "block_auto_adjust_ff_dim": False,
+        },
+    ),
+    "granite 4 with rotations and biases": (
+        "GraniteMoeHybridConfig",
+        {
+            **MAMBA,
+            **{"shared_intermediate_size": 64, "num_local_experts": 0, "mamba_d_conv": 2},
+            **{"mamba_n_groups": 1, "mamba_d_head": "auto", "time_step_limit": [0.2, 0.9]},
+            **{"attention_bias": True, "mamba_proj_bias": True, "mamba_conv_bias": False},
+            **{"position_embedding_type": "rope", "tie_word_embeddings": True},
         },
     ),
     "qwen3-next without experts, all of a head rotates": (
@@ -113,6 +123,7 @@ def test_logits_equal_transformers(hybrid, name):
         ("qwen3_5_moe", "w4a16-sym-g32", "compressed-tensors"),
         ("lfm2", "w4a16-sym-g32", "gptq"),
         ("lfm2_moe", "w4a16-sym-g32", "compressed-tensors"),
+        ("granite_hybrid", "w4a16-sym-g32", "gptq"),
         pytest.param("qwen3_next", "w4a16-sym-g32", "gptq", marks=pytest.mark.exhaustive),
         pytest.param("qwen3_5", "w4a16-asym-g32", "awq", marks=pytest.mark.exhaustive),
     ],
