@@ -58,7 +58,13 @@ from formats.architecture.family_parts import (
 )
 from formats.architecture.flags import Stated
 from formats.architecture.latent_parts import DEEPSEEK_V2, DEEPSEEK_V3, GLM_LITE
-from formats.architecture.states.parts import DELTA_NET, GRANITE_HYBRID, LFM2, LFM2_MOE
+from formats.architecture.states.parts import (
+    DELTA_NET,
+    FALCON_H1,
+    GRANITE_HYBRID,
+    LFM2,
+    LFM2_MOE,
+)
 
 
 def _family(architecture: str, title: str, model_type: str, **different: Any) -> Family:
@@ -452,7 +458,7 @@ FAMILIES: dict[str, Family] = {
             "Qwen3NextForCausalLM",
             "Qwen3-Next",
             "qwen3_next",
-            builder="qwen3_next",
+            builder="hybrid.qwen3_next",
             **QWEN_HYBRID,
             state_mixer=replace(
                 DELTA_NET,
@@ -474,7 +480,7 @@ FAMILIES: dict[str, Family] = {
             "Qwen3_5ForCausalLM",
             "Qwen3.5 (text)",
             "qwen3_5_text",
-            builder="qwen3_next",
+            builder="hybrid.qwen3_next",
             **QWEN_HYBRID,
             state_mixer=DELTA_NET,
             norms=(*USUAL["norms"], *HEAD_NORMS),
@@ -483,7 +489,7 @@ FAMILIES: dict[str, Family] = {
             "Qwen3_5MoeForCausalLM",
             "Qwen3.5-MoE and Qwen3.6 (text)",
             "qwen3_5_moe_text",
-            builder="qwen3_next",
+            builder="hybrid.qwen3_next",
             **QWEN_HYBRID,
             state_mixer=DELTA_NET,
             experts=experts(
@@ -495,14 +501,17 @@ FAMILIES: dict[str, Family] = {
             ),
             norms=(*norms_before("mlp"), *HEAD_NORMS),
         ),
-        _family("Lfm2ForCausalLM", "LFM2", "lfm2", builder="lfm2", **LFM2),
-        _family("Lfm2MoeForCausalLM", "LFM2-MoE", "lfm2_moe", builder="lfm2", **LFM2_MOE),
+        _family("Lfm2ForCausalLM", "LFM2", "lfm2", builder="hybrid.lfm2", **LFM2),
+        _family("Lfm2MoeForCausalLM", "LFM2-MoE", "lfm2_moe", builder="hybrid.lfm2", **LFM2_MOE),
         _family(
             "GraniteMoeHybridForCausalLM",
             "Granite 4 (hybrid)",
             "granitemoehybrid",
-            builder="granite_hybrid",
+            builder="hybrid.granite",
             **GRANITE_HYBRID,
+        ),
+        _family(
+            "FalconH1ForCausalLM", "Falcon-H1", "falcon_h1", builder="hybrid.falcon_h1", **FALCON_H1
         ),
     )
 }

@@ -375,11 +375,22 @@ TINY_FAMILIES |= {
             "logits_scaling": 2.5,
         },
     ),
+    "falcon_h1": (
+        "FalconH1Config",
+        {
+            **{name: value for name, value in MAMBA.items() if name != "layer_types"},
+            **{"mamba_d_ssm": 128, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+            **{"embedding_multiplier": 3.0, "lm_head_multiplier": 0.4, "key_multiplier": 0.6},
+            **{"attention_in_multiplier": 1.5, "attention_out_multiplier": 0.7},
+            **{"ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.8},
+            **{"ssm_multipliers": [0.7, 1.2, 0.6, 1.4, 0.9], "mlp_multipliers": [1.6, 0.5]},
+        },
+    ),
 }
 # rows of what other families have, too: a few tests run them
 ROWS = ("gpt_bigcode", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "hunyuan", "olmoe", "dots1")
 # families whose layers have states: ranks are refused
-STATES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe", "granite_hybrid")
+STATES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe", "granite_hybrid", "falcon_h1")
 WITHOUT_ADAPTERS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # latent attention
 
 
@@ -478,7 +489,7 @@ def module_name(name: str) -> str:
     return name
 
 
-EXPERT = re.compile(r"(.*)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+EXPERT = re.compile(r"(.*\.(?:mlp|block_sparse_moe|feed_forward))\.experts\.(\d+)\.(\w+)\.weight")
 
 
 def with_stacked_experts(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -490,14 +501,15 @@ def with_stacked_experts(state: dict[str, torch.Tensor]) -> dict[str, torch.Tens
         if match is None:
             rest[name.replace(".block_sparse_moe.", ".mlp.")] = tensor
         else:
-            found.setdefault(match[1], {})[int(match[2]), match[3]] = tensor
-    for layer, each in found.items():
+            module = match[1].replace(".block_sparse_moe", ".mlp")
+            found.setdefault(module, {})[int(match[2]), match[3]] = tensor
+    for module, each in found.items():
         is_short = (0, "w1") in each
         gate, up, down = ("w1", "w3", "w2") if is_short else ("gate_proj", "up_proj", "down_proj")
         numbers = range(len(each) // 3)
         both = [torch.cat([each[number, gate], each[number, up]]) for number in numbers]
-        rest[f"{layer}.mlp.experts.gate_up_proj"] = torch.stack(both)
-        rest[f"{layer}.mlp.experts.down_proj"] = torch.stack([each[n, down] for n in numbers])
+        rest[f"{module}.experts.gate_up_proj"] = torch.stack(both)
+        rest[f"{module}.experts.down_proj"] = torch.stack([each[n, down] for n in numbers])
     return rest
 
 

@@ -214,7 +214,14 @@ def test_caches_are_known_by_their_specs_alone():
     """Outside of the mixers nothing asks for the kind of one, or computes the size of a cache."""
     mixers = set(classes_with("cache_spec", MIXERS)) - {"Mixer"}
     caches = set(classes_with("page_tensors", ROOT / "qkernels"))
-    assert mixers == {"Attention", "DeltaNet", "LatentAttention", "Mamba2", "ShortConv"}
+    assert mixers == {
+        "Attention",
+        "DeltaNet",
+        "LatentAttention",
+        "Mamba2",
+        "ShortConv",
+        "SideBySide",
+    }
     assert caches == {"PagedKv", "PagedLatents", "StateSlots"}
     for path in (ROOT / "qserve").rglob("*.py"):
         if path.is_relative_to(MIXERS):

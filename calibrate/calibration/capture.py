@@ -67,6 +67,7 @@ class LayerRunner:
         family = architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
         classes = (f"{family}DecoderLayer", f"{family}Layer", f"{family}Block")
         self._layer_class = next(getattr(module, name) for name in classes if hasattr(module, name))
+        self._mamba_factors = getattr(module, "compute_mup_vector", None)
         self._rotary = None
         # Layers with rotary_dim_key have tables of their own.
         if row.rotates(vars(config)) and not row.rotary_dim_key:
@@ -156,7 +157,11 @@ class LayerRunner:
     def _make_layer(self, layer: int) -> nn.Module:
         """Build an empty layer. Raises CheckpointError if transformers cannot."""
         try:
-            return self._layer_class(self.config, layer)
+            made = self._layer_class(self.config, layer)
+            if self._mamba_factors is not None:  # the model registers them, not the layer
+                factors = self._mamba_factors(self.config)
+                made.mamba.register_buffer("mup_vector", factors, persistent=False)
+            return made
         # Exceptions that layers raise on values that no check of the config rejected.
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise CheckpointError(

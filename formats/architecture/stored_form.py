@@ -256,4 +256,5 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
     "granitemoehybrid": _granite_hybrid,
+    "falcon_h1": _mamba,
 }

@@ -399,6 +399,10 @@ class LayerWeights:
             found[each.key] = stored.to(weights.device, dtype)
         return {**found, "conv_weight": found["conv_weight"].squeeze(1)}
 
+    def constant(self, values: torch.Tensor) -> torch.Tensor:
+        """Numbers of config.json as a tensor of the activations' dtype."""
+        return values.to(self._weights.device, self._weights.dtype)
+
     def absorbed(self, shape: LatentShape) -> tuple[torch.Tensor, torch.Tensor]:
         """W_UK and W_UV of latent attention."""
         return absorbed(self._weights, self._prefix, shape)

@@ -82,6 +82,9 @@ def test_what_other_modules_make_of_the_rows():
         "feed_forward.w1": (0, 1),
         "feed_forward.w3": (0, 1),
         "feed_forward.w2": (1, 1),
+        "feed_forward.gate_proj": (0, 1),
+        "feed_forward.up_proj": (0, 1),
+        "feed_forward.down_proj": (1, 1),
         "shared_mlp.input_linear": (0, 2),
         "shared_mlp.output_linear": (1, 1),
     }

@@ -5,6 +5,8 @@ from dataclasses import replace
 from formats.architecture.family import Norm, Router
 from formats.architecture.family_parts import (
     ATTENTION_BIAS,
+    BEFORE_ATTENTION,
+    NAMES,
     O_PROJ,
     QKV,
     experts,
@@ -192,4 +194,22 @@ GRANITE_HYBRID = {
     "embedding_factor_key": "embedding_multiplier",
     "logits_divisor_key": "logits_scaling",
     "fixed": {"num_local_experts": 0},
+}
+_FALCON_MLP = gated("feed_forward", *NAMES, "intermediate_size")
+_FALCON_MLP["gate_up"] = replace(_FALCON_MLP["gate_up"], name="feed_forward.gate_up_proj")
+FALCON_H1 = {
+    **{name: replace(projection, bias="mlp_bias") for name, projection in _FALCON_MLP.items()},
+    "state_mixer": replace(
+        mamba("mamba", False, "projectors_bias", _MAMBA_CONV_BIAS, "mamba_rms_norm"),
+        beside_attention=True,
+    ),
+    "norms": (
+        BEFORE_ATTENTION,
+        Norm(name="pre_ff_layernorm", feeds=_FALCON_MLP["gate_up"].name),
+    ),
+    "embedding_factor_key": "embedding_multiplier",
+    "logits_factor_key": "lm_head_multiplier",
+    # A factor before a linear is applied after it, which a bias would not bear.
+    "fixed": {"attention_bias": False, "mamba_proj_bias": False},
+    "last_norm": "model.final_layernorm.weight",
 }

@@ -12,7 +12,7 @@ from qserve.engine.kv_cache import state_snapshots
 from qserve.engine.runner import model_runner
 from qserve.params.sampling_params import SamplingParams
 
-FAMILIES = ["qwen3_next", "qwen3_5", "lfm2", "granite_hybrid"]
+FAMILIES = ["qwen3_next", "qwen3_5", "lfm2", "granite_hybrid", "falcon_h1"]
 MODES = {
     "whole": {},
     "chunked": {"max_num_batched_tokens": 11, "max_num_seqs": 4},
@@ -26,6 +26,7 @@ FEW = {
     ("qwen3_next", "few copies", 0),
     ("lfm2", "chunked", 1),
     ("granite_hybrid", "few copies", 1),
+    ("falcon_h1", "pushed out", 1),
 }
 CASES = [
     pytest.param(*case, marks=() if case in FEW else pytest.mark.exhaustive)

@@ -31,7 +31,7 @@ from tests.qserve.model.test_transformers import dense
 from tests.qserve.model.variants import TOKENS, edited, logits, model_maker, relative
 
 DELTA_NETS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
-FAMILIES = [*DELTA_NETS, "lfm2", "lfm2_moe", "granite_hybrid"]
+FAMILIES = [*DELTA_NETS, "lfm2", "lfm2_moe", "granite_hybrid", "falcon_h1"]
 # what real checkpoints have that the usual tiny models have not
 VARIANTS = {
     "qwen 3.5 with biases, two taps, tied": (
@@ -64,6 +64,21 @@ VARIANTS = {
             **{"mamba_n_groups": 1, "mamba_d_head": "auto", "time_step_limit": [0.2, 0.9]},
             **{"attention_bias": True, "mamba_proj_bias": True, "mamba_conv_bias": False},
             **{"position_embedding_type": "rope", "tie_word_embeddings": True},
+        },
+    ),
+    "falcon-h1 without norm and factors, with biases": (
+        "FalconH1Config",
+        {
+            **{name: value for name, value in MAMBA.items() if name != "layer_types"},
+            **{"mamba_d_ssm": 128, "mamba_rms_norm": False, "mlp_bias": True},
+            **{"projectors_bias": True, "mlp_multipliers": [1.6, 0.5]},
+        },
+    ),
+    "falcon-h1, norm first": (
+        "FalconH1Config",
+        {
+            **{name: value for name, value in MAMBA.items() if name != "layer_types"},
+            **{"mamba_d_ssm": None, "mamba_rms_norm": True, "mamba_conv_bias": False},
         },
     ),
     "qwen3-next without experts, all of a head rotates": (
@@ -124,6 +139,7 @@ def test_logits_equal_transformers(hybrid, name):
         ("lfm2", "w4a16-sym-g32", "gptq"),
         ("lfm2_moe", "w4a16-sym-g32", "compressed-tensors"),
         ("granite_hybrid", "w4a16-sym-g32", "gptq"),
+        ("falcon_h1", "w4a16-sym-g32", "gptq"),
         pytest.param("qwen3_next", "w4a16-sym-g32", "gptq", marks=pytest.mark.exhaustive),
         pytest.param("qwen3_5", "w4a16-asym-g32", "awq", marks=pytest.mark.exhaustive),
     ],
