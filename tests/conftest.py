@@ -375,6 +375,15 @@ TINY_FAMILIES |= {
             "logits_scaling": 2.5,
         },
     ),
+    "granite_hybrid_moe": (
+        "GraniteMoeHybridConfig",
+        {
+            **MAMBA,
+            **{"intermediate_size": 32, "shared_intermediate_size": 96},
+            **{"num_local_experts": 6, "num_experts_per_tok": 2},
+            **{"residual_multiplier": 0.4, "attention_multiplier": 0.1},
+        },
+    ),
     "falcon_h1": (
         "FalconH1Config",
         {
@@ -390,7 +399,10 @@ TINY_FAMILIES |= {
 # rows of what other families have, too: a few tests run them
 ROWS = ("gpt_bigcode", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "hunyuan", "olmoe", "dots1")
 # families whose layers have states: ranks are refused
-STATES = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe", "granite_hybrid", "falcon_h1")
+STATES = (
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"),
+    *("granite_hybrid", "granite_hybrid_moe", "falcon_h1"),
+)
 WITHOUT_ADAPTERS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # latent attention
 
 
@@ -499,9 +511,12 @@ def with_stacked_experts(state: dict[str, torch.Tensor]) -> dict[str, torch.Tens
     for name, tensor in state.items():
         match = EXPERT.fullmatch(name)
         if match is None:
-            rest[name.replace(".block_sparse_moe.", ".mlp.")] = tensor
+            is_granite = ".router.layer." in name
+            own = name if is_granite else name.replace(".block_sparse_moe.", ".mlp.")
+            rest[own.replace(".router.layer.", ".router.")] = tensor
         else:
-            module = match[1].replace(".block_sparse_moe", ".mlp")
+            is_mixtral = match[3].startswith("w") and "block_sparse_moe" in match[1]
+            module = match[1].replace(".block_sparse_moe", ".mlp") if is_mixtral else match[1]
             found.setdefault(module, {})[int(match[2]), match[3]] = tensor
     for module, each in found.items():
         is_short = (0, "w1") in each

@@ -118,6 +118,7 @@ class LayerRunner:
                     setattr(mixture, correction, mixture.gate.get_submodule(correction))
                     second = (*second, f"mlp.gate.{correction}.")
         wanted = [n for n in module.state_dict() if not n.startswith(second)]
+        state = self._with_router(state, layer)
         missing = [name for name in wanted if name not in state]
         if missing:
             raise CheckpointError(f"{self.layer_map.prefix(layer)}.{missing[0]}", "is missing")
@@ -146,6 +147,17 @@ class LayerRunner:
                             lambda _, args, rounding=rounding: (rounding(args[0]),)
                         )
         return module.train(False).requires_grad_(False)
+
+    def _with_router(
+        self, state: Mapping[str, torch.Tensor], layer: int
+    ) -> Mapping[str, torch.Tensor]:
+        """Add the name of Granite's router in transformers' modules, where files have another."""
+        if not self.layer_map.has_experts(self.raw_config, layer):
+            return state
+        stored = self.layer_map.experts.router
+        parent, _, leaf = stored.rpartition(".")
+        name = f"{stored}.weight"
+        return {**state, f"{parent}.weight": state[name]} if leaf == "layer" else state
 
     def _fill_buffers(self, module: nn.Module, layer: int) -> None:
         """Fill in the tables that a layer computes as it is built, and that no file holds."""

@@ -79,6 +79,9 @@ class Experts:
     # One tensor holds the matrices of all experts, transposed, with biases; gate and up alternate.
     # In MXFP4 it is a pair of tensors, not transposed.
     fused: bool = False
+    # Float tensors [E, N, K] of all experts, by name below the layer: the leaves of the linears
+    # whose rows each matrix holds. The reader presents the linears.
+    stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     clamped: bool = False  # (up + 1) * gate * sigmoid(swiglu_alpha * gate), within swiglu_limit
     # Keys of config.json for the layers that keep the dense feed-forward: a list of layers; all
     # layers before a number; all but every n-th.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from formats.architecture.expert_stacks import split_experts
+from formats.architecture.expert_stacks import split_experts, split_float_stacks
 from formats.architecture.family import MAX_LAYERS, Family
 from formats.architecture.sizes import is_size
 from formats.families import FAMILIES
@@ -78,6 +78,9 @@ def usual_entries(
         ends = f"{family.head.partition('.')[0]}."
         entries = {n if n.startswith(ends) else prefix + n: e for n, e in entries.items()}
     entries = split_experts(config, entries)
+    experts = family.variant(config).experts
+    if experts is not None and experts.stacks:
+        entries = split_float_stacks(experts, family.layer, entries)
     exchanged = transposed_names(config, entries)
     return {n: _exchanged(e) if n in exchanged else e for n, e in entries.items()}
 

@@ -167,6 +167,23 @@ RULES: tuple[Rule, ...] = (
         "compressed-tensors",
     ),
     row(
+        "granite-experts",
+        OTHERS,
+        "no",
+        when(
+            lambda f: (
+                f.architecture == "GraniteMoeHybridForCausalLM"
+                and any(
+                    ".experts." in each.name and "float" not in each.traits for each in f.linears
+                )
+            ),
+            "expects the experts of a layer in one tensor (block_sparse_moe.input_linear), not a"
+            " linear for each",
+        ),
+        "transformers/conversion_mapping.py of 5.24.0, granitemoe; vLLM's granitemoe.py"
+        " load_weights; read, not run",
+    ),
+    row(
         "delta-net",
         VLLM,
         "yes",

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from formats.architecture.family import Norm, Router
+from formats.architecture.family import Norm, Router, SharedExpert
 from formats.architecture.family_parts import (
     ATTENTION_BIAS,
     BEFORE_ATTENTION,
@@ -168,11 +168,12 @@ def mamba(module: str, in_bias: Flag, out_bias: Flag, conv_bias: Flag, norm: Fla
 
 _MAMBA_BIAS = "mamba_proj_bias"
 _MAMBA_CONV_BIAS = Stated("mamba_conv_bias", True)
+_GATE_AND_UP = ("shared_mlp.gate", "shared_mlp.up")  # one matrix in files
 _SHARED_UP, _SHARED_DOWN = "shared_mlp.input_linear", "shared_mlp.output_linear"
 _GRANITE_MLP = {
     "gate_up": Projection(
         name=_SHARED_UP,
-        members=(("shared_mlp.gate", "intermediate_size"), ("shared_mlp.up", "intermediate_size")),
+        members=tuple((name, "intermediate_size") for name in _GATE_AND_UP),
         inputs="hidden_size",
         stored_fused=True,
     ),
@@ -183,7 +184,25 @@ _GRANITE_MLP = {
         split="inputs",
     ),
 }
-# Without experts here; config.json may ask for some.
+_GRANITE_SHARED = {
+    "gate_up": replace(
+        _GRANITE_MLP["gate_up"],
+        members=tuple((name, "shared_intermediate_size") for name in _GATE_AND_UP),
+    ),
+    "down": replace(_GRANITE_MLP["down"], inputs="shared_intermediate_size"),
+}
+_GRANITE_EXPERTS = experts(
+    "block_sparse_moe",
+    NAMES,
+    "intermediate_size",
+    Router(name="router.layer", scores="softmax_of_chosen", rounded=True),
+    shared=SharedExpert(**_GRANITE_SHARED),
+    stacks={
+        "block_sparse_moe.input_linear": NAMES[:2],
+        "block_sparse_moe.output_linear": NAMES[2:],
+    },
+)
+# Without experts here; the variant has them.
 GRANITE_HYBRID = {
     **ATTENTION_BIAS,
     **_GRANITE_MLP,
@@ -193,7 +212,16 @@ GRANITE_HYBRID = {
     "rope": "position_embedding_type",
     "embedding_factor_key": "embedding_multiplier",
     "logits_divisor_key": "logits_scaling",
-    "fixed": {"num_local_experts": 0},
+    "variants": (
+        (
+            Stated("num_local_experts", True),
+            {
+                "experts": _GRANITE_EXPERTS,
+                "norms": norms_before(_GRANITE_EXPERTS.module),
+                "inner_key": "intermediate_size",
+            },
+        ),
+    ),
 }
 _FALCON_MLP = gated("feed_forward", *NAMES, "intermediate_size")
 _FALCON_MLP["gate_up"] = replace(_FALCON_MLP["gate_up"], name="feed_forward.gate_up_proj")

@@ -47,7 +47,7 @@ def answer_of(folder):
 
 
 def test_every_module_is_named_by_a_row():
-    assert len(SERVED) == len(served_architectures()) >= 4
+    assert len(SERVED) >= len(served_architectures()) >= 4
     found = pkgutil.walk_packages(families.__path__, f"{families.__name__}.")
     start = f"{families.__name__}."
     modules = {module.name.removeprefix(start) for module in found if not module.ispkg}

@@ -31,7 +31,7 @@ from tests.qserve.model.test_transformers import dense
 from tests.qserve.model.variants import TOKENS, edited, logits, model_maker, relative
 
 DELTA_NETS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
-FAMILIES = [*DELTA_NETS, "lfm2", "lfm2_moe", "granite_hybrid", "falcon_h1"]
+FAMILIES = [*DELTA_NETS, "lfm2", "lfm2_moe", "granite_hybrid", "granite_hybrid_moe", "falcon_h1"]
 # what real checkpoints have that the usual tiny models have not
 VARIANTS = {
     "qwen 3.5 with biases, two taps, tied": (
@@ -140,6 +140,7 @@ def test_logits_equal_transformers(hybrid, name):
         ("lfm2_moe", "w4a16-sym-g32", "compressed-tensors"),
         ("granite_hybrid", "w4a16-sym-g32", "gptq"),
         ("falcon_h1", "w4a16-sym-g32", "gptq"),
+        ("granite_hybrid_moe", "w4a16-sym-g32", "compressed-tensors"),
         pytest.param("qwen3_next", "w4a16-sym-g32", "gptq", marks=pytest.mark.exhaustive),
         pytest.param("qwen3_5", "w4a16-asym-g32", "awq", marks=pytest.mark.exhaustive),
     ],
