@@ -64,6 +64,7 @@ from formats.architecture.states.parts import (
     GRANITE_HYBRID,
     LFM2,
     LFM2_MOE,
+    NEMOTRON_H,
 )
 
 
@@ -512,6 +513,13 @@ FAMILIES: dict[str, Family] = {
         ),
         _family(
             "FalconH1ForCausalLM", "Falcon-H1", "falcon_h1", builder="hybrid.falcon_h1", **FALCON_H1
+        ),
+        _family(
+            "NemotronHForCausalLM",
+            "Nemotron-H (without experts)",
+            "nemotron_h",
+            builder="hybrid.nemotron_h",
+            **NEMOTRON_H,
         ),
     )
 }

@@ -360,7 +360,7 @@ TINY_FAMILIES |= {
 }
 # Mamba-2 with two groups; widths of states and of heads that differ.
 MAMBA = {
-    **{"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24},
+    **{"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 22},
     **{"mamba_chunk_size": 16, "layer_types": ["mamba", "attention", "mamba"]},
 }
 TINY_FAMILIES |= {
@@ -384,6 +384,14 @@ TINY_FAMILIES |= {
             **{"residual_multiplier": 0.4, "attention_multiplier": 0.1},
         },
     ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 22},
+            **{"head_dim": 32, "chunk_size": 16, "num_hidden_layers": 4},
+            "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"],
+        },
+    ),
     "falcon_h1": (
         "FalconH1Config",
         {
@@ -401,7 +409,7 @@ ROWS = ("gpt_bigcode", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "hunyuan", "o
 # families whose layers have states: ranks are refused
 STATES = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"),
-    *("granite_hybrid", "granite_hybrid_moe", "falcon_h1"),
+    *("granite_hybrid", "granite_hybrid_moe", "falcon_h1", "nemotron_h"),
 )
 WITHOUT_ADAPTERS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # latent attention
 
@@ -473,11 +481,11 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name or "sinks" in name:
             # Some families' norms multiply by 1 + weight.
-            adds_one = config_class.startswith(("Gemma", "Qwen3Next", "Qwen3_5", "Nemotron"))
+            adds_one = config_class.startswith(("Gemma", "Qwen3Next", "Qwen3_5", "NemotronC"))
             is_norm = "norm" in name and "bias" not in name
             is_one = is_norm and (not adds_one or "linear_attn" in name)
             torch.nn.init.normal_(parameter, float(is_one), 0.2)
-        if name.endswith("mamba.D"):
+        if name.endswith(".D"):
             torch.nn.init.normal_(parameter)
     for name, buffer in model.named_buffers():
         if name.endswith(("correction_bias", "expert_bias")):
@@ -491,7 +499,11 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
 
 
 # names in files that transformers changes as it loads them
-STORED_NAMES = {"embed_out.": "lm_head.", ".mlp.moe_statics.": ".mlp.gate.moe_statics."}
+STORED_NAMES = {
+    "backbone.": "model.",
+    "embed_out.": "lm_head.",
+    ".mlp.moe_statics.": ".mlp.gate.moe_statics.",
+}
 
 
 def module_name(name: str) -> str:
@@ -546,7 +558,8 @@ def transformers_model():
             if leaf == "qweight":
                 tensors = {n: reader.get(f"{module}.{n}") for n in gptq.TENSOR_NAMES}
                 spec = QuantConfig.from_dict(block).scheme.weight
-                state[f"{module}.weight"] = gptq.decode(tensors, spec).dequantize()
+                weight = gptq.decode(tensors, spec).dequantize()
+                state[module_name(f"{module}.weight")] = weight
             elif leaf not in gptq.TENSOR_NAMES:
                 state[module_name(name)] = reader.get(name)
         if reader.config["model_type"] == "gpt2":  # Conv1D's weights are [inputs, outputs]

@@ -174,6 +174,8 @@ class Family:
     down: Projection
     experts: Experts | None = None  # None: a dense feed-forward of gate_up and down
     state_mixer: StateMixer | None = None  # None: all layers have attention
+    # Each layer has one block, which layer_types says: a mixer of either kind or a feed-forward.
+    lone_blocks: bool = False
     gated_attention: bool = False  # q_proj makes each head's queries, then a gate of its output
     sinks: str = ""  # tensor of a layer: attention sinks, one score per head
     gated: bool = True  # gate_up makes gate and up; down reads activation(gate) * up
@@ -281,6 +283,8 @@ class Family:
         Without a number, the layer has attention, and experts if the family does.
         """
         has_state = layer is not None and self.has_state(layer, config)
+        if self.lone_blocks and layer is not None:
+            return _lone_block(config, layer)
         has_experts = self.experts is not None and (
             layer is None or self.experts.stand_in(layer, config)
         )
@@ -345,7 +349,8 @@ class Family:
             found = self.state_mixer.readers
         if blocks.attention:
             found = (*found, self.qkv)
-        return (*found, self.gate_up) if is_set(self.parallel, config) else found
+        reads_mlp = is_set(self.parallel, config) or not found
+        return (*found, self.gate_up) if reads_mlp else found
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -436,6 +441,21 @@ class Family:
             length = config.get(self.positions.length_key)
             found["positions"] = length + self.positions.offset if is_size(length) else None
         return found
+
+
+def _lone_block(config: Mapping[str, Any], layer: int) -> Blocks:
+    """Return the one block of a layer. Raises CheckpointError for a kind that is not known."""
+    kinds = config.get("layer_types")
+    kind = kinds[layer] if isinstance(kinds, list) and layer < len(kinds) else None
+    kinds_known = ("linear_attention", "full_attention", "mlp")
+    if kind not in kinds_known:
+        raise CheckpointError(
+            f"config.json kind of layer {layer}",
+            f"expected one of {', '.join(kinds_known)}, found {kind!r:.100}",
+            "layers of experts without a gate are not supported" if kind == "moe" else "",
+        )
+    state, attention, dense = (kind == each for each in kinds_known)
+    return Blocks(state=state, attention=attention, dense=dense)
 
 
 def check_num_layers(config: Mapping[str, Any]) -> None:

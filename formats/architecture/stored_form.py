@@ -222,6 +222,21 @@ def _granite_hybrid(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+_BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+
+
+def _nemotron_h(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the kinds of layers, which published files state as a string, and their number."""
+    found, kinds = _mamba(config), config.get("layers_block_type")
+    pattern = config.get("hybrid_override_pattern")
+    if kinds is None and isinstance(pattern, str):
+        kinds = [_BLOCKS.get(letter, letter) for letter in pattern[:MAX_LAYERS]]
+    if not isinstance(kinds, list):
+        return found
+    kinds = [_LAYER_TYPES.get(str(kind), kind) for kind in kinds]
+    return {**found, "layer_types": kinds, "num_hidden_layers": len(kinds)}
+
+
 def _mamba(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the width of heads, which files may state as "auto", and the range of steps.
 
@@ -260,4 +275,5 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "lfm2_moe": _lfm2_moe,
     "granitemoehybrid": _granite_hybrid,
     "falcon_h1": _mamba,
+    "nemotron_h": _nemotron_h,
 }

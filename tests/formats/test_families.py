@@ -87,6 +87,8 @@ def test_what_other_modules_make_of_the_rows():
         "feed_forward.down_proj": (1, 1),
         "shared_mlp.input_linear": (0, 2),
         "shared_mlp.output_linear": (1, 1),
+        "mixer.up_proj": (0, 1),
+        "mixer.down_proj": (1, 1),
     }
     names = ("o_proj", "down_proj", "w2", "out_proj", "fc2", "c_proj", "dense", "dense_4h_to_h")
     assert set(SPLIT_BY_INPUTS) == {f".{name}" for name in (*names, "fc_out", "output_linear")}

@@ -12,6 +12,7 @@ from formats.architecture.family_parts import (
     experts,
     gated,
     norms_before,
+    ungated,
 )
 from formats.architecture.flags import Flag, Stated
 from formats.architecture.projection import Projection
@@ -240,4 +241,32 @@ FALCON_H1 = {
     # A factor before a linear is applied after it, which a bias would not bear.
     "fixed": {"attention_bias": False, "mamba_proj_bias": False},
     "last_norm": "model.final_layernorm.weight",
+}
+NEMOTRON_H = {
+    "qkv": replace(
+        QKV,
+        name="mixer.qkv_proj",
+        members=tuple((name.replace("self_attn", "mixer"), size) for name, size in QKV.members),
+    ),
+    "o": replace(O_PROJ, name="mixer.o_proj", members=(("mixer.o_proj", "hidden_size"),)),
+    **ungated("mixer.up_proj", "mixer.down_proj", "mlp_bias"),
+    "state_mixer": mamba("mixer", "use_bias", "use_bias", Stated("use_conv_bias", True), True),
+    "lone_blocks": True,
+    "norms": (Norm(name="norm", feeds="mixer.qkv_proj"),),
+    "norm_eps_key": "layer_norm_epsilon",
+    "float32_norms": True,
+    "activation_key": "mlp_hidden_act",
+    "activations": ("relu2",),
+    "rope": "none",
+    "config_keys": {
+        "mamba_n_heads": "mamba_num_heads",
+        "mamba_d_head": "mamba_head_dim",
+        "mamba_n_groups": "n_groups",
+        "mamba_d_state": "ssm_state_size",
+        "mamba_d_conv": "conv_kernel",
+    },
+    "draft_prefix": "mtp.",
+    "layer": "backbone.layers.{i}",
+    "embedding": "backbone.embeddings.weight",
+    "last_norm": "backbone.norm_f.weight",
 }

@@ -127,7 +127,7 @@ def test_logits_of_quantized_weights_equal_transformers(written, transformers_mo
         *(("falcon_h1", "awq"), ("lfm2", "gptq")),
         *(
             pytest.param(name, "awq", marks=pytest.mark.exhaustive)
-            for name in ("lfm2", "lfm2_moe", "granite_hybrid", "granite_hybrid_moe")
+            for name in ("lfm2", "lfm2_moe", "granite_hybrid", "granite_hybrid_moe", "nemotron_h")
         ),
         pytest.param("gpt2", "awq", marks=pytest.mark.exhaustive),
         pytest.param("falcon", "awq", marks=pytest.mark.exhaustive),

@@ -31,7 +31,8 @@ from tests.qserve.model.test_transformers import dense
 from tests.qserve.model.variants import TOKENS, edited, logits, model_maker, relative
 
 DELTA_NETS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
-FAMILIES = [*DELTA_NETS, "lfm2", "lfm2_moe", "granite_hybrid", "granite_hybrid_moe", "falcon_h1"]
+MAMBAS = ["granite_hybrid", "granite_hybrid_moe", "falcon_h1", "nemotron_h"]
+FAMILIES = [*DELTA_NETS, "lfm2", "lfm2_moe", *MAMBAS]
 # what real checkpoints have that the usual tiny models have not
 VARIANTS = {
     "qwen 3.5 with biases, two taps, tied": (
@@ -79,6 +80,13 @@ VARIANTS = {
         {
             **{name: value for name, value in MAMBA.items() if name != "layer_types"},
             **{"mamba_d_ssm": None, "mamba_rms_norm": True, "mamba_conv_bias": False},
+        },
+    ),
+    "nemotron-h with biases, its smallest steps": (
+        "NemotronHConfig",
+        {
+            **TINY_FAMILIES["nemotron_h"][1],
+            **{"use_bias": True, "mlp_bias": True, "time_step_min": 0.7},
         },
     ),
     "qwen3-next without experts, all of a head rotates": (
@@ -141,6 +149,7 @@ def test_logits_equal_transformers(hybrid, name):
         ("granite_hybrid", "w4a16-sym-g32", "gptq"),
         ("falcon_h1", "w4a16-sym-g32", "gptq"),
         ("granite_hybrid_moe", "w4a16-sym-g32", "compressed-tensors"),
+        ("nemotron_h", "w4a16-sym-g32", "gptq"),
         pytest.param("qwen3_next", "w4a16-sym-g32", "gptq", marks=pytest.mark.exhaustive),
         pytest.param("qwen3_5", "w4a16-asym-g32", "awq", marks=pytest.mark.exhaustive),
     ],

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from formats.errors import InputError
 from qkernels import ops
 from qkernels.mamba2 import reference
 from qserve.llm import LLM
@@ -115,3 +116,37 @@ def test_published_keys_mean_the_same(tiny_model, tmp_path):
 
     folder = edited(tiny_model("granite_hybrid"), tmp_path / "published", config=published)
     assert torch.equal(logits(folder), logits(tiny_model("granite_hybrid")))
+
+
+def test_published_pattern_of_blocks_means_the_same(tiny_model, tmp_path):
+    """Nemotron-H's files state the kinds of layers as a string."""
+
+    def published(config):
+        del config["layers_block_type"]
+        config.update(hybrid_override_pattern="M*-M", num_hidden_layers=4)
+
+    folder = edited(tiny_model("nemotron_h"), tmp_path / "published", config=published)
+    assert torch.equal(logits(folder), logits(tiny_model("nemotron_h")))
+
+
+def test_layers_of_experts_without_a_gate_are_refused(tiny_model, tmp_path):
+    def with_experts(config):
+        config["layers_block_type"][2] = "moe"
+
+    folder = edited(tiny_model("nemotron_h"), tmp_path / "moe", config=with_experts)
+    with pytest.raises(InputError, match="kind of layer 2.*'moe'.*without a gate are not supp"):
+        logits(folder)
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "nemotron_h"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'},
+        {"tensor_parallel_size": 2},
+    ],
+    ids=["speculation", "ranks"],
+)
+def test_what_does_not_work_with_states_is_refused(tiny_model, name, settings):
+    with pytest.raises(InputError, match="does not work with .*, whose layers have states"):
+        LLM(tiny_model(name), device="cpu", max_model_len=64, **settings)

@@ -34,11 +34,16 @@ def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
     )
 
 
-def build_mamba(config: ModelConfig, weights: LayerWeights, **different: Any) -> Mamba2:
-    """`different`: what differs from Granite's."""
+def build_mamba(
+    config: ModelConfig,
+    weights: LayerWeights,
+    shape: MambaShape | None = None,
+    **different: Any,
+) -> Mamba2:
+    """`shape`: None for that of config.json. `different`: what differs from Granite's."""
     family = config.family.state_mixer
     return Mamba2(
-        mamba_shape(config),
+        shape or mamba_shape(config),
         in_proj=weights.linear(family.inputs),
         out_proj=weights.linear(family.out),
         eps=config.norm_eps,
@@ -47,9 +52,10 @@ def build_mamba(config: ModelConfig, weights: LayerWeights, **different: Any) ->
     )
 
 
-def mamba_shape(config: ModelConfig) -> MambaShape:
+def mamba_shape(config: ModelConfig, step_limits: tuple[float, float] | None = None) -> MambaShape:
+    """`step_limits`: None for those of config.json."""
     values = config.values
-    least, most = values["time_step_limit"] or (0.0, math.inf)
+    least, most = step_limits or values["time_step_limit"] or (0.0, math.inf)
     return MambaShape(
         heads=values["mamba_n_heads"],
         head_dim=values["mamba_d_head"],
