@@ -250,6 +250,10 @@ class Family:
                     f" of {self.architecture} is not supported",
                     "use a model of the family without it",
                 )
+        count = config.get(self.num_layers_key)
+        if self.lone_blocks and is_size(count):
+            for layer in range(min(count, MAX_LAYERS)):
+                self.blocks(config, layer)
         for key in self.like_hidden_size:
             found, wanted = config.get(key), config.get("hidden_size")
             if found is not None and found != wanted:

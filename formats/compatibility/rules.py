@@ -82,6 +82,7 @@ RULES: tuple[Rule, ...] = (
         ),
         OWN_SOURCE,
     ),
+    row("variant", OURS, "no", lambda f: f.choices.refused, OWN_SOURCE),
     row(
         "activation",
         (OURS, *SERVERS),
@@ -180,7 +181,7 @@ RULES: tuple[Rule, ...] = (
             "expects the experts of a layer in one tensor (block_sparse_moe.input_linear), not a"
             " linear for each",
         ),
-        "transformers/conversion_mapping.py of 5.24.0, granitemoe; vLLM's granitemoe.py"
+        "transformers/conversion_mapping.py of 5.23.0, granitemoe; vLLM's granitemoe.py"
         " load_weights; read, not run",
     ),
     row(

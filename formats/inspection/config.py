@@ -46,6 +46,7 @@ class Choices(NamedTuple):
     activation: str = SILU
     usual_activation: str = SILU  # the choice of all models of the family
     rope: str = ROPE_DEFAULT
+    refused: str = ""  # why this project does not compute the variant
 
 
 def check_config(config: Mapping[str, Any], findings: Findings) -> Choices:
@@ -58,7 +59,7 @@ def check_config(config: Mapping[str, Any], findings: Findings) -> Choices:
         _check_type_of_another(config, findings)
     _check_dtype(config, family, findings)
     if family is None:
-        return Choices()
+        return Choices(refused=_refused_variant(config))
     for name in REQUIRED:
         if name not in config:
             findings.error(f"{CONFIG} {name}", "is missing", "copy it from the float model")
@@ -85,7 +86,21 @@ def check_config(config: Mapping[str, Any], findings: Findings) -> Choices:
         activation=_activation(config, family, findings),
         usual_activation=family.activations[0],
         rope=_rope(config, findings),
+        refused=_refused_variant(config),
     )
+
+
+def _refused_variant(config: Mapping[str, Any]) -> str:
+    """Return why this project does not compute the variant that config.json asks for, or ""."""
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    try:
+        if family is not None:
+            family.check_config(config)
+    except InputError as error:
+        return f"{error.subject}: {error.problem}"
+    return ""
 
 
 def _check_heads(config: Mapping[str, Any], findings: Findings) -> None:
