@@ -8,7 +8,7 @@ class ConvConfig:
     """One launch of a convolution."""
 
     channels: int  # of a program, which takes all rows of one request
-    rows: int  # at once
+    rows: int  # of a tile
     warps: int
 
 

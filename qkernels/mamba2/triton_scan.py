@@ -45,7 +45,7 @@ def selective_scan_(
         if step.max_query_len > 1:
             scan = scan_config(N, D, mixed_TC.dtype)
             launch(
-                _scan_chunks,
+                _mamba_chunks,
                 (R, H, ceil_div(D, scan.columns)),
                 *tensors,
                 **sizes,
@@ -60,7 +60,7 @@ def selective_scan_(
         # Also after chunks: the longest request may be shorter than the host knows.
         config = step_config(N, D)
         launch(
-            _scan_step,
+            _mamba_step,
             (R, H, ceil_div(D, config.columns)),
             *tensors,
             **sizes,
@@ -83,7 +83,7 @@ def _step_size(dt, dt_bias, least, most):
 
 
 @triton.jit
-def _scan_step(
+def _mamba_step(
     mixed_ptr,
     dt_ptr,
     a_log_ptr,
@@ -134,7 +134,7 @@ def _scan_step(
 
 
 @triton.jit
-def _scan_chunks(
+def _mamba_chunks(
     mixed_ptr,
     dt_ptr,
     a_log_ptr,

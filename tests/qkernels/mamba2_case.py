@@ -48,7 +48,7 @@ class ScanCase:
         )
 
     def to(self, dtype, device="cpu"):
-        """The same with other numbers: the states in float32, or wider where all are."""
+        """Case in another dtype: the states in float32, or wider where all are."""
         state = dtype if dtype == torch.float64 else torch.float32
         tensors = {
             name: value.to(device, state if name in FLOAT32 else dtype)

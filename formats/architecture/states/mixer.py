@@ -1,4 +1,4 @@
-"""Blocks of a layer with a state of fixed size, instead of attention or beside it.
+"""Blocks of a layer with a state of fixed size, instead of or next to attention.
 
 The mixers are gated delta nets, short convolutions and Mamba-2 (qkernels/delta_net, causal_conv,
 mamba2). Needs no torch.

@@ -62,7 +62,7 @@ class NoMixer(torch.nn.Module):
 
 
 class NoFeedForward(torch.nn.Module):
-    """Stands for the feed-forward of a layer without one."""
+    """Placeholder for the feed-forward of a layer without one."""
 
     def products(self) -> Iterator[Product]:
         """Yield nothing."""
