@@ -228,6 +228,7 @@ _BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe
 def _nemotron_h(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the kinds of layers, which published files state as a string, and their number."""
     found, kinds = _mamba(config), config.get("layers_block_type")
+    found["head_dim"] = config.get("head_dim", 128)
     pattern = config.get("hybrid_override_pattern")
     if kinds is None and isinstance(pattern, str):
         kinds = [_BLOCKS.get(letter, letter) for letter in pattern[:MAX_LAYERS]]

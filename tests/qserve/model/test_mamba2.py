@@ -10,7 +10,9 @@ from qkernels import ops
 from qkernels.mamba2 import reference
 from qserve.llm import LLM
 from qserve.model.blocks.mamba2 import Mamba2
-from tests.qserve.model.test_hybrid_tokens import MODES, greedy, prompts
+from tests.conftest import MAMBA, make_tiny
+from tests.qserve.model.test_family_tokens import check_greedy
+from tests.qserve.model.test_hybrid_tokens import MODES, greedy, in_transformers, prompts
 from tests.qserve.model.variants import TOKENS, edited, logits, relative
 
 
@@ -118,11 +120,22 @@ def test_published_keys_mean_the_same(tiny_model, tmp_path):
     assert torch.equal(logits(folder), logits(tiny_model("granite_hybrid")))
 
 
+def test_model_of_attention_alone_has_no_states(tmp_path):
+    """Granite 4 Micro: the hybrid's architecture without Mamba-2, with rotations."""
+    kinds = {"layer_types": ["attention"] * 3, "position_embedding_type": "rope"}
+    sizes = {"shared_intermediate_size": 64, "num_local_experts": 0}
+    folder = make_tiny(tmp_path / "m", "GraniteMoeHybridConfig", MAMBA | kinds | sizes)
+    llm = LLM(folder, device="cpu", max_model_len=64, max_num_batched_tokens=7)
+    assert llm.engine.scheduler.states.num_slots is None
+    check_greedy(in_transformers(folder), prompts(), greedy(llm, prompts()))
+
+
 def test_published_pattern_of_blocks_means_the_same(tiny_model, tmp_path):
     """Nemotron-H's files state the kinds of layers as a string."""
 
     def published(config):
-        del config["layers_block_type"]
+        for key in ("layers_block_type", "num_logits_to_keep"):
+            del config[key]
         config.update(hybrid_override_pattern="M*-M", num_hidden_layers=4)
 
     folder = edited(tiny_model("nemotron_h"), tmp_path / "published", config=published)
