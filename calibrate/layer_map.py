@@ -67,16 +67,12 @@ class LayerMap:
 
     def inputs(self, config: dict[str, Any], layer: int) -> tuple[tuple[str, ...], ...]:
         """Local names of a layer's linears in the order they run, grouped by input."""
-        dense = not self.has_experts(config, layer)
         count = self.num_experts(config) if self.has_own_linears(config, layer) else 0
-        has_state = self.has_state(config, layer)
-        groups = tuple(map(_stored, self.family.projections(count, dense, has_state)))
-        if has_state:  # produces queries, keys and values, and its gates
-            return ((*groups[0], *groups[1]), *groups[2:])
-        if is_set(self.family.parallel, config):  # attention and feed-forward read the same norm
-            qkv, out, up, down = groups
-            return ((*qkv, *up), out, down)
-        return groups
+        blocks = self.family.blocks(config, layer)
+        readers = self.family.first_projections(config, layer)
+        others = [p for p in self.family.projections(blocks, count) if p not in readers]
+        first = tuple(name for projection in readers for name in _stored(projection))
+        return (first, *map(_stored, others))
 
     @property
     def expert_modules(self) -> str:
@@ -105,16 +101,17 @@ class LayerMap:
 
     def scale_pairs(self, config: dict[str, Any], layer: int) -> tuple[ScalePair, ...]:
         """Where factors of a layer can move, in the order they run."""
-        return tuple(_scale_pairs(self.family, config, self.has_state(config, layer)))
+        return tuple(_scale_pairs(self.family, config, layer))
 
     def required_in_layer(self, config: dict[str, Any], layer: int) -> tuple[str, ...]:
         """Required tensors of a layer besides the linears' weights; others are kept if present."""
-        names = self.layer_tensors
-        if self.has_state(config, layer):
+        names, blocks = self.layer_tensors, self.family.blocks(config, layer)
+        if not blocks.attention:
             of_attention = tuple(f"{norm.name}." for norm in self.family.norms if norm.of_attention)
             biases = tuple(f"{linear.name}.bias" for linear in self.family.linears)
             names = [n for n in names if not n.startswith(of_attention) and n not in biases]
-            names += self.family.delta_net.tensors
+        if blocks.state:
+            names = (*names, *self.family.state_mixer.tensors(config))
         if not self.has_experts(config, layer):
             return tuple(names)
         return (*names, *self.experts.tensors(config))
@@ -177,7 +174,7 @@ def layer_map(family: Family) -> LayerMap:
         # a router reads the residual stream, a norm after a linear stands in its way, and so does
         # what multiplies values channel by channel; a layer norm subtracts the mean of channels
         rotatable=family.norm_kind == "rms"
-        and not (family.experts or family.delta_net or family.gated_attention)
+        and not (family.experts or family.state_mixer or family.gated_attention)
         and all(n.feeds or n.size == "head_dim" for n in family.norms),
         family=family,
         embedding=family.embedding,
@@ -191,26 +188,22 @@ def _stored(projection: Projection) -> tuple[str, ...]:
     return tuple(linear.name for linear in projection.linears)
 
 
-def _scale_pairs(family: Family, config: Mapping[str, Any], has_state: bool) -> Iterator[ScalePair]:
+def _scale_pairs(family: Family, config: Mapping[str, Any], layer: int) -> Iterator[ScalePair]:
     """In the order they run. Of experts none: the router reads their input too, in float."""
     norm_of = {norm.feeds: norm.name for norm in family.norms if is_set(norm.present, config)}
-    if has_state:
-        net = family.delta_net
-        linears = (*_stored(net.inputs), *_stored(net.gates))
+    blocks = family.blocks(config, layer)
+    if family.qkv.name in norm_of:
+        readers = family.first_projections(config, layer)
+        linears = tuple(name for projection in readers for name in _stored(projection))
         yield ScalePair(previous=norm_of[family.qkv.name], linears=linears, kind="norm")
-    else:
-        if family.qkv.name in norm_of:
-            linears = _stored(family.qkv)
-            if is_set(family.parallel, config):
-                linears = (*linears, *_stored(family.gate_up))
-            yield ScalePair(previous=norm_of[family.qkv.name], linears=linears, kind="norm")
+    if blocks.attention:
         for each in family.latent:
             yield ScalePair(previous=norm_of[each.name], linears=_stored(each), kind="norm")
         # latent attention makes values by head, next to each head's keys
         if not (family.qkv.by_head or family.latent):
             values = _stored(family.qkv)[-1]
             yield ScalePair(previous=values, linears=_stored(family.o), kind="values")
-    if family.experts:
+    if not blocks.dense or family.experts:
         return
     gate_up = _stored(family.gate_up)
     if family.gate_up.name in norm_of:

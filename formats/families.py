@@ -27,7 +27,6 @@ from formats.architecture.family import (
 from formats.architecture.family_parts import (
     ATTENTION_BIAS,
     COHERE,
-    DELTA_NET,
     GATE_UP,
     GEMMA,
     GEMMA_1,
@@ -59,6 +58,14 @@ from formats.architecture.family_parts import (
 )
 from formats.architecture.flags import Stated
 from formats.architecture.latent_parts import DEEPSEEK_V2, DEEPSEEK_V3, GLM_LITE
+from formats.architecture.states.parts import (
+    DELTA_NET,
+    FALCON_H1,
+    GRANITE_HYBRID,
+    LFM2,
+    LFM2_MOE,
+    NEMOTRON_H,
+)
 
 
 def _family(architecture: str, title: str, model_type: str, **different: Any) -> Family:
@@ -452,9 +459,9 @@ FAMILIES: dict[str, Family] = {
             "Qwen3NextForCausalLM",
             "Qwen3-Next",
             "qwen3_next",
-            builder="qwen3_next",
+            builder="hybrid.qwen3_next",
             **QWEN_HYBRID,
-            delta_net=replace(
+            state_mixer=replace(
                 DELTA_NET,
                 inputs=replace(DELTA_NET.inputs, stored_fused=True),
                 gates=replace(DELTA_NET.gates, stored_fused=True),
@@ -474,18 +481,18 @@ FAMILIES: dict[str, Family] = {
             "Qwen3_5ForCausalLM",
             "Qwen3.5 (text)",
             "qwen3_5_text",
-            builder="qwen3_next",
+            builder="hybrid.qwen3_next",
             **QWEN_HYBRID,
-            delta_net=DELTA_NET,
+            state_mixer=DELTA_NET,
             norms=(*USUAL["norms"], *HEAD_NORMS),
         ),
         _family(
             "Qwen3_5MoeForCausalLM",
             "Qwen3.5-MoE and Qwen3.6 (text)",
             "qwen3_5_moe_text",
-            builder="qwen3_next",
+            builder="hybrid.qwen3_next",
             **QWEN_HYBRID,
-            delta_net=DELTA_NET,
+            state_mixer=DELTA_NET,
             experts=experts(
                 "mlp",
                 NAMES,
@@ -494,6 +501,25 @@ FAMILIES: dict[str, Family] = {
                 shared=QWEN_SHARED,
             ),
             norms=(*norms_before("mlp"), *HEAD_NORMS),
+        ),
+        _family("Lfm2ForCausalLM", "LFM2", "lfm2", builder="hybrid.lfm2", **LFM2),
+        _family("Lfm2MoeForCausalLM", "LFM2-MoE", "lfm2_moe", builder="hybrid.lfm2", **LFM2_MOE),
+        _family(
+            "GraniteMoeHybridForCausalLM",
+            "Granite 4 (hybrid)",
+            "granitemoehybrid",
+            builder="hybrid.granite",
+            **GRANITE_HYBRID,
+        ),
+        _family(
+            "FalconH1ForCausalLM", "Falcon-H1", "falcon_h1", builder="hybrid.falcon_h1", **FALCON_H1
+        ),
+        _family(
+            "NemotronHForCausalLM",
+            "Nemotron-H (without experts)",
+            "nemotron_h",
+            builder="hybrid.nemotron_h",
+            **NEMOTRON_H,
         ),
     )
 }

@@ -21,8 +21,7 @@ MAX_RULES = 20_000  # of one config
 
 
 def _of_state(family: Family) -> tuple[Projection, ...]:
-    net = family.delta_net
-    return () if net is None else (net.inputs, net.gates)
+    return () if family.state_mixer is None else family.state_mixer.readers
 
 
 # Members that servers load as one matrix -> the name of that matrix.

@@ -2,6 +2,7 @@
 
 from qkernels import dispatch
 from qkernels.attention import rows as attention
+from qkernels.causal_conv import rows as causal_conv
 from qkernels.delta_net import rows as delta_net
 from qkernels.dispatch import Explanation, Operation
 from qkernels.drafts import rows as drafts
@@ -9,13 +10,17 @@ from qkernels.errors import KernelError
 from qkernels.latent import rows as latent
 from qkernels.linear import rows as linear
 from qkernels.lora import rows as lora
+from qkernels.mamba2 import rows as mamba2
 from qkernels.moe import rows as moe
 from qkernels.rowwise import rows as rowwise
 from qkernels.sampling import rows as sampling
 
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation
-    for folder in (linear, attention, latent, rowwise, moe, lora, delta_net, sampling, drafts)
+    for folder in (
+        *(linear, attention, latent, rowwise, moe, lora),
+        *(causal_conv, delta_net, mamba2, sampling, drafts),
+    )
     for operation in folder.OPERATIONS
 }
 

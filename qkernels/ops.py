@@ -9,13 +9,15 @@ implementations may wait, as those of attention, experts, adapters and delta net
 """
 
 from qkernels.attention.ops import apply_rope, paged_attention, rope_write_kv_, write_kv_
+from qkernels.causal_conv.ops import causal_conv_, short_conv_
 from qkernels.collective.ops import all_reduce, all_reduce_norm
-from qkernels.delta_net.ops import causal_conv_, delta_rule_, gated_rms_norm
+from qkernels.delta_net.ops import delta_rule_, gated_rms_norm
 from qkernels.drafts.ops import fill_drafts_, settle_drafts_, spread_logits
 from qkernels.latent.ops import latent_attention, rope_write_latents_
 from qkernels.linear.fixed_order import fixed_order_linear
 from qkernels.linear.ops import linear, linear_codes, plan_linear, prepare_weight
 from qkernels.lora.ops import lora_expand_, lora_shrink, lora_term
+from qkernels.mamba2.ops import gated_group_norm, selective_scan_
 from qkernels.moe.ops import experts, plan_experts, prepare_experts, route, route_tokens
 from qkernels.rowwise.ops import (
     activate,
@@ -47,6 +49,7 @@ __all__ = [
     "route_tokens",
     "fill_drafts_",
     "fixed_order_linear",
+    "gated_group_norm",
     "gated_rms_norm",
     "in_form",
     "latent_attention",
@@ -65,7 +68,9 @@ __all__ = [
     "rope_write_kv_",
     "rope_write_latents_",
     "sample_",
+    "selective_scan_",
     "settle_drafts_",
+    "short_conv_",
     "spread_logits",
     "write_kv_",
 ]

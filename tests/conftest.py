@@ -335,10 +335,82 @@ TINY_FAMILIES |= {
         },
     ),
 }
+# Short convolutions of three taps; the width of the feed-forward is adjusted from the stated one.
+SHORT_CONV = {
+    "layer_types": ["conv", "full_attention", "conv"],
+    "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+TINY_FAMILIES |= {
+    "lfm2": (
+        "Lfm2Config",
+        {**SHORT_CONV, "intermediate_size": 128, "block_multiple_of": 32},
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {
+            **SHORT_CONV,
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "routed_scaling_factor": 1.8,
+        },
+    ),
+}
+# Mamba-2 with two groups; widths of states and of heads that differ.
+MAMBA = {
+    **{"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 22},
+    **{"mamba_chunk_size": 16, "layer_types": ["mamba", "attention", "mamba"]},
+}
+TINY_FAMILIES |= {
+    "granite_hybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **MAMBA,
+            **{"shared_intermediate_size": 96, "num_local_experts": 0},
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 2.5,
+        },
+    ),
+    "granite_hybrid_moe": (
+        "GraniteMoeHybridConfig",
+        {
+            **MAMBA,
+            **{"intermediate_size": 32, "shared_intermediate_size": 96},
+            **{"num_local_experts": 6, "num_experts_per_tok": 2},
+            **{"residual_multiplier": 0.4, "attention_multiplier": 0.1},
+        },
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 22},
+            **{"head_dim": 32, "chunk_size": 16, "num_hidden_layers": 4},
+            "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"],
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        {
+            **{name: value for name, value in MAMBA.items() if name != "layer_types"},
+            **{"mamba_d_ssm": 128, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+            **{"embedding_multiplier": 3.0, "lm_head_multiplier": 0.4, "key_multiplier": 0.6},
+            **{"attention_in_multiplier": 1.5, "attention_out_multiplier": 0.7},
+            **{"ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.8},
+            **{"ssm_multipliers": [0.7, 1.2, 0.6, 1.4, 0.9], "mlp_multipliers": [1.6, 0.5]},
+        },
+    ),
+}
 # rows of what other families have, too: a few tests run them
 ROWS = ("gpt_bigcode", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "hunyuan", "olmoe", "dots1")
 # families whose layers have states: ranks are refused
-STATES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+STATES = (
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"),
+    *("granite_hybrid", "granite_hybrid_moe", "falcon_h1", "nemotron_h"),
+)
 WITHOUT_ADAPTERS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # latent attention
 
 
@@ -409,12 +481,14 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name or "sinks" in name:
             # Some families' norms multiply by 1 + weight.
-            adds_one = config_class.startswith(("Gemma", "Qwen3Next", "Qwen3_5", "Nemotron"))
+            adds_one = config_class.startswith(("Gemma", "Qwen3Next", "Qwen3_5", "NemotronC"))
             is_norm = "norm" in name and "bias" not in name
             is_one = is_norm and (not adds_one or "linear_attn" in name)
             torch.nn.init.normal_(parameter, float(is_one), 0.2)
+        if name.endswith(".D"):
+            torch.nn.init.normal_(parameter)
     for name, buffer in model.named_buffers():
-        if name.endswith("correction_bias"):
+        if name.endswith(("correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, 0.0, 0.2)
     if config.tie_word_embeddings and "Qwen" not in config_class:
         # A head that is the embedding says the last token again where embeddings are large.
@@ -425,7 +499,11 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
 
 
 # names in files that transformers changes as it loads them
-STORED_NAMES = {"embed_out.": "lm_head.", ".mlp.moe_statics.": ".mlp.gate.moe_statics."}
+STORED_NAMES = {
+    "backbone.": "model.",
+    "embed_out.": "lm_head.",
+    ".mlp.moe_statics.": ".mlp.gate.moe_statics.",
+}
 
 
 def module_name(name: str) -> str:
@@ -435,7 +513,7 @@ def module_name(name: str) -> str:
     return name
 
 
-EXPERT = re.compile(r"(.*)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+EXPERT = re.compile(r"(.*\.(?:mlp|block_sparse_moe|feed_forward))\.experts\.(\d+)\.(\w+)\.weight")
 
 
 def with_stacked_experts(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -445,16 +523,20 @@ def with_stacked_experts(state: dict[str, torch.Tensor]) -> dict[str, torch.Tens
     for name, tensor in state.items():
         match = EXPERT.fullmatch(name)
         if match is None:
-            rest[name.replace(".block_sparse_moe.", ".mlp.")] = tensor
+            is_granite = ".router.layer." in name
+            own = name if is_granite else name.replace(".block_sparse_moe.", ".mlp.")
+            rest[own.replace(".router.layer.", ".router.")] = tensor
         else:
-            found.setdefault(match[1], {})[int(match[2]), match[3]] = tensor
-    for layer, each in found.items():
+            is_mixtral = match[3].startswith("w") and "block_sparse_moe" in match[1]
+            module = match[1].replace(".block_sparse_moe", ".mlp") if is_mixtral else match[1]
+            found.setdefault(module, {})[int(match[2]), match[3]] = tensor
+    for module, each in found.items():
         is_short = (0, "w1") in each
         gate, up, down = ("w1", "w3", "w2") if is_short else ("gate_proj", "up_proj", "down_proj")
         numbers = range(len(each) // 3)
         both = [torch.cat([each[number, gate], each[number, up]]) for number in numbers]
-        rest[f"{layer}.mlp.experts.gate_up_proj"] = torch.stack(both)
-        rest[f"{layer}.mlp.experts.down_proj"] = torch.stack([each[n, down] for n in numbers])
+        rest[f"{module}.experts.gate_up_proj"] = torch.stack(both)
+        rest[f"{module}.experts.down_proj"] = torch.stack([each[n, down] for n in numbers])
     return rest
 
 
@@ -476,7 +558,8 @@ def transformers_model():
             if leaf == "qweight":
                 tensors = {n: reader.get(f"{module}.{n}") for n in gptq.TENSOR_NAMES}
                 spec = QuantConfig.from_dict(block).scheme.weight
-                state[f"{module}.weight"] = gptq.decode(tensors, spec).dequantize()
+                weight = gptq.decode(tensors, spec).dequantize()
+                state[module_name(f"{module}.weight")] = weight
             elif leaf not in gptq.TENSOR_NAMES:
                 state[module_name(name)] = reader.get(name)
         if reader.config["model_type"] == "gpt2":  # Conv1D's weights are [inputs, outputs]

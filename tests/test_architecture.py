@@ -68,7 +68,9 @@ OPERATIONS = {
     },
     "sampling": set(),
     "lora": set(),
-    "delta_net": set(),
+    "causal_conv": set(),
+    "delta_net": {"causal_conv.ops", "causal_conv.state"},
+    "mamba2": {"causal_conv.ops", "causal_conv.state"},
     "drafts": {"sampling.words"},
 }
 # what may not be in sys.modules after an import, and in no line of the package
@@ -212,7 +214,10 @@ def test_caches_are_known_by_their_specs_alone():
     """Outside of the mixers nothing asks for the kind of one, or computes the size of a cache."""
     mixers = set(classes_with("cache_spec", MIXERS)) - {"Mixer"}
     caches = set(classes_with("page_tensors", ROOT / "qkernels"))
-    assert mixers == {"Attention", "DeltaNet", "LatentAttention"}
+    assert mixers == {
+        *("Attention", "DeltaNet", "LatentAttention", "Mamba2", "NoMixer", "ShortConv"),
+        "SideBySide",
+    }
     assert caches == {"PagedKv", "PagedLatents", "StateSlots"}
     for path in (ROOT / "qserve").rglob("*.py"):
         if path.is_relative_to(MIXERS):

@@ -67,8 +67,10 @@ class LayerRunner:
         family = architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
         classes = (f"{family}DecoderLayer", f"{family}Layer", f"{family}Block")
         self._layer_class = next(getattr(module, name) for name in classes if hasattr(module, name))
+        self._mamba_factors = getattr(module, "compute_mup_vector", None)
         self._rotary = None
-        if row.rope != "none" and not row.rotary_dim_key:  # those layers have tables of their own
+        # Layers with rotary_dim_key have tables of their own.
+        if row.rotates(vars(config)) and not row.rotary_dim_key:
             # That of a model which also sees pictures has a name of its own.
             rotary = getattr(module, f"{family}RotaryEmbedding", None)
             rotary = rotary or getattr(module, f"{family}TextRotaryEmbedding")
@@ -103,17 +105,20 @@ class LayerRunner:
             second: tuple[str, ...] = ()  # prefixes of names of modules that have two
             if self.layer_map.has_own_linears(self.raw_config, layer):
                 experts = self.layer_map.experts
-                module.mlp.experts = Experts(
+                own = getattr(module, experts.module, None)
+                mixture = module.mlp if own is None else own
+                mixture.experts = Experts(
                     self.layer_map, self.config, self.raw_config, all_tokens=all_experts
                 )
-                setattr(module, experts.module, module.mlp)
+                setattr(module, experts.module, mixture)
                 # If a module has two names, the checkpoint's name counts.
-                second = () if experts.module == "mlp" else ("mlp.",)
+                second = () if own is not None else ("mlp.",)
                 correction, _, inside = experts.routing.correction.partition(".")
-                if inside and hasattr(module.mlp.gate, correction):  # ERNIE's, not in its gate
-                    setattr(module.mlp, correction, module.mlp.gate.get_submodule(correction))
+                if inside and hasattr(mixture.gate, correction):  # ERNIE's, not in its gate
+                    setattr(mixture, correction, mixture.gate.get_submodule(correction))
                     second = (*second, f"mlp.gate.{correction}.")
         wanted = [n for n in module.state_dict() if not n.startswith(second)]
+        state = self._with_router(state, layer)
         missing = [name for name in wanted if name not in state]
         if missing:
             raise CheckpointError(f"{self.layer_map.prefix(layer)}.{missing[0]}", "is missing")
@@ -143,6 +148,17 @@ class LayerRunner:
                         )
         return module.train(False).requires_grad_(False)
 
+    def _with_router(
+        self, state: Mapping[str, torch.Tensor], layer: int
+    ) -> Mapping[str, torch.Tensor]:
+        """Add the name of Granite's router in transformers' modules, where files have another."""
+        if not self.layer_map.has_experts(self.raw_config, layer):
+            return state
+        stored = self.layer_map.experts.router
+        parent, _, leaf = stored.rpartition(".")
+        name = f"{stored}.weight"
+        return {**state, f"{parent}.weight": state[name]} if leaf == "layer" else state
+
     def _fill_buffers(self, module: nn.Module, layer: int) -> None:
         """Fill in the tables that a layer computes as it is built, and that no file holds."""
         for name, buffer in self._make_layer(layer).named_buffers():
@@ -153,7 +169,11 @@ class LayerRunner:
     def _make_layer(self, layer: int) -> nn.Module:
         """Build an empty layer. Raises CheckpointError if transformers cannot."""
         try:
-            return self._layer_class(self.config, layer)
+            made = self._layer_class(self.config, layer)
+            if self._mamba_factors is not None:  # the model registers them, not the layer
+                factors = self._mamba_factors(self.config)
+                made.mamba.register_buffer("mup_vector", factors, persistent=False)
+            return made
         # Exceptions that layers raise on values that no check of the config rejected.
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise CheckpointError(

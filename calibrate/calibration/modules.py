@@ -37,7 +37,7 @@ class Experts(nn.ModuleList):
         raw_config: dict[str, Any],
         all_tokens: bool = False,
     ) -> None:
-        experts = layer_map.experts
+        row, experts = layer_map.family, layer_map.experts
         linears = (*experts.gate_up.linears, *experts.down.linears)
         self.names = [linear.name.rpartition(".")[2] for linear in linears]
         inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
@@ -54,7 +54,7 @@ class Experts(nn.ModuleList):
         )
         self.count = layer_map.num_experts(raw_config)
         # The container is also a module, and iteration would return it after the experts.
-        self.activation = ACT2FN[config.hidden_act]
+        self.activation = ACT2FN[getattr(config, row.activation_key or "-", row.activations[0])]
         self.all_tokens = all_tokens
 
     def forward(

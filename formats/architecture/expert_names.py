@@ -15,7 +15,7 @@ from formats.families import FAMILIES
 
 # Names of gate, up and down in an expert, and of the module that holds the experts.
 LEAVES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-MODULES = ("mlp", "block_sparse_moe")
+MODULES = ("mlp", "block_sparse_moe", "feed_forward")
 STACKED = ("gate_up_proj", "down_proj")  # one tensor holds the matrices of all experts
 _LAYER = r"(?P<layer>.*\.layers\.\d{1,9})\."
 _MODULE = re.compile(rf"{_LAYER}(?P<module>{'|'.join(MODULES)})\.(?P<rest>.+)")

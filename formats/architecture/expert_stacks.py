@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from formats.architecture.expert_names import LEAVES, MODULES, STACKED, experts_apart
+from formats.architecture.family import Experts
 from formats.errors import CheckpointError
 from formats.files.tensor_entry import TensorEntry
 
@@ -99,6 +100,38 @@ def coded_stacks(
         for name, entry in entries.items()
         if (match := _STACK.fullmatch(name)) and entry.dtype in CODES.get(match["rest"], ())
     }
+
+
+def split_float_stacks(
+    experts: Experts, layer: str, entries: dict[str, TensorEntry]
+) -> dict[str, TensorEntry]:
+    """Return the tensors with each float stack of the family's row as one linear per expert.
+
+    `layer`: the row's name of a layer. Raises CheckpointError for a stack of another shape.
+    """
+    prefix = re.escape(layer).replace(re.escape("{i}"), r"\d{1,9}")
+    names = "|".join(map(re.escape, experts.stacks))
+    stack = re.compile(rf"(?P<layer>{prefix})\.(?P<stack>{names})\.weight")
+    found = {}
+    for name, entry in entries.items():
+        match = stack.fullmatch(name)
+        if match is None:
+            found[name] = entry
+            continue
+        leaves = experts.stacks[match["stack"]]
+        if len(entry.shape) != 3 or entry.shape[1] % len(leaves) or entry.dtype not in FLOATS:
+            raise CheckpointError(
+                name,
+                f"expected a float tensor [experts, outputs, inputs] of {' and '.join(leaves)},"
+                f" found {entry.dtype} {list(entry.shape)}",
+                REMEDY,
+            )
+        rows = entry.shape[1] // len(leaves)
+        for number in range(entry.shape[0]):
+            for place, leaf in enumerate(leaves):
+                own = f"{match['layer']}.{experts.module}.experts.{number}.{leaf}.weight"
+                found[own] = entry.matrix(own, number, place * rows, (place + 1) * rows)
+    return found
 
 
 def _block_rows(config: Mapping[str, Any]) -> int | None:

@@ -10,65 +10,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from formats.architecture.flags import Flag, is_set
+from formats.architecture.projection import Linear, Projection, Shape
 from formats.architecture.sizes import is_size, named_sizes, num_experts
+from formats.architecture.states.mixer import StateMixer
 from formats.errors import CheckpointError
 
-Split = Literal["outputs", "inputs"]
-Shape = tuple[tuple[str, ...], ...]  # for each dim, the sizes whose sum it is
 ATTENTION = "self_attn"  # module of a layer that holds its KV scales
 HEAD = "lm_head.weight"
 MAX_LAYERS = 10_000  # far more than any model has
 # Suffixes of tensors that older writers store although every reader computes them.
 DERIVED = ("rotary_emb.inv_freq",)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Linear:
-    """Linear of a layer, as checkpoints store it."""
-
-    name: str  # below the layer
-    outputs: tuple[str, ...]
-    inputs: str
-    bias: Flag
-
-    @property
-    def shape(self) -> Shape:
-        """Return the weight's shape [N, K]."""
-        return (self.outputs, (self.inputs,))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Projection:
-    """Linears that share an input and run as one matrix. {e} is an expert's number."""
-
-    name: str  # name of that matrix, below the layer
-    members: tuple[tuple[str, str], ...]  # (name, size of the outputs) of each linear
-    inputs: str
-    split: Split = "outputs"  # what is divided over several GPUs
-    bias: Flag = False
-    stored_fused: bool = False  # the checkpoint stores the one matrix, not its members
-    # that matrix has the outputs of each KV head together: its queries, its key, its value
-    by_head: bool = False
-    float_because: str = ""  # why it stays in float by default
-
-    @property
-    def linears(self) -> tuple[Linear, ...]:
-        """Return the linears as they are stored."""
-        members = [(name, (size,)) for name, size in self.members]
-        if self.stored_fused:
-            members = [(self.name, tuple(size for _, size in self.members))]
-        return tuple(
-            Linear(name=name, outputs=outputs, inputs=self.inputs, bias=self.bias)
-            for name, outputs in members
-        )
-
-    def expert(self, number: int) -> "Projection":
-        """Return the projection of one expert."""
-        return replace(
-            self,
-            name=self.name.format(e=number),
-            members=tuple((name.format(e=number), size) for name, size in self.members),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +79,9 @@ class Experts:
     # One tensor holds the matrices of all experts, transposed, with biases; gate and up alternate.
     # In MXFP4 it is a pair of tensors, not transposed.
     fused: bool = False
+    # Float tensors [E, N, K] of all experts, by name below the layer: the leaves of the linears
+    # whose rows each matrix holds. The reader presents the linears.
+    stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     clamped: bool = False  # (up + 1) * gate * sigmoid(swiglu_alpha * gate), within swiglu_limit
     # Keys of config.json for the layers that keep the dense feed-forward: a list of layers; all
     # layers before a number; all but every n-th.
@@ -176,42 +130,13 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaNet:
-    """Gated delta net that replaces attention in some layers.
+class Blocks:
+    """Blocks of one layer."""
 
-    It has a state of fixed size instead of keys and values (qkernels/delta_net).
-    """
-
-    module: str
-    # Makes queries, keys and values, which a causal convolution mixes, and the gate of the output
-    # norm. In families with `grouped` its outputs, and those of `gates`, are grouped by key head.
-    inputs: Projection
-    gates: Projection  # reads the same input: how much each token writes and forgets
-    out: Projection
-    grouped: bool = False
-
-    def stand_in(self, layer: int, config: Mapping[str, Any]) -> bool:
-        """Return True if a layer has a delta net instead of attention."""
-        kinds = config.get("layer_types")
-        if isinstance(kinds, list):
-            return layer < len(kinds) and kinds[layer] == "linear_attention"
-        interval = config.get("full_attention_interval")
-        return (layer + 1) % (interval if is_size(interval) else 4) != 0
-
-    @property
-    def tensors(self) -> dict[str, Shape]:
-        """Return the tensors other than the linears' weights, by their names below the layer."""
-        H = ("linear_num_value_heads",)
-        return {
-            f"{self.module}.conv1d.weight": (
-                ("delta_qkv",),
-                ("one",),
-                ("linear_conv_kernel_dim",),
-            ),
-            f"{self.module}.A_log": (H,),
-            f"{self.module}.dt_bias": (H,),
-            f"{self.module}.norm.weight": (("linear_value_head_dim",),),
-        }
+    attention: bool = True
+    state: bool = False  # a mixer with a state, instead of or next to attention
+    dense: bool = False  # a feed-forward without experts
+    experts: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +173,9 @@ class Family:
     gate_up: Projection
     down: Projection
     experts: Experts | None = None  # None: a dense feed-forward of gate_up and down
-    delta_net: DeltaNet | None = None  # None: all layers have attention
+    state_mixer: StateMixer | None = None  # None: all layers have attention
+    # Each layer has one block, which layer_types says: a mixer of either kind or a feed-forward.
+    lone_blocks: bool = False
     gated_attention: bool = False  # q_proj makes each head's queries, then a gate of its output
     sinks: str = ""  # tensor of a layer: attention sinks, one score per head
     gated: bool = True  # gate_up makes gate and up; down reads activation(gate) * up
@@ -261,12 +188,12 @@ class Family:
     norm_eps_key: str = "rms_norm_eps"  # key of config.json; empty: 1e-5, torch's default
     norm_offset: float = 0.0  # a norm multiplies by (offset + weight)
     float32_norms: bool = False  # the norm's factors are float32, and the result is rounded once
-    activation_key: str = "hidden_act"
+    activation_key: str = "hidden_act"  # empty: always the usual one
     activations: tuple[str, ...] = ("silu",)  # the usual one first
     inner_key: str = "intermediate_size"  # key of config.json; shapes call it intermediate_size
     window: Literal["none", "all", "layer_types"] = "none"  # layers with a sliding window
     # Layers with rotary embeddings; "windows": those with a sliding window, or all without any.
-    rope: Literal["all", "none", "no_rope_layers", "windows"] = "all"
+    rope: Literal["all", "none", "no_rope_layers", "windows", "position_embedding_type"] = "all"
     rotary_dim_key: str = ""  # key of config.json: rotated channels of a head, at theta 10,000
     interleaved_rope: Flag = False  # channels 2 i and 2 i + 1 form a pair, not i and i + half
     embedding_times_root: bool = False  # embeddings are multiplied by sqrt(hidden_size)
@@ -323,6 +250,10 @@ class Family:
                     f" of {self.architecture} is not supported",
                     "use a model of the family without it",
                 )
+        count = config.get(self.num_layers_key)
+        if self.lone_blocks and is_size(count):
+            for layer in range(min(count, MAX_LAYERS)):
+                self.blocks(config, layer)
         for key in self.like_hidden_size:
             found, wanted = config.get(key), config.get("hidden_size")
             if found is not None and found != wanted:
@@ -347,12 +278,36 @@ class Family:
         return (*layers, self.draft_prefix) if self.draft_prefix else layers
 
     def has_state(self, layer: int, config: Mapping[str, Any]) -> bool:
-        """Return True if a layer has a state instead of keys and values."""
-        return self.delta_net is not None and self.delta_net.stand_in(layer, config)
+        """Return True if a layer has a state, instead of keys and values or besides them."""
+        return self.state_mixer is not None and self.state_mixer.is_in(layer, config)
+
+    def blocks(self, config: Mapping[str, Any], layer: int | None = None) -> Blocks:
+        """Return the blocks of a layer.
+
+        Without a number, the layer has attention, and experts if the family does.
+        """
+        has_state = layer is not None and self.has_state(layer, config)
+        if self.lone_blocks and layer is not None:
+            return _lone_block(config, layer)
+        has_experts = self.experts is not None and (
+            layer is None or self.experts.stand_in(layer, config)
+        )
+        return Blocks(
+            attention=not has_state or self.state_mixer.beside_attention,
+            state=has_state,
+            dense=not has_experts,
+            experts=has_experts,
+        )
 
     def is_tied(self, config: Mapping[str, Any]) -> bool:
         """Return True if the head is the embedding."""
         return bool(config.get("tie_word_embeddings", self.tied))
+
+    def rotates(self, config: Mapping[str, Any]) -> bool:
+        """Return True if some layer has rotary embeddings."""
+        if self.rope == "position_embedding_type":
+            return config.get(self.rope) == "rope"
+        return self.rope != "none"
 
     def embedding_factor(self, config: Mapping[str, Any]) -> float:
         """Return the factor of the embeddings."""
@@ -362,30 +317,44 @@ class Family:
 
     @property
     def dense(self) -> tuple[Projection, ...]:
-        """Return the projections of a dense layer with attention, in the order they run."""
-        attention = (self.qkv, *self.latent, self.o)
-        return attention if self.experts else (*attention, self.gate_up, self.down)
+        """Return the projections of a layer with attention, in the order they run.
+
+        Those of experts are left out.
+        """
+        return tuple(self.projections(Blocks(dense=self.experts is None)))
 
     def projections(
-        self, num_experts: int = 0, dense: bool = False, has_state: bool = False
+        self, blocks: Blocks | None = None, num_experts: int = 0
     ) -> Iterator[Projection]:
-        """Return every projection of a layer, in the order they run.
+        """Return every projection of a layer with these blocks, in the order they run.
 
-        `dense`: of a layer without experts. `has_state`: of a layer without attention.
+        None: attention, and experts if the family has them.
         """
-        if has_state:
-            net = self.delta_net
-            yield from (net.inputs, net.gates, net.out, *self.dense[2:])
-        else:
-            yield from self.dense
-        if self.experts and dense:
+        blocks = blocks or self.blocks({})
+        if blocks.state:
+            yield from self.state_mixer.projections
+        if blocks.attention:
+            yield from (self.qkv, *self.latent, self.o)
+        if blocks.dense:
             yield from (self.gate_up, self.down)
-        elif self.experts:
+        if blocks.experts:
             for number in range(0 if self.experts.fused else num_experts):
                 yield self.experts.gate_up.expert(number)
                 yield self.experts.down.expert(number)
             if self.experts.shared:
                 yield from (self.experts.shared.gate_up, self.experts.shared.down)
+
+    def first_projections(
+        self, config: Mapping[str, Any], layer: int | None = None
+    ) -> tuple[Projection, ...]:
+        """Return the projections that read a layer's first input, as `blocks` describes it."""
+        blocks, found = self.blocks(config, layer), ()
+        if blocks.state:
+            found = self.state_mixer.readers
+        if blocks.attention:
+            found = (*found, self.qkv)
+        reads_mlp = is_set(self.parallel, config) or not found
+        return (*found, self.gate_up) if reads_mlp else found
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -395,13 +364,9 @@ class Family:
     def linears_of(self, config: Mapping[str, Any], layer: int | None = None) -> list[Linear]:
         """Return a layer's linears, those of its experts too, in the order they run.
 
-        Without a number, the layer has attention, and experts if the family does.
+        Without a number, as `blocks`.
         """
-        dense = bool(
-            self.experts and layer is not None and not self.experts.stand_in(layer, config)
-        )
-        has_state = layer is not None and self.has_state(layer, config)
-        projections = self.projections(num_experts(config) or 0, dense, has_state)
+        projections = self.projections(self.blocks(config, layer), num_experts(config) or 0)
         return [linear for projection in projections for linear in projection.linears]
 
     def layer_tensors(
@@ -409,10 +374,9 @@ class Family:
     ) -> dict[str, Shape]:
         """Return a layer's tensors in a float checkpoint, by their names below the layer.
 
-        Without a number, as `linears_of`.
+        Without a number, as `blocks`.
         """
-        has_state = layer is not None and self.has_state(layer, config)
-        linears = self.linears_of(config, layer)
+        blocks, linears = self.blocks(config, layer), self.linears_of(config, layer)
         shapes = {f"{linear.name}.weight": linear.shape for linear in linears}
         for linear in linears:
             if is_set(linear.bias, config):
@@ -421,14 +385,14 @@ class Family:
         shapes |= {
             f"{norm.name}.{leaf}": ((norm.size,),)
             for norm in self.norms
-            if is_set(norm.present, config) and not (has_state and norm.of_attention)
+            if is_set(norm.present, config) and (blocks.attention or not norm.of_attention)
             for leaf in leaves
         }
-        if has_state:
-            shapes |= self.delta_net.tensors
-        if self.sinks:
+        if blocks.state:
+            shapes |= self.state_mixer.tensors(config)
+        if self.sinks and blocks.attention:
             shapes[self.sinks] = (("num_attention_heads",),)
-        if self.experts and (layer is None or self.experts.stand_in(layer, config)):
+        if blocks.experts:
             shapes |= self.experts.tensors(config)
         return shapes
 
@@ -481,6 +445,21 @@ class Family:
             length = config.get(self.positions.length_key)
             found["positions"] = length + self.positions.offset if is_size(length) else None
         return found
+
+
+def _lone_block(config: Mapping[str, Any], layer: int) -> Blocks:
+    """Return the one block of a layer. Raises CheckpointError for a kind that is not known."""
+    kinds = config.get("layer_types")
+    kind = kinds[layer] if isinstance(kinds, list) and layer < len(kinds) else None
+    kinds_known = ("linear_attention", "full_attention", "mlp")
+    if kind not in kinds_known:
+        raise CheckpointError(
+            f"config.json kind of layer {layer}",
+            f"expected one of {', '.join(kinds_known)}, found {kind!r:.100}",
+            "layers of experts without a gate are not supported" if kind == "moe" else "",
+        )
+    state, attention, dense = (kind == each for each in kinds_known)
+    return Blocks(state=state, attention=attention, dense=dense)
 
 
 def check_num_layers(config: Mapping[str, Any]) -> None:

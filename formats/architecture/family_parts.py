@@ -5,7 +5,6 @@ from typing import Any
 
 from formats.architecture.family import (
     ConfigRules,
-    DeltaNet,
     Experts,
     Norm,
     Projection,
@@ -256,29 +255,6 @@ MINIMAX_M2 = {
     "norms": (*norms_before("block_sparse_moe"), *WHOLE_NORMS),
     "fixed": {"scoring_func": "sigmoid", "use_qk_norm": True, "shared_intermediate_size": 0},
 }
-DELTA_NET = DeltaNet(
-    module="linear_attn",
-    inputs=Projection(
-        name="linear_attn.in_proj_qkvz",
-        members=(("linear_attn.in_proj_qkv", "delta_qkv"), ("linear_attn.in_proj_z", "delta_v")),
-        inputs="hidden_size",
-    ),
-    gates=Projection(
-        name="linear_attn.in_proj_ba",
-        members=(
-            ("linear_attn.in_proj_b", "linear_num_value_heads"),
-            ("linear_attn.in_proj_a", "linear_num_value_heads"),
-        ),
-        inputs="hidden_size",
-        float_because="few outputs, which control what each token writes and forgets",
-    ),
-    out=Projection(
-        name="linear_attn.out_proj",
-        members=(("linear_attn.out_proj", "hidden_size"),),
-        inputs="delta_v",
-        split="inputs",
-    ),
-)
 QWEN_HYBRID = {
     "qkv": replace(QKV, members=((_Q, "q_and_gate"), *QKV.members[1:]), bias="attention_bias"),
     "o": replace(O_PROJ, bias="attention_bias"),

@@ -2,11 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import get_args
 
 from formats.architecture.family import Family
+from formats.architecture.states.mixer import Kind
 from formats.families import FAMILIES
 
-KINDS = ("dense", "experts", "latent attention and experts", "gated delta nets")
+KINDS = (
+    *("dense", "experts", "latent attention and experts"),
+    *get_args(Kind),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +30,7 @@ class FamilyFacts:
 
 def facts(family: Family) -> FamilyFacts:
     """Return what the project supports of a family."""
-    has_states = family.delta_net is not None
+    has_states = family.state_mixer is not None
     drafters = "any drafter and its MTP layer" if family.draft_layers_key else "any drafter"
     return FamilyFacts(
         title=family.title,
@@ -40,8 +45,8 @@ def facts(family: Family) -> FamilyFacts:
 
 
 def _kind(family: Family) -> str:
-    if family.delta_net is not None:
-        return KINDS[3]
+    if family.state_mixer is not None:
+        return family.state_mixer.kind
     if family.latent:
         return KINDS[2]
     return KINDS[1] if family.experts else KINDS[0]
@@ -67,7 +72,8 @@ def to_text() -> str:
 
 def readme_list() -> str:
     """Return the served families as README.md lists them, by kind."""
-    return "; ".join(f"{kind}: {', '.join(_titles(kind))}" for kind in KINDS)
+    titles = ((kind, ", ".join(_titles(kind))) for kind in KINDS)
+    return "; ".join(f"{kind}: {of_kind}" for kind, of_kind in titles if of_kind)
 
 
 def _titles(kind: str) -> Iterator[str]:

@@ -26,10 +26,13 @@ def linear_shapes(
 
 def kept_in_float(family: Family, config: Mapping[str, Any]) -> dict[str, str]:
     """Return full names of linears that stay in float unless asked for, with the reason."""
-    net, found = family.delta_net, {}
+    found: dict[str, str] = {}
+    gates = None if family.state_mixer is None else family.state_mixer.gates
+    if gates is None:
+        return found
     for layer in range(config[family.num_layers_key]):
         if family.has_state(layer, config):
             prefix = family.layer.format(i=layer)
-            names = [f"{prefix}.{linear.name}" for linear in net.gates.linears]
-            found |= dict.fromkeys(names, net.gates.float_because)
+            names = [f"{prefix}.{linear.name}" for linear in gates.linears]
+            found |= dict.fromkeys(names, gates.float_because)
     return found

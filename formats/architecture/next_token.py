@@ -102,8 +102,8 @@ def draft_linears(
                 )
     for prefix in () if family is None else family.draft_layers(config):
         number = int(prefix.removesuffix(".").rpartition(".")[2])
-        dense = family.experts is None or not family.experts.stand_in(number, config)
-        projections = family.projections(num_experts(config) or 0, dense)
+        blocks = family.blocks(config, number)
+        projections = family.projections(blocks, num_experts(config) or 0)
         names = [linear.name for projection in projections for linear in projection.linears]
         for name in (PROJECTION, *names, HEAD):
             entry = entries.get(f"{prefix}{name}.weight")

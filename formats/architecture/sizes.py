@@ -12,6 +12,8 @@ _NUMBERS = (
     "shared_expert_intermediate_size",
     *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
     *("linear_key_head_dim", "linear_value_head_dim"),
+    *("conv_L_cache", "shared_intermediate_size"),
+    *("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
 
@@ -69,6 +71,20 @@ def _latent_sizes(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
     }
 
 
+def _mamba_sizes(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
+    """Return the channels of Mamba-2's values, of its convolution and of its first projection."""
+    inner = _product(sizes, "mamba_n_heads", "mamba_d_head")
+    of_groups = _product(sizes, "mamba_n_groups", "mamba_d_state")
+    if not inner or not of_groups:
+        return dict.fromkeys(("mamba_inner", "mamba_conv", "mamba_in"))
+    channels = inner + 2 * of_groups
+    return {
+        "mamba_inner": inner,
+        "mamba_conv": channels,  # x, B and C
+        "mamba_in": inner + channels + sizes["mamba_n_heads"],  # z first, steps last
+    }
+
+
 def named_sizes(
     config: Mapping[str, Any], defaults: Mapping[str, int], inner_key: str
 ) -> dict[str, int | None]:
@@ -99,6 +115,8 @@ def named_sizes(
     )
     found["delta_v"] = values
     found["delta_qkv"] = 2 * keys + values if keys and values else None
+    found |= _mamba_sizes(found)
+    found["short_conv_in"] = hidden and 3 * hidden
     inner, shared = found["moe_intermediate_size"], config.get("n_shared_experts")
     found["shared_experts"] = inner * shared if inner and is_size(shared) else None
     return {**found, "num_experts": num_experts(config), "one": 1}

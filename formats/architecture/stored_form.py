@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from formats.architecture.expert_stacks import split_experts
+from formats.architecture.expert_stacks import split_experts, split_float_stacks
 from formats.architecture.family import MAX_LAYERS, Family
 from formats.architecture.sizes import is_size
 from formats.families import FAMILIES
@@ -78,6 +78,9 @@ def usual_entries(
         ends = f"{family.head.partition('.')[0]}."
         entries = {n if n.startswith(ends) else prefix + n: e for n, e in entries.items()}
     entries = split_experts(config, entries)
+    experts = family.variant(config).experts
+    if experts is not None and experts.stacks:
+        entries = split_float_stacks(experts, family.layer, entries)
     exchanged = transposed_names(config, entries)
     return {n: _exchanged(e) if n in exchanged else e for n, e in entries.items()}
 
@@ -175,6 +178,86 @@ def _glm_lite(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _lfm2(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the width of LFM2's feed-forward and the kinds of its layers.
+
+    Published files state the width as `block_ff_dim`, to be adjusted, and layers by number.
+    """
+    found, count = _lfm2_moe(config), config.get("num_hidden_layers")
+    if config.get("layer_types") is None and is_size(count):
+        attends = config.get("full_attn_idxs")
+        layers = range(min(count, MAX_LAYERS))
+        found["layer_types"] = [
+            "full_attention" if attends is None or i in attends else "conv" for i in layers
+        ]
+    width = config.get("block_ff_dim", config.get("intermediate_size", 12288))
+    if not is_size(width):
+        return found
+    if config.get("block_auto_adjust_ff_dim", True):
+        width = int(2 * width / 3)
+        factor = config.get("block_ffn_dim_multiplier", 1.0)
+        step = config.get("block_multiple_of", 256)
+        if isinstance(factor, int | float) and is_size(step):
+            width = -(-int(factor * width) // step) * step
+    widths = {"block_ff_dim": width, "intermediate_size": width}
+    return {**found, **widths, "block_auto_adjust_ff_dim": False}
+
+
+def _lfm2_moe(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return whether the head is tied, which LFM2's files state by a key of their own."""
+    key = "tie_embedding"
+    return {"tie_word_embeddings": config[key]} if key in config else {}
+
+
+_LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
+
+
+def _granite_hybrid(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the kinds of layers by their present names, and the width of Mamba-2's heads."""
+    found, kinds = _mamba(config), config.get("layer_types")
+    if kinds is None:
+        kinds = config.get("layers_block_type")
+    if isinstance(kinds, list):
+        found["layer_types"] = [_LAYER_TYPES.get(str(kind), kind) for kind in kinds]
+    return found
+
+
+_BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+
+
+def _nemotron_h(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the kinds of layers, which published files state as a string, and their number."""
+    found, kinds = _mamba(config), config.get("layers_block_type")
+    found["head_dim"] = config.get("head_dim", 128)
+    pattern = config.get("hybrid_override_pattern")
+    if kinds is None and isinstance(pattern, str):
+        kinds = [_BLOCKS.get(letter, letter) for letter in pattern[:MAX_LAYERS]]
+    if not isinstance(kinds, list):
+        return found
+    kinds = [_LAYER_TYPES.get(str(kind), kind) for kind in kinds]
+    return {**found, "layer_types": kinds, "num_hidden_layers": len(kinds)}
+
+
+def _mamba(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the width of heads, which files may state as "auto", and the range of steps.
+
+    transformers writes infinity as an object, which its config classes do not take.
+    """
+    found: dict[str, Any] = {}
+    limits = config.get("time_step_limit")
+    if isinstance(limits, list):
+        found["time_step_limit"] = [
+            float(each["__float__"]) if isinstance(each, dict) and "__float__" in each else each
+            for each in limits
+        ]
+    heads, expand = config.get("mamba_n_heads", 128), config.get("mamba_expand", 2)
+    hidden, is_auto = config.get("hidden_size"), config.get("mamba_d_head", "auto") == "auto"
+    if is_auto and is_size(heads) and is_size(hidden) and is_size(expand):
+        inner = config.get("mamba_d_ssm") or expand * hidden
+        found |= _known(mamba_d_head=inner // heads) if is_size(inner) else {}
+    return found
+
+
 def _known(**values: Any) -> dict[str, Any]:
     """Return the values that are sizes: others are config.json's faults, reported elsewhere."""
     return {key: value for key, value in values.items() if is_size(value)}
@@ -189,4 +272,9 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "deepseek_v2": _query_rank(1536),
     "deepseek_v3": _query_rank(1536),
     "glm4_moe_lite": _glm_lite,
+    "lfm2": _lfm2,
+    "lfm2_moe": _lfm2_moe,
+    "granitemoehybrid": _granite_hybrid,
+    "falcon_h1": _mamba,
+    "nemotron_h": _nemotron_h,
 }

@@ -40,6 +40,12 @@ def loads_in(facts: Facts) -> list[Verdict]:
     return judge(facts, RULES, PROGRAMS)
 
 
+def _has_delta_nets(facts: Facts) -> bool:
+    family = FAMILIES.get(facts.architecture)
+    mixer = None if family is None else family.state_mixer
+    return mixer is not None and mixer.kind == "gated delta nets"
+
+
 RULES: tuple[Rule, ...] = (
     # rules for any format
     row("own-error", OURS, "no", lambda f: f.config_error or f.first_error, OWN_SOURCE),
@@ -76,6 +82,7 @@ RULES: tuple[Rule, ...] = (
         ),
         OWN_SOURCE,
     ),
+    row("variant", OURS, "no", lambda f: f.choices.refused, OWN_SOURCE),
     row(
         "activation",
         (OURS, *SERVERS),
@@ -160,8 +167,7 @@ RULES: tuple[Rule, ...] = (
         TRANSFORMERS,
         "no",
         lambda f: (
-            (family := FAMILIES.get(f.architecture)) is not None
-            and family.delta_net
+            _has_delta_nets(f)
             and any(".experts." in each.name and "float" not in each.traits for each in f.linears)
             and "does not decompress the experts of this architecture: an error, or other logits"
         ),
@@ -169,11 +175,28 @@ RULES: tuple[Rule, ...] = (
         "compressed-tensors",
     ),
     row(
+        "granite-experts",
+        OTHERS,
+        "no",
+        when(
+            lambda f: (
+                f.architecture == "GraniteMoeHybridForCausalLM"
+                and any(
+                    ".experts." in each.name and "float" not in each.traits for each in f.linears
+                )
+            ),
+            "expects the experts of a layer in one tensor (block_sparse_moe.input_linear), not a"
+            " linear for each",
+        ),
+        "transformers/conversion_mapping.py of 5.23.0, granitemoe; vLLM's granitemoe.py"
+        " load_weights; read, not run",
+    ),
+    row(
         "delta-net",
         VLLM,
         "yes",
         when(
-            lambda f: (family := FAMILIES.get(f.architecture)) is not None and family.delta_net,
+            _has_delta_nets,
             "its source supports gated delta nets; not run here",
         ),
         "vllm/model_executor/models/qwen3_next.py and qwen3_5.py packed_modules_mapping, "

@@ -41,6 +41,10 @@ class HeldTensor:
         """Return the tensor with its dims exchanged."""
         return replace(self, tensor=self.tensor.T)
 
+    def matrix(self, name: str, number: int, start: int, stop: int) -> "HeldTensor":
+        """Return rows `start` to `stop` of one matrix of a stack [E, N, K], as a tensor `name`."""
+        return HeldTensor(name=name, tensor=self.tensor[number, start:stop])
+
     def read(self) -> torch.Tensor:
         """Return the tensor."""
         return self.tensor

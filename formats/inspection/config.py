@@ -46,6 +46,7 @@ class Choices(NamedTuple):
     activation: str = SILU
     usual_activation: str = SILU  # the choice of all models of the family
     rope: str = ROPE_DEFAULT
+    refused: str = ""  # why this project does not compute the variant
 
 
 def check_config(config: Mapping[str, Any], findings: Findings) -> Choices:
@@ -60,7 +61,7 @@ def check_config(config: Mapping[str, Any], findings: Findings) -> Choices:
     if family is None:
         if known_family(config) is not None:
             _check_stated_numbers(config, findings)
-        return Choices()
+        return Choices(refused=_refused_variant(config))
     for name in REQUIRED:
         if name not in config:
             findings.error(f"{CONFIG} {name}", "is missing", "copy it from the float model")
@@ -87,6 +88,7 @@ def check_config(config: Mapping[str, Any], findings: Findings) -> Choices:
         activation=_activation(config, family, findings),
         usual_activation=family.activations[0],
         rope=_rope(config, findings),
+        refused=_refused_variant(config),
     )
 
 
@@ -96,6 +98,19 @@ def _check_stated_numbers(config: Mapping[str, Any], findings: Findings) -> None
         value = config.get(name, 1)
         if type(value) is int and value < 1:
             findings.error(f"{CONFIG} {name}", f"expected a whole number above 0, found {value}")
+
+
+def _refused_variant(config: Mapping[str, Any]) -> str:
+    """Return why this project does not compute the variant that config.json asks for, or ""."""
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    try:
+        if family is not None:
+            family.check_config(config)
+    except InputError as error:
+        return f"{error.subject}: {error.problem}"
+    return ""
 
 
 def _check_heads(config: Mapping[str, Any], findings: Findings) -> None:

@@ -49,7 +49,7 @@ def _why_not(
     family = FAMILIES.get(names[0]) if is_name else None
     if family is None:
         return "unknown: config.json names no architecture that is known here"
-    if family.delta_net is not None:
+    if family.state_mixer is not None:
         return "layers with recurrent states cannot be divided over GPUs"
     sizes = family.sizes(config)
     attention: list[Scheme | None] = []

@@ -71,8 +71,7 @@ def adapted_projections(
     These are all linears of a layer except the router and the routed experts.
     """
     for layer in range(config[family.num_layers_key]):
-        dense = bool(family.experts) and not family.experts.stand_in(layer, config)
-        for projection in family.projections(0, dense, family.has_state(layer, config)):
+        for projection in family.projections(family.blocks(config, layer)):
             yield layer, family.layer.format(i=layer), projection
 
 

@@ -8,34 +8,10 @@ chunks of L tokens, B requests of one token.
 import torch
 import torch.nn.functional as F
 
+from qkernels.causal_conv.state import SplitStep, StateStep
 from qkernels.delta_net import reference
-from qkernels.delta_net.state import StateStep
 
 CHUNK = 64  # tokens
-
-
-def causal_conv_(
-    x_TC: torch.Tensor, weight_CW: torch.Tensor, conv_PCW: torch.Tensor, step: StateStep
-) -> torch.Tensor:
-    """As reference.causal_conv_."""
-    y_TC = torch.empty_like(x_TC)
-    rows_B, slots_B, first_B, others = _split(step, x_TC.device)
-    if len(rows_B):
-        seen_BCW = torch.cat(
-            [_gathered(conv_PCW, slots_B, first_B), x_TC[rows_B, :, None].to(conv_PCW.dtype)], 2
-        )
-        y_BC = F.silu((seen_BCW.float() * weight_CW.float()).sum(-1))
-        y_TC[rows_B] = y_BC.to(y_TC.dtype)
-        _scatter_(conv_PCW, slots_B, seen_BCW[:, :, 1:])
-    for rows, slot, is_first in others:
-        before_CW = torch.zeros_like(conv_PCW[0]) if is_first else conv_PCW[slot]
-        seen_CL = torch.cat([before_CW, x_TC[rows].T.to(conv_PCW.dtype)], 1)
-        n, W = rows.stop - rows.start, weight_CW.shape[1]
-        taps = (seen_CL[:, w : w + n].float() * weight_CW[:, w : w + 1] for w in range(W))
-        y_TC[rows] = F.silu(sum(taps)).T.to(y_TC.dtype)
-        if slot >= 0:
-            conv_PCW[slot] = seen_CL[:, seen_CL.shape[1] - before_CW.shape[1] :]
-    return y_TC
 
 
 def delta_rule_(
@@ -50,16 +26,16 @@ def delta_rule_(
     """As reference.delta_rule_."""
     q, k, v, g, beta = reference.split_mixed(mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, memory_PHKV)
     o_THV = torch.empty_like(v)
-    rows_B, slots_B, first_B, others = _split(step, mixed_TC.device)
-    if len(rows_B):
-        S_BHKV = _gathered(memory_PHKV, slots_B, first_B)
+    split = SplitStep.of(step, mixed_TC.device)
+    if len(rows_B := split.rows_B):
+        S_BHKV = split.gathered(memory_PHKV)
         S_BHKV = S_BHKV * g[rows_B].exp()[:, :, None, None]
         known_BHV = (S_BHKV * k[rows_B, :, :, None]).sum(2)
         written_BHV = beta[rows_B, :, None] * (v[rows_B] - known_BHV)
         S_BHKV = S_BHKV + k[rows_B, :, :, None] * written_BHV[:, :, None]
         o_THV[rows_B] = (S_BHKV * q[rows_B, :, :, None]).sum(2)
-        _scatter_(memory_PHKV, slots_B, S_BHKV)
-    for rows, slot, is_first in others:
+        split.scatter_(memory_PHKV, S_BHKV)
+    for rows, slot, is_first in split.others:
         S_HKV = torch.zeros_like(memory_PHKV[0]) if is_first else memory_PHKV[slot]
         of_heads = [x[rows].transpose(0, 1) for x in (q, k, v, g, beta)]
         o_HTV, S_HKV = _chunks(*of_heads, S_HKV)
@@ -106,27 +82,3 @@ def _chunks(
         outputs.append(q_old[:, n] @ S_HKV + inner_HNLL[:, n] @ written_HLV)
         S_HKV = left_end_HN[:, n, None, None] * S_HKV + k_end[:, n].mT @ written_HLV
     return torch.cat(outputs, 1)[:, :T], S_HKV
-
-
-def _split(
-    step: StateStep, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[tuple[slice, int, bool]]]:
-    """Row, slot and beginning of each request that has one row; the requests with more."""
-    found = list(reference.requests_of(step))
-    single = [each for each in found if each[0].stop - each[0].start == 1]
-    others = [each for each in found if each[0].stop - each[0].start > 1]
-    numbers = [[rows.start, slot, is_first] for rows, slot, is_first in single]
-    rows_B, slots_B, first_B = torch.tensor(numbers, dtype=torch.int64).view(-1, 3).T
-    return rows_B.to(device), slots_B.to(device), first_B.bool().to(device), others
-
-
-def _gathered(states: torch.Tensor, slots_B: torch.Tensor, first_B: torch.Tensor) -> torch.Tensor:
-    """A copy of the states of some slots, zeros for requests that begin."""
-    found = states[slots_B.clamp(min=0)]
-    found[first_B] = 0
-    return found
-
-
-def _scatter_(states: torch.Tensor, slots_B: torch.Tensor, new: torch.Tensor) -> None:
-    kept_B = slots_B >= 0
-    states[slots_B[kept_B]] = new[kept_B]

@@ -8,15 +8,6 @@ from qkernels.gpu.config import power_of_two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConvConfig:
-    """One launch of causal_conv_."""
-
-    channels: int  # of a program, which takes all rows of one request
-    rows: int  # at once
-    warps: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepConfig:
     """One launch of delta_rule_ for rows that are their request's only one."""
 
@@ -38,13 +29,6 @@ class ChunkConfig:
     system_warps: int
     system_registers: int | None  # of a thread, at most; None: as the compiler likes
     scan_warps: int
-
-
-def conv_config(max_query_len: int) -> ConvConfig:
-    """Many channels of the one row that each request has, or few of many rows."""
-    if max_query_len == 1:
-        return ConvConfig(channels=256, rows=1, warps=4)
-    return ConvConfig(channels=64, rows=16, warps=4)
 
 
 def step_config(K: int, V: int) -> StepConfig:

@@ -1,33 +1,16 @@
 """The gated delta net in plain torch, one request and one token after the other: the definition.
 
-Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024), with the convolution
-and the norms of Qwen3-Next. Legend: T tokens of a step, C channels of the convolution, W taps, P
-slots, J key heads, H value heads, K key dim, V value dim.
+Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024), with the norms of
+Qwen3-Next. Legend: T tokens of a step, C channels of queries, keys and values, P slots, J key
+heads, H value heads, K key dim, V value dim.
 """
-
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 
-from qkernels.delta_net.state import StateStep
+from qkernels.causal_conv.state import StateStep, requests_of
 
 L2_EPS = 1e-6  # of the norms of queries and keys
-
-
-def causal_conv_(
-    x_TC: torch.Tensor, weight_CW: torch.Tensor, conv_PCW: torch.Tensor, step: StateStep
-) -> torch.Tensor:
-    """silu of a convolution of each channel over time; `conv` keeps the last W - 1 inputs."""
-    y_TC = torch.empty_like(x_TC)
-    for rows, slot, is_first in requests_of(step):
-        before_CW = conv_PCW[slot] if not is_first else torch.zeros_like(conv_PCW[0])
-        seen_CL = torch.cat([before_CW, x_TC[rows].T.to(conv_PCW.dtype)], 1)
-        windows_CnW = seen_CL.unfold(1, weight_CW.shape[1], 1).float()
-        y_TC[rows] = F.silu((windows_CnW * weight_CW[:, None].float()).sum(-1)).T.to(y_TC.dtype)
-        if slot >= 0:
-            conv_PCW[slot] = seen_CL[:, seen_CL.shape[1] - before_CW.shape[1] :]
-    return y_TC
 
 
 def delta_rule_(
@@ -99,12 +82,3 @@ def split_mixed(
     )
     g_TH = -a_log_H.to(wide).exp() * F.softplus(a_TH.to(wide) + dt_bias_H.to(wide))
     return q * K**-0.5, k, v_THV, g_TH, b_TH.to(wide).sigmoid()
-
-
-def requests_of(step: StateStep) -> Iterator[tuple[slice, int, bool]]:
-    """Yield each request with rows: its rows, its slot, whether its state begins as zeros."""
-    starts, lengths = step.query_starts_R1.tolist(), step.context_lengths_R.tolist()
-    for r, slot in enumerate(step.slots_R.tolist()):
-        count = starts[r + 1] - starts[r]
-        if count:
-            yield slice(starts[r], starts[r + 1]), slot, slot < 0 or lengths[r] <= count

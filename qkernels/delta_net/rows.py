@@ -13,18 +13,6 @@ def triton_delta(problem: Problem) -> str | None:
     return reason
 
 
-_CHUNKED = Kernel(name="chunked", module="delta_net.chunked", priority=15, supports=anything)
-CAUSAL_CONV = Operation(
-    "causal_conv_",
-    Kernel(
-        name="triton",
-        module="delta_net.triton_conv",
-        priority=20,
-        supports=needs_triton_on_gpu,
-    ),
-    _CHUNKED,
-    reference("delta_net"),
-)
 DELTA_RULE = Operation(
     "delta_rule_",
     Kernel(
@@ -33,8 +21,8 @@ DELTA_RULE = Operation(
         priority=20,
         supports=triton_delta,
     ),
-    _CHUNKED,
+    Kernel(name="chunked", module="delta_net.chunked", priority=15, supports=anything),
     reference("delta_net"),
 )
 GATED_RMS_NORM = triton_or_reference("delta_net", "gated_rms_norm", "triton_norm", triton_delta)
-OPERATIONS = (CAUSAL_CONV, DELTA_RULE, GATED_RMS_NORM)
+OPERATIONS = (DELTA_RULE, GATED_RMS_NORM)

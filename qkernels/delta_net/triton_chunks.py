@@ -19,9 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
+from qkernels.causal_conv.state import StateStep
 from qkernels.delta_net.config import ChunkConfig
 from qkernels.delta_net.reference import L2_EPS
-from qkernels.delta_net.state import StateStep
 from qkernels.delta_net.triton_gates import decay_log, write_share
 from qkernels.gpu.config import ceil_div
 from qkernels.gpu.launch import launch

@@ -8,9 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
+from qkernels.causal_conv.state import StateStep
 from qkernels.delta_net.config import chunk_config, step_config
 from qkernels.delta_net.reference import L2_EPS
-from qkernels.delta_net.state import StateStep
 from qkernels.delta_net.triton_chunks import run_chunks_
 from qkernels.delta_net.triton_gates import decay_log, write_share
 from qkernels.gpu.config import ceil_div

@@ -172,7 +172,9 @@ class ModelConfig:
     ) -> "ModelConfig":
         """Return the model that transformers' config and config.json (`raw`) describe."""
         family.check_config(raw)
-        activation = getattr(config, family.activation_key)
+        activation = family.activations[0]
+        if family.activation_key:
+            activation = getattr(config, family.activation_key)
         if activation not in family.activations:
             raise InputError(
                 f"config.json {family.activation_key}",
@@ -256,7 +258,7 @@ def _ropes(
     config: Any, family: Family, head_dim: int, windows: tuple[int | None, ...]
 ) -> tuple[RopeConfig | None, ...]:
     """Of each layer. transformers states one for all, or one for each type of layer."""
-    if family.rope == "none":
+    if not family.rotates(vars(config)):
         return (None,) * len(windows)
     if family.rotary_dim_key:
         rotated = getattr(config, family.rotary_dim_key) / head_dim
@@ -269,7 +271,8 @@ def _ropes(
         if family.rope == "no_rope_layers":
             rotates = bool(config.no_rope_layers[number])  # 1 means that the layer does rotate
         else:
-            rotates = family.rope == "all" or config.sliding_window is None or window is not None
+            in_all = family.rope != "windows" or config.sliding_window is None
+            rotates = in_all or window is not None
         parameters = by_type[config.layer_types[number]] if by_type else stated
         rope = RopeConfig.from_dict(
             parameters,

@@ -223,8 +223,7 @@ def _linears_of_features(family: Family, layer: int, values: Mapping[str, Any]) 
 
     Of the experts, which are all alike, only the first one's.
     """
-    has_experts = bool(family.experts and family.experts.stand_in(layer, values))
-    for projection in family.projections(num_experts=1, dense=not has_experts):
+    for projection in family.projections(family.blocks(values, layer), num_experts=1):
         if projection.split == "inputs" and projection.inputs != "q":
             yield from projection.linears
 

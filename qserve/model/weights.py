@@ -401,22 +401,18 @@ class LayerWeights:
         shape = self._weights.shape(((row.size,),))
         return self._weights.tensor(f"{self._prefix}.{name}.bias", shape)
 
-    def delta_net(self) -> dict[str, torch.Tensor]:
-        """Tensors of a gated delta net besides its projections, by the names of its block."""
-        weights, net = self._weights, self._family.delta_net
-        found = {}
-        for name, leaf, is_wide in (
-            ("conv_weight", "conv1d.weight", False),
-            ("a_log", "A_log", True),
-            ("dt_bias", "dt_bias", True),
-            ("norm", "norm.weight", False),
-        ):
-            local = f"{net.module}.{leaf}"
-            shape = weights.shape(net.tensors[local])
-            stored = weights.source.tensor(f"{self._prefix}.{local}", shape)
-            dtype = torch.float32 if is_wide else weights.dtype
-            found[name] = stored.to(weights.device, dtype)
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """Tensors of a mixer with a state besides its projections, by the names of its block."""
+        weights, mixer, found = self._weights, self._family.state_mixer, {}
+        for local, each in mixer.present(weights.config.values):
+            stored = weights.source.tensor(f"{self._prefix}.{local}", weights.shape(each.shape))
+            dtype = torch.float32 if each.float32 else weights.dtype
+            found[each.key] = stored.to(weights.device, dtype)
         return {**found, "conv_weight": found["conv_weight"].squeeze(1)}
+
+    def constant(self, values: torch.Tensor) -> torch.Tensor:
+        """Numbers of config.json as a tensor of the activations' dtype."""
+        return values.to(self._weights.device, self._weights.dtype)
 
     def absorbed(self, shape: LatentShape) -> tuple[torch.Tensor, torch.Tensor]:
         """W_UK and W_UV of latent attention."""

@@ -14,8 +14,9 @@ CLASSES: tuple[tuple[str, str], ...] = (
     ("drafts", r"_(fill|settle)_drafts|_spread_logits"),
     ("attention", r"attention|attend|merge_splits|flash|fmha|sdpa|scaled_dot"),
     (
-        "delta net",
-        r"_delta_step|_chunk_(systems|scan)|causal_conv|_gated_rms_norm|solve_triangular",
+        "states",
+        r"_delta_step|_chunk_(systems|scan)|_mamba_(step|chunks)|(causal|short)_conv"
+        r"|_gated_(rms|group)_norm|selective_scan|solve_triangular",
     ),
     ("rope, KV", r"rope|write_kv|rotar"),
     ("adapters", r"lora_(shrink|expand)"),

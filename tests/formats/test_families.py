@@ -40,7 +40,8 @@ def test_row_names_every_tensor_of_a_tiny_model(tiny_model, name):
     family = check_names_and_shapes(folder)
     config = json.loads((folder / "config.json").read_text())
     assert family.model_type == config["model_type"]
-    assert config[family.activation_key] == family.activations[0]
+    if family.activation_key:
+        assert config[family.activation_key] == family.activations[0]
 
 
 @pytest.mark.parametrize("folder", BUNDLED, ids=lambda path: path.name)
@@ -61,6 +62,7 @@ def test_what_other_modules_make_of_the_rows():
         ("q_a_proj", "kv_a_proj_with_mqa"): "fused_qkv_a_proj",
         ("in_proj_qkv", "in_proj_z"): "in_proj_qkvz",
         ("in_proj_b", "in_proj_a"): "in_proj_ba",
+        ("w1", "w3"): "w13",
     }
     assert WIDENED == {
         "mlp.gate_proj": (0, 1),
@@ -77,9 +79,19 @@ def test_what_other_modules_make_of_the_rows():
         "mlp.dense_4h_to_h": (1, 1),
         "mlp.fc_in": (0, 1),
         "mlp.fc_out": (1, 1),
+        "feed_forward.w1": (0, 1),
+        "feed_forward.w3": (0, 1),
+        "feed_forward.w2": (1, 1),
+        "feed_forward.gate_proj": (0, 1),
+        "feed_forward.up_proj": (0, 1),
+        "feed_forward.down_proj": (1, 1),
+        "shared_mlp.input_linear": (0, 2),
+        "shared_mlp.output_linear": (1, 1),
+        "mixer.up_proj": (0, 1),
+        "mixer.down_proj": (1, 1),
     }
     names = ("o_proj", "down_proj", "w2", "out_proj", "fc2", "c_proj", "dense", "dense_4h_to_h")
-    assert set(SPLIT_BY_INPUTS) == {f".{name}" for name in (*names, "fc_out")}
+    assert set(SPLIT_BY_INPUTS) == {f".{name}" for name in (*names, "fc_out", "output_linear")}
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)

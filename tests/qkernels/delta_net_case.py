@@ -4,19 +4,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from qkernels.delta_net.state import StateStep
+from qkernels.causal_conv.state import StateStep
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Data:
-    x_TC: torch.Tensor  # what the convolution reads
     mixed_TC: torch.Tensor
     b_TH: torch.Tensor
     a_TH: torch.Tensor
     a_log_H: torch.Tensor
     dt_bias_H: torch.Tensor
-    weight_CW: torch.Tensor
-    conv_PCW: torch.Tensor
     memory_PHKV: torch.Tensor
     counts: tuple[int, ...]
     before: tuple[int, ...]
@@ -42,19 +39,19 @@ class _Data:
         )
 
     def with_slots(self, slots):
-        device = self.x_TC.device
+        device = self.mixed_TC.device
         return replace(self, slots=slots, step=make_step(self.counts, self.before, slots, device))
 
     def rows(self, start, count):
         """Some rows of the one request that there is."""
         own = slice(start, start + count)
-        cut = {name: getattr(self, name)[own] for name in ("x_TC", "mixed_TC", "b_TH", "a_TH")}
+        cut = {name: getattr(self, name)[own] for name in ("mixed_TC", "b_TH", "a_TH")}
         counts, before = (count,), (self.before[0] + start,)
-        step = make_step(counts, before, self.slots, self.x_TC.device)
+        step = make_step(counts, before, self.slots, self.mixed_TC.device)
         return replace(self, **cut, counts=counts, before=before, step=step)
 
 
-def DeltaCase(*, counts, before, J, H, K, V, taps, dtype=torch.float32, seed=0):  # noqa: N802
+def DeltaCase(*, counts, before, J, H, K, V, dtype=torch.float32, seed=1):  # noqa: N802
     """Requests with so many rows each behind so many tokens. Slots are in no order, some unused."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -64,15 +61,12 @@ def DeltaCase(*, counts, before, J, H, K, V, taps, dtype=torch.float32, seed=0):
     T, C, P = sum(counts), 2 * J * K + H * V, len(counts) + 3
     slots = torch.randperm(P, generator=generator)[: len(counts)].tolist()
     made = _Data(
-        x_TC=noise(T, C),
         mixed_TC=noise(T, C),
         b_TH=noise(T, H, scale=2.0),
         a_TH=noise(T, H),
         # Some heads forget at once, some hardly: exp(a_log) from 0.01 to 16, as models begin.
         a_log_H=torch.linspace(-4.6, 2.7, H),
         dt_bias_H=noise(H),
-        weight_CW=noise(C, taps),
-        conv_PCW=noise(P, C, taps - 1),
         memory_PHKV=noise(P, H, K, V),
         counts=tuple(counts),
         before=tuple(before),

@@ -11,7 +11,7 @@ class StatePool:
     """Allocates slots 0..num_slots-1, one to each running request.
 
     Slots are not cleared: a request that begins at position 0 treats its state as zeros
-    (qkernels/delta_net/state.py). An in-flight step may still write to a freed slot; the next
+    (qkernels/causal_conv/state.py). An in-flight step may still write to a freed slot; the next
     owner's steps come after it on the same stream.
     """
 

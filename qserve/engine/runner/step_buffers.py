@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from qkernels.delta_net.state import NO_SLOT
+from qkernels.causal_conv.state import NO_SLOT
 from qkernels.lora.weights import NO_ADAPTER
 from qserve.engine.step.device_step import Batch
 from qserve.engine.step.step_input import StepInput

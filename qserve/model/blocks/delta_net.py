@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from qkernels import ops
-from qkernels.delta_net.state import StateSlots, StateStep
+from qkernels.causal_conv.state import StateSlots
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
 from qserve.model.blocks.attention import StepInputs
 from qserve.model.blocks.linear import FLOAT_PLAN, Linear, LinearPlan, Product, products_of
+from qserve.model.blocks.state import StateSpec, state_step
 from qserve.model.cache_spec import CacheSpec, KvFormat
 
 
@@ -39,25 +40,6 @@ class DeltaShape:
     def channels(self) -> int:
         """Channels of the convolution: queries, keys and values."""
         return 2 * self.keys + self.values
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateSpec(CacheSpec):
-    """A state of fixed size in each slot, and no pages."""
-
-    shape: DeltaShape
-    dtype: torch.dtype  # of activations
-
-    def make(self, num_pages: int, num_slots: int, device: torch.device) -> StateSlots:
-        shape = self.shape
-        return StateSlots.zeros(
-            num_slots,
-            channels=shape.channels,
-            taps=shape.taps,
-            memory=(shape.value_heads, shape.key_dim, shape.value_dim),
-            dtype=self.dtype,
-            device=device,
-        )
 
 
 class DeltaNet(torch.nn.Module):
@@ -98,7 +80,13 @@ class DeltaNet(torch.nn.Module):
 
     def cache_spec(self, kv_format: KvFormat, page_size: int) -> CacheSpec:
         """Return the spec of the layer's states; neither argument changes them."""
-        return StateSpec(shape=self.shape, dtype=self.conv_weight.dtype)
+        shape = self.shape
+        return StateSpec(
+            channels=shape.channels,
+            taps=shape.taps,
+            memory=(shape.value_heads, shape.key_dim, shape.value_dim),
+            dtype=self.conv_weight.dtype,
+        )
 
     def forward(
         self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: StateSlots
@@ -108,17 +96,12 @@ class DeltaNet(torch.nn.Module):
         The result goes to the norm that follows.
         """
         T, shape = x_TC.shape[0], self.shape
-        rows = StateStep(
-            query_starts_R1=step.query_starts_R1,
-            context_lengths_R=step.context_lengths_R,
-            slots_R=step.state_slots_R,
-            max_query_len=step.max_query_len,
-        )
+        rows = state_step(step)
         own = self.in_proj.plan(T)
         made = reduced(self.in_proj(ops.in_form(x_TC, own.input), own))
         mixed, z = made.split([shape.channels, shape.values], 1)
         b_TH, a_TH = reduced(self.gates(x_TC)).chunk(2, 1)
-        mixed = ops.causal_conv_(mixed, self.conv_weight, cache.conv_PCW, rows)
+        mixed = ops.causal_conv_(mixed, self.conv_weight, None, cache.conv_PCW, rows)
         out_THV = ops.delta_rule_(
             mixed, b_TH, a_TH, self.a_log, self.dt_bias, cache.memory_PHKV, rows
         )

@@ -6,7 +6,7 @@ import torch
 
 from qkernels import ops
 from qkernels.operands.forms import LinearInput
-from qkernels.operands.split_k import LinearOutput
+from qkernels.operands.split_k import LinearOutput, reduced
 from qkernels.rowwise.spec import ActKind
 from qserve.model.blocks.linear import Linear, LinearPlan, Product, products_of
 
@@ -28,10 +28,17 @@ class Mlp(torch.nn.Module):
     """
 
     def __init__(
-        self, *, up_proj: Linear, down_proj: Linear, activation: str, gated: bool = True
+        self,
+        *,
+        up_proj: Linear,
+        down_proj: Linear,
+        activation: str,
+        gated: bool = True,
+        gate_factor: float = 1.0,
     ) -> None:
-        """`activation`: a name of ACTIVATIONS."""
+        """`activation`: a name of ACTIVATIONS. `gate_factor`: of what it is applied to."""
         super().__init__()
+        self.gate_factor = gate_factor
         self.activation = ops.ActSpec(kind=ACTIVATIONS[activation], gated=gated)
         self.up_proj = up_proj
         self.down_proj = down_proj
@@ -48,5 +55,8 @@ class Mlp(torch.nn.Module):
     def forward(self, x_TC: LinearInput, plan: LinearPlan) -> LinearOutput:
         """The result is for the norm that follows."""
         hidden_TI = self.up_proj(x_TC, plan)
+        if self.gate_factor != 1:
+            hidden_TI = reduced(hidden_TI)
+            hidden_TI[:, : hidden_TI.shape[1] // 2] *= self.gate_factor
         down = self.down_proj.plan(hidden_TI.shape[0], "norm")
         return self.down_proj(ops.activate(hidden_TI, self.activation, down.input), down)

@@ -133,6 +133,11 @@ def hybrid_experts(tensors, config):
         tensors[name.replace(".mlp.", ".mlp.experts.0.")] = tensors[name].clone()
 
 
+def granite_experts(tensors, config):
+    hybrid_experts(tensors, config)
+    config["architectures"] = ["GraniteMoeHybridForCausalLM"]
+
+
 def unplaced(tensors, config):
     for layer in range(2):
         tensors[f"model.layers.{layer}.mlp.extra.weight"] = torch.ones(4)
@@ -292,6 +297,12 @@ CASES = {
     "second-file-servers": ("gptq", "w4a16-sym-g32", only_second_file),
     "fused-mixed": ("gptq", "w4a16-sym-g32", member_in_float),
     "delta-net-experts": (CT, "w4a16-sym-g32", hybrid_experts),
+    "variant": (
+        "gptq",
+        "w4a16-sym-g32",
+        config_of(architectures=["CohereForCausalLM"], use_qk_norm=True),
+    ),
+    "granite-experts": ("gptq", "w4a16-sym-g32", granite_experts),
     "delta-net": ("gptq", "w4a16-sym-g32", config_of(architectures=["Qwen3_5ForCausalLM"])),
     "own-act-order": ("gptq", "w4a16-sym-g32", act_order),
     "own-bits": ("gptq", "w3a16-sym-g32", None),

@@ -33,6 +33,7 @@ from tests.qkernels.compile.delta_net_cases import delta_net
 from tests.qkernels.compile.draft_cases import draft_input, drafts
 from tests.qkernels.compile.latent_cases import latent_attention
 from tests.qkernels.compile.lora_cases import adapted_product, lora
+from tests.qkernels.compile.mamba2_cases import mamba2, short_conv
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
@@ -431,6 +432,12 @@ EXPERTS = {
     "delta net, heads of 256": Case(run=lambda: delta_net(1, 200, K=256), product="mma"),
     "delta net, prompts in float16": Case(run=lambda: delta_net(3, 100, FP16), product="mma"),
     "delta net, prompts in float32": Case(run=lambda: delta_net(3, 100, FP32)),
+    "mamba2, 8 requests of one token": Case(run=lambda: mamba2(8, 1)),
+    "mamba2, a prompt": Case(run=lambda: mamba2(1, 200), quick=SM90, product="wgmma"),
+    "mamba2, states of 256": Case(run=lambda: mamba2(1, 200, N=256)),
+    "mamba2, prompts in float16": Case(run=lambda: mamba2(3, 100, FP16)),
+    "mamba2, prompts in float32": Case(run=lambda: mamba2(3, 100, FP32)),
+    "short convolution": Case(run=lambda: [short_conv(8, 1), short_conv(1, 200)]),
     "latent attention, decode": Case(
         run=lambda: latent_attention([1], 16), quick=SM90, product="mma"
     ),

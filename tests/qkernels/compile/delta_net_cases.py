@@ -3,7 +3,7 @@
 import torch
 
 from qkernels import ops
-from qkernels.delta_net.state import StateSlots, StateStep
+from qkernels.causal_conv.state import StateSlots, StateStep
 from tests.qkernels.compile.cards import empty
 
 J, H, TAPS = 16, 32, 4
@@ -24,7 +24,7 @@ def delta_net(R: int, count: int, dtype: torch.dtype = torch.bfloat16, K: int = 
     )
     made, gates = empty(T, channels + H * V, dtype=dtype), empty(T, 2 * H, dtype=dtype)
     weight = empty(channels, TAPS, dtype=dtype)
-    mixed = ops.causal_conv_(made[:, :channels], weight, states.conv_PCW, step)
+    mixed = ops.causal_conv_(made[:, :channels], weight, None, states.conv_PCW, step)
     b, a = gates.chunk(2, 1)
     of_heads = torch.zeros(2, H)
     out = ops.delta_rule_(mixed, b, a, *of_heads, states.memory_PHKV, step)

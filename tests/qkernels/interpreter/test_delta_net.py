@@ -11,7 +11,7 @@ from qkernels.delta_net import reference, triton_delta
 from qkernels.delta_net.config import chunk_config
 from tests.qkernels.delta_net_case import DeltaCase
 
-SIZES = {"J": 2, "H": 4, "K": 12, "V": 20, "taps": 4}
+SIZES = {"J": 2, "H": 4, "K": 12, "V": 20}
 WIDE = {"H": 2, "V": 40}  # values of more than one program
 # Counts and tokens before: requests that begin, that go on, that are not there.
 STEPS = {
@@ -56,43 +56,17 @@ def test_rule_is_the_recurrence(device, half, poison, assert_close, name, wide_r
     assert torch.equal(got_states[rest].nan_to_num(7), left.nan_to_num(7))
 
 
-@pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("taps", [2, 4])
-def test_convolution(device, half, poison, assert_close, name, taps):
-    case = make(name, half, device, taps=taps)
-    want_states, got_states = (unread(case, case.conv_PCW) for _ in range(2))
-    want = reference.causal_conv_(case.x_TC, case.weight_CW, want_states, case.step)
-    got = ops.causal_conv_(case.x_TC, case.weight_CW, got_states, case.step, kernel="triton")
-    assert_close("y", want, got, 2e-3)
-    assert torch.equal(got_states.nan_to_num(7), want_states.nan_to_num(7))
-
-
-def test_convolution_of_fewer_rows_than_taps(device, half, poison, assert_close):
-    """What is kept then is in part what was kept before, moved."""
-    case = DeltaCase(counts=(2, 1, 3, 2), before=(5, 1, 0, 1), **{**SIZES, "taps": 8})
-    case = case.to(half, device)
-    want_states, got_states = case.conv_PCW.clone(), case.conv_PCW.clone()
-    want = reference.causal_conv_(case.x_TC, case.weight_CW, want_states, case.step)
-    got = ops.causal_conv_(case.x_TC, case.weight_CW, got_states, case.step, kernel="triton")
-    assert_close("y", want, got, 2e-3)
-    assert torch.equal(got_states, want_states)
-
-
 def test_chunks_and_tokens_carry_the_state_on(device, poison, assert_close):
     """A prompt in chunks of odd lengths, then token by token: as the recurrence of the whole."""
     whole = DeltaCase(counts=(42,), before=(0,), **SIZES).to(torch.float32, device)
     wide = whole.to(torch.float64, device)
     want_state, state, start = wide.memory_PHKV.clone(), whole.memory_PHKV.clone(), 0
     want = reference.delta_rule_(*wide.rule, want_state, wide.step)
-    conv, y_want = whole.conv_PCW.clone(), whole.conv_PCW.clone()
-    y_want = reference.causal_conv_(whole.x_TC, whole.weight_CW, y_want, whole.step)
     for count in (20, 17, 3, 1, 1):
         part = whole.rows(start, count)
         rows = slice(start, start + count)
         got = ops.delta_rule_(*part.rule, state, part.step, kernel="triton")
         assert_close(f"o of {rows}", want[rows], got, 1e-5)
-        y = ops.causal_conv_(part.x_TC, part.weight_CW, conv, part.step, kernel="triton")
-        assert_close(f"y of {rows}", y_want[rows], y, 1e-5)
         start += count
     assert start == 42
     assert_close("state", want_state[whole.slots], state[whole.slots], 1e-5)
@@ -109,13 +83,6 @@ def test_rows_of_a_wider_matrix(device, half, poison, assert_close):
     got = ops.delta_rule_(*views, case.memory_PHKV.clone(), case.step, kernel="triton")
     want = ops.delta_rule_(*case.rule, case.memory_PHKV.clone(), case.step, kernel="triton")
     assert torch.equal(got, want)
-    beside[:, :C] = case.x_TC
-    views = [beside[:, :C], case.x_TC]
-    y = [
-        ops.causal_conv_(x, case.weight_CW, case.conv_PCW.clone(), case.step, kernel="triton")
-        for x in views
-    ]
-    assert torch.equal(*y)
 
 
 def test_keys_that_are_alike(device, poison, assert_close):
@@ -172,7 +139,7 @@ def test_every_length(device, half, poison, assert_close, monkeypatch, is_half):
         half_operands(monkeypatch, half, rows=64)
     counts = (64, 1, 15, 128, 16, 2, 17, 0, 63, 1, 65, 31, 200, 33, 32, 129, 127)
     before = tuple(7 * (r % 3) for r in range(len(counts)))
-    case = DeltaCase(counts=counts, before=before, J=1, H=2, K=16, V=8, taps=4)
+    case = DeltaCase(counts=counts, before=before, J=1, H=2, K=16, V=8)
     case = case.to(half if is_half else torch.float32, device)
     wide = case.to(torch.float64, device)
     want_states, got_states = wide.memory_PHKV.clone(), case.memory_PHKV.clone()
@@ -191,7 +158,7 @@ def test_many_requests_of_which_few_have_rows(device, poison, assert_close):
     """More requests than a program looks at together to find its own."""
     counts = [0] * 300
     counts[3], counts[127], counts[128], counts[290] = 20, 1, 35, 3
-    sizes = {"J": 1, "H": 1, "K": 8, "V": 8, "taps": 2}
+    sizes = {"J": 1, "H": 1, "K": 8, "V": 8}
     case = DeltaCase(counts=counts, before=[0] * 300, **sizes).to(torch.float32, device)
     wide = case.to(torch.float64, device)
     want = reference.delta_rule_(*wide.rule, wide.memory_PHKV.clone(), wide.step)
@@ -200,7 +167,7 @@ def test_many_requests_of_which_few_have_rows(device, poison, assert_close):
 
 
 def test_heads_of_more_than_128(device, poison, assert_close):
-    sizes = {"J": 1, "H": 1, "K": 136, "V": 130, "taps": 2}
+    sizes = {"J": 1, "H": 1, "K": 136, "V": 130}
     case = DeltaCase(counts=(70,), before=(5,), **sizes).to(torch.float32, device)
     wide = case.to(torch.float64, device)
     want = reference.delta_rule_(*wide.rule, wide.memory_PHKV.clone(), wide.step)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers.models.qwen3_next.modeling_qwen3_next import (
     Qwen3NextRMSNormGated,
-    causal_conv1d_fn,
     torch_recurrent_gated_delta_rule,
 )
 
@@ -14,7 +13,7 @@ from qkernels.delta_net.config import chunk_config
 from qkernels.errors import KernelError
 from tests.qkernels.delta_net_case import DeltaCase, assert_close
 
-SIZES = {"J": 2, "H": 6, "K": 12, "V": 20, "taps": 4}
+SIZES = {"J": 2, "H": 6, "K": 12, "V": 20}
 
 
 @pytest.fixture
@@ -39,11 +38,7 @@ def test_reference_is_transformers_recurrence():
     assert_close("state", last[0], memory[case.slots[0]], 1e-6)
 
 
-def test_reference_convolution_and_norm_are_transformers():
-    case = DeltaCase(counts=(37,), before=(0,), **SIZES)
-    y_TC = reference.causal_conv_(case.x_TC, case.weight_CW, case.conv_PCW.clone(), case.step)
-    want = causal_conv1d_fn(case.x_TC.T[None], case.weight_CW, None, "silu")[0].T
-    assert_close("convolution", want, y_TC, 1e-6)
+def test_reference_norm_is_transformers():
     norm = Qwen3NextRMSNormGated(20, eps=1e-3)
     norm.weight.data.normal_()
     x, z = torch.randn(2, 37, 6, 20, generator=torch.Generator().manual_seed(1))
@@ -61,58 +56,42 @@ def test_chunks_are_the_recurrence(case):
     assert_close("states", want, got, 1e-11)
 
 
-def test_convolution_of_batches_is_that_of_each(case):
-    want, got = case.conv_PCW.clone(), case.conv_PCW.clone()
-    y_want = reference.causal_conv_(case.x_TC, case.weight_CW, want, case.step)
-    y_got = ops.causal_conv_(case.x_TC, case.weight_CW, got, case.step)
-    assert_close("y", y_want, y_got, 1e-6)
-    assert torch.equal(want, got)
-
-
 @pytest.mark.parametrize("module", [reference, chunked])
 def test_cut_anywhere_it_is_the_same(module):
     """A prompt in chunks of odd lengths, the last of one token: as the whole."""
     whole = DeltaCase(counts=(75,), before=(0,), dtype=torch.float64, **SIZES)
-    memory, conv = whole.memory_PHKV.clone(), whole.conv_PCW.clone()
+    memory = whole.memory_PHKV.clone()
     o = module.delta_rule_(*whole.rule, memory, whole.step)
-    y = module.causal_conv_(whole.x_TC, whole.weight_CW, conv, whole.step)
-    memory_cut, conv_cut, start = whole.memory_PHKV.clone(), whole.conv_PCW.clone(), 0
+    memory_cut, start = whole.memory_PHKV.clone(), 0
     for count in (2, 1, 40, 31, 1):
         part = whole.rows(start, count)
         o_part = module.delta_rule_(*part.rule, memory_cut, part.step)
-        y_part = module.causal_conv_(part.x_TC, part.weight_CW, conv_cut, part.step)
         assert_close("o", o[start : start + count], o_part, 1e-11)
-        assert_close("y", y[start : start + count], y_part, 1e-6)
         start += count
     assert start == 75
     assert_close("states", memory, memory_cut, 1e-11)
-    assert torch.equal(conv, conv_cut)
 
 
 @pytest.mark.parametrize("module", [reference, chunked])
 def test_slots_of_others_are_left_alone(module, case):
     """What no request of the step owns stays as it is; a row and a prompt without a slot write
     nowhere, not even into the last slot."""
-    memory, conv = case.memory_PHKV.clone(), case.conv_PCW.clone()
+    memory = case.memory_PHKV.clone()
     slots = [-1, -1, 3, 5, 0, 4]
     case = case.with_slots(slots)
     module.delta_rule_(*case.rule, memory, case.step)
-    module.causal_conv_(case.x_TC, case.weight_CW, conv, case.step)
     written = {slot for slot, count in zip(slots, case.counts, strict=True) if count} - {-1}
     for slot in range(len(memory)):
         assert torch.equal(memory[slot], case.memory_PHKV[slot]) == (slot not in written)
-        assert torch.equal(conv[slot], case.conv_PCW[slot]) == (slot not in written)
 
 
 @pytest.mark.parametrize("module", [reference, chunked])
 def test_what_a_slot_held_before_is_not_read(module):
     """A request that begins, and one without a slot: NaN of an earlier owner does not come in."""
     case = DeltaCase(counts=(1, 5, 1), before=(0, 0, 7), **SIZES).with_slots([0, 1, -1])
-    memory, conv = case.memory_PHKV.fill_(torch.nan), case.conv_PCW.fill_(torch.nan)
+    memory = case.memory_PHKV.fill_(torch.nan)
     assert module.delta_rule_(*case.rule, memory, case.step).isfinite().all()
-    y_TC = module.causal_conv_(case.x_TC, case.weight_CW, conv, case.step)
-    assert y_TC.isfinite().all()
-    assert memory[:2].isfinite().all() and conv[:2].isfinite().all()
+    assert memory[:2].isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -145,9 +124,3 @@ def test_states_are_multiplied_in_the_range_of_float32(arch):
     }
     assert operands.pop(torch.bfloat16) == torch.bfloat16
     assert set(operands.values()) == {torch.float32}
-
-
-def test_one_tap_is_refused():
-    case = DeltaCase(counts=(3,), before=(0,), **SIZES)
-    with pytest.raises(KernelError, match="2 to 8 taps, found 1"):
-        ops.causal_conv_(case.x_TC, case.weight_CW[:, :1], case.conv_PCW, case.step)

@@ -47,8 +47,10 @@ def answer_of(folder):
 
 
 def test_every_module_is_named_by_a_row():
-    assert len(SERVED) == len(served_architectures()) >= 4
-    modules = {module.name for module in pkgutil.iter_modules(families.__path__)}
+    assert len(SERVED) >= len(served_architectures()) >= 4
+    found = pkgutil.walk_packages(families.__path__, f"{families.__name__}.")
+    start = f"{families.__name__}."
+    modules = {module.name.removeprefix(start) for module in found if not module.ispkg}
     assert {family.builder for family in FAMILIES.values() if family.served} == modules
 
 

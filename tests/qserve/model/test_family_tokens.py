@@ -124,6 +124,11 @@ def test_logits_of_quantized_weights_equal_transformers(written, transformers_mo
     [
         *(("opt", "awq"), ("cohere", "gptq"), ("gpt2", "gptq")),
         *(("deepseek_v2", "gptq"), ("deepseek_v3", "awq")),
+        *(("falcon_h1", "awq"), ("lfm2", "gptq")),
+        *(
+            pytest.param(name, "awq", marks=pytest.mark.exhaustive)
+            for name in ("lfm2", "lfm2_moe", "granite_hybrid", "granite_hybrid_moe", "nemotron_h")
+        ),
         pytest.param("gpt2", "awq", marks=pytest.mark.exhaustive),
         pytest.param("falcon", "awq", marks=pytest.mark.exhaustive),
         *(

@@ -6,14 +6,13 @@ from itertools import product
 import pytest
 import torch
 
-from qkernels.delta_net.state import StateSlots
 from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
 from qserve.engine.kv_cache import state_snapshots
 from qserve.engine.runner import model_runner
 from qserve.params.sampling_params import SamplingParams
 
-FAMILIES = ["qwen3_next", "qwen3_5"]
+FAMILIES = ["qwen3_next", "qwen3_5", "lfm2", "granite_hybrid", "falcon_h1", "nemotron_h"]
 MODES = {
     "whole": {},
     "chunked": {"max_num_batched_tokens": 11, "max_num_seqs": 4},
@@ -21,7 +20,14 @@ MODES = {
     "few copies": {"num_state_snapshots": 4, "max_num_seqs": 3},
 }
 # The others where there is time.
-FEW = {("qwen3_5", "chunked", 1), ("qwen3_5", "pushed out", 1), ("qwen3_next", "few copies", 0)}
+FEW = {
+    ("qwen3_5", "chunked", 1),
+    ("qwen3_5", "pushed out", 1),
+    ("qwen3_next", "few copies", 0),
+    ("lfm2", "chunked", 1),
+    ("granite_hybrid", "few copies", 1),
+    ("falcon_h1", "pushed out", 1),
+}
 CASES = [
     pytest.param(*case, marks=() if case in FEW else pytest.mark.exhaustive)
     for case in product(FAMILIES, MODES, (0, 1))
@@ -40,9 +46,8 @@ def make_engine(folder, steps_in_flight=0, **settings):
     config = EngineConfig(model=str(folder), device="cpu", **settings)
     engine = Engine(config, steps_in_flight=steps_in_flight)
     for cache in engine.runner.caches:
-        if isinstance(cache, StateSlots):  # what no request has written
-            cache.conv_PCW.fill_(torch.nan)
-            cache.memory_PHKV.fill_(torch.nan)
+        for tensor in cache.slot_tensors:  # what no request has written
+            tensor.fill_(torch.nan)
     return engine
 
 

@@ -14,12 +14,12 @@ from formats.errors import InputError
 from formats.quant_config import BLOCK, QuantConfig
 from formats.scheme import Scheme
 from qkernels import ops
+from qkernels.causal_conv.state import StateSlots
 from qkernels.delta_net import reference as delta_reference
-from qkernels.delta_net.state import StateSlots
 from qserve.llm import LLM
 from qserve.model.blocks.delta_net import DeltaNet
 from qserve.params.sampling_params import SamplingParams
-from tests.conftest import DELTA, TINY_FAMILIES
+from tests.conftest import DELTA, MAMBA, SHORT_CONV, TINY_FAMILIES
 from tests.qserve.model.test_expert_names import stacked
 from tests.qserve.model.test_family_tokens import (
     check_greedy,
@@ -30,7 +30,9 @@ from tests.qserve.model.test_family_tokens import (
 from tests.qserve.model.test_transformers import dense
 from tests.qserve.model.variants import TOKENS, edited, logits, model_maker, relative
 
-FAMILIES = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
+DELTA_NETS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
+MAMBAS = ["granite_hybrid", "granite_hybrid_moe", "falcon_h1", "nemotron_h"]
+FAMILIES = [*DELTA_NETS, "lfm2", "lfm2_moe", *MAMBAS]
 # what real checkpoints have that the usual tiny models have not
 VARIANTS = {
     "qwen 3.5 with biases, two taps, tied": (
@@ -42,6 +44,49 @@ VARIANTS = {
             "linear_conv_kernel_dim": 2,
             "layer_types": None,
             "full_attention_interval": 3,
+        },
+    ),
+    "lfm2 with biases, two taps, as published": (
+        "Lfm2Config",
+        {
+            **SHORT_CONV,
+            "conv_bias": True,
+            "conv_L_cache": 2,
+            "layer_types": None,
+            "full_attn_idxs": [1],
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
+    "granite 4 with rotations and biases": (
+        "GraniteMoeHybridConfig",
+        {
+            **MAMBA,
+            **{"shared_intermediate_size": 64, "num_local_experts": 0, "mamba_d_conv": 2},
+            **{"mamba_n_groups": 1, "mamba_d_head": "auto", "time_step_limit": [0.2, 0.9]},
+            **{"attention_bias": True, "mamba_proj_bias": True, "mamba_conv_bias": False},
+            **{"position_embedding_type": "rope", "tie_word_embeddings": True},
+        },
+    ),
+    "falcon-h1 without norm and factors, with biases": (
+        "FalconH1Config",
+        {
+            **{name: value for name, value in MAMBA.items() if name != "layer_types"},
+            **{"mamba_d_ssm": 128, "mamba_rms_norm": False, "mlp_bias": True},
+            **{"projectors_bias": True, "mlp_multipliers": [1.6, 0.5]},
+        },
+    ),
+    "falcon-h1, norm first": (
+        "FalconH1Config",
+        {
+            **{name: value for name, value in MAMBA.items() if name != "layer_types"},
+            **{"mamba_d_ssm": None, "mamba_rms_norm": True, "mamba_conv_bias": False},
+        },
+    ),
+    "nemotron-h with biases, its smallest steps": (
+        "NemotronHConfig",
+        {
+            **TINY_FAMILIES["nemotron_h"][1],
+            **{"use_bias": True, "mlp_bias": True, "time_step_min": 0.7},
         },
     ),
     "qwen3-next without experts, all of a head rotates": (
@@ -99,6 +144,12 @@ def test_logits_equal_transformers(hybrid, name):
     [
         ("qwen3_5", "w4a16-sym-g32", "compressed-tensors"),
         ("qwen3_5_moe", "w4a16-sym-g32", "compressed-tensors"),
+        ("lfm2", "w4a16-sym-g32", "gptq"),
+        ("lfm2_moe", "w4a16-sym-g32", "compressed-tensors"),
+        ("granite_hybrid", "w4a16-sym-g32", "gptq"),
+        ("falcon_h1", "w4a16-sym-g32", "gptq"),
+        ("granite_hybrid_moe", "w4a16-sym-g32", "compressed-tensors"),
+        ("nemotron_h", "w4a16-sym-g32", "gptq"),
         pytest.param("qwen3_next", "w4a16-sym-g32", "gptq", marks=pytest.mark.exhaustive),
         pytest.param("qwen3_5", "w4a16-asym-g32", "awq", marks=pytest.mark.exhaustive),
     ],
@@ -134,9 +185,8 @@ def test_greedy_tokens_equal_transformers(hybrid, monkeypatch, name, mode):
 def poison(llm):
     """What no request has written is NaN."""
     for cache in llm.engine.runner.caches:
-        if isinstance(cache, StateSlots):
-            cache.conv_PCW.fill_(torch.nan)
-            cache.memory_PHKV.fill_(torch.nan)
+        for tensor in cache.slot_tensors:
+            tensor.fill_(torch.nan)
 
 
 def test_a_slot_goes_to_the_next_request(hybrid):
@@ -358,9 +408,9 @@ def conv_state(change):
     def plant(decoder, monkeypatch):
         right = ops.causal_conv_
 
-        def wrong(x_TC, weight_CW, conv_PCW, step):
+        def wrong(x_TC, weight_CW, bias_C, conv_PCW, step):
             conv_PCW.copy_(change(conv_PCW))
-            return right(x_TC, weight_CW, conv_PCW, step)
+            return right(x_TC, weight_CW, bias_C, conv_PCW, step)
 
         monkeypatch.setattr(ops, "causal_conv_", wrong)
 
@@ -443,7 +493,7 @@ WRONG_LATER = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", DELTA_NETS)
 def test_a_wrong_reading_is_seen(hybrid, monkeypatch, name):
     """One start for all: a decoder is mended by the weights that it had."""
     llm = LLM(hybrid(name), device="cpu", max_model_len=64)

@@ -107,11 +107,30 @@ def dense(folder, target, dtype):
         tensors = {field: consumer.get(name) for field, name in names.items()}
         weight = decode_linear(module, tensors, config).dequantize()
         state[f"{module}.weight"] = weight.to(dtype).float()
+    state = with_granite_stacks(state)
     target.mkdir()
     plain = {key: value for key, value in consumer.config.items() if key != BLOCK}
     (target / "config.json").write_text(json.dumps(plain))
     save_file(state, target / "model.safetensors", metadata={"format": "pt"})
     return target
+
+
+def with_granite_stacks(state):
+    """Granite's experts as its files have them: a stack for all of a layer."""
+    stems = {name.partition(".experts.")[0] for name in state if "experts.0.gate_proj" in name}
+    for stem in stems:
+        if not stem.endswith("block_sparse_moe"):
+            continue
+        for stack, leaves in (
+            ("input_linear", ("gate_proj", "up_proj")),
+            ("output_linear", ("down_proj",)),
+        ):
+            each = [
+                torch.cat([state.pop(f"{stem}.experts.{e}.{leaf}.weight") for leaf in leaves])
+                for e in range(6)
+            ]
+            state[f"{stem}.{stack}.weight"] = torch.stack(each)
+    return state
 
 
 @pytest.mark.parametrize("scheme", ASYMMETRIC)

@@ -129,11 +129,13 @@ def test_class_of_a_kernel(name, expected):
 
 CLASSES_OF_FOLDER = {
     "attention": {"attention", "rope, KV", "quantize"},
+    "causal_conv": {"states"},
     "collective": {"communication"},
-    "delta_net": {"delta net"},
+    "delta_net": {"states"},
     "drafts": {"drafts"},
     "latent": {"attention", "rope, KV"},
     "lora": {"adapters"},
+    "mamba2": {"states"},
     "moe": {"experts"},
     "rowwise": {"norms", "activation", "quantize"},
     "sampling": {"sampling"},

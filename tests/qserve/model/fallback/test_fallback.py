@@ -48,11 +48,16 @@ REFUSED = {
     "bert": "hidden states differ from those of its own attention",
     "diffllama": "a layer calls attention twice",
     "doge": "its attention has a mask of its own",
-    "lfm2": "2 of its 3 layers call attention",
+    "minimax": "2 of its 3 layers call attention",
     "mamba": "does not call attention",
     "cpmant": "does not call attention through transformers' attention interface",
 }
-STATES = {"lfm2": {"layer_types": ["conv", "full_attention", "full_attention"]}}
+STATES = {
+    "minimax": {
+        "layer_types": ["linear_attention", "full_attention", "full_attention"],
+        "num_local_experts": 4,
+    }
+}
 LENGTH, NEW = 40, 16
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
 # prompts are cut, two requests share steps, and the third finds pages of the first
@@ -176,7 +181,7 @@ def test_other_recipes_need_a_row(made, tmp_path, capsys):
     assert not (tmp_path / "q").exists()
 
 
-@pytest.mark.parametrize("kind", some(REFUSED, "bert", "lfm2", "mamba"))
+@pytest.mark.parametrize("kind", some(REFUSED, "bert", "minimax", "mamba"))
 def test_models_that_cannot_run_so_say_why(made, kind):
     with pytest.raises(InputError, match=REFUSED[kind]):
         LLM(str(made(kind)), device="cpu", dtype="float32")

@@ -14,12 +14,6 @@ from qserve.model.weights import LayerWeights, Weights
 
 
 def build(config: ModelConfig, weights: Weights) -> Decoder:
-    if all(config.state_layers):
-        raise InputError(
-            "config.json layer_types",
-            "expected a layer with full attention, found none: pages of keys tell how long a"
-            " request is",
-        )
     return llama.build_decoder(config, weights, build_layer)
 
 
@@ -43,7 +37,7 @@ def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
 
 
 def build_delta_net(config: ModelConfig, weights: LayerWeights) -> DeltaNet:
-    family, shape = config.family.delta_net, delta_shape(config)
+    family, shape = config.family.state_mixer, delta_shape(config)
     orders = {}
     if family.grouped:
         ratio = shape.value_heads // shape.key_heads
@@ -59,7 +53,7 @@ def build_delta_net(config: ModelConfig, weights: LayerWeights) -> DeltaNet:
         gates=weights.linear(family.gates, orders=orders),
         out_proj=weights.linear(family.out),
         eps=config.norm_eps,
-        **weights.delta_net(),
+        **weights.state_tensors(),
     )
 
 

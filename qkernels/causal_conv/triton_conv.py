@@ -1,4 +1,4 @@
-"""The convolution of a gated delta net in Triton: one program for some channels of a request.
+"""Causal convolutions in Triton: one program for some channels of a request.
 
 A program takes all rows of its request, so no other program reads what it keeps for the next step.
 Legend as in ops.py; BC channels and BT rows of a tile.
@@ -8,34 +8,64 @@ import torch
 import triton
 import triton.language as tl
 
-from qkernels.delta_net.config import conv_config
-from qkernels.delta_net.state import StateStep
+from qkernels.causal_conv.config import conv_config
+from qkernels.causal_conv.state import StateStep
 from qkernels.gpu.config import ceil_div
 from qkernels.gpu.launch import launch, on_device
 
 
 def causal_conv_(
-    x_TC: torch.Tensor, weight_CW: torch.Tensor, conv_PCW: torch.Tensor, step: StateStep
+    x_TC: torch.Tensor,
+    weight_CW: torch.Tensor,
+    bias_C: torch.Tensor | None,
+    conv_PCW: torch.Tensor,
+    step: StateStep,
 ) -> torch.Tensor:
     """Implement ops.causal_conv_."""
-    x_TC = x_TC if x_TC.stride(1) == 1 else x_TC.contiguous()
-    T, C = x_TC.shape
-    y_TC = torch.empty((T, C), dtype=x_TC.dtype, device=x_TC.device)
+    return _run_(x_TC, weight_CW, bias_C, conv_PCW, step, gated=False)
+
+
+def short_conv_(
+    mixed_TC: torch.Tensor,
+    weight_CW: torch.Tensor,
+    bias_C: torch.Tensor | None,
+    conv_PCW: torch.Tensor,
+    step: StateStep,
+) -> torch.Tensor:
+    """Implement ops.short_conv_."""
+    return _run_(mixed_TC, weight_CW, bias_C, conv_PCW, step, gated=True)
+
+
+def _run_(
+    x: torch.Tensor,
+    weight_CW: torch.Tensor,
+    bias_C: torch.Tensor | None,
+    conv_PCW: torch.Tensor,
+    step: StateStep,
+    *,
+    gated: bool,
+) -> torch.Tensor:
+    x = x if x.stride(1) == 1 else x.contiguous()
+    T, C = x.shape[0], weight_CW.shape[0]
+    y_TC = torch.empty((T, C), dtype=x.dtype, device=x.device)
     config = conv_config(step.max_query_len)
-    with on_device(x_TC):
+    with on_device(x):
         launch(
             _causal_conv,
             (step.slots_R.shape[0], ceil_div(C, config.channels)),
-            x_TC,
+            x,
             weight_CW.contiguous(),
+            weight_CW if bias_C is None else bias_C.contiguous(),
             conv_PCW,
             y_TC,
             step.query_starts_R1,
             step.context_lengths_R,
             step.slots_R,
             C,
-            x_TC.stride(0),
+            x.stride(0),
             W=weight_CW.shape[1],
+            HAS_BIAS=bias_C is not None,
+            GATED=gated,
             BC=config.channels,
             BT=config.rows,
             num_warps=config.warps,
@@ -44,9 +74,28 @@ def causal_conv_(
 
 
 @triton.jit
+def _input(x_ptrs, C, mask, GATED: tl.constexpr):
+    """Inputs of the convolution: x, or b * x as the model rounds it (b, c, x side by side)."""
+    if GATED:
+        b = tl.load(x_ptrs, mask=mask, other=0.0)
+        return b * tl.load(x_ptrs + 2 * C, mask=mask, other=0.0)
+    return tl.load(x_ptrs, mask=mask, other=0.0)
+
+
+@triton.jit
+def _output(total, x_ptrs, C, mask, DTYPE: tl.constexpr, GATED: tl.constexpr):
+    """silu of the convolution, or its product with c."""
+    if GATED:
+        c = tl.load(x_ptrs + C, mask=mask, other=0.0)
+        return c * total.to(DTYPE)
+    return (total / (1.0 + tl.exp(-total))).to(DTYPE)
+
+
+@triton.jit
 def _causal_conv(
     x_ptr,
     weight_ptr,
+    bias_ptr,
     conv_ptr,
     y_ptr,
     starts_ptr,
@@ -55,9 +104,12 @@ def _causal_conv(
     C,
     stride_x,
     W: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
     BC: tl.constexpr,
     BT: tl.constexpr,
 ):
+    DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     r = tl.program_id(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     in_c = c < C
@@ -74,30 +126,29 @@ def _causal_conv(
         t = first + tl.arange(0, BT)
         inside = (t < count)[:, None] & in_c[None, :]
         total = tl.zeros((BT, BC), tl.float32)
+        if HAS_BIAS:
+            total += tl.load(bias_ptr + c, mask=in_c, other=0.0).to(tl.float32)[None, :]
         for w in tl.static_range(W):
             at = t - (W - 1) + w  # below 0: among those that were kept, the newest last
             weight = tl.load(weight_ptr + c * W + w, mask=in_c, other=0.0).to(tl.float32)
-            x = tl.load(
-                x_ptr + at.to(tl.int64)[:, None] * stride_x + c[None, :],
-                mask=inside & (at >= 0)[:, None],
-                other=0.0,
-            ).to(tl.float32)
+            x_ptrs = x_ptr + at.to(tl.int64)[:, None] * stride_x + c[None, :]
+            x = _input(x_ptrs, C, inside & (at >= 0)[:, None], GATED).to(tl.float32)
             x += tl.load(
                 kept_ptrs[None, :] + (at + (W - 1))[:, None],
                 mask=inside & (at < 0)[:, None] & (c < channels_read)[None, :],
                 other=0.0,
             ).to(tl.float32)
             total += weight[None, :] * x
-        y = total / (1.0 + tl.exp(-total))
-        y_ptrs = y_ptr + t.to(tl.int64)[:, None] * C + c[None, :]
-        tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=inside)
+        rows = t.to(tl.int64)[:, None]
+        y = _output(total, x_ptr + rows * stride_x + c[None, :], C, inside, DTYPE, GATED)
+        tl.store(y_ptr + rows * C + c[None, :], y, mask=inside)
     # Of what was kept all is read before any of it is written over, by whichever thread.
     tl.debug_barrier()
     channels_kept = tl.where((slot >= 0) & (count > 0), C, 0)
     for w in tl.static_range(W - 1):
         at = count - (W - 1) + w
         is_new = c < tl.where(at >= 0, channels_kept, 0)
-        new = tl.load(x_ptr + at.to(tl.int64) * stride_x + c, mask=is_new, other=0.0)
+        new = _input(x_ptr + at.to(tl.int64) * stride_x + c, C, is_new, GATED)
         # Places move to the left, and those further right are still as they were.
         is_old = c < tl.where(at < 0, channels_read, 0)
         old = tl.load(kept_ptrs + (at + (W - 1)), mask=is_old, other=0.0)

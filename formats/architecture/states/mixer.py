@@ -1,0 +1,73 @@
+"""Blocks of a layer with a state of fixed size, instead of or next to attention.
+
+The mixers are gated delta nets, short convolutions and Mamba-2 (qkernels/delta_net, causal_conv,
+mamba2). Needs no torch.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from formats.architecture.flags import Flag, is_set
+from formats.architecture.projection import Projection, Shape
+from formats.architecture.sizes import is_size
+
+Kind = Literal["gated delta nets", "short convolutions", "Mamba-2"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateTensor:
+    """Tensor of a mixer besides its linears."""
+
+    key: str  # argument of the mixer's block
+    name: str  # below the mixer's module
+    shape: Shape
+    float32: bool = False  # read in float32 whatever the activations' dtype
+    present: Flag = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateMixer:
+    """Mixer with a state in the layers that `layer_types` says."""
+
+    kind: Kind
+    module: str
+    # A delta net's makes queries, keys and values, and the gate of the output norm. In families
+    # with `grouped` its outputs, and those of `gates`, are grouped by key head.
+    inputs: Projection
+    gates: Projection | None = None  # reads the same input, and stays in float
+    out: Projection
+    others: tuple[StateTensor, ...]
+    grouped: bool = False
+    layer_type: str = "linear_attention"  # value of layer_types for layers that have it
+    beside_attention: bool = False  # every layer has both, which read the same norm
+
+    def is_in(self, layer: int, config: Mapping[str, Any]) -> bool:
+        """Return True if a layer has the mixer."""
+        if self.beside_attention:
+            return True
+        kinds = config.get("layer_types")
+        if isinstance(kinds, list):
+            return layer < len(kinds) and kinds[layer] == self.layer_type
+        interval = config.get("full_attention_interval")
+        return (layer + 1) % (interval if is_size(interval) else 4) != 0
+
+    @property
+    def readers(self) -> tuple[Projection, ...]:
+        """Return the projections that read the mixer's input."""
+        return (self.inputs,) if self.gates is None else (self.inputs, self.gates)
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """Return the projections in the order they run."""
+        return (*self.readers, self.out)
+
+    def present(self, config: Mapping[str, Any]) -> Iterator[tuple[str, StateTensor]]:
+        """Yield the tensors besides the linears', with their names below the layer."""
+        for each in self.others:
+            if is_set(each.present, config):
+                yield f"{self.module}.{each.name}", each
+
+    def tensors(self, config: Mapping[str, Any]) -> dict[str, Shape]:
+        """Return the shapes of the tensors besides the linears', by name below the layer."""
+        return {name: each.shape for name, each in self.present(config)}

@@ -1,0 +1,66 @@
+"""Mamba-2 in plain torch, fast enough for a CPU: by chunks, and decode rows together.
+
+Within a chunk the outputs are a product of matrices (the dual form of Dao and Gu, 2024). Legend as
+in reference.py; L tokens of a chunk, B requests of one token.
+"""
+
+import torch
+
+from qkernels.causal_conv.state import SplitStep, StateStep
+from qkernels.mamba2 import reference
+
+CHUNK = 64  # tokens
+
+
+def selective_scan_(
+    mixed_TC: torch.Tensor,
+    dt_TH: torch.Tensor,
+    a_log_H: torch.Tensor,
+    skip_H: torch.Tensor,
+    dt_bias_H: torch.Tensor,
+    memory_PHND: torch.Tensor,
+    dt_limits: tuple[float, float],
+    step: StateStep,
+) -> torch.Tensor:
+    """Implement ops.selective_scan_."""
+    x, b, c, dt, g = reference.split_mixed(
+        mixed_TC, dt_TH, a_log_H, dt_bias_H, memory_PHND, dt_limits
+    )
+    y_THD = x * skip_H.to(x.dtype)[:, None]
+    split = SplitStep.of(step, mixed_TC.device)
+    if len(rows_B := split.rows_B):
+        written = b[rows_B, :, :, None] * (dt[rows_B, :, None] * x[rows_B])[:, :, None]
+        S_BHND = split.gathered(memory_PHND) * g[rows_B].exp()[:, :, None, None] + written
+        y_THD[rows_B] += (S_BHND * c[rows_B, :, :, None]).sum(2)
+        split.scatter_(memory_PHND, S_BHND)
+    for rows, slot, is_first in split.others:
+        S_HND = torch.zeros_like(memory_PHND[0]) if is_first else memory_PHND[slot].clone()
+        for first in range(rows.start, rows.stop, CHUNK):
+            own = slice(first, min(first + CHUNK, rows.stop))
+            of_heads = (each[own].transpose(0, 1) for each in (x, b, c, dt, g))
+            y_HLD, S_HND = _chunk(*of_heads, S_HND)
+            y_THD[own] += y_HLD.transpose(0, 1)
+        if slot >= 0:
+            memory_PHND[slot] = S_HND
+    return y_THD.to(mixed_TC.dtype)
+
+
+def _chunk(
+    x_HLD: torch.Tensor,
+    b_HLN: torch.Tensor,
+    c_HLN: torch.Tensor,
+    dt_HL: torch.Tensor,
+    g_HL: torch.Tensor,
+    S_HND: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs [H, L, D] of one chunk, and the state after it."""
+    L = x_HLD.shape[1]
+    total_HL = g_HL.cumsum(-1)  # log of what is left of the state before the chunk
+    between = total_HL[:, :, None] - total_HL[:, None, :]
+    causal_LL = torch.ones(L, L, dtype=torch.bool, device=g_HL.device).tril()
+    left_HLL = between.masked_fill(~causal_LL, -torch.inf).exp()
+    written_HLD = dt_HL[..., None] * x_HLD
+    y_HLD = ((c_HLN @ b_HLN.mT) * left_HLL) @ written_HLD
+    y_HLD = y_HLD + total_HL.exp()[..., None] * (c_HLN @ S_HND)
+    b_end = b_HLN * (total_HL[:, -1:] - total_HL).exp()[..., None]
+    return y_HLD, total_HL[:, -1].exp()[:, None, None] * S_HND + b_end.mT @ written_HLD

@@ -1,0 +1,31 @@
+"""Operations of Mamba-2, and the kernels that do them."""
+
+from qkernels.dispatch import Kernel, Operation, reference, triton_or_reference
+from qkernels.problem import Problem, anything, needs_triton_on_gpu
+
+MAX_DIM = 256  # a column block of a head's state lies in one program's registers
+MAX_GROUP = 16384  # a group's row lies in one program's registers
+
+
+def triton_scan(problem: Problem) -> str | None:
+    reason = needs_triton_on_gpu(problem)
+    if reason is None and max(problem.in_features, problem.head_dim) > MAX_DIM:
+        return f"takes states of up to {MAX_DIM}, not {problem.in_features} x {problem.head_dim}"
+    return reason
+
+
+def triton_norm(problem: Problem) -> str | None:
+    reason = needs_triton_on_gpu(problem)
+    if reason is None and problem.in_features > MAX_GROUP:
+        return f"takes groups of up to {MAX_GROUP} channels, not {problem.in_features}"
+    return reason
+
+
+SELECTIVE_SCAN = Operation(
+    "selective_scan_",
+    Kernel(name="triton", module="mamba2.triton_scan", priority=20, supports=triton_scan),
+    Kernel(name="chunked", module="mamba2.chunked", priority=15, supports=anything),
+    reference("mamba2"),
+)
+GATED_GROUP_NORM = triton_or_reference("mamba2", "gated_group_norm", "triton_norm", triton_norm)
+OPERATIONS = (SELECTIVE_SCAN, GATED_GROUP_NORM)

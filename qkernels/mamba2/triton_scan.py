@@ -1,0 +1,210 @@
+"""The scan of Mamba-2 in Triton: rows that are their request's only one, and prompts by chunks.
+
+A program takes some columns of a head's state of one request, which stay in registers over all of
+its chunks. Within a chunk the outputs are products of matrices (the dual form of Dao and Gu, 2024).
+Legend as in ops.py; BT rows, BN states and BD columns of a tile.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from qkernels.causal_conv.state import StateStep
+from qkernels.gpu.config import ceil_div
+from qkernels.gpu.launch import launch, on_device
+from qkernels.mamba2.config import scan_config, step_config
+
+# exp(-50) of a number is below its rounding in float32. Sums of such logarithms stay so small that
+# differences of them are exact to 2e-4.
+LEAST_DECAY_LOG = tl.constexpr(-50.0)
+
+
+def selective_scan_(
+    mixed_TC: torch.Tensor,
+    dt_TH: torch.Tensor,
+    a_log_H: torch.Tensor,
+    skip_H: torch.Tensor,
+    dt_bias_H: torch.Tensor,
+    memory_PHND: torch.Tensor,
+    dt_limits: tuple[float, float],
+    step: StateStep,
+) -> torch.Tensor:
+    """Implement ops.selective_scan_."""
+    mixed_TC, dt_TH = (x if x.stride(1) == 1 else x.contiguous() for x in (mixed_TC, dt_TH))
+    T, C = mixed_TC.shape
+    _, H, N, D = memory_PHND.shape
+    R = step.slots_R.shape[0]
+    y_THD = torch.empty((T, H, D), dtype=mixed_TC.dtype, device=mixed_TC.device)
+    tensors = (
+        *(mixed_TC, dt_TH, a_log_H, skip_H, dt_bias_H, memory_PHND, y_THD),
+        *(step.query_starts_R1, step.context_lengths_R, step.slots_R),
+        *(mixed_TC.stride(0), dt_TH.stride(0), *dt_limits),
+    )
+    sizes = {"G": (C - H * D) // (2 * N), "H": H, "N": N, "D": D}
+    with on_device(mixed_TC):
+        if step.max_query_len > 1:
+            scan = scan_config(N, D, mixed_TC.dtype)
+            launch(
+                _mamba_chunks,
+                (R, H, ceil_div(D, scan.columns)),
+                *tensors,
+                **sizes,
+                BT=scan.rows,
+                BN=scan.state,
+                BD=scan.columns,
+                OPERAND=_TRITON_TYPES[scan.operands],
+                PRECISION=scan.precision,
+                STAGES=scan.stages,
+                num_warps=scan.warps,
+            )
+        # Also after chunks: the longest request may be shorter than the host knows.
+        config = step_config(N, D)
+        launch(
+            _mamba_step,
+            (R, H, ceil_div(D, config.columns)),
+            *tensors,
+            **sizes,
+            BN=config.state,
+            BD=config.columns,
+            num_warps=config.warps,
+        )
+    return y_THD
+
+
+_TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+
+
+@triton.jit
+def _step_size(dt, dt_bias, least, most):
+    """softplus(dt + dt_bias) within the limits."""
+    x = dt.to(tl.float32) + dt_bias
+    softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+    return tl.minimum(tl.maximum(softplus, least), most)
+
+
+@triton.jit
+def _mamba_step(
+    mixed_ptr,
+    dt_ptr,
+    a_log_ptr,
+    skip_ptr,
+    dt_bias_ptr,
+    memory_ptr,
+    y_ptr,
+    starts_ptr,
+    lengths_ptr,
+    slots_ptr,
+    stride_mixed,
+    stride_dt,
+    dt_least,
+    dt_most,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+):
+    r, h = tl.program_id(0), tl.program_id(1)
+    row = tl.load(starts_ptr + r).to(tl.int64)
+    if tl.load(starts_ptr + r + 1) == row + 1:
+        slot = tl.load(slots_ptr + r)
+        goes_on = (slot >= 0) & (tl.load(lengths_ptr + r) > 1)
+        # States that are read and written: all or none.
+        states_read, states_kept = tl.where(goes_on, N, 0), tl.where(slot >= 0, N, 0)
+        n = tl.arange(0, BN)
+        d = tl.program_id(2) * BD + tl.arange(0, BD)
+        in_n, in_d = n < N, d < D
+        place = (slot.to(tl.int64) * H + h) * N * D
+        state_ptrs = memory_ptr + place + n[:, None] * D + d[None, :]
+        were_there = (n < states_read)[:, None] & in_d[None, :]
+        state = tl.load(state_ptrs, mask=were_there, other=0.0)
+        row_ptr = mixed_ptr + row * stride_mixed
+        b_ptrs = row_ptr + H * D + h // (H // G) * N + n
+        x = tl.load(row_ptr + h * D + d, mask=in_d, other=0.0).to(tl.float32)
+        b = tl.load(b_ptrs, mask=in_n, other=0.0).to(tl.float32)
+        c = tl.load(b_ptrs + G * N, mask=in_n, other=0.0).to(tl.float32)
+        dt = tl.load(dt_ptr + row * stride_dt + h)
+        size = _step_size(dt, tl.load(dt_bias_ptr + h), dt_least, dt_most)
+        state *= tl.exp(-tl.exp(tl.load(a_log_ptr + h)) * size)
+        state += b[:, None] * (size * x)[None, :]
+        y = tl.sum(c[:, None] * state, 0) + tl.load(skip_ptr + h) * x
+        tl.store(y_ptr + (row * H + h) * D + d, y.to(y_ptr.dtype.element_ty), mask=in_d)
+        tl.store(state_ptrs, state, mask=(n < states_kept)[:, None] & in_d[None, :])
+
+
+@triton.jit
+def _mamba_chunks(
+    mixed_ptr,
+    dt_ptr,
+    a_log_ptr,
+    skip_ptr,
+    dt_bias_ptr,
+    memory_ptr,
+    y_ptr,
+    starts_ptr,
+    lengths_ptr,
+    slots_ptr,
+    stride_mixed,
+    stride_dt,
+    dt_least,
+    dt_most,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    BT: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    r, h = tl.program_id(0), tl.program_id(1)
+    start = tl.load(starts_ptr + r)
+    count = tl.load(starts_ptr + r + 1) - start
+    if count > 1:
+        slot = tl.load(slots_ptr + r)
+        goes_on = (slot >= 0) & (tl.load(lengths_ptr + r) > count)
+        # States that are read and written: all or none.
+        states_read, states_kept = tl.where(goes_on, N, 0), tl.where(slot >= 0, N, 0)
+        t, n = tl.arange(0, BT), tl.arange(0, BN)
+        d = tl.program_id(2) * BD + tl.arange(0, BD)
+        in_n, in_d = (n < N)[None, :], (d < D)[None, :]
+        place = (slot.to(tl.int64) * H + h) * N * D
+        state_ptrs = memory_ptr + place + n[:, None] * D + d[None, :]
+        state = tl.load(state_ptrs, mask=(n < states_read)[:, None] & in_d, other=0.0)
+        a, dt_bias = -tl.exp(tl.load(a_log_ptr + h)), tl.load(dt_bias_ptr + h)
+        skip = tl.load(skip_ptr + h)
+        base = start.to(tl.int64)
+        row_ptrs = mixed_ptr + base * stride_mixed + t[:, None] * stride_mixed
+        b_ptrs = row_ptrs + H * D + h // (H // G) * N + n[None, :]
+        x_ptrs = row_ptrs + h * D + d[None, :]
+        dt_ptrs = dt_ptr + base * stride_dt + t * stride_dt + h
+        y_ptrs = y_ptr + (base * H + h) * D + t[:, None] * (H * D) + d[None, :]
+        causal = t[:, None] >= t[None, :]
+        for first in tl.range(0, count, BT, num_stages=STAGES):
+            done = tl.cast(first, tl.int64)
+            inside = t < count - first
+            in_t = inside[:, None]
+            moved = done * stride_mixed
+            x = tl.load(x_ptrs + moved, mask=in_t & in_d, other=0.0)
+            b = tl.load(b_ptrs + moved, mask=in_t & in_n, other=0.0).to(OPERAND)
+            c = tl.load(b_ptrs + G * N + moved, mask=in_t & in_n, other=0.0).to(OPERAND)
+            dt = tl.load(dt_ptrs + done * stride_dt, mask=inside, other=0.0)
+            # Rows beyond the request write nothing and forget nothing.
+            size = tl.where(inside, _step_size(dt, dt_bias, dt_least, dt_most), 0.0)
+            total = tl.cumsum(tl.maximum(a * size, LEAST_DECAY_LOG), 0)
+            whole = tl.sum(tl.maximum(a * size, LEAST_DECAY_LOG), 0)
+            between = tl.where(causal, total[:, None] - total[None, :], float("-inf"))
+            scores = tl.dot(c, tl.trans(b), input_precision=PRECISION) * tl.exp(between)
+            written = (size[:, None] * x.to(tl.float32)).to(OPERAND)
+            y = tl.dot(c, state.to(OPERAND), input_precision=PRECISION) * tl.exp(total)[:, None]
+            y = tl.dot(scores.to(OPERAND), written, y, input_precision=PRECISION)
+            y += skip * x.to(tl.float32)
+            tl.store(y_ptrs + done * (H * D), y.to(y_ptr.dtype.element_ty), mask=in_t & in_d)
+            b_end = (b.to(tl.float32) * tl.exp(whole - total)[:, None]).to(OPERAND)
+            state = tl.dot(
+                tl.trans(b_end), written, state * tl.exp(whole), input_precision=PRECISION
+            )
+        tl.store(state_ptrs, state, mask=(n < states_kept)[:, None] & in_d)

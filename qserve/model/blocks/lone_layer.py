@@ -1,0 +1,92 @@
+"""Layers of one block, Nemotron-H's: a mixer or a feed-forward after the only norm.
+
+Legend: T tokens of the step, C hidden size.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from qkernels.operands.forms import LinearInput
+from qkernels.operands.split_k import LinearOutput
+from qserve.model.blocks.attention import StepInputs
+from qserve.model.blocks.layer import FeedForward, Mixer
+from qserve.model.blocks.linear import LinearPlan, Product
+from qserve.model.blocks.norm import BranchOutput, Norm
+from qserve.model.cache_spec import Cache, CacheSpec, KvFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoCache:
+    """Cache of a layer that keeps nothing of a request."""
+
+    page_tensors: tuple[torch.Tensor, ...] = ()
+    slot_tensors: tuple[torch.Tensor, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoCacheSpec(CacheSpec):
+    """Spec of a layer that keeps nothing of a request."""
+
+    def make(self, num_pages: int, num_slots: int, device: torch.device) -> NoCache:
+        return NoCache()
+
+
+class NoMixer(torch.nn.Module):
+    """Feed-forward in the place of a mixer."""
+
+    has_kv_scales = None
+
+    def __init__(self, mlp: FeedForward) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def plan(self, rows: int) -> LinearPlan:
+        """Plan of the first linear: the form that the norm before this block outputs."""
+        return self.mlp.plan(rows)
+
+    def products(self) -> Iterator[Product]:
+        """Quantized products, each with the operation that consumes its result."""
+        yield from self.mlp.products()
+
+    def cache_spec(self, kv_format: KvFormat, page_size: int) -> CacheSpec:
+        """Return the spec of no cache."""
+        return NoCacheSpec()
+
+    def forward(
+        self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: Cache
+    ) -> LinearOutput:
+        """The result goes to the norm that follows."""
+        return self.mlp(x_TC, plan)
+
+
+class NoFeedForward(torch.nn.Module):
+    """Placeholder for the feed-forward of a layer without one."""
+
+    def products(self) -> Iterator[Product]:
+        """Yield nothing."""
+        yield from ()
+
+
+class LoneLayer(torch.nn.Module):
+    """x + block(norm(x))."""
+
+    def __init__(self, *, norm: Norm, block: Mixer) -> None:
+        super().__init__()
+        self.norm, self.attention, self.mlp = norm, block, NoFeedForward()
+
+    def forward(
+        self,
+        x_TC: BranchOutput,
+        residual_TC: torch.Tensor | None,
+        step: StepInputs,
+        cache: Cache,
+        taps: list[torch.Tensor] | None = None,
+    ) -> tuple[BranchOutput, torch.Tensor]:
+        """As Layer.forward."""
+        plan = self.attention.plan(x_TC.shape[0])
+        x_TC, residual_TC = self.norm(x_TC, residual_TC, plan.input)
+        if taps is not None:
+            taps.append(residual_TC)
+        return self.attention(x_TC, plan, step, cache), residual_TC

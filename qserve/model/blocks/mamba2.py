@@ -1,0 +1,120 @@
+"""Mamba-2, a mixer over state slots instead of pages.
+
+Legend: T tokens of the step, C hidden size, I channels of x and of the result.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from qkernels import ops
+from qkernels.causal_conv.state import StateSlots
+from qkernels.operands.forms import LinearInput
+from qkernels.operands.split_k import LinearOutput, reduced
+from qserve.model.blocks.attention import StepInputs
+from qserve.model.blocks.linear import Linear, LinearPlan, Product, products_of
+from qserve.model.blocks.state import StateSpec, state_step
+from qserve.model.cache_spec import CacheSpec, KvFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MambaShape:
+    """Sizes of one layer's mixer, and the range of its steps."""
+
+    heads: int
+    head_dim: int
+    groups: int  # of heads that share B and C
+    state: int  # numbers that each channel of a head keeps
+    taps: int  # of the convolution
+    step_limits: tuple[float, float]
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: x, B and C."""
+        return self.inner + 2 * self.groups * self.state
+
+
+class Mamba2(torch.nn.Module):
+    """Update and reading of one layer's state, with its projections."""
+
+    def __init__(
+        self,
+        shape: MambaShape,
+        *,
+        in_proj: Linear,  # concatenated z, x, B, C, and a step for each head
+        out_proj: Linear,
+        conv_weight: torch.Tensor,  # [channels, taps]
+        conv_bias: torch.Tensor | None = None,  # [channels]
+        a_log: torch.Tensor,  # float32 [heads]
+        skip: torch.Tensor,  # float32 [heads]
+        dt_bias: torch.Tensor,  # float32 [heads]
+        norm: torch.Tensor | None = None,  # [I]; None: the result is only multiplied by silu(z)
+        norm_first: bool = False,  # the norm comes before that product
+        factors: torch.Tensor | None = None,  # of each output of in_proj; None: all are 1
+        eps: float,
+    ) -> None:
+        super().__init__()
+        self.shape, self.eps, self.norm_first = shape, eps, norm_first
+        self.in_proj, self.out_proj = in_proj, out_proj
+        self.register_buffer("conv_weight", conv_weight)
+        self.register_buffer("conv_bias", conv_bias)
+        self.register_buffer("a_log", a_log)
+        self.register_buffer("skip", skip)
+        self.register_buffer("dt_bias", dt_bias)
+        self.register_buffer("norm", norm)
+        self.register_buffer("factors", factors)
+
+    def products(self) -> Iterator[Product]:
+        """Quantized products, each with the operation that consumes its result."""
+        yield from products_of(self.in_proj, None)
+        yield from products_of(self.out_proj, "norm")
+
+    def plan(self, rows: int) -> LinearPlan:
+        """Plan of the first linear: the form that the norm before this block outputs."""
+        return self.in_proj.plan(rows)
+
+    has_kv_scales = None
+
+    def cache_spec(self, kv_format: KvFormat, page_size: int) -> CacheSpec:
+        """Return the spec of the layer's states; neither argument changes them."""
+        shape = self.shape
+        return StateSpec(
+            channels=shape.channels,
+            taps=shape.taps,
+            memory=(shape.heads, shape.state, shape.head_dim),
+            dtype=self.conv_weight.dtype,
+        )
+
+    def forward(
+        self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: StateSlots
+    ) -> LinearOutput:
+        """Update the requests' states by the step's tokens, and read the states.
+
+        The result goes to the norm that follows.
+        """
+        shape, rows = self.shape, state_step(step)
+        made = reduced(self.in_proj(x_TC, plan))
+        if self.factors is not None:
+            made = made * self.factors
+        z_TI, mixed, dt_TH = made.split([shape.inner, shape.channels, shape.heads], 1)
+        mixed = ops.causal_conv_(mixed, self.conv_weight, self.conv_bias, cache.conv_PCW, rows)
+        out_THD = ops.selective_scan_(
+            mixed,
+            dt_TH,
+            self.a_log,
+            self.skip,
+            self.dt_bias,
+            cache.memory_PHKV,
+            shape.step_limits,
+            rows,
+        )
+        out_TI = ops.gated_group_norm(
+            out_THD.flatten(1), z_TI, self.norm, shape.groups, self.eps, self.norm_first
+        )
+        output = self.out_proj.plan(out_TI.shape[0], "norm")
+        return self.out_proj(ops.in_form(out_TI, output.input), output)

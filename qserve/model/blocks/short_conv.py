@@ -1,0 +1,64 @@
+"""Short convolution of LFM2, a mixer over state slots instead of pages.
+
+Legend: T tokens of the step, C hidden size.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from qkernels import ops
+from qkernels.causal_conv.state import StateSlots
+from qkernels.operands.forms import LinearInput
+from qkernels.operands.split_k import LinearOutput, reduced
+from qserve.model.blocks.attention import StepInputs
+from qserve.model.blocks.linear import Linear, LinearPlan, Product, products_of
+from qserve.model.blocks.state import StateSpec, state_step
+from qserve.model.cache_spec import CacheSpec, KvFormat
+
+
+class ShortConv(torch.nn.Module):
+    """out_proj(c * convolution(b * x)) of b, c, x = in_proj(input)."""
+
+    def __init__(
+        self,
+        *,
+        in_proj: Linear,  # concatenated b, c and x
+        out_proj: Linear,
+        conv_weight: torch.Tensor,  # [C, taps]
+        conv_bias: torch.Tensor | None = None,  # [C]
+    ) -> None:
+        super().__init__()
+        self.in_proj, self.out_proj = in_proj, out_proj
+        self.register_buffer("conv_weight", conv_weight)
+        self.register_buffer("conv_bias", conv_bias)
+
+    def products(self) -> Iterator[Product]:
+        """Quantized products, each with the operation that consumes its result."""
+        yield from products_of(self.in_proj, None)
+        yield from products_of(self.out_proj, "norm")
+
+    def plan(self, rows: int) -> LinearPlan:
+        """Plan of the first linear: the form that the norm before this block outputs."""
+        return self.in_proj.plan(rows)
+
+    has_kv_scales = None
+
+    def cache_spec(self, kv_format: KvFormat, page_size: int) -> CacheSpec:
+        """Return the spec of the layer's states; neither argument changes them."""
+        channels, taps = self.conv_weight.shape
+        return StateSpec(channels=channels, taps=taps, memory=None, dtype=self.conv_weight.dtype)
+
+    def forward(
+        self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: StateSlots
+    ) -> LinearOutput:
+        """Convolve the step's tokens with those before them; keep the last products b * x.
+
+        The result goes to the norm that follows.
+        """
+        mixed_TC = reduced(self.in_proj(x_TC, plan))
+        out_TC = ops.short_conv_(
+            mixed_TC, self.conv_weight, self.conv_bias, cache.conv_PCW, state_step(step)
+        )
+        output = self.out_proj.plan(out_TC.shape[0], "norm")
+        return self.out_proj(ops.in_form(out_TC, output.input), output)

@@ -1,0 +1,107 @@
+"""Two mixers that read the same norm, one over pages and one over state slots: Falcon-H1's.
+
+Legend: T tokens of the step, C hidden size.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from qkernels import ops
+from qkernels.operands.forms import LinearInput
+from qkernels.operands.split_k import reduced
+from qserve.model.blocks.attention import Attention, StepInputs
+from qserve.model.blocks.linear import FLOAT_PLAN, LinearPlan, Product
+from qserve.model.blocks.mamba2 import Mamba2
+from qserve.model.cache_spec import Cache, CacheSpec, KvFormat, StepLimits, WarmUpShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachePair:
+    """Caches of a layer's two mixers."""
+
+    pages: Cache
+    states: Cache
+
+    @property
+    def page_tensors(self) -> tuple[torch.Tensor, ...]:
+        """Tensors of both mixers."""
+        return (*self.pages.page_tensors, *self.states.page_tensors)
+
+    @property
+    def slot_tensors(self) -> tuple[torch.Tensor, ...]:
+        """Tensors of both mixers."""
+        return (*self.pages.slot_tensors, *self.states.slot_tensors)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairSpec(CacheSpec):
+    """Specs of a layer's two mixers."""
+
+    pages: CacheSpec
+    states: CacheSpec
+
+    def make(self, num_pages: int, num_slots: int, device: torch.device) -> CachePair:
+        return CachePair(
+            pages=self.pages.make(num_pages, num_slots, device),
+            states=self.states.make(num_pages, num_slots, device),
+        )
+
+    def check_graphs(self, dtype: torch.dtype, device: str) -> None:
+        for spec in (self.pages, self.states):
+            spec.check_graphs(dtype, device)
+
+    def warm_up_shapes(
+        self, limits: StepLimits, dtype: torch.dtype, device: torch.device
+    ) -> Iterator[WarmUpShape]:
+        for spec in (self.pages, self.states):
+            yield from spec.warm_up_shapes(limits, dtype, device)
+
+
+class SideBySide(torch.nn.Module):
+    """attention(x) * attention_factor + mamba(x) * mamba_factor."""
+
+    def __init__(
+        self,
+        *,
+        attention: Attention,
+        mamba: Mamba2,
+        attention_factor: float = 1.0,
+        mamba_factor: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.attention, self.mamba = attention, mamba
+        self.attention_factor, self.mamba_factor = attention_factor, mamba_factor
+
+    @property
+    def has_kv_scales(self) -> bool:
+        """True if the checkpoint has the scales of an 8-bit KV cache."""
+        return self.attention.has_kv_scales
+
+    def products(self) -> Iterator[Product]:
+        """Quantized products, each with the operation that consumes its result."""
+        yield from self.attention.products()
+        yield from self.mamba.products()
+
+    def plan(self, rows: int) -> LinearPlan:
+        """The norm before this block outputs a tensor, which both mixers read."""
+        return FLOAT_PLAN
+
+    def cache_spec(self, kv_format: KvFormat, page_size: int) -> CacheSpec:
+        """Return the specs of the attention's pages and of the other mixer's states."""
+        return PairSpec(
+            pages=self.attention.cache_spec(kv_format, page_size),
+            states=self.mamba.cache_spec(kv_format, page_size),
+        )
+
+    def forward(
+        self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: CachePair
+    ) -> torch.Tensor:
+        """Run both mixers on the step's tokens, and add their results."""
+        results = []
+        for mixer, own in ((self.attention, cache.pages), (self.mamba, cache.states)):
+            wanted = mixer.plan(x_TC.shape[0])
+            results.append(reduced(mixer(ops.in_form(x_TC, wanted.input), wanted, step, own)))
+        attention_TC, mamba_TC = results
+        return attention_TC * self.attention_factor + mamba_TC * self.mamba_factor

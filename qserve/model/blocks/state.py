@@ -1,0 +1,39 @@
+"""Spec of the states that a mixer keeps in slots instead of pages, and the slots of a step."""
+
+from dataclasses import dataclass
+
+import torch
+
+from qkernels.causal_conv.state import StateSlots, StateStep
+from qserve.model.blocks.attention import StepInputs
+from qserve.model.cache_spec import CacheSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpec(CacheSpec):
+    """A state of fixed size in each slot, and no pages."""
+
+    channels: int  # of the convolution
+    taps: int
+    memory: tuple[int, int, int] | None  # sizes of the heads' states; None: there are none
+    dtype: torch.dtype  # of activations
+
+    def make(self, num_pages: int, num_slots: int, device: torch.device) -> StateSlots:
+        return StateSlots.zeros(
+            num_slots,
+            channels=self.channels,
+            taps=self.taps,
+            memory=self.memory,
+            dtype=self.dtype,
+            device=device,
+        )
+
+
+def state_step(step: StepInputs) -> StateStep:
+    """Return the rows of a step, and the slot of each request."""
+    return StateStep(
+        query_starts_R1=step.query_starts_R1,
+        context_lengths_R=step.context_lengths_R,
+        slots_R=step.state_slots_R,
+        max_query_len=step.max_query_len,
+    )

@@ -1,0 +1,64 @@
+"""Falcon-H1: attention and Mamba-2 read the same norm in each layer, and fixed factors everywhere.
+
+Factors of embeddings and logits are columns of formats/families.py. A factor before a linear
+without bias is applied after it.
+"""
+
+import torch
+
+from qserve.model.blocks.layer import Layer
+from qserve.model.blocks.mamba2 import Mamba2
+from qserve.model.blocks.mlp import Mlp
+from qserve.model.blocks.norm import BranchEnd
+from qserve.model.blocks.side_by_side import SideBySide
+from qserve.model.decoder import Decoder
+from qserve.model.families import llama
+from qserve.model.families.hybrid import granite
+from qserve.model.model_config import ModelConfig
+from qserve.model.weights import LayerWeights, Weights
+
+
+def build(config: ModelConfig, weights: Weights) -> Decoder:
+    return llama.build_decoder(config, weights, build_layer)
+
+
+def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
+    values = config.values
+    into = values["attention_in_multiplier"]  # times queries, keys and values
+    scale = config.head_dim**-0.5 * into**2 * values["key_multiplier"]
+    _, of_mlp = values["mlp_multipliers"]
+    return Layer(
+        attention_norm=llama.build_norm(config, weights, "input_layernorm"),
+        attention=SideBySide(
+            attention=llama.build_attention(config, weights, scale=scale),
+            mamba=build_mamba(config, weights),
+            attention_factor=into * values["attention_out_multiplier"],
+            mamba_factor=values["ssm_out_multiplier"],
+        ),
+        mlp_norm=llama.build_norm(config, weights, "pre_ff_layernorm"),
+        mlp=build_mlp(config, weights),
+        mlp_end=BranchEnd(factor=of_mlp),
+    )
+
+
+def build_mamba(config: ModelConfig, weights: LayerWeights) -> Mamba2:
+    values, shape = config.values, granite.mamba_shape(config)
+    of_groups = shape.groups * shape.state
+    sizes = torch.tensor([shape.inner, shape.inner, of_groups, of_groups, shape.heads])
+    of_parts = torch.tensor(values["ssm_multipliers"]) * values["ssm_in_multiplier"]
+    factors = None
+    if not (of_parts == 1).all():
+        factors = weights.constant(of_parts.repeat_interleave(sizes))
+    return granite.build_mamba(
+        config, weights, norm_first=values["mamba_norm_before_gate"], factors=factors
+    )
+
+
+def build_mlp(config: ModelConfig, weights: LayerWeights) -> Mlp:
+    family, (of_gate, _) = config.family, config.values["mlp_multipliers"]
+    return Mlp(
+        up_proj=weights.linear(family.gate_up, down=family.down),
+        down_proj=weights.linear(family.down),
+        activation=config.activation,
+        gate_factor=of_gate,
+    )

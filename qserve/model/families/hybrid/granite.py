@@ -1,0 +1,66 @@
+"""Granite 4 (hybrid): Mamba-2, and attention in some layers, with Granite's factors."""
+
+import math
+from typing import Any
+
+from qserve.model.blocks.layer import Layer
+from qserve.model.blocks.mamba2 import Mamba2, MambaShape
+from qserve.model.blocks.norm import BranchEnd
+from qserve.model.decoder import Decoder
+from qserve.model.families import llama, moe
+from qserve.model.model_config import ModelConfig
+from qserve.model.weights import LayerWeights, Weights
+
+
+def build(config: ModelConfig, weights: Weights) -> Decoder:
+    return llama.build_decoder(config, weights, build_layer)
+
+
+def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
+    end = BranchEnd(factor=config.values["residual_multiplier"])
+    if config.state_layers[weights.number]:
+        mixer = build_mamba(config, weights)
+    else:
+        scale = config.values["attention_multiplier"]
+        mixer = llama.build_attention(config, weights, scale=scale)
+    has_experts = config.family.experts is not None
+    return Layer(
+        attention_norm=llama.build_norm(config, weights, "input_layernorm"),
+        attention=mixer,
+        attention_end=end,
+        mlp_norm=llama.build_norm(config, weights, "post_attention_layernorm"),
+        mlp=(moe if has_experts else llama).build_mlp(config, weights),
+        mlp_end=end,
+    )
+
+
+def build_mamba(
+    config: ModelConfig,
+    weights: LayerWeights,
+    shape: MambaShape | None = None,
+    **different: Any,
+) -> Mamba2:
+    """`shape`: None for that of config.json. `different`: what differs from Granite's."""
+    family = config.family.state_mixer
+    return Mamba2(
+        shape or mamba_shape(config),
+        in_proj=weights.linear(family.inputs),
+        out_proj=weights.linear(family.out),
+        eps=config.norm_eps,
+        **weights.state_tensors(),
+        **different,
+    )
+
+
+def mamba_shape(config: ModelConfig, step_limits: tuple[float, float] | None = None) -> MambaShape:
+    """`step_limits`: None for those of config.json."""
+    values = config.values
+    least, most = step_limits or values["time_step_limit"] or (0.0, math.inf)
+    return MambaShape(
+        heads=values["mamba_n_heads"],
+        head_dim=values["mamba_d_head"],
+        groups=values["mamba_n_groups"],
+        state=values["mamba_d_state"],
+        taps=values["mamba_d_conv"],
+        step_limits=(least, most),
+    )

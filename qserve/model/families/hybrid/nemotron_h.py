@@ -1,0 +1,29 @@
+"""Nemotron-H without experts: each layer is Mamba-2, attention without rotation, or a feed-forward.
+
+The square of ReLU without a gate.
+"""
+
+import math
+
+from qserve.model.blocks.lone_layer import LoneLayer, NoMixer
+from qserve.model.decoder import Decoder
+from qserve.model.families import llama
+from qserve.model.families.hybrid import granite
+from qserve.model.model_config import ModelConfig
+from qserve.model.weights import LayerWeights, Weights
+
+
+def build(config: ModelConfig, weights: Weights) -> Decoder:
+    return llama.build_decoder(config, weights, build_layer)
+
+
+def build_layer(config: ModelConfig, weights: LayerWeights) -> LoneLayer:
+    blocks = config.family.blocks(config.values, weights.number)
+    if blocks.state:
+        limits = config.values["time_step_min"], math.inf
+        block = granite.build_mamba(config, weights, granite.mamba_shape(config, limits))
+    elif blocks.attention:
+        block = llama.build_attention(config, weights)
+    else:
+        block = NoMixer(llama.build_mlp(config, weights))
+    return LoneLayer(norm=llama.build_norm(config, weights, "norm"), block=block)

@@ -1,0 +1,60 @@
+"""The convolutions' kernel against plain torch: several requests of different lengths in one step,
+states carried on, fewer rows than taps, rows of a wider matrix."""
+
+import pytest
+import torch
+
+from qkernels import ops
+from qkernels.causal_conv import reference
+from tests.qkernels.conv_case import PARTS, ConvCase
+
+# Counts and tokens before: requests that begin, that continue, that are not there.
+STEPS = {
+    "decode": ((1, 1, 1, 0, 1), (0, 9, 1, 3, 200)),
+    "prompts": ((1, 35, 3, 0, 17), (9, 0, 2, 5, 64)),
+    "one": ((21,), (0,)),
+    "fewer rows than taps": ((2, 1, 3, 2), (5, 1, 0, 1)),
+}
+WITHOUT_SLOT = 4
+
+
+def make(op, name, **options):
+    counts, before = STEPS[name]
+    case = ConvCase.make(op, counts, before, **options)
+    slots = tuple(-1 if r == WITHOUT_SLOT else slot for r, slot in enumerate(case.slots))
+    return ConvCase(**{**vars(case), "slots": slots})
+
+
+@pytest.mark.parametrize("op", PARTS)
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(("taps", "bias"), [(2, False), (3, True), (8, False)])
+def test_convolution(device, half, poison, assert_close, op, name, taps, bias):
+    case = make(op, name, taps=taps, bias=bias, C=76).to(half, device)
+    want_states, got_states = case.unread, case.unread
+    want = case.run(getattr(reference, op), want_states)
+    got = case.run(getattr(ops, op), got_states, kernel="triton")
+    assert_close("y", want, got, 2e-3)
+    assert torch.equal(got_states.nan_to_num(7), want_states.nan_to_num(7))
+
+
+@pytest.mark.parametrize("op", PARTS)
+def test_float32_rows_are_exact_over_chunks(device, poison, assert_close, op):
+    whole = make(op, "one", taps=3, bias=True).to(torch.float32, device)
+    wide = whole.to(torch.float64, device)
+    want = wide.run(getattr(reference, op), wide.unread)
+    states, start = whole.unread, 0
+    for count in (9, 10, 1, 1):
+        y = whole.rows(start, count).run(getattr(ops, op), states, kernel="triton")
+        assert_close(f"y from {start}", want[start : start + count], y, 1e-6)
+        start += count
+    assert start == 21
+
+
+@pytest.mark.parametrize("op", PARTS)
+def test_rows_of_a_wider_matrix(device, half, poison, op):
+    case = make(op, "prompts").to(half, device)
+    beside = torch.full((len(case.x), case.x.shape[1] + 80), torch.nan, dtype=half, device=device)
+    beside[:, : case.x.shape[1]] = case.x
+    view = ConvCase(**{**vars(case), "x": beside[:, : case.x.shape[1]]})
+    want, got = (c.run(getattr(ops, op), c.unread, kernel="triton") for c in (case, view))
+    assert torch.equal(want, got)
