@@ -14,7 +14,11 @@ from formats.architecture.classic_parts import (
     GPT2,
     GPT_BIGCODE,
     GPT_J,
+    GRANITE,
+    GRANITE_MOE,
+    GRANITE_MOE_SHARED,
     HUNYUAN,
+    HUNYUAN_MOE,
 )
 from formats.architecture.family import (
     ConfigRules,
@@ -57,7 +61,7 @@ from formats.architecture.family_parts import (
     norms_before,
     ungated,
 )
-from formats.architecture.flags import Stated
+from formats.architecture.flags import Equals, Stated
 from formats.architecture.latent_parts import DEEPSEEK_V2, DEEPSEEK_V3, GLM_LITE
 
 
@@ -151,11 +155,8 @@ FAMILIES: dict[str, Family] = {
             "GraniteForCausalLM",
             "Granite",
             "granite",
-            builder="granite",
-            **ATTENTION_BIAS,
+            **GRANITE,
             **MLP_BIAS,
-            embedding_factor_key="embedding_multiplier",
-            logits_divisor_key="logits_scaling",
             rules=ConfigRules(may_be_null=("num_key_value_heads", "head_dim")),
         ),
         _family(
@@ -379,6 +380,17 @@ FAMILIES: dict[str, Family] = {
             norms=(*norms_before("mlp"), *WHOLE_NORMS),
             fixed={"clip_qkv": None},
         ),
+        _family("GraniteMoeForCausalLM", "GraniteMoE", "granitemoe", **GRANITE_MOE),
+        _family(
+            "GraniteMoeSharedForCausalLM",
+            "GraniteMoE with shared experts",
+            "granitemoeshared",
+            **GRANITE_MOE_SHARED,
+            variants=(
+                (Equals("shared_intermediate_size", 0), {"experts": GRANITE_MOE["experts"]}),
+            ),
+        ),
+        _family("HunYuanMoEV1ForCausalLM", "Hunyuan MoE", "hunyuan_v1_moe", **HUNYUAN_MOE),
         _family(
             "Ernie4_5_MoeForCausalLM", "ERNIE 4.5 MoE", "ernie4_5_moe", builder="moe", **ERNIE_MOE
         ),

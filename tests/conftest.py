@@ -335,8 +335,21 @@ TINY_FAMILIES |= {
         },
     ),
 }
+GRANITE_MOE = {
+    **{"num_local_experts": 6, "num_experts_per_tok": 3, "logits_scaling": 2.5},
+    **{"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1},
+}
+TINY_FAMILIES |= {
+    "granite_moe": ("GraniteMoeConfig", GRANITE_MOE),
+    "granite_moe_shared": (
+        "GraniteMoeSharedConfig",
+        {**GRANITE_MOE, "shared_intermediate_size": 64, "tie_word_embeddings": True},
+    ),
+    "hunyuan_moe": ("HunYuanMoEV1Config", {"head_dim": 32, "num_experts": 6, "moe_topk": 2}),
+}
 # rows of what other families have, too: a few tests run them
 ROWS = ("gpt_bigcode", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "hunyuan", "olmoe", "dots1")
+ROWS += ("granite_moe_shared", "hunyuan_moe")
 # families whose layers have states: ranks are refused
 STATES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 WITHOUT_ADAPTERS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # latent attention
@@ -425,7 +438,12 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
 
 
 # names in files that transformers changes as it loads them
-STORED_NAMES = {"embed_out.": "lm_head.", ".mlp.moe_statics.": ".mlp.gate.moe_statics."}
+STORED_NAMES = {
+    **{"embed_out.": "lm_head.", ".mlp.moe_statics.": ".mlp.gate.moe_statics."},
+    ".router.layer.": ".router.",
+}
+# model_type -> what its modules call `mlp`
+MLP_NAMES = {"granitemoe": "block_sparse_moe", "granitemoeshared": "block_sparse_moe"}
 
 
 def module_name(name: str) -> str:
@@ -483,7 +501,10 @@ def transformers_model():
             for name in state:
                 if re.fullmatch(r".*\.h\.\d+\.(attn|mlp)\.c_\w+\.weight", name):
                     state[name] = state[name].T
-        missing, unexpected = model.load_state_dict(with_stacked_experts(state), strict=False)
+        state = with_stacked_experts(state)
+        if own := MLP_NAMES.get(reader.config["model_type"]):
+            state = {name.replace(".mlp.", f".{own}."): tensor for name, tensor in state.items()}
+        missing, unexpected = model.load_state_dict(state, strict=False)
         assert not unexpected and set(missing) <= {"lm_head.weight"}
         model.tie_weights()
         return model.eval()

@@ -101,32 +101,37 @@ class LayerRunner:
         with torch.device("meta"):
             module = with_linears(self._make_layer(layer))
             second: tuple[str, ...] = ()  # prefixes of names of modules that have two
+            stored: dict[str, str] = {}  # the checkpoint's names of tensors that have others here
             if self.layer_map.has_own_linears(self.raw_config, layer):
                 experts = self.layer_map.experts
-                module.mlp.experts = Experts(
+                own = experts.module if hasattr(module, experts.module) else "mlp"
+                mixture = module.get_submodule(own)
+                mixture.experts = Experts(
                     self.layer_map, self.config, self.raw_config, all_tokens=all_experts
                 )
-                setattr(module, experts.module, module.mlp)
+                setattr(module, experts.module, mixture)
                 # If a module has two names, the checkpoint's name counts.
-                second = () if experts.module == "mlp" else ("mlp.",)
+                second = () if experts.module == own else (f"{own}.",)
                 correction, _, inside = experts.routing.correction.partition(".")
-                if inside and hasattr(module.mlp.gate, correction):  # ERNIE's, not in its gate
-                    setattr(module.mlp, correction, module.mlp.gate.get_submodule(correction))
-                    second = (*second, f"mlp.gate.{correction}.")
-        wanted = [n for n in module.state_dict() if not n.startswith(second)]
-        missing = [name for name in wanted if name not in state]
+                if inside and hasattr(mixture.gate, correction):  # ERNIE's, not in its gate
+                    setattr(mixture, correction, mixture.gate.get_submodule(correction))
+                    second = (*second, f"{own}.gate.{correction}.")
+                router = experts.router.rpartition(".")[0]
+                if hasattr(module.get_submodule(router), "weight"):  # GraniteMoE's
+                    stored[f"{router}.weight"] = f"{experts.router}.weight"
+        built = {n: w for n, w in module.state_dict().items() if not n.startswith(second)}
+        wanted = {name: stored.get(name, name) for name in built}
+        missing = [name for name in wanted.values() if name not in state]
         if missing:
             raise CheckpointError(f"{self.layer_map.prefix(layer)}.{missing[0]}", "is missing")
-        built = module.state_dict()
-        for name in wanted:
-            if state[name].shape != built[name].shape:
+        for name, own in wanted.items():
+            if state[own].shape != built[name].shape:
                 raise CheckpointError(
-                    f"{self.layer_map.prefix(layer)}.{name}",
-                    f"config.json states {list(built[name].shape)}, found"
-                    f" {list(state[name].shape)}",
+                    f"{self.layer_map.prefix(layer)}.{own}",
+                    f"config.json states {list(built[name].shape)}, found {list(state[own].shape)}",
                     "fix config.json",
                 )
-        given = {name: state[name].to(self.device, self.dtype) for name in wanted}
+        given = {name: state[own].to(self.device, self.dtype) for name, own in wanted.items()}
         module.load_state_dict(given, assign=True, strict=not second)
         if any(buffer.is_meta for buffer in module.buffers()):
             self._fill_buffers(module, layer)

@@ -40,7 +40,7 @@ class Experts(nn.ModuleList):
         experts = layer_map.experts
         linears = (*experts.gate_up.linears, *experts.down.linears)
         self.names = [linear.name.rpartition(".")[2] for linear in linears]
-        inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        inner = layer_map.family.sizes(config.to_dict())[experts.down.inputs]
         outer = config.hidden_size
         shapes = ((outer, inner), (outer, inner), (inner, outer))
         super().__init__(

@@ -1,4 +1,4 @@
-"""Values of the rows of GPT-2, GPT-J, GPT-BigCode, Falcon, ERNIE and Hunyuan in families.py."""
+"""Values of the rows of GPT-2, GPT-J, GPT-BigCode, Falcon, ERNIE, Hunyuan and Granite."""
 
 from dataclasses import replace
 from typing import Any
@@ -115,6 +115,59 @@ HUNYUAN: dict[str, Any] = {
     "norms": (
         *USUAL["norms"],
         *(Norm(name=f"self_attn.{x}_layernorm", size="head_dim") for x in ("query", "key")),
+    ),
+}
+HUNYUAN_MOE: dict[str, Any] = {
+    **HUNYUAN,
+    "norms": (*norms_before("mlp"), *HUNYUAN["norms"][2:]),
+    "experts": experts(
+        "mlp",
+        NAMES,
+        "intermediate_size",
+        Router(name="gate.wg", normalized=True, float32=True),
+        shared=SharedExpert(**gated("mlp.shared_mlp", *NAMES, "intermediate_size")),
+    ),
+    "config_keys": {"num_experts_per_tok": "moe_topk"},
+}
+GRANITE: dict[str, Any] = {
+    **ATTENTION_BIAS,
+    "builder": "granite",
+    "embedding_factor_key": "embedding_multiplier",
+    "logits_divisor_key": "logits_scaling",
+}
+GRANITE_MOE: dict[str, Any] = {
+    **GRANITE,
+    "experts": experts(
+        "block_sparse_moe",
+        ("w1", "w3", "w2"),
+        "intermediate_size",
+        Router(name="router.layer", scores="softmax_of_chosen", rounded=True),
+        stacks=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+    ),
+    "norms": norms_before("block_sparse_moe"),
+}
+_INPUT, _OUTPUT = "shared_mlp.input_linear", "shared_mlp.output_linear"
+GRANITE_MOE_SHARED: dict[str, Any] = {
+    **GRANITE_MOE,
+    "experts": replace(
+        GRANITE_MOE["experts"],
+        shared=SharedExpert(
+            gate_up=Projection(
+                name=_INPUT,
+                members=(
+                    ("shared_mlp.gate_proj", "shared_intermediate_size"),
+                    ("shared_mlp.up_proj", "shared_intermediate_size"),
+                ),
+                inputs="hidden_size",
+                stored_fused=True,
+            ),
+            down=Projection(
+                name=_OUTPUT,
+                members=((_OUTPUT, "hidden_size"),),
+                inputs="shared_intermediate_size",
+                split="inputs",
+            ),
+        ),
     ),
 }
 _FALCON_QKV, _FALCON_UP = "self_attention.query_key_value", "mlp.dense_h_to_4h"

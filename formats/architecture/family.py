@@ -128,6 +128,9 @@ class Experts:
     # One tensor holds the matrices of all experts, transposed, with biases; gate and up alternate.
     # In MXFP4 it is a pair of tensors, not transposed.
     fused: bool = False
+    # Names below the layer of two tensors that hold gate and up [E, 2 I, H] and down [E, H, I] of
+    # all experts; the reader presents the linears of each (expert_stacks.py).
+    stacks: tuple[str, ...] = ()
     clamped: bool = False  # (up + 1) * gate * sigmoid(swiglu_alpha * gate), within swiglu_limit
     # Keys of config.json for the layers that keep the dense feed-forward: a list of layers; all
     # layers before a number; all but every n-th.

@@ -14,7 +14,9 @@ import torch
 
 from formats.architecture.expert_stacks import split_experts
 from formats.architecture.family import MAX_LAYERS, Family
+from formats.architecture.float_stacks import split_float_stacks
 from formats.architecture.sizes import is_size
+from formats.errors import CheckpointError
 from formats.families import FAMILIES
 from formats.files.tensor_entry import TensorEntry
 
@@ -77,7 +79,7 @@ def usual_entries(
     if prefix and not any(name.startswith(prefix) for name in entries):
         ends = f"{family.head.partition('.')[0]}."
         entries = {n if n.startswith(ends) else prefix + n: e for n, e in entries.items()}
-    entries = split_experts(config, entries)
+    entries = split_float_stacks(config, split_experts(config, entries))
     exchanged = transposed_names(config, entries)
     return {n: _exchanged(e) if n in exchanged else e for n, e in entries.items()}
 
@@ -153,6 +155,23 @@ def _ernie_moe(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _hunyuan_moe(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the experts of a token as one number; published files list one for each layer.
+
+    Raises CheckpointError where layers differ.
+    """
+    stated = config.get("moe_topk")
+    if not isinstance(stated, list) or not stated:
+        return {}
+    if any(each != stated[0] for each in stated):
+        raise CheckpointError(
+            "config.json moe_topk",
+            f"expected the same number of experts in each layer, found {stated!r:.80}",
+            "use a model whose layers are alike",
+        )
+    return {"moe_topk": stated[0], "num_experts_per_tok": stated[0]}
+
+
 def _usual_type(config: dict[str, Any]) -> dict[str, Any]:
     """Return config.json with the model_type of the family that has the same layers."""
     stated = config.get("model_type")
@@ -189,4 +208,5 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "deepseek_v2": _query_rank(1536),
     "deepseek_v3": _query_rank(1536),
     "glm4_moe_lite": _glm_lite,
+    "hunyuan_v1_moe": _hunyuan_moe,
 }

@@ -79,7 +79,7 @@ def test_what_other_modules_make_of_the_rows():
         "mlp.fc_out": (1, 1),
     }
     names = ("o_proj", "down_proj", "w2", "out_proj", "fc2", "c_proj", "dense", "dense_4h_to_h")
-    assert set(SPLIT_BY_INPUTS) == {f".{name}" for name in (*names, "fc_out")}
+    assert set(SPLIT_BY_INPUTS) == {f".{name}" for name in (*names, "fc_out", "output_linear")}
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)

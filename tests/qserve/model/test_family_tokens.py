@@ -5,6 +5,7 @@ says of every token whether it is the one that it would have chosen.
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ NEW = [
     *("gemma", "stablelm", "phi", "gpt_neox"),
     *("gpt2", "gptj", "falcon", "minimax_m2"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+    "granite_moe",
 ]
 # in the usual run only their logits
 EXHAUSTIVE_ROWS = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ROWS]
@@ -131,6 +133,9 @@ def test_logits_of_quantized_weights_equal_transformers(written, transformers_mo
             for name in ("falcon", "gptj", "gpt_bigcode", "arcee", "minimax_m2")
         ),
         pytest.param("opt", "gptq", marks=pytest.mark.exhaustive),
+        pytest.param("granite_moe", "gptq", marks=pytest.mark.exhaustive),
+        pytest.param("granite_moe_shared", "awq", marks=pytest.mark.exhaustive),
+        pytest.param("hunyuan_moe", "awq", marks=pytest.mark.exhaustive),
         pytest.param("cohere", "awq", marks=pytest.mark.exhaustive),
     ],
 )
@@ -370,6 +375,16 @@ def by_scores_alone(layer):
     layer.mlp.router.correction.zero_()
 
 
+def unnormalized(layer):
+    """Routing weights as softmax over all experts gives them."""
+    routing = layer.mlp.router.routing
+    layer.mlp.router.routing = replace(routing, scores="softmax", normalized=False)
+
+
+def without_shared(layer):
+    layer.mlp.shared = None
+
+
 def plain_embedding(decoder):
     decoder.embedding.factor = 1.0
 
@@ -434,6 +449,10 @@ WRONG = {
         set_attention(q_norm=None),
     ),
     "experts chosen without the correction": ("minimax_m2", every_layer(by_scores_alone)),
+    "shares of all experts, GraniteMoE": ("granite_moe", every_layer(unnormalized)),
+    "branches not multiplied, GraniteMoE": ("granite_moe", every_layer(no_branch_factor)),
+    "shared expert left out": ("granite_moe_shared", every_layer(without_shared)),
+    "shares of all experts, Hunyuan": ("hunyuan_moe", every_layer(unnormalized)),
     "queries that do not grow": ("ministral3", set_attention(query_scales=None)),
 }
 

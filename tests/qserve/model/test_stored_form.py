@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from formats.architecture.stored_form import usual_config
 from formats.convert import convert_checkpoint
+from formats.errors import InputError
 from formats.inspection.inspect import inspect_checkpoint
 from formats.save import save_quantized
 from qserve.llm import LLM
@@ -97,6 +98,17 @@ def test_falcon_states_its_heads_and_norms(stated, kv_heads, norms):
     assert found["num_key_value_heads"] == kv_heads
     assert found["num_ln_in_parallel_attn"] == norms
     assert found["ffn_hidden_size"] == 256
+
+
+def test_experts_of_a_token_that_hunyuan_lists_by_layer(tiny_model, tmp_path):
+    """Hunyuan-A13B states lists; the widths of experts among them are not read."""
+    listed = {"moe_topk": [2, 2, 2], "num_shared_expert": [1, 1, 1], "moe_intermediate_size": [96]}
+    source = tiny_model("hunyuan_moe")
+    folder = edited(source, tmp_path / "lists", config=lambda c: c.update(listed))
+    assert torch.equal(logits(folder), logits(source))
+    uneven = edited(source, tmp_path / "uneven", config=lambda c: c.update(moe_topk=[2, 1, 2]))
+    with pytest.raises(InputError, match=r"config\.json moe_topk: expected the same number"):
+        logits(uneven)
 
 
 @pytest.mark.parametrize(
