@@ -48,6 +48,10 @@ def sm90_prefill(problem: Problem) -> str | None:
         return "made for the many rows of a prompt chunk"
     if problem.sinks:
         return "does not support attention sinks"
+    if problem.alibi:
+        return "does not support ALiBi biases"
+    if problem.chunked:
+        return "does not support chunked attention"
     if problem.dtype not in HALF_DTYPES:
         return f"takes float16 and bfloat16, not {problem.dtype}"
     if problem.pages_dtype not in (None, problem.dtype, *CODE_DTYPES.values()):
