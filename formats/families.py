@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from formats.architecture.classic_parts import (
+    BLOOM,
     ERNIE,
     ERNIE_MOE,
     FALCON,
@@ -19,6 +20,7 @@ from formats.architecture.classic_parts import (
     GRANITE_MOE_SHARED,
     HUNYUAN,
     HUNYUAN_MOE,
+    MPT,
 )
 from formats.architecture.family import (
     ConfigRules,
@@ -295,6 +297,8 @@ FAMILIES: dict[str, Family] = {
             **GPT_BIGCODE,
         ),
         _family("GPTJForCausalLM", "GPT-J", "gptj", builder="gpt2", **GPT_J),
+        _family("BloomForCausalLM", "BLOOM", "bloom", builder="gpt2", **BLOOM),
+        _family("MptForCausalLM", "MPT", "mpt", builder="gpt2", **MPT),
         _family("FalconForCausalLM", "Falcon", "falcon", builder="falcon", **FALCON),
         _family(
             "Starcoder2ForCausalLM",

@@ -345,6 +345,9 @@ TINY_FAMILIES |= {
         "GraniteMoeSharedConfig",
         {**GRANITE_MOE, "shared_intermediate_size": 64, "tie_word_embeddings": True},
     ),
+    # sizes that no key of theirs states
+    "bloom": ("BloomConfig", {"tie_word_embeddings": True}),
+    "mpt": ("MptConfig", {"tie_word_embeddings": True, "max_seq_len": 256}),
     "hunyuan_moe": ("HunYuanMoEV1Config", {"head_dim": 32, "num_experts": 6, "moe_topk": 2}),
 }
 # rows of what other families have, too: a few tests run them

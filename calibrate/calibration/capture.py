@@ -29,6 +29,7 @@ from calibrate.layer_map import LayerMap
 from formats.architecture.flags import is_set
 from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError, DiskError, InputError, one_line
+from formats.numerics.alibi import alibi_slopes
 from formats.table import size_text
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]  # applied to a linear's input
@@ -58,9 +59,9 @@ class LayerRunner:
                 "calibration runs the float model's layers; use the recipe rtn, which does not",
             ) from None
         row = layer_map.family
-        # Only the plain attention implementation has soft caps, sinks and GPT-J's rotation.
+        # Only the plain attention implementation has soft caps, sinks, ALiBi, GPT-J's rotation.
         capped = getattr(config, "attn_logit_softcapping", None) is not None
-        self.eager = capped or bool(row.sinks or row.rotary_dim_key)
+        self.eager = capped or bool(row.sinks or row.rotary_dim_key or row.alibi)
         config._attn_implementation = "eager" if self.eager else "sdpa"
         self.config = config
         module = importlib.import_module(model_class.__module__)
@@ -82,6 +83,10 @@ class LayerRunner:
         if row.positions is not None:
             table = reader.get(row.positions.name)[row.positions.offset :]
             self.positions_SD = table.to(device, self.dtype)
+        self._embedding_norm: nn.Module | None = None
+        if row.embedding_norm:
+            bias = reader.get(row.embedding_norm_bias) if row.norm_bias else None
+            self._embedding_norm = self._norm(reader.get(row.embedding_norm), bias)
         self._last_norm_bias = reader.get(row.last_norm_bias) if row.norm_bias else None
         self._head_bias = reader.get(row.head_bias_name) if row.head_bias else None
 
@@ -193,6 +198,8 @@ class LayerRunner:
         accepted = inspect.signature(self._layer_class.forward).parameters
         cache_name = "layer_past" if "layer_past" in accepted else "past_key_values"
         others = {"alibi": None} if "alibi" in accepted else {}
+        if self.layer_map.family.alibi:
+            others, mask = self._biases(hidden_BSD, mask, "alibi" in accepted)
         with torch.set_grad_enabled(grad):
             output = module(
                 hidden_BSD,
@@ -205,6 +212,18 @@ class LayerRunner:
             )
         return output[0] if isinstance(output, tuple) else output
 
+    def _biases(
+        self, hidden_BSD: torch.Tensor, mask: torch.Tensor, is_bloom: bool
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """ALiBi's biases as BLOOM's layers or MPT's take them, with the mask as they take it."""
+        heads = self.raw_config["num_attention_heads"]
+        slopes = torch.tensor(alibi_slopes(heads), device=self.device)
+        ids_S = torch.arange(hidden_BSD.shape[1], device=self.device)
+        biases_H1S = slopes[:, None, None] * ids_S
+        if is_bloom:
+            return {"alibi": biases_H1S.repeat(len(hidden_BSD), 1, 1).to(self.dtype)}, mask
+        return {"position_bias": biases_H1S}, mask != 0
+
     def final_logits(
         self,
         hidden_SD: torch.Tensor,
@@ -213,14 +232,7 @@ class LayerRunner:
         grad: bool = False,
     ) -> torch.Tensor:
         """Last norm and head, with the divisor, factor and soft cap of models that have them."""
-        family = self.layer_map.family
-        with torch.device("meta"):  # the last norm is like the first of a layer
-            name = next(n.name for n in family.norms if is_set(n.present, self.raw_config))
-            norm = self._make_layer(0).get_submodule(name)
-        state = {"weight": norm_D, "bias": self._last_norm_bias}
-        given = {n: t.to(self.device, self.dtype) for n, t in state.items() if t is not None}
-        norm.load_state_dict(given, assign=True)
-        norm.requires_grad_(False)
+        family, norm = self.layer_map.family, self._norm(norm_D, self._last_norm_bias)
         with torch.set_grad_enabled(grad):
             logits_SV = norm(hidden_SD) @ head_VD.to(self.device, self.dtype).t()
             if self._head_bias is not None:
@@ -231,6 +243,23 @@ class LayerRunner:
         logits_SV = logits_SV if divisor is None else logits_SV / divisor
         logits_SV = logits_SV if factor is None else logits_SV * factor
         return logits_SV if cap is None else torch.tanh(logits_SV / cap) * cap
+
+    def _norm(self, weight_D: torch.Tensor, bias_D: torch.Tensor | None) -> nn.Module:
+        """Return a norm like the first of a layer."""
+        norms = self.layer_map.family.norms
+        with torch.device("meta"):
+            name = next(n.name for n in norms if is_set(n.present, self.raw_config))
+            norm = self._make_layer(0).get_submodule(name)
+        state = {"weight": weight_D, "bias": bias_D}
+        given = {n: t.to(self.device, self.dtype) for n, t in state.items() if t is not None}
+        norm.load_state_dict(given, assign=True)
+        return norm.requires_grad_(False)
+
+    def normed_embeddings(self, rows_SD: torch.Tensor) -> torch.Tensor:
+        """Apply the norm of embeddings, in models that have one."""
+        if self._embedding_norm is None:
+            return rows_SD
+        return self._embedding_norm(rows_SD.to(self.device)).to(rows_SD.device)
 
     def has_state(self, layer: int) -> bool:
         """True if a layer has a recurrent state instead of keys and values."""
@@ -303,7 +332,7 @@ class HiddenStates:
             rows_SD = rows_SD * torch.tensor(scale, dtype=runner.dtype)
             if positions_SD is not None:
                 rows_SD = rows_SD + positions_SD.to(rows_SD.device)
-            self.states_WSD[number] = rows_SD
+            self.states_WSD[number] = runner.normed_embeddings(rows_SD)
         self.batch, self.before_batch = batch_windows(ids_WS.shape[1]), before_batch
 
     def batches(self) -> Iterator[torch.Tensor]:

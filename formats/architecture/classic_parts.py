@@ -1,4 +1,4 @@
-"""Values of the rows of GPT-2, GPT-J, GPT-BigCode, Falcon, ERNIE, Hunyuan and Granite."""
+"""Values of the rows of GPT-2, GPT-J, GPT-BigCode, Falcon, BLOOM, MPT, ERNIE, Hunyuan, Granite."""
 
 from dataclasses import replace
 from typing import Any
@@ -169,6 +169,59 @@ GRANITE_MOE_SHARED: dict[str, Any] = {
             ),
         ),
     ),
+}
+_BLOOM_QKV, _BLOOM_UP = "self_attention.query_key_value", "mlp.dense_h_to_4h"
+BLOOM: dict[str, Any] = {
+    "qkv": replace(QKV, name=_BLOOM_QKV, bias=True, stored_fused=True, by_head=True),
+    "o": _linear("self_attention.dense", "q", True),
+    **ungated(_BLOOM_UP, "mlp.dense_4h_to_h", True),
+    "norms": (
+        Norm(name="input_layernorm", feeds=_BLOOM_QKV),
+        Norm(name="post_attention_layernorm", feeds=_BLOOM_UP),
+    ),
+    "norm_kind": "layer",
+    "norm_bias": True,
+    "norm_eps_key": "layer_norm_epsilon",
+    "activations": ("gelu_pytorch_tanh",),
+    "rope": "none",
+    "alibi": True,
+    "embedding_norm": "transformer.word_embeddings_layernorm.weight",
+    "fixed": {"apply_residual_connection_post_layernorm": False},
+    "tied": True,
+    "config_keys": {
+        **{"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+        "hidden_size": "n_embed",
+    },
+    "left_out_prefix": "transformer.",
+    "layer": "transformer.h.{i}",
+    "embedding": "transformer.word_embeddings.weight",
+    "last_norm": "transformer.ln_f.weight",
+}
+MPT: dict[str, Any] = {
+    "qkv": replace(QKV, name="attn.Wqkv", stored_fused=True),
+    "o": _linear("attn.out_proj", "q", False),
+    **ungated("ffn.up_proj", "ffn.down_proj", False),
+    "norms": (Norm(name="norm_1", feeds="attn.Wqkv"), Norm(name="norm_2", feeds="ffn.up_proj")),
+    "norm_kind": "layer",
+    "norm_eps_key": "layer_norm_epsilon",
+    "activations": ("gelu",),
+    "rope": "none",
+    "alibi": True,
+    "fixed": {
+        **{"attn_config.alibi": True, "attn_config.clip_qkv": None, "attn_config.qk_ln": False},
+        **{"attn_config.prefix_lm": False, "attn_config.softmax_scale": None},
+        # transformers ignores another one, which the code in the model's folder does not
+        **{"attn_config.alibi_bias_max": 8, "attn_config.attn_type": "multihead_attention"},
+        **{"expansion_ratio": 4, "no_bias": True, "logit_scale": None},
+    },
+    "tied": True,
+    "config_keys": {
+        **{"hidden_size": "d_model", "num_hidden_layers": "n_layers"},
+        **{"num_attention_heads": "n_heads", "max_position_embeddings": "max_seq_len"},
+    },
+    "layer": "transformer.blocks.{i}",
+    "embedding": "transformer.wte.weight",
+    "last_norm": "transformer.norm_f.weight",
 }
 _FALCON_QKV, _FALCON_UP = "self_attention.query_key_value", "mlp.dense_h_to_4h"
 _ONE, _TWO = (Equals("num_ln_in_parallel_attn", count) for count in (1, 2))

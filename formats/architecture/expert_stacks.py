@@ -2,7 +2,8 @@
 
 transformers keeps the float8 codes of all experts of a layer as `experts.gate_up_proj` [E, 2 I, H]
 and `experts.down_proj` [E, H, I], with scales next to them. Gate and up follow each other in the
-first, so each linear is a run of the file's bytes. Other types are refused by name.
+first, so each linear is a run of the file's bytes. Other types are refused by name. Families whose
+row names such tensors (`Experts.stacks`) store float weights in them, too.
 Legend: E experts, I inner size, H hidden size, R rows of scales.
 """
 
@@ -15,7 +16,9 @@ from typing import Any
 import torch
 
 from formats.architecture.expert_names import LEAVES, MODULES, STACKED, experts_apart
+from formats.architecture.family import Experts, Projection
 from formats.errors import CheckpointError
+from formats.families import FAMILIES
 from formats.files.tensor_entry import TensorEntry
 
 # What follows the stack's name -> field of a linear
@@ -46,8 +49,11 @@ def split_experts(
     Float stacks and other tensors are unchanged. Raises CheckpointError for stacks that are not
     read.
     """
-    if experts_apart(config) is None:
+    experts = experts_apart(config)
+    if experts is None:
         return entries
+    if experts.stacks:
+        return _split_floats(config, experts, entries)
     matches = {name: match for name in entries if (match := _STACK.fullmatch(name))}
     coded = {
         (match["stem"], match["stack"])
@@ -116,3 +122,66 @@ def _linears(
         )
         for number, name in enumerate(names)
     }
+
+
+def _split_floats(
+    config: Mapping[str, Any], experts: Experts, entries: dict[str, TensorEntry]
+) -> dict[str, TensorEntry]:
+    """Return the tensors with the stacks of a family's row as one matrix [N, K] per linear.
+
+    Raises CheckpointError for a stack that is not float, or whose shape does not divide.
+    """
+    family = FAMILIES[config["architectures"][0]]
+    layer = re.escape(family.layer).replace(re.escape("{i}"), r"\d{1,9}")
+    names = "|".join(map(re.escape, experts.stacks))
+    stack = re.compile(rf"(?P<layer>{layer})\.(?P<stack>{names})(?P<rest>[._]\w+)?")
+    projections = dict(zip(experts.stacks, (experts.gate_up, experts.down), strict=True))
+    found = {}
+    for name, entry in entries.items():
+        match = stack.fullmatch(name)
+        if match is None:
+            found[name] = entry
+            continue
+        if match["rest"] or entry.dtype not in FLOATS or len(entry.shape) != 3:
+            raise CheckpointError(
+                f"{match['layer']}.{match['stack']}",
+                f"expected float weights of all experts in three dims, found {name}"
+                f" {entry.dtype} {list(entry.shape)}",
+                REMEDY,
+            )
+        projection = projections[match["stack"]]
+        found |= _float_linears(match["layer"], name, entry, projection)
+    return found
+
+
+def _float_linears(
+    prefix: str, name: str, entry: Any, projection: Projection
+) -> dict[str, TensorEntry]:
+    """Return the entries of one stack's linears."""
+    count = len(projection.members)
+    experts, rows, _ = entry.shape
+    if rows % count:
+        raise CheckpointError(name, f"{rows} rows cannot be divided by {count} linears", REMEDY)
+    each = rows // count
+    return {
+        f"{prefix}.{linear.name}.weight": _rows(
+            entry, f"{prefix}.{linear.name}.weight", expert, each * place, each
+        )
+        for expert in range(experts)
+        for place, linear in enumerate(projection.expert(expert).linears)
+    }
+
+
+def _rows(entry: Any, name: str, expert: int, start: int, count: int) -> Any:
+    """Return `count` outputs of one expert."""
+    if not isinstance(entry, TensorEntry):  # a tensor in memory (HeldTensors)
+        return replace(entry, tensor=entry.tensor[expert, start : start + count])
+    _, rows, columns = entry.shape
+    size = columns * entry.dtype.itemsize
+    return replace(
+        entry,
+        name=name,
+        shape=(count, columns),
+        num_bytes=count * size,
+        offset=entry.offset + (expert * rows + start) * size,
+    )

@@ -272,13 +272,15 @@ class Family:
     rope: Literal["all", "none", "no_rope_layers", "windows"] = "all"
     rotary_dim_key: str = ""  # key of config.json: rotated channels of a head, at theta 10,000
     interleaved_rope: Flag = False  # channels 2 i and 2 i + 1 form a pair, not i and i + half
+    alibi: bool = False  # attention has ALiBi's biases (numerics/alibi.py)
+    embedding_norm: str = ""  # norm of embeddings, of the family's kind
     embedding_times_root: bool = False  # embeddings are multiplied by sqrt(hidden_size)
     embedding_factor_key: str = ""  # key of config.json: factor of the embeddings
     positions: Positions | None = None  # learned, added to embeddings; None: no such table
     logits_divisor_key: str = ""  # logits are divided by it
     logits_factor_key: str = ""  # logits are multiplied by it
     # Keys of config.json for variants that are not supported, with the value that they must have. A
-    # missing key has that value.
+    # missing key has that value. A dot leads into a part of config.json.
     fixed: Mapping[str, Any] = field(default_factory=dict)
     like_hidden_size: tuple[str, ...] = ()  # keys that must equal hidden_size if they are present
     logits_cap_key: str = ""  # softcapped logits: cap * tanh(logits / cap)
@@ -318,7 +320,7 @@ class Family:
     def check_config(self, config: Mapping[str, Any]) -> None:
         """Raise CheckpointError if a key asks for a variant that this project does not compute."""
         for key, wanted in self.fixed.items():
-            found = config.get(key, wanted)
+            found = _stated(config, key, wanted)
             if found != wanted and not (isinstance(wanted, bool) and bool(found) is wanted):
                 raise CheckpointError(
                     f"config.json {key}",
@@ -447,6 +449,10 @@ class Family:
             shapes[self.head_bias_name] = (("vocab_size",),)
         if self.norm_bias:
             shapes[self.last_norm_bias] = (("hidden_size",),)
+        if self.embedding_norm:
+            shapes[self.embedding_norm] = (("hidden_size",),)
+            if self.norm_bias:
+                shapes[self.embedding_norm_bias] = (("hidden_size",),)
         if self.positions is not None:
             shapes[self.positions.name] = (("positions",), ("hidden_size",))
         return shapes
@@ -454,12 +460,17 @@ class Family:
     @property
     def head_bias_name(self) -> str:
         """Return the bias of the head, in families whose head has one."""
-        return f"{self.head.removesuffix('weight')}bias"
+        return _bias_of(self.head)
 
     @property
     def last_norm_bias(self) -> str:
         """Return the bias of the last norm, in families whose norms have one."""
-        return f"{self.last_norm.removesuffix('weight')}bias"
+        return _bias_of(self.last_norm)
+
+    @property
+    def embedding_norm_bias(self) -> str:
+        """Return the bias of the norm of embeddings, in families whose norms have one."""
+        return _bias_of(self.embedding_norm)
 
     def norm_eps(self, config: Mapping[str, Any]) -> float:
         """Return the epsilon of norms. `config` has its defaults filled in."""
@@ -484,6 +495,20 @@ class Family:
             length = config.get(self.positions.length_key)
             found["positions"] = length + self.positions.offset if is_size(length) else None
         return found
+
+
+def _bias_of(weight: str) -> str:
+    return f"{weight.removesuffix('weight')}bias"
+
+
+def _stated(config: Mapping[str, Any], key: str, missing: Any) -> Any:
+    """Return the value of a key, whose dots lead into parts of config.json."""
+    *parts, leaf = key.split(".")
+    for part in parts:
+        config = config.get(part)
+        if not isinstance(config, Mapping):
+            return missing
+    return config.get(leaf, missing)
 
 
 def check_num_layers(config: Mapping[str, Any]) -> None:

@@ -14,7 +14,6 @@ import torch
 
 from formats.architecture.expert_stacks import split_experts
 from formats.architecture.family import MAX_LAYERS, Family
-from formats.architecture.float_stacks import split_float_stacks
 from formats.architecture.sizes import is_size
 from formats.errors import CheckpointError
 from formats.families import FAMILIES
@@ -22,6 +21,9 @@ from formats.files.tensor_entry import TensorEntry
 
 # model_type -> that of the family with the same layers
 _SAME_LAYERS = {"kimi_k2": "deepseek_v3"}
+# architecture of code in a model's folder -> that of transformers for the same files
+_SAME_FILES = {"MPTForCausalLM": "MptForCausalLM"}
+BLOOM_LENGTH = 2048  # of training; ALiBi has no limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +59,7 @@ def usual_config(config: dict[str, Any]) -> dict[str, Any]:
 
 def replaced_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of config.json that `usual_config` replaces, with what the file states."""
-    stated = config.get("model_type")
-    is_replaced = isinstance(stated, str) and stated in _SAME_LAYERS
-    return {"model_type": stated} if is_replaced else {}
+    return {key: config[key] for key in _same(config)}
 
 
 def usual_entries(
@@ -79,7 +79,7 @@ def usual_entries(
     if prefix and not any(name.startswith(prefix) for name in entries):
         ends = f"{family.head.partition('.')[0]}."
         entries = {n if n.startswith(ends) else prefix + n: e for n, e in entries.items()}
-    entries = split_float_stacks(config, split_experts(config, entries))
+    entries = split_experts(config, entries)
     exchanged = transposed_names(config, entries)
     return {n: _exchanged(e) if n in exchanged else e for n, e in entries.items()}
 
@@ -172,11 +172,45 @@ def _hunyuan_moe(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"moe_topk": stated[0], "num_experts_per_tok": stated[0]}
 
 
+def _bloom(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that transformers' code fixes, and the length."""
+    stated = (config.get(key) for key in ("max_position_embeddings", "seq_length"))
+    return {
+        **_four_times(config),
+        "hidden_act": "gelu_pytorch_tanh",
+        "max_position_embeddings": next(filter(is_size, stated), BLOOM_LENGTH),
+    }
+
+
+def _mpt(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_four_times(config), "hidden_act": "gelu"}
+
+
+def _four_times(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes of a feed-forward 4 times as wide as the hidden size, and of attention
+    with as many KV heads as heads.
+    """
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    inner = 4 * hidden if is_size(hidden) else None
+    return _known(intermediate_size=inner, num_key_value_heads=heads)
+
+
 def _usual_type(config: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json with the model_type of the family that has the same layers."""
-    stated = config.get("model_type")
-    same = _SAME_LAYERS.get(stated) if isinstance(stated, str) else None
-    return config if same is None else {**config, "model_type": same}
+    """Return config.json with the names of the family that has the same layers or files."""
+    same = _same(config)
+    return {**config, **same} if same else config
+
+
+def _same(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of config.json that name a family that is read as another one."""
+    model_type, names = config.get("model_type"), config.get("architectures")
+    found: dict[str, Any] = {}
+    if isinstance(model_type, str) and model_type in _SAME_LAYERS:
+        found["model_type"] = _SAME_LAYERS[model_type]
+    is_one = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
+    if is_one and names[0] in _SAME_FILES:
+        found["architectures"] = [_SAME_FILES[names[0]]]
+    return found
 
 
 def _query_rank(default: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
@@ -209,4 +243,6 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "deepseek_v3": _query_rank(1536),
     "glm4_moe_lite": _glm_lite,
     "hunyuan_v1_moe": _hunyuan_moe,
+    "bloom": _bloom,
+    "mpt": _mpt,
 }

@@ -58,6 +58,8 @@ class PagedKvSpec(CacheSpec):
     window: int | None
     has_soft_cap: bool
     has_sinks: bool
+    has_slopes: bool = False
+    chunk_size: int | None = None
     kernel: str | None  # asked for or forbidden by name
     scales: tuple[torch.Tensor, torch.Tensor] | None = field(compare=False)  # static, of k and v
 
@@ -78,6 +80,8 @@ class PagedKvSpec(CacheSpec):
             pages_dtype=self.kv_format.dtype,
             soft_cap=self.has_soft_cap,
             sinks=self.has_sinks,
+            alibi=self.has_slopes,
+            chunked=self.chunk_size is not None,
         )
 
     def warm_up_shapes(
@@ -89,7 +93,7 @@ class PagedKvSpec(CacheSpec):
             "heads_per_kv_head": self.num_heads // self.num_kv_heads,
             "max_tokens": limits.max_tokens,
             "max_context_len": limits.max_model_len,
-            "window": self.window,
+            "window": self.window or self.chunk_size,
             "sm_count": sm_count(device),
         }
         for tokens, keys in prefill_boundaries(**sizes):
@@ -140,6 +144,8 @@ class Attention(torch.nn.Module):
         q_norm: torch.Tensor | None = None,  # per head [D], or over all of a token's [H D]
         k_norm: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,  # float32 [H]
+        slopes: torch.Tensor | None = None,  # float32 [H], of ALiBi
+        chunk_size: int | None = None,  # rows see the keys of their own chunk of positions only
         query_scales: torch.Tensor | None = None,  # float32 [positions], for rotated queries
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
@@ -166,6 +172,8 @@ class Attention(torch.nn.Module):
         )
         self.register_buffer("query_scales", query_scales)
         self.register_buffer("sinks", sinks)
+        self.register_buffer("slopes", slopes)
+        self.chunk_size = chunk_size
         # float32 [], from a checkpoint calibrated for an 8-bit KV cache; other caches need none.
         self.register_buffer("k_scale", k_scale)
         self.register_buffer("v_scale", v_scale)
@@ -198,6 +206,8 @@ class Attention(torch.nn.Module):
             window=self.window,
             has_soft_cap=self.soft_cap is not None,
             has_sinks=self.sinks is not None,
+            has_slopes=self.slopes is not None,
+            chunk_size=self.chunk_size,
             kernel=self.kernel,
             scales=scales,
         )
@@ -271,6 +281,8 @@ class Attention(torch.nn.Module):
             window=self.window,
             soft_cap=self.soft_cap,
             sinks_H=self.sinks,
+            slopes_H=self.slopes,
+            chunk_size=self.chunk_size,
             limbs=limbs,
             inputs_ready=True,
             kernel=self.kernel,

@@ -28,7 +28,7 @@ NEW = [
     *("gemma", "stablelm", "phi", "gpt_neox"),
     *("gpt2", "gptj", "falcon", "minimax_m2"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
-    "granite_moe",
+    *("granite_moe", "bloom", "mpt"),
 ]
 # in the usual run only their logits
 EXHAUSTIVE_ROWS = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ROWS]
@@ -41,6 +41,7 @@ LONGROPE = {
 PHI4_MINI = {"partial_rotary_factor": 0.75, "tie_word_embeddings": True, "pad_token_id": 0}
 FULL = ["full_attention"] * 3
 FALCON_40B = {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}
+SIX_HEADS = {"hidden_size": 96, "num_attention_heads": 6}
 # what real checkpoints have that the usual tiny models have not
 VARIANTS = {
     "mistral small": ("MistralConfig", {"head_dim": 32, "sliding_window": None}),
@@ -86,6 +87,9 @@ VARIANTS = {
         {**FALCON_40B, "num_ln_in_parallel_attn": 1, "tie_word_embeddings": False},
     ),
     "gpt-bigcode with all heads": ("GPTBigCodeConfig", {**GPT, "multi_query": False}),
+    # every second slope of eight, then those between
+    "bloom with 6 heads": ("BloomConfig", {**SIX_HEADS, "tie_word_embeddings": False}),
+    "mpt with 6 heads": ("MptConfig", {**SIX_HEADS, "max_seq_len": 256}),
     "glm-4 without biases": (
         "Glm4Config",
         {"attention_bias": False, "head_dim": 16, "pad_token_id": 0},
@@ -136,6 +140,8 @@ def test_logits_of_quantized_weights_equal_transformers(written, transformers_mo
         pytest.param("granite_moe", "gptq", marks=pytest.mark.exhaustive),
         pytest.param("granite_moe_shared", "awq", marks=pytest.mark.exhaustive),
         pytest.param("hunyuan_moe", "awq", marks=pytest.mark.exhaustive),
+        pytest.param("bloom", "awq", marks=pytest.mark.exhaustive),
+        pytest.param("mpt", "gptq", marks=pytest.mark.exhaustive),
         pytest.param("cohere", "awq", marks=pytest.mark.exhaustive),
     ],
 )
@@ -381,6 +387,15 @@ def unnormalized(layer):
     layer.mlp.router.routing = replace(routing, scores="softmax", normalized=False)
 
 
+def exchanged_slopes(layer):
+    """Slopes in the order of the powers of two."""
+    layer.attention.slopes = layer.attention.slopes.sort(descending=True).values
+
+
+def without_embedding_norm(decoder):
+    decoder.embedding.norm = None
+
+
 def without_shared(layer):
     layer.mlp.shared = None
 
@@ -452,6 +467,11 @@ WRONG = {
     "shares of all experts, GraniteMoE": ("granite_moe", every_layer(unnormalized)),
     "branches not multiplied, GraniteMoE": ("granite_moe", every_layer(no_branch_factor)),
     "shared expert left out": ("granite_moe_shared", every_layer(without_shared)),
+    "no biases of scores, BLOOM": ("bloom", set_attention(slopes=None)),
+    "no biases of scores, MPT": ("mpt", set_attention(slopes=None)),
+    "slopes in another order, BLOOM": ("bloom with 6 heads", every_layer(exchanged_slopes)),
+    "slopes in another order, MPT": ("mpt with 6 heads", every_layer(exchanged_slopes)),
+    "embeddings not normed": ("bloom", without_embedding_norm),
     "shares of all experts, Hunyuan": ("hunyuan_moe", every_layer(unnormalized)),
     "queries that do not grow": ("ministral3", set_attention(query_scales=None)),
 }
@@ -500,8 +520,22 @@ def test_a_variant_that_nothing_computes_is_refused(tmp_path, config_class, chan
 
 
 @pytest.mark.parametrize(
+    "changed",
+    [{"clip_qkv": 6.0}, {"alibi": False}, {"softmax_scale": 0.5}, {"alibi_bias_max": 16}],
+)
+def test_a_variant_of_mpt_that_nothing_computes_is_refused(model_of, tmp_path, changed):
+    (key,) = changed
+    folder = edited(
+        model_of("mpt"), tmp_path / "x", config=lambda c: c["attn_config"].update(changed)
+    )
+    for read in (FloatModel, lambda folder: LLM(folder, device="cpu")):
+        with pytest.raises(InputError, match=rf"attn_config\.{key}: expected .*not supported"):
+            read(folder)
+
+
+@pytest.mark.parametrize(
     ("architecture", "reason"),
-    [("BloomForCausalLM", "ALiBi"), ("MptForCausalLM", "ALiBi"), ("ChatGLMModel", "glm-4-9b")],
+    [("RWForCausalLM", "falcon-7b"), ("ChatGLMModel", "glm-4-9b")],
 )
 def test_an_architecture_is_refused_by_name(model_of, tmp_path, architecture, reason):
     folder = edited(

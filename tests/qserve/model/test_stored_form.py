@@ -100,6 +100,39 @@ def test_falcon_states_its_heads_and_norms(stated, kv_heads, norms):
     assert found["ffn_hidden_size"] == 256
 
 
+def test_bloom_and_mpt_as_they_were_published(tiny_model, tmp_path):
+    """BLOOM without a prefix and with its first key; MPT by the name of its folder's code."""
+
+    def without_prefix(state):
+        for name in list(state):
+            state[name.removeprefix("transformer.")] = state.pop(name)
+
+    def first_keys(config):
+        config["n_embed"] = config.pop("hidden_size")
+        for key in ("intermediate_size", "num_key_value_heads", "max_position_embeddings"):
+            del config[key]
+
+    source = tiny_model("bloom")
+    bloom = edited(source, tmp_path / "bloom", without_prefix, first_keys)
+    assert relative(logits(bloom), of_transformers(source)) < 1e-5
+    assert usual_config(json.loads((bloom / "config.json").read_text()))["intermediate_size"] == 256
+    source = tiny_model("mpt")
+    mpt = edited(
+        source,
+        tmp_path / "mpt",
+        config=lambda config: config.update(architectures=["MPTForCausalLM"]),
+    )
+    assert torch.equal(logits(mpt), logits(source))
+    assert [p.severity for p in inspect_checkpoint(mpt).problems] == ["warning"]  # no tokenizer
+    convert_to = tmp_path / "out"
+    codes = {
+        "transformer.blocks.1.ffn.up_proj": (torch.randint(16, (256, 64)), torch.ones(256, 2), None)
+    }
+    save_quantized(convert_to, mpt, codes, scheme="w4a16-sym")
+    written = json.loads((convert_to / "config.json").read_text())
+    assert written["architectures"] == ["MPTForCausalLM"]
+
+
 def test_experts_of_a_token_that_hunyuan_lists_by_layer(tiny_model, tmp_path):
     """Hunyuan-A13B states lists; the widths of experts among them are not read."""
     listed = {"moe_topk": [2, 2, 2], "num_shared_expert": [1, 1, 1], "moe_intermediate_size": [96]}
