@@ -20,6 +20,7 @@ from formats.architecture.classic_parts import (
     GRANITE_MOE_SHARED,
     HUNYUAN,
     HUNYUAN_MOE,
+    LLAMA_4,
     MPT,
 )
 from formats.architecture.family import (
@@ -456,6 +457,7 @@ FAMILIES: dict[str, Family] = {
             norms=(*norms_before("mlp"), *HEAD_NORMS),
             window="layer_types",
         ),
+        _family("Llama4ForCausalLM", "Llama 4 (text)", "llama4_text", builder="llama4", **LLAMA_4),
         _family("DeepseekV2ForCausalLM", "DeepSeek-V2", "deepseek_v2", **DEEPSEEK_V2),
         _family(
             "DeepseekV3ForCausalLM",

@@ -348,6 +348,14 @@ TINY_FAMILIES |= {
     # sizes that no key of theirs states
     "bloom": ("BloomConfig", {"tie_word_embeddings": True}),
     "mpt": ("MptConfig", {"tie_word_embeddings": True, "max_seq_len": 256}),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            **{"head_dim": 32, "num_local_experts": 6, "intermediate_size_mlp": 128},
+            **{"moe_layers": [0, 1], "no_rope_layer_interval": 2, "attention_chunk_size": 11},
+            **{"floor_scale": 4, "attn_scale": 0.5},
+        },
+    ),
     "hunyuan_moe": ("HunYuanMoEV1Config", {"head_dim": 32, "num_experts": 6, "moe_topk": 2}),
 }
 # rows of what other families have, too: a few tests run them
@@ -447,6 +455,7 @@ STORED_NAMES = {
 }
 # model_type -> what its modules call `mlp`
 MLP_NAMES = {"granitemoe": "block_sparse_moe", "granitemoeshared": "block_sparse_moe"}
+MLP_NAMES["llama4_text"] = "feed_forward"
 
 
 def module_name(name: str) -> str:
@@ -504,9 +513,12 @@ def transformers_model():
             for name in state:
                 if re.fullmatch(r".*\.h\.\d+\.(attn|mlp)\.c_\w+\.weight", name):
                     state[name] = state[name].T
+        own = MLP_NAMES.get(reader.config["model_type"], "mlp")
+        state = {name.replace(f".{own}.", ".mlp."): tensor for name, tensor in state.items()}
         state = with_stacked_experts(state)
-        if own := MLP_NAMES.get(reader.config["model_type"]):
-            state = {name.replace(".mlp.", f".{own}."): tensor for name, tensor in state.items()}
+        if own == "feed_forward":  # [experts, inputs, outputs]
+            state = {name: x.mT if ".experts." in name else x for name, x in state.items()}
+        state = {name.replace(".mlp.", f".{own}."): tensor for name, tensor in state.items()}
         missing, unexpected = model.load_state_dict(state, strict=False)
         assert not unexpected and set(missing) <= {"lm_head.weight"}
         model.tie_weights()

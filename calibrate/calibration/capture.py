@@ -21,7 +21,7 @@ import transformers
 from torch import nn
 
 from calibrate.calibration.adapter import put_beside
-from calibrate.calibration.modules import Experts, with_linears
+from calibrate.calibration.modules import Experts, ScaledMixture, with_linears
 from calibrate.calibration.statistics import BatchSums, HeldOut, InputStatistics
 from calibrate.devices import Turns
 from calibrate.float_model import FloatModel
@@ -66,7 +66,8 @@ class LayerRunner:
         self.config = config
         module = importlib.import_module(model_class.__module__)
         family = architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
-        classes = (f"{family}DecoderLayer", f"{family}Layer", f"{family}Block")
+        kinds = ("DecoderLayer", "TextDecoderLayer", "Layer", "Block")
+        classes = [f"{family}{kind}" for kind in kinds]
         self._layer_class = next(getattr(module, name) for name in classes if hasattr(module, name))
         self._rotary = None
         if row.rope != "none" and not row.rotary_dim_key:  # those layers have tables of their own
@@ -114,6 +115,9 @@ class LayerRunner:
                 mixture.experts = Experts(
                     self.layer_map, self.config, self.raw_config, all_tokens=all_experts
                 )
+                if experts.scaled_inputs:
+                    mixture = ScaledMixture(mixture)
+                    setattr(module, own, mixture)
                 setattr(module, experts.module, mixture)
                 # If a module has two names, the checkpoint's name counts.
                 second = () if experts.module == own else (f"{own}.",)
@@ -278,11 +282,14 @@ class LayerRunner:
         None: causal, left to the attention kernel; else additive [1, 1, S, S].
         """
         window = self.config.sliding_window if kind == "sliding_attention" else None
-        if not self.eager and (window is None or window >= length):
+        chunk = self.config.attention_chunk_size if kind == "chunked_attention" else None
+        if not self.eager and (window or chunk or length) >= length:
             return None
         ids_S = torch.arange(length, device=self.device)
         distance_SS = ids_S[:, None] - ids_S
         seen_SS = (distance_SS >= 0) & (distance_SS < (window or length))
+        if chunk is not None:
+            seen_SS &= ids_S[:, None] // chunk == ids_S // chunk
         mask_SS = torch.zeros(length, length, dtype=self.dtype, device=self.device)
         return mask_SS.masked_fill_(~seen_SS, torch.finfo(self.dtype).min)[None, None]
 

@@ -1,4 +1,4 @@
-"""Values of the rows of GPT-2, GPT-J, GPT-BigCode, Falcon, BLOOM, MPT, ERNIE, Hunyuan, Granite."""
+"""Values of the rows of GPT-2, GPT-J, GPT-BigCode, Falcon and others in families.py."""
 
 from dataclasses import replace
 from typing import Any
@@ -246,4 +246,24 @@ FALCON: dict[str, Any] = {
     "layer": "transformer.h.{i}",
     "embedding": "transformer.word_embeddings.weight",
     "last_norm": "transformer.ln_f.weight",
+}
+_FEED_FORWARD = gated("feed_forward", *NAMES, "intermediate_size_mlp")
+LLAMA_4: dict[str, Any] = {
+    **ATTENTION_BIAS,
+    **_FEED_FORWARD,
+    "experts": experts(
+        "feed_forward",
+        NAMES,
+        "intermediate_size",
+        Router(name="router", scores="sigmoid", rounded=True),
+        shared=SharedExpert(**gated("feed_forward.shared_expert", *NAMES, "intermediate_size")),
+        dense_layers_key="mlp_only_layers",
+        stacks=("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
+        stacks_transposed=True,
+        scaled_inputs=True,
+    ),
+    "norms": norms_before("feed_forward"),
+    "rope": "no_rope_layers",
+    "interleaved_rope": True,
+    "fixed": {"num_experts_per_tok": 1},
 }

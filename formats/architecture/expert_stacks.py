@@ -9,8 +9,8 @@ Legend: E experts, I inner size, H hidden size, R rows of scales.
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -150,30 +150,31 @@ def _split_floats(
                 REMEDY,
             )
         projection = projections[match["stack"]]
-        found |= _float_linears(match["layer"], name, entry, projection)
+        linears = _float_linears(match["layer"], name, entry, projection, experts.stacks_transposed)
+        found |= linears
     return found
 
 
 def _float_linears(
-    prefix: str, name: str, entry: Any, projection: Projection
+    prefix: str, name: str, entry: Any, projection: Projection, transposed: bool
 ) -> dict[str, TensorEntry]:
     """Return the entries of one stack's linears."""
-    count = len(projection.members)
-    experts, rows, _ = entry.shape
-    if rows % count:
-        raise CheckpointError(name, f"{rows} rows cannot be divided by {count} linears", REMEDY)
-    each = rows // count
-    return {
-        f"{prefix}.{linear.name}.weight": _rows(
-            entry, f"{prefix}.{linear.name}.weight", expert, each * place, each
+    count, outputs = len(projection.members), entry.shape[2 if transposed else 1]
+    if outputs % count:
+        raise CheckpointError(
+            name, f"{outputs} outputs cannot be divided by {count} linears", REMEDY
         )
-        for expert in range(experts)
+    each, take = outputs // count, _columns if transposed else _rows
+    return {
+        full: take(entry, full, expert, each * place, each)
+        for expert in range(entry.shape[0])
         for place, linear in enumerate(projection.expert(expert).linears)
+        for full in [f"{prefix}.{linear.name}.weight"]
     }
 
 
 def _rows(entry: Any, name: str, expert: int, start: int, count: int) -> Any:
-    """Return `count` outputs of one expert."""
+    """Return `count` rows of one expert's matrix."""
     if not isinstance(entry, TensorEntry):  # a tensor in memory (HeldTensors)
         return replace(entry, tensor=entry.tensor[expert, start : start + count])
     _, rows, columns = entry.shape
@@ -185,3 +186,46 @@ def _rows(entry: Any, name: str, expert: int, start: int, count: int) -> Any:
         num_bytes=count * size,
         offset=entry.offset + (expert * rows + start) * size,
     )
+
+
+def _columns(entry: Any, name: str, expert: int, start: int, count: int) -> Any:
+    """Return `count` columns of one expert's matrix as rows."""
+    if not isinstance(entry, TensorEntry):
+        return replace(entry, tensor=entry.tensor[expert, :, start : start + count].T)
+    _, rows, columns = entry.shape
+    size = rows * entry.dtype.itemsize
+    return ColumnsEntry(
+        name=name,
+        dtype=entry.dtype,
+        shape=(count, rows),
+        num_bytes=count * size,
+        file=entry.file,
+        offset=entry.offset + expert * columns * size,
+        start=start,
+        columns=columns,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnsEntry(TensorEntry):
+    """Columns of a matrix of a file, read as rows. `offset`: of the matrix."""
+
+    start: int  # the first of the columns
+    columns: int  # of the file's matrix
+
+    def read(self) -> torch.Tensor:
+        """Read the matrix, and return its columns as rows [N, K]. Raises CheckpointError."""
+        count, rows = self.shape
+        data = self.read_bytes(0, rows * self.columns * self.dtype.itemsize)
+        matrix_KN = data.view(self.dtype).reshape(rows, self.columns)
+        return matrix_KN[:, self.start : self.start + count].T.contiguous()
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Return rows `start` to `stop`; the whole matrix is read. Raises CheckpointError."""
+        return self.read()[start:stop]
+
+    def blocks(self, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (index of the first value, values) of runs. Raises OSError."""
+        values, size = self.read().flatten(), most_bytes // self.dtype.itemsize
+        for begin in range(0, len(values), size):
+            yield begin, values[begin : begin + size]

@@ -131,6 +131,9 @@ class Experts:
     # Names below the layer of two tensors that hold gate and up [E, 2 I, H] and down [E, H, I] of
     # all experts; the reader presents the linears of each (expert_stacks.py).
     stacks: tuple[str, ...] = ()
+    stacks_transposed: bool = False  # those tensors are [E, H, 2 I] and [E, I, H]
+    # The routing weight multiplies an expert's input instead of its output; a token has one expert.
+    scaled_inputs: bool = False
     clamped: bool = False  # (up + 1) * gate * sigmoid(swiglu_alpha * gate), within swiglu_limit
     # Keys of config.json for the layers that keep the dense feed-forward: a list of layers; all
     # layers before a number; all but every n-th.

@@ -155,6 +155,17 @@ def _ernie_moe(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _llama4(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the layers without experts; config.json states those with, or an interval."""
+    count, every = config.get("num_hidden_layers"), config.get("interleave_moe_layer_step", 1)
+    stated = config.get("moe_layers")
+    if not is_size(count) or not is_size(every):
+        return {}
+    layers = range(min(count, MAX_LAYERS))
+    sparse = stated if isinstance(stated, list) else layers[every - 1 :: every]
+    return {"mlp_only_layers": [i for i in layers if i not in sparse]}
+
+
 def _hunyuan_moe(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the experts of a token as one number; published files list one for each layer.
 
@@ -243,6 +254,7 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "deepseek_v3": _query_rank(1536),
     "glm4_moe_lite": _glm_lite,
     "hunyuan_v1_moe": _hunyuan_moe,
+    "llama4_text": _llama4,
     "bloom": _bloom,
     "mpt": _mpt,
 }

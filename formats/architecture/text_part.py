@@ -18,6 +18,7 @@ HEAD_WEIGHT = "lm_head.weight"
 WRAPPERS = (
     "Gemma3ForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",

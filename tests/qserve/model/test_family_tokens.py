@@ -18,7 +18,7 @@ from qkernels.rowwise.spec import ActSpec
 from qserve.llm import LLM
 from qserve.model.blocks.layer import Layer
 from qserve.params.sampling_params import SamplingParams
-from tests.conftest import FALCON, GEMMA, GPT, NEOX, ROWS, TINY, make_tiny
+from tests.conftest import FALCON, GEMMA, GPT, NEOX, ROWS, TINY, TINY_FAMILIES, make_tiny
 from tests.qserve.model.variants import TOKENS, edited, logits, model_maker, relative
 
 NEW = [
@@ -28,7 +28,7 @@ NEW = [
     *("gemma", "stablelm", "phi", "gpt_neox"),
     *("gpt2", "gptj", "falcon", "minimax_m2"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
-    *("granite_moe", "bloom", "mpt"),
+    *("granite_moe", "bloom", "mpt", "llama4"),
 ]
 # in the usual run only their logits
 EXHAUSTIVE_ROWS = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ROWS]
@@ -90,6 +90,15 @@ VARIANTS = {
     # every second slope of eight, then those between
     "bloom with 6 heads": ("BloomConfig", {**SIX_HEADS, "tie_word_embeddings": False}),
     "mpt with 6 heads": ("MptConfig", {**SIX_HEADS, "max_seq_len": 256}),
+    # of 128 experts; no request is longer than a chunk
+    "llama 4 maverick": (
+        "Llama4TextConfig",
+        {
+            **TINY_FAMILIES["llama4"][1],
+            **{"moe_layers": None, "interleave_moe_layer_step": 2, "attention_chunk_size": 64},
+            **{"use_qk_norm": False, "attn_temperature_tuning": False},
+        },
+    ),
     "glm-4 without biases": (
         "Glm4Config",
         {"attention_bias": False, "head_dim": 16, "pad_token_id": 0},
@@ -142,6 +151,7 @@ def test_logits_of_quantized_weights_equal_transformers(written, transformers_mo
         pytest.param("hunyuan_moe", "awq", marks=pytest.mark.exhaustive),
         pytest.param("bloom", "awq", marks=pytest.mark.exhaustive),
         pytest.param("mpt", "gptq", marks=pytest.mark.exhaustive),
+        pytest.param("llama4", "gptq", marks=pytest.mark.exhaustive),
         pytest.param("cohere", "awq", marks=pytest.mark.exhaustive),
     ],
 )
@@ -392,6 +402,15 @@ def exchanged_slopes(layer):
     layer.attention.slopes = layer.attention.slopes.sort(descending=True).values
 
 
+def longer_chunk(layer):
+    if layer.attention.chunk_size is not None:
+        layer.attention.chunk_size += 1
+
+
+def scaled_outputs(layer):
+    layer.mlp.scales_inputs = False
+
+
 def without_embedding_norm(decoder):
     decoder.embedding.norm = None
 
@@ -471,6 +490,15 @@ WRONG = {
     "no biases of scores, MPT": ("mpt", set_attention(slopes=None)),
     "slopes in another order, BLOOM": ("bloom with 6 heads", every_layer(exchanged_slopes)),
     "slopes in another order, MPT": ("mpt with 6 heads", every_layer(exchanged_slopes)),
+    "chunks one longer": ("llama4", every_layer(longer_chunk)),
+    "all keys": ("llama4", set_attention(chunk_size=None)),
+    "outputs of experts multiplied, Llama 4": ("llama4", every_layer(scaled_outputs)),
+    "queries that do not grow, Llama 4": ("llama4", set_attention(query_scales=None)),
+    "heads without their norms, Llama 4": (
+        "llama4",
+        set_attention(q_norm=None, k_norm=None, norms_heads=False),
+    ),
+    "halves taken for neighbours, Llama 4": ("llama4", lambda d: other_rotation(d.layers[0])),
     "embeddings not normed": ("bloom", without_embedding_norm),
     "shares of all experts, Hunyuan": ("hunyuan_moe", every_layer(unnormalized)),
     "queries that do not grow": ("ministral3", set_attention(query_scales=None)),
