@@ -80,9 +80,6 @@ def missing_experts(config: Mapping[str, Any], names: Collection[str]) -> tuple[
         prefix = family.layer.format(i=layer)
         if not experts.stand_in(layer, config):
             continue
-        stem = f"{prefix}.{experts.module}.experts"
-        if all(f"{stem}.{stacked}" in names for stacked in STACKED):
-            continue
         for number in (0, count - 1):
             for projection in (experts.gate_up, experts.down):
                 for linear in projection.expert(number).linears:

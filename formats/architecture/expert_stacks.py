@@ -1,10 +1,10 @@
-"""Quantized experts in one tensor per projection, presented as a linear per expert.
+"""Experts in one tensor per projection, presented as a linear per expert.
 
-transformers keeps the float8 codes of all experts of a layer as `experts.gate_up_proj` [E, 2 I, H]
-and `experts.down_proj` [E, H, I], with scales next to them. Gate and up follow each other in the
-first, so each linear is a run of the file's bytes. Other types are refused by name. Families whose
-row names such tensors (`Experts.stacks`) store float weights in them, too.
-Legend: E experts, I inner size, H hidden size, R rows of scales.
+transformers keeps the weights of all experts of a layer as `experts.gate_up_proj` [E, 2 I, H] and
+`experts.down_proj` [E, H, I], floats or float8 codes with scales next to them; some families have
+names of their own and other orders of dims (`Experts.stacks`). Gate and up follow each other in the
+first, so each linear is a run of the file's bytes. Other types are refused by name.
+Legend: E experts, N outputs, K inputs, I inner size, H hidden size, R rows of scales.
 """
 
 import math
@@ -44,16 +44,22 @@ _STACK = re.compile(
 def split_experts(
     config: Mapping[str, Any], entries: dict[str, TensorEntry]
 ) -> dict[str, TensorEntry]:
-    """Return the tensors with quantized stacks as one linear per expert.
+    """Return the tensors with stacks as one linear per expert; others are unchanged.
 
-    Float stacks and other tensors are unchanged. Raises CheckpointError for stacks that are not
-    read.
+    Raises CheckpointError for stacks that are not read.
     """
     experts = experts_apart(config)
     if experts is None:
         return entries
-    if experts.stacks:
-        return _split_floats(config, experts, entries)
+    if not experts.stacks:
+        entries = _split_codes(config, entries)
+    return _split_floats(config, experts, entries)
+
+
+def _split_codes(
+    config: Mapping[str, Any], entries: dict[str, TensorEntry]
+) -> dict[str, TensorEntry]:
+    """Return the tensors with stacks that are not float as one linear per expert."""
     matches = {name: match for name in entries if (match := _STACK.fullmatch(name))}
     coded = {
         (match["stem"], match["stack"])
@@ -127,15 +133,20 @@ def _linears(
 def _split_floats(
     config: Mapping[str, Any], experts: Experts, entries: dict[str, TensorEntry]
 ) -> dict[str, TensorEntry]:
-    """Return the tensors with the stacks of a family's row as one matrix [N, K] per linear.
+    """Return the tensors with float stacks of layers as one matrix [N, K] per linear.
 
     Raises CheckpointError for a stack that is not float, or whose shape does not divide.
     """
     family = FAMILIES[config["architectures"][0]]
     layer = re.escape(family.layer).replace(re.escape("{i}"), r"\d{1,9}")
-    names = "|".join(map(re.escape, experts.stacks))
+    usual = [tuple(f"{module}.experts.{name}" for name in STACKED) for module in MODULES]
+    projections = {
+        name: projection
+        for pair in ([experts.stacks] if experts.stacks else usual)
+        for name, projection in zip(pair, (experts.gate_up, experts.down), strict=True)
+    }
+    names = "|".join(map(re.escape, projections))
     stack = re.compile(rf"(?P<layer>{layer})\.(?P<stack>{names})(?P<rest>[._]\w+)?")
-    projections = dict(zip(experts.stacks, (experts.gate_up, experts.down), strict=True))
     found = {}
     for name, entry in entries.items():
         match = stack.fullmatch(name)
