@@ -70,7 +70,8 @@ class LayerMap:
         dense = not self.has_experts(config, layer)
         count = self.num_experts(config) if self.has_own_linears(config, layer) else 0
         has_state = self.has_state(config, layer)
-        groups = tuple(map(_stored, self.family.projections(count, dense, has_state)))
+        row = self.family.of_layer(layer, config)
+        groups = tuple(map(_stored, row.projections(count, dense, has_state)))
         if has_state:  # produces queries, keys and values, and its gates
             return ((*groups[0], *groups[1]), *groups[2:])
         if is_set(self.family.parallel, config):  # attention and feed-forward read the same norm
@@ -105,7 +106,8 @@ class LayerMap:
 
     def scale_pairs(self, config: dict[str, Any], layer: int) -> tuple[ScalePair, ...]:
         """Where factors of a layer can move, in the order they run."""
-        return tuple(_scale_pairs(self.family, config, self.has_state(config, layer)))
+        row = self.family.of_layer(layer, config)
+        return tuple(_scale_pairs(row, config, self.has_state(config, layer)))
 
     def required_in_layer(self, config: dict[str, Any], layer: int) -> tuple[str, ...]:
         """Required tensors of a layer besides the linears' weights; others are kept if present."""
@@ -172,6 +174,7 @@ def layer_map(family: Family) -> LayerMap:
                 if family.norm_bias and norm.present is True
             ),
             *biases,
+            *([family.layer_scalar] if family.layer_scalar else []),
         ),
         norm_offset=family.norm_offset,
         # a router reads the residual stream, a norm after a linear stands in its way, and so does
@@ -206,8 +209,8 @@ def _scale_pairs(family: Family, config: Mapping[str, Any], has_state: bool) -> 
             yield ScalePair(previous=norm_of[family.qkv.name], linears=linears, kind="norm")
         for each in family.latent:
             yield ScalePair(previous=norm_of[each.name], linears=_stored(each), kind="norm")
-        # latent attention makes values by head, next to each head's keys
-        if not (family.qkv.by_head or family.latent):
+        # latent attention makes values by head, next to each head's keys; a norm undoes factors
+        if not (family.qkv.by_head or family.latent or family.value_norm):
             values = _stored(family.qkv)[-1]
             yield ScalePair(previous=values, linears=_stored(family.o), kind="values")
     if family.experts:

@@ -38,6 +38,7 @@ from formats.architecture.family_parts import (
     GATE_UP,
     GEMMA,
     GEMMA_1,
+    GEMMA_4,
     GEMMA_NORMS,
     GPT_NEOX,
     GROUPED_ROUTER,
@@ -154,6 +155,7 @@ FAMILIES: dict[str, Family] = {
             **GEMMA,
             norms=(*GEMMA_NORMS, *HEAD_NORMS),
         ),
+        _family("Gemma4ForCausalLM", "Gemma 4 (text)", "gemma4_text", builder="gemma4", **GEMMA_4),
         _family(
             "GraniteForCausalLM",
             "Granite",

@@ -356,13 +356,23 @@ TINY_FAMILIES |= {
             **{"floor_scale": 4, "attn_scale": 0.5},
         },
     ),
+    "gemma4": (
+        "Gemma4TextConfig",
+        {
+            **{"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1},
+            **{"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "sliding_window": 9},
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            **{"tie_word_embeddings": True, "final_logit_softcapping": 3.0},
+        },
+    ),
     "hunyuan_moe": ("HunYuanMoEV1Config", {"head_dim": 32, "num_experts": 6, "moe_topk": 2}),
 }
 # rows of what other families have, too: a few tests run them
 ROWS = ("gpt_bigcode", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "hunyuan", "olmoe", "dots1")
 ROWS += ("granite_moe_shared", "hunyuan_moe")
-# families whose layers have states: ranks are refused
+# families whose layers have states
 STATES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+WITHOUT_RANKS = (*STATES, "gemma4")  # ranks are refused
 WITHOUT_ADAPTERS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # latent attention
 
 
@@ -434,12 +444,13 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
         if "norm" in name or "bias" in name or "sinks" in name:
             # Some families' norms multiply by 1 + weight.
             adds_one = config_class.startswith(("Gemma", "Qwen3Next", "Qwen3_5", "Nemotron"))
+            adds_one &= not config_class.startswith("Gemma4")
             is_norm = "norm" in name and "bias" not in name
             is_one = is_norm and (not adds_one or "linear_attn" in name)
             torch.nn.init.normal_(parameter, float(is_one), 0.2)
     for name, buffer in model.named_buffers():
-        if name.endswith("correction_bias"):
-            torch.nn.init.normal_(buffer, 0.0, 0.2)
+        if name.endswith(("correction_bias", "layer_scalar")):
+            torch.nn.init.normal_(buffer, float(name.endswith("scalar")), 0.2)
     if config.tie_word_embeddings and "Qwen" not in config_class:
         # A head that is the embedding says the last token again where embeddings are large.
         with torch.no_grad():

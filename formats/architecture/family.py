@@ -257,6 +257,11 @@ class Family:
     delta_net: DeltaNet | None = None  # None: all layers have attention
     gated_attention: bool = False  # q_proj makes each head's queries, then a gate of its output
     sinks: str = ""  # tensor of a layer: attention sinks, one score per head
+    layer_scalar: str = ""  # tensor of a layer: a factor of what it returns
+    value_norm: bool = False  # values are normed by head, without weights
+    # Fields that differ in layers with full attention, by `layer_types`; sizes call the width of
+    # their heads "global_head_dim".
+    full_layers: Mapping[str, Any] = field(default_factory=dict)
     gated: bool = True  # gate_up makes gate and up; down reads activation(gate) * up
     # Attention and feed-forward read the same norm, and both outputs are added to its input. That
     # norm `feeds` the projection of attention.
@@ -283,7 +288,7 @@ class Family:
     logits_divisor_key: str = ""  # logits are divided by it
     logits_factor_key: str = ""  # logits are multiplied by it
     # Keys of config.json for variants that are not supported, with the value that they must have. A
-    # missing key has that value. A dot leads into a part of config.json.
+    # missing key has that value. A tuple holds several. A dot leads into a part of config.json.
     fixed: Mapping[str, Any] = field(default_factory=dict)
     like_hidden_size: tuple[str, ...] = ()  # keys that must equal hidden_size if they are present
     logits_cap_key: str = ""  # softcapped logits: cap * tanh(logits / cap)
@@ -315,6 +320,14 @@ class Family:
                 return replace(self, **different)
         return self
 
+    def of_layer(self, layer: int | None, config: Mapping[str, Any]) -> "Family":
+        """Return the row with the fields of one layer; None: of layers that are not special."""
+        kinds = config.get("layer_types")
+        if not self.full_layers or layer is None or not isinstance(kinds, list):
+            return self
+        is_full = layer < len(kinds) and kinds[layer] == "full_attention"
+        return replace(self, **self.full_layers) if is_full else self
+
     @property
     def served(self) -> bool:
         """Return True if qserve serves the family."""
@@ -323,11 +336,13 @@ class Family:
     def check_config(self, config: Mapping[str, Any]) -> None:
         """Raise CheckpointError if a key asks for a variant that this project does not compute."""
         for key, wanted in self.fixed.items():
-            found = _stated(config, key, wanted)
-            if found != wanted and not (isinstance(wanted, bool) and bool(found) is wanted):
+            allowed = wanted if isinstance(wanted, tuple) else (wanted,)
+            found = _stated(config, key, allowed[0])
+            if found not in allowed and not (isinstance(wanted, bool) and bool(found) is wanted):
+                expected = " or ".join(map(json.dumps, allowed))
                 raise CheckpointError(
                     f"config.json {key}",
-                    f"expected {json.dumps(wanted)}, found {json.dumps(found)!s:.80}: this variant"
+                    f"expected {expected}, found {json.dumps(found)!s:.80}: this variant"
                     f" of {self.architecture} is not supported",
                     "use a model of the family without it",
                 )
@@ -409,7 +424,8 @@ class Family:
             self.experts and layer is not None and not self.experts.stand_in(layer, config)
         )
         has_state = layer is not None and self.has_state(layer, config)
-        projections = self.projections(num_experts(config) or 0, dense, has_state)
+        row = self.of_layer(layer, config)
+        projections = row.projections(num_experts(config) or 0, dense, has_state)
         return [linear for projection in projections for linear in projection.linears]
 
     def layer_tensors(
@@ -428,12 +444,14 @@ class Family:
         leaves = ("weight", "bias") if self.norm_bias else ("weight",)
         shapes |= {
             f"{norm.name}.{leaf}": ((norm.size,),)
-            for norm in self.norms
+            for norm in self.of_layer(layer, config).norms
             if is_set(norm.present, config) and not (has_state and norm.of_attention)
             for leaf in leaves
         }
         if has_state:
             shapes |= self.delta_net.tensors
+        if self.layer_scalar:
+            shapes[self.layer_scalar] = (("one",),)
         if self.sinks:
             shapes[self.sinks] = (("num_attention_heads",),)
         if self.experts and (layer is None or self.experts.stand_in(layer, config)):

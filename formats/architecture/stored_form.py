@@ -155,6 +155,32 @@ def _ernie_moe(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gemma4(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return transformers' defaults, and the heads of layers with full attention.
+
+    They are stated as keys of their own, or by layer in `per_layer_config`.
+    """
+    count, types = config.get("num_hidden_layers"), config.get("layer_types")
+    by_layer = config.get("per_layer_config")
+    by_layer = by_layer if isinstance(by_layer, Mapping) else {}
+    found: dict[str, Any] = {}
+    if not isinstance(types, list) and is_size(count):
+        kinds = ("sliding_attention",) * 5 + ("full_attention",)
+        types = [kinds[layer % 6] for layer in range(min(count, MAX_LAYERS))]
+        found["layer_types"] = [*types[:-1], "full_attention"]
+    own = next((each for each in by_layer.values() if isinstance(each, Mapping)), {})
+    heads = config.get("num_global_key_value_heads") or own.get("num_key_value_heads")
+    return {
+        **found,
+        "attention_k_eq_v": config.get("attention_k_eq_v", False),
+        "hidden_size_per_layer_input": config.get("hidden_size_per_layer_input", 256),
+        **_known(
+            global_head_dim=config.get("global_head_dim") or own.get("head_dim") or 512,
+            num_global_key_value_heads=heads or config.get("num_key_value_heads", 4),
+        ),
+    }
+
+
 def _llama4(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the layers without experts; config.json states those with, or an interval."""
     count, every = config.get("num_hidden_layers"), config.get("interleave_moe_layer_step", 1)
@@ -255,6 +281,7 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "glm4_moe_lite": _glm_lite,
     "hunyuan_v1_moe": _hunyuan_moe,
     "llama4_text": _llama4,
+    "gemma4_text": _gemma4,
     "bloom": _bloom,
     "mpt": _mpt,
 }

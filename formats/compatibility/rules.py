@@ -5,7 +5,6 @@ optimum 2.3.0, gptqmodel 7.7.0 and compressed-tensors 0.20.0.
 """
 
 from formats.architecture.refused import REFUSED
-from formats.architecture.rope_types import SERVED_ROPE_TYPES
 from formats.compatibility.compressed import COMPRESSED_RULES
 from formats.compatibility.loads_in import Facts, Rule, Verdict, judge
 from formats.compatibility.others import OTHER_RULES
@@ -86,17 +85,6 @@ RULES: tuple[Rule, ...] = (
             else f"computes {f.choices.usual_activation}, not {f.choices.activation}"
         ),
         "vllm/model_executor/models/llama.py LlamaMLP; SGLang's is alike",
-    ),
-    row(
-        "rope",
-        OURS,
-        "no",
-        lambda f: (
-            ""
-            if f.choices.rope in SERVED_ROPE_TYPES
-            else f"computes no rotary embedding of type {f.choices.rope}"
-        ),
-        OWN_SOURCE,
     ),
     row(
         "unplaced",

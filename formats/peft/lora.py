@@ -72,7 +72,8 @@ def adapted_projections(
     """
     for layer in range(config[family.num_layers_key]):
         dense = bool(family.experts) and not family.experts.stand_in(layer, config)
-        for projection in family.projections(0, dense, family.has_state(layer, config)):
+        row = family.of_layer(layer, config)
+        for projection in row.projections(0, dense, family.has_state(layer, config)):
             yield layer, family.layer.format(i=layer), projection
 
 

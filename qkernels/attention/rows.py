@@ -14,13 +14,14 @@ from qkernels.problem import (
     needs_triton_on_gpu,
 )
 
+MAX_HEAD_DIM = 512
 KV_WRITE_MAX_HEAD_DIM = 1024  # a head lies in one program's registers
 
 
 def triton_attention(problem: Problem) -> str | None:
     reason = needs_triton_on_gpu(problem)
-    if reason is None and not 16 <= problem.head_dim <= 256:
-        return f"takes heads of 16 to 256, not {problem.head_dim}"
+    if reason is None and not 16 <= problem.head_dim <= MAX_HEAD_DIM:
+        return f"takes heads of 16 to {MAX_HEAD_DIM}, not {problem.head_dim}"
     if reason is None and problem.page_size not in (16, 32, 64, 128):
         return f"takes pages of 16, 32, 64 or 128 tokens, not {problem.page_size}"
     return reason or _refuses_pages(problem)

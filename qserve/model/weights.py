@@ -327,7 +327,8 @@ class LayerWeights:
         self.number = number
         self.rotary = weights.rotary(weights.config.ropes[number])
         self.kernels = weights.kernels
-        self._weights, self._family = weights, weights.family
+        self._weights = weights
+        self._family = weights.family.of_layer(number, weights.config.values)
         self._prefix = weights.family.layer.format(i=number)
 
     def linear(
@@ -469,6 +470,10 @@ class LayerWeights:
                 "use --kernel experts=reference and --enforce-eager to run them slowly",
             )
         return prepared
+
+    def scalar(self) -> torch.Tensor:
+        """Factor of what the layer returns."""
+        return self._weights.tensor(f"{self._prefix}.{self._family.layer_scalar}", (1,))
 
     def sinks(self) -> dict[str, torch.Tensor]:
         """Attention sinks: a score per head besides the keys', if the family has them."""

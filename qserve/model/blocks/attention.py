@@ -1,6 +1,6 @@
 """Attention over paged keys and values, and the spec of its cache."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,6 +149,8 @@ class Attention(torch.nn.Module):
         query_scales: torch.Tensor | None = None,  # float32 [positions], for rotated queries
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
+        v_norm: torch.Tensor | None = None,  # [D], of each head's values
+        keys_are_values: bool = False,  # before norm and rotation; qkv_proj makes no values
         rotates_first: bool = False,  # the norms of heads come after the rotation
         is_gated: bool = False,  # qkv_proj also produces gates for the input of o_proj
         kernel: str | None = None,  # selected or excluded by name
@@ -166,6 +168,8 @@ class Attention(torch.nn.Module):
         self.o_proj = o_proj
         self.register_buffer("q_norm", q_norm)
         self.register_buffer("k_norm", k_norm)
+        self.register_buffer("v_norm", v_norm)
+        self.keys_are_values = keys_are_values
         self.whole_norms = norms_over_ranks or (_whole_norm, _whole_norm)
         self.norms_heads = (
             q_norm is not None and q_norm.shape[0] == self.head_dim and norms_over_ranks is None
@@ -226,11 +230,22 @@ class Attention(torch.nn.Module):
         """The rotation sums split-K partials, unless a norm over all heads precedes it or a norm
         of heads follows it.
         """
-        return None if self._norms_whole or self.rotates_first else "rope"
+        reads_tensors = self._norms_whole or self.rotates_first or self.v_norm is not None
+        return None if reads_tensors else "rope"
 
     @property
     def _norms_whole(self) -> bool:
         return self.q_norm is not None and not self.norms_heads
+
+    def _with_values(self, parts: Sequence[LinearOutput]) -> Sequence[LinearOutput]:
+        """Return queries, gates, keys and values; values are normed if they have a norm."""
+        parts = [*parts, parts[-1]] if self.keys_are_values else parts
+        if self.v_norm is None:
+            return parts
+        *others, v = parts
+        spec = ops.NormSpec(weight_C=self.v_norm, eps=self.eps)
+        normed, _ = ops.norm(reduced(v).reshape(-1, self.head_dim), None, spec)
+        return [*others, normed.view(-1, self.num_kv_heads, self.head_dim)]
 
     def forward(
         self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: PagedKv
@@ -240,8 +255,11 @@ class Attention(torch.nn.Module):
         The result goes to the norm that follows.
         """
         gates = (self.num_heads,) if self.is_gated else ()
-        heads = (self.num_heads, *gates, self.num_kv_heads, self.num_kv_heads)
-        q, *gate, k, v = split_heads(self.qkv_proj(x_TC, plan), heads, self.head_dim)
+        heads = (self.num_heads, *gates, self.num_kv_heads)
+        heads = heads if self.keys_are_values else (*heads, self.num_kv_heads)
+        q, *gate, k, v = self._with_values(
+            split_heads(self.qkv_proj(x_TC, plan), heads, self.head_dim)
+        )
         if self._norms_whole:
             norm_q, norm_k = self.whole_norms
             of_q, of_k = (

@@ -410,6 +410,13 @@ EXPERTS = {
     "latent attention, 20 heads in float16": Case(
         run=lambda: latent_attention([1, 40], 20, dtype=FP16), product="mma"
     ),
+    "decode, head 512": Case(run=lambda: attention([1] * 16, 4096, D=512, group=8), product="mma"),
+    "chunk, head 512": Case(
+        run=lambda: attention([2048], 4096, D=512, group=8), quick=SM90, product="mma"
+    ),
+    "chunk, head 512, int8": Case(
+        run=lambda: attention([2048], 4096, D=512, group=8, pages=INT8), product="mma"
+    ),
     "decode, ALiBi": Case(
         run=lambda: attention([1] * 64, 2048, group=1, alibi=True), product="mma"
     ),

@@ -332,6 +332,12 @@ def test_alibi(check, half, split, codes):
     check([2, 1], [64, 90], 3, 1, 64, 16, half, None, split, slopes=slopes[:3], codes=codes)
 
 
+@pytest.mark.parametrize("split", [None, 2])
+def test_heads_of_512(check, half, split):
+    """Gemma 4's; decodes, and a chunk of more rows than a block has."""
+    check([1, 20], [40, 33], 4, 2, 512, 16, half, None, split)
+
+
 @pytest.mark.parametrize("split", [None, 4])
 @pytest.mark.parametrize("chunk_size", [16, 23, 200])
 def test_chunked_attention(check, half, split, chunk_size):

@@ -17,6 +17,8 @@ from formats.errors import InputError
 from qkernels.rowwise.spec import ActSpec
 from qserve.llm import LLM
 from qserve.model.blocks.layer import Layer
+from qserve.model.model_config import ModelConfig
+from qserve.model.sharing import check_ranks
 from qserve.params.sampling_params import SamplingParams
 from tests.conftest import FALCON, GEMMA, GPT, NEOX, ROWS, TINY, TINY_FAMILIES, make_tiny
 from tests.qserve.model.variants import TOKENS, edited, logits, model_maker, relative
@@ -28,7 +30,7 @@ NEW = [
     *("gemma", "stablelm", "phi", "gpt_neox"),
     *("gpt2", "gptj", "falcon", "minimax_m2"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
-    *("granite_moe", "bloom", "mpt", "llama4"),
+    *("granite_moe", "bloom", "mpt", "llama4", "gemma4"),
 ]
 # in the usual run only their logits
 EXHAUSTIVE_ROWS = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ROWS]
@@ -152,6 +154,8 @@ def test_logits_of_quantized_weights_equal_transformers(written, transformers_mo
         pytest.param("bloom", "awq", marks=pytest.mark.exhaustive),
         pytest.param("mpt", "gptq", marks=pytest.mark.exhaustive),
         pytest.param("llama4", "gptq", marks=pytest.mark.exhaustive),
+        pytest.param("gemma4", "gptq", marks=pytest.mark.exhaustive),
+        pytest.param("gemma4", "awq", marks=pytest.mark.exhaustive),
         pytest.param("cohere", "awq", marks=pytest.mark.exhaustive),
     ],
 )
@@ -411,6 +415,16 @@ def scaled_outputs(layer):
     layer.mlp.scales_inputs = False
 
 
+def unscaled(layer):
+    layer.factor.fill_(1.0)
+
+
+def values_of_normed_keys(layer):
+    """Values multiplied as keys are, where keys are values."""
+    if layer.attention.keys_are_values:
+        layer.attention.v_norm = layer.attention.k_norm
+
+
 def without_embedding_norm(decoder):
     decoder.embedding.norm = None
 
@@ -499,6 +513,9 @@ WRONG = {
         set_attention(q_norm=None, k_norm=None, norms_heads=False),
     ),
     "halves taken for neighbours, Llama 4": ("llama4", lambda d: other_rotation(d.layers[0])),
+    "values not normed, Gemma 4": ("gemma4", set_attention(v_norm=None)),
+    "values with the weights of keys' norm": ("gemma4", every_layer(values_of_normed_keys)),
+    "layers not multiplied, Gemma 4": ("gemma4", every_layer(unscaled)),
     "embeddings not normed": ("bloom", without_embedding_norm),
     "shares of all experts, Hunyuan": ("hunyuan_moe", every_layer(unnormalized)),
     "queries that do not grow": ("ministral3", set_attention(query_scales=None)),
@@ -533,11 +550,16 @@ def test_float16_is_refused_where_activations_leave_its_range(model_of, name):
         ("FalconConfig", {"alibi": True}),
         ("FalconConfig", {"parallel_attn": False}),
         ("OlmoeConfig", {"clip_qkv": 4.0}),
+        ("Gemma4TextConfig", {"hidden_size_per_layer_input": 16}),
+        ("Gemma4TextConfig", {"attention_k_eq_v": False}),
+        ("Gemma4TextConfig", {"use_bidirectional_attention": "all"}),
     ],
 )
 def test_a_variant_that_nothing_computes_is_refused(tmp_path, config_class, changed):
     """Both by the server and before quantization."""
     usual = {"ffn_dim": 96, "word_embed_proj_dim": 64, "num_key_value_heads": 4}
+    if config_class == "Gemma4TextConfig":
+        usual = {**TINY_FAMILIES["gemma4"][1], "vocab_size_per_layer_input": 512}
     folder = make_tiny(tmp_path / "model", config_class, {**usual, **changed})
     (key,) = changed
     refused = rf"config\.json {key}: expected .*, found .*not supported"
@@ -634,3 +656,8 @@ def test_logits_on_a_gpu_are_the_cpus(written, name):
     chosen_T = logits_TV[torch.arange(8), torch.tensor(tokens)]
     behind_T = (logits_TV.amax(-1) - chosen_T) / (logits_TV.amax(-1) - logits_TV.mean(-1))
     assert behind_T.max() < 0.3, "far from the largest"
+
+
+def test_layers_with_different_heads_are_not_divided_over_gpus(model_of):
+    with pytest.raises(InputError, match="tensor-parallel-size 2: .*Gemma4.*different heads"):
+        check_ranks(ModelConfig.from_folder(model_of("gemma4")), 2, 1)

@@ -51,7 +51,20 @@ def llama4():
     )
 
 
-WHOLE = {"gemma 3": gemma, "mistral 3": mistral, "llama 4": llama4}
+def gemma4():
+    vision = {"num_key_value_heads": 1, "head_dim": 16, "position_embedding_size": 8}
+    return transformers.Gemma4Config(
+        text_config={
+            **{**TEXT, **TINY_FAMILIES["gemma4"][1], "model_type": "gemma4_text"},
+            "use_bidirectional_attention": "vision",
+        },
+        vision_config={**VISION, **vision, "pooling_kernel_size": 1},
+        audio_config=None,
+        tie_word_embeddings=True,
+    )
+
+
+WHOLE = {"gemma 4": gemma4, "gemma 3": gemma, "mistral 3": mistral, "llama 4": llama4}
 
 
 @pytest.fixture(scope="module")
