@@ -92,6 +92,8 @@ class Router:
     """Routing of tokens to experts. It stays in float."""
 
     name: str = "gate"  # below the module
+    # transformers has a Linear, which it would take for quantized unless the file says otherwise
+    is_linear: bool = False
     # applied to x @ weight; softmax_of_chosen: softmax over the chosen experts' logits only
     scores: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
     normalized: Flag = False  # routing weights of the active experts are normalized to sum to 1

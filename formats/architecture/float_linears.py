@@ -33,3 +33,13 @@ def kept_in_float(family: Family, config: Mapping[str, Any]) -> dict[str, str]:
             names = [f"{prefix}.{linear.name}" for linear in net.gates.linears]
             found |= dict.fromkeys(names, net.gates.float_because)
     return found
+
+
+def linear_routers(family: Family, config: Mapping[str, Any]) -> list[str]:
+    """Return full names of routers that a quantized file must list as float (Router.is_linear)."""
+    experts = family.experts
+    if experts is None or not experts.routing.is_linear:
+        return []
+    layers = range(config[family.num_layers_key])
+    prefixes = (family.layer.format(i=i) for i in layers if experts.stand_in(i, config))
+    return [f"{prefix}.{experts.router}" for prefix in prefixes]

@@ -137,6 +137,16 @@ RULES: tuple[Rule, ...] = (
         "transformers/conversion_mapping.py of 5.23.0, run",
     ),
     row(
+        "granite-experts",
+        TRANSFORMERS,
+        "no",
+        when(
+            lambda f: f.architecture.startswith("GraniteMoe") and f.config is not None,
+            "looks for one float tensor of all experts, and fills it with random numbers",
+        ),
+        "transformers 5.23.0 and compressed-tensors, run on granitemoe",
+    ),
+    row(
         "delta-net-experts",
         TRANSFORMERS,
         "no",

@@ -133,6 +133,16 @@ def hybrid_experts(tensors, config):
         tensors[name.replace(".mlp.", ".mlp.experts.0.")] = tensors[name].clone()
 
 
+def granite_experts(tensors, config):
+    config |= {"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe"}
+    config["num_local_experts"] = 1
+    for name in [name for name in tensors if ".mlp." in name]:
+        own = name.replace(".mlp.", ".block_sparse_moe.experts.0.")
+        for leaf, theirs in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
+            own = own.replace(leaf, theirs)
+        tensors[own] = tensors.pop(name)
+
+
 def unplaced(tensors, config):
     for layer in range(2):
         tensors[f"model.layers.{layer}.mlp.extra.weight"] = torch.ones(4)
@@ -275,6 +285,7 @@ CASES = {
     "second-file-transformers": ("gptq", "w4a16-sym-g32", only_second_file),
     "second-file-servers": ("gptq", "w4a16-sym-g32", only_second_file),
     "fused-mixed": ("gptq", "w4a16-sym-g32", member_in_float),
+    "granite-experts": (CT, "w4a16-sym-g32", granite_experts),
     "delta-net-experts": (CT, "w4a16-sym-g32", hybrid_experts),
     "delta-net": ("gptq", "w4a16-sym-g32", config_of(architectures=["Qwen3_5ForCausalLM"])),
     "own-act-order": ("gptq", "w4a16-sym-g32", act_order),

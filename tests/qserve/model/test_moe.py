@@ -67,6 +67,16 @@ def test_quantized_experts_are_their_dequantized_weights(
     assert relative(logits(folder), want) < 1e-4
 
 
+@pytest.mark.parametrize("family", ["hunyuan_moe", "llama4"])
+def test_transformers_reads_quantized_experts_and_keeps_the_router(written, family):
+    """Its router is a Linear, which the file lists as float."""
+    folder = written("w4a16-sym-g32", "compressed-tensors", family)
+    model = in_transformers(folder)
+    with torch.no_grad():
+        found = model(torch.tensor([TOKENS])).logits[0]
+    assert relative(found, logits(folder)) < 2e-3
+
+
 @pytest.mark.parametrize(
     ("family", "scheme"),
     [("mixtral", "w8a8"), ("qwen2_moe", "w8a8-fp8"), ("glm4_moe", "w8a8-static")],
