@@ -10,7 +10,7 @@ from typing import Any
 
 from formats.architecture.family import Experts, Family, Projection
 from formats.architecture.flags import is_set
-from formats.architecture.float_linears import kept_in_float, linear_routers
+from formats.architecture.float_linears import kept_in_float, routing_linears
 from formats.architecture.refused import check_not_refused
 from formats.architecture.sizes import NUM_EXPERTS_KEYS
 from formats.errors import CheckpointError, InputError
@@ -104,9 +104,9 @@ class LayerMap:
         """Full names of linears that stay in float by default, with the reason."""
         return kept_in_float(self.family, config)
 
-    def listed_routers(self, config: dict[str, Any]) -> dict[str, str]:
-        """Full names of routers that the file lists as float, with the reason."""
-        return dict.fromkeys(linear_routers(self.family, config), "routes tokens")
+    def routing_linears(self, config: dict[str, Any]) -> dict[str, str]:
+        """Full names of other linears that the file lists as float, with the reason."""
+        return routing_linears(self.family, config)
 
     def scale_pairs(self, config: dict[str, Any], layer: int) -> tuple[ScalePair, ...]:
         """Where factors of a layer can move, in the order they run."""

@@ -4,6 +4,7 @@ Versions: vLLM 0.33.0 (0.25.1 and 0.29.0 where stated), SGLang 0.5.23, transform
 optimum 2.3.0, gptqmodel 7.7.0 and compressed-tensors 0.20.0.
 """
 
+from formats.architecture.float_linears import of_routing
 from formats.architecture.refused import REFUSED
 from formats.compatibility.compressed import COMPRESSED_RULES
 from formats.compatibility.loads_in import Facts, Rule, Verdict, judge
@@ -37,6 +38,17 @@ from formats.scheme import CHANNEL, FP4_TYPES
 def loads_in(facts: Facts) -> list[Verdict]:
     """Return one verdict for each program."""
     return judge(facts, RULES, PROGRAMS)
+
+
+def _unlisted_linear(facts: Facts) -> str:
+    """Return a linear of the routing that the block does not list as float; "": there is none."""
+    family = FAMILIES.get(facts.architecture)
+    if family is None or family.experts is None or facts.config is None:
+        return ""
+    stem = f".{family.experts.module}.experts."
+    prefixes = {each.name.partition(stem)[0] for each in facts.linears if stem in each.name}
+    names = (f"{prefix}.{name}" for prefix in prefixes for name in of_routing(family.experts))
+    return min((name for name in names if facts.config.scheme_for(name) is not None), default="")
 
 
 RULES: tuple[Rule, ...] = (
@@ -147,16 +159,15 @@ RULES: tuple[Rule, ...] = (
         "transformers 5.23.0 and compressed-tensors, run on granitemoe",
     ),
     row(
-        "delta-net-experts",
+        "unlisted-linears",
         TRANSFORMERS,
         "no",
         lambda f: (
-            (family := FAMILIES.get(f.architecture)) is not None
-            and family.delta_net
-            and any(".experts." in each.name and "float" not in each.traits for each in f.linears)
-            and "does not decompress the experts of this architecture: an error, or other logits"
+            (name := _unlisted_linear(f))
+            and f"takes {name} for quantized, which is float but not listed as such, and fills it"
+            " with random numbers: quantize again"
         ),
-        "transformers 5.23.0 and compressed-tensors, run on qwen3_next and qwen3_5_moe",
+        "transformers 5.23.0 and compressed-tensors, run on qwen2_moe, qwen3_next and qwen3_5_moe",
         "compressed-tensors",
     ),
     row(

@@ -286,7 +286,7 @@ CASES = {
     "second-file-servers": ("gptq", "w4a16-sym-g32", only_second_file),
     "fused-mixed": ("gptq", "w4a16-sym-g32", member_in_float),
     "granite-experts": (CT, "w4a16-sym-g32", granite_experts),
-    "delta-net-experts": (CT, "w4a16-sym-g32", hybrid_experts),
+    "unlisted-linears": (CT, "w4a16-sym-g32", hybrid_experts),
     "delta-net": ("gptq", "w4a16-sym-g32", config_of(architectures=["Qwen3_5ForCausalLM"])),
     "own-act-order": ("gptq", "w4a16-sym-g32", act_order),
     "own-bits": ("gptq", "w3a16-sym-g32", None),

@@ -11,6 +11,7 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkR
 
 from formats.codecs import mxfp4
 from formats.errors import InputError
+from formats.inspection.inspect import inspect_checkpoint
 from qkernels import ops
 from qkernels.moe.routing import Routing
 from qserve.llm import LLM
@@ -67,10 +68,12 @@ def test_quantized_experts_are_their_dequantized_weights(
     assert relative(logits(folder), want) < 1e-4
 
 
-@pytest.mark.parametrize("family", ["hunyuan_moe", "llama4"])
-def test_transformers_reads_quantized_experts_and_keeps_the_router(written, family):
-    """Its router is a Linear, which the file lists as float."""
+@pytest.mark.parametrize("family", ["hunyuan_moe", "llama4", "qwen2_moe", "qwen3_5_moe"])
+def test_transformers_reads_quantized_experts_and_the_float_routing(written, family):
+    """Routers and gates that are linears there are listed as float."""
     folder = written("w4a16-sym-g32", "compressed-tensors", family)
+    verdicts = {v.program: v.answer for v in inspect_checkpoint(folder).loads_in}
+    assert verdicts["transformers"] == "yes"
     model = in_transformers(folder)
     with torch.no_grad():
         found = model(torch.tensor([TOKENS])).logits[0]
