@@ -236,7 +236,7 @@ class ColumnsEntry(TensorEntry):
         return self.read()[start:stop]
 
     def blocks(self, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (index of the first value, values) of runs. Raises OSError."""
+        """Yield (index of the first value, values) of runs. Raises CheckpointError."""
         values, size = self.read().flatten(), most_bytes // self.dtype.itemsize
         for begin in range(0, len(values), size):
             yield begin, values[begin : begin + size]

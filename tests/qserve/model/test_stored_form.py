@@ -163,6 +163,38 @@ def test_layers_of_ernie_without_experts(stated, dense):
     assert [i for i, kind in enumerate(kinds) if kind == "Ernie4_5_MoeMLP"] == dense
 
 
+@pytest.mark.parametrize(
+    "stated", [{}, {"interleave_moe_layer_step": 2}, {"moe_layers": [0, 3]}, {"moe_layers": None}]
+)
+def test_layers_of_llama_4_without_experts(stated):
+    config = {"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"], **stated}
+    found = usual_config({**config, "num_hidden_layers": 5})["mlp_only_layers"]
+    theirs = transformers.Llama4TextConfig(num_hidden_layers=5, **stated)
+    assert found == [i for i in range(5) if i not in theirs.moe_layers]
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {},
+        {"global_head_dim": 32, "num_global_key_value_heads": 2, "num_key_value_heads": 8},
+        {"num_key_value_heads": 8},
+        {"layer_types": ["sliding_attention"] * 6 + ["full_attention"]},
+    ],
+)
+def test_heads_of_gemma_4(stated):
+    """As published, and as transformers writes them: by layer."""
+    stated = {**stated, "attention_k_eq_v": True, "num_hidden_layers": 7}
+    theirs = transformers.Gemma4TextConfig(**stated)
+    names = {"model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"]}
+    for config in (stated, json.loads(theirs.to_json_string(use_diff=False))):
+        found = usual_config({**config, **names})
+        of_layer = theirs.per_layer_config[6]
+        assert found["global_head_dim"] == of_layer.head_dim
+        assert found["num_global_key_value_heads"] == of_layer.num_key_value_heads
+        assert found["layer_types"] == theirs.layer_types
+
+
 def test_what_stays_in_float_is_written_as_it_was_stored(tiny_model, tmp_path):
     """One linear is quantized; transformers reads the others from the written file."""
     source, name = tiny_model("gpt2"), "transformer.h.1.mlp.c_fc"
