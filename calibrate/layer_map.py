@@ -10,7 +10,7 @@ from typing import Any
 
 from formats.architecture.family import Experts, Family, Projection
 from formats.architecture.flags import is_set
-from formats.architecture.float_linears import kept_in_float
+from formats.architecture.float_linears import kept_in_float, routing_linears
 from formats.architecture.refused import check_not_refused
 from formats.architecture.sizes import NUM_EXPERTS_KEYS
 from formats.errors import CheckpointError, InputError
@@ -68,9 +68,9 @@ class LayerMap:
     def inputs(self, config: dict[str, Any], layer: int) -> tuple[tuple[str, ...], ...]:
         """Local names of a layer's linears in the order they run, grouped by input."""
         count = self.num_experts(config) if self.has_own_linears(config, layer) else 0
-        blocks = self.family.blocks(config, layer)
-        readers = self.family.first_projections(config, layer)
-        others = [p for p in self.family.projections(blocks, count) if p not in readers]
+        row = self.family.of_layer(layer, config)
+        readers = row.first_projections(config, layer)
+        others = [p for p in row.projections(row.blocks(config, layer), count) if p not in readers]
         first = tuple(name for projection in readers for name in _stored(projection))
         return (first, *map(_stored, others))
 
@@ -99,9 +99,13 @@ class LayerMap:
         """Full names of linears that stay in float by default, with the reason."""
         return kept_in_float(self.family, config)
 
+    def routing_linears(self, config: dict[str, Any]) -> dict[str, str]:
+        """Full names of other linears that the file lists as float, with the reason."""
+        return routing_linears(self.family, config)
+
     def scale_pairs(self, config: dict[str, Any], layer: int) -> tuple[ScalePair, ...]:
         """Where factors of a layer can move, in the order they run."""
-        return tuple(_scale_pairs(self.family, config, layer))
+        return tuple(_scale_pairs(self.family.of_layer(layer, config), config, layer))
 
     def required_in_layer(self, config: dict[str, Any], layer: int) -> tuple[str, ...]:
         """Required tensors of a layer besides the linears' weights; others are kept if present."""
@@ -169,6 +173,7 @@ def layer_map(family: Family) -> LayerMap:
                 if family.norm_bias and norm.present is True
             ),
             *biases,
+            *([family.layer_scalar] if family.layer_scalar else []),
         ),
         norm_offset=family.norm_offset,
         # a router reads the residual stream, a norm after a linear stands in its way, and so does
@@ -199,8 +204,8 @@ def _scale_pairs(family: Family, config: Mapping[str, Any], layer: int) -> Itera
     if blocks.attention:
         for each in family.latent:
             yield ScalePair(previous=norm_of[each.name], linears=_stored(each), kind="norm")
-        # latent attention makes values by head, next to each head's keys
-        if not (family.qkv.by_head or family.latent):
+        # latent attention makes values by head, next to each head's keys; a norm undoes factors
+        if not (family.qkv.by_head or family.latent or family.value_norm):
             values = _stored(family.qkv)[-1]
             yield ScalePair(previous=values, linears=_stored(family.o), kind="values")
     if not blocks.dense or family.experts:

@@ -170,7 +170,8 @@ def quantize_checkpoint(
         kv_cache=kv_cache,
         kv_per_head=kv_per_head,
         act_order=act_order,
-        kept=dict.fromkeys(model.draft_linears, "belongs to a draft layer"),
+        kept=dict.fromkeys(model.draft_linears, "belongs to a draft layer")
+        | model.layer_map.routing_linears(model.config),
         unasked=model.layer_map.kept_in_float(model.config),
     )
     if adapter is not None:

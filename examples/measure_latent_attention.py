@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from qkernels import ops
-from qkernels.attention.step import AttentionStep
+from qkernels.attention.cache import AttentionStep
 from qkernels.latent.cache import PagedLatents
 from qkernels.latent.reference import latent_attention as reference
 

@@ -8,13 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 from formats.architecture.classic_parts import (
+    BLOOM,
     ERNIE,
     ERNIE_MOE,
     FALCON,
     GPT2,
     GPT_BIGCODE,
     GPT_J,
+    GRANITE,
+    GRANITE_MOE,
+    GRANITE_MOE_SHARED,
     HUNYUAN,
+    HUNYUAN_MOE,
+    LLAMA_4,
+    MPT,
 )
 from formats.architecture.family import (
     ConfigRules,
@@ -30,6 +37,7 @@ from formats.architecture.family_parts import (
     GATE_UP,
     GEMMA,
     GEMMA_1,
+    GEMMA_4,
     GEMMA_NORMS,
     GPT_NEOX,
     GROUPED_ROUTER,
@@ -56,7 +64,7 @@ from formats.architecture.family_parts import (
     norms_before,
     ungated,
 )
-from formats.architecture.flags import Stated
+from formats.architecture.flags import Equals, Stated
 from formats.architecture.latent_parts import DEEPSEEK_V2, DEEPSEEK_V3, GLM_LITE
 from formats.architecture.states.parts import (
     DELTA_NET,
@@ -154,15 +162,13 @@ FAMILIES: dict[str, Family] = {
             **GEMMA,
             norms=(*GEMMA_NORMS, *HEAD_NORMS),
         ),
+        _family("Gemma4ForCausalLM", "Gemma 4 (text)", "gemma4_text", builder="gemma4", **GEMMA_4),
         _family(
             "GraniteForCausalLM",
             "Granite",
             "granite",
-            builder="granite",
-            **ATTENTION_BIAS,
+            **GRANITE,
             **MLP_BIAS,
-            embedding_factor_key="embedding_multiplier",
-            logits_divisor_key="logits_scaling",
             rules=ConfigRules(may_be_null=("num_key_value_heads", "head_dim")),
         ),
         _family(
@@ -301,6 +307,8 @@ FAMILIES: dict[str, Family] = {
             **GPT_BIGCODE,
         ),
         _family("GPTJForCausalLM", "GPT-J", "gptj", builder="gpt2", **GPT_J),
+        _family("BloomForCausalLM", "BLOOM", "bloom", builder="gpt2", **BLOOM),
+        _family("MptForCausalLM", "MPT", "mpt", builder="gpt2", **MPT),
         _family("FalconForCausalLM", "Falcon", "falcon", builder="falcon", **FALCON),
         _family(
             "Starcoder2ForCausalLM",
@@ -386,6 +394,17 @@ FAMILIES: dict[str, Family] = {
             norms=(*norms_before("mlp"), *WHOLE_NORMS),
             fixed={"clip_qkv": None},
         ),
+        _family("GraniteMoeForCausalLM", "GraniteMoE", "granitemoe", **GRANITE_MOE),
+        _family(
+            "GraniteMoeSharedForCausalLM",
+            "GraniteMoE with shared experts",
+            "granitemoeshared",
+            **GRANITE_MOE_SHARED,
+            variants=(
+                (Equals("shared_intermediate_size", 0), {"experts": GRANITE_MOE["experts"]}),
+            ),
+        ),
+        _family("HunYuanMoEV1ForCausalLM", "Hunyuan MoE", "hunyuan_v1_moe", **HUNYUAN_MOE),
         _family(
             "Ernie4_5_MoeForCausalLM", "ERNIE 4.5 MoE", "ernie4_5_moe", builder="moe", **ERNIE_MOE
         ),
@@ -447,6 +466,7 @@ FAMILIES: dict[str, Family] = {
             norms=(*norms_before("mlp"), *HEAD_NORMS),
             window="layer_types",
         ),
+        _family("Llama4ForCausalLM", "Llama 4 (text)", "llama4_text", builder="llama4", **LLAMA_4),
         _family("DeepseekV2ForCausalLM", "DeepSeek-V2", "deepseek_v2", **DEEPSEEK_V2),
         _family(
             "DeepseekV3ForCausalLM",

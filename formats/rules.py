@@ -36,7 +36,7 @@ _FUSED_NAME = {member: name for members, name in FUSED.items() for member in mem
 MAX_STEPS = 10_000
 MAX_NAMES = 20_000
 _PROBES = ("model.layers.10.self_attn.q_proj", "model.layers.10.mlp.down_proj")
-LAYER_NUMBER = re.compile(r"\.(?:layers|h)\.(\d{1,9})\.")
+LAYER_NUMBER = re.compile(r"\.(?:layers|h|blocks)\.(\d{1,9})\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,8 @@ class Problem:
     pages_dtype: torch.dtype | None = None  # dtype of keys and values; None: the activations'
     soft_cap: bool = False  # softcapped scores
     sinks: bool = False  # attention sinks
+    alibi: bool = False  # ALiBi biases of scores
+    chunked: bool = False  # rows see the keys of their own chunk of positions only
     chunk: bool = False  # more query rows than a decode step has
     tma_pages: bool = True  # TMA supports their address and strides
     alike: str | None = None  # why experts' weights cannot be one tensor; None: they can

@@ -404,13 +404,47 @@ TINY_FAMILIES |= {
         },
     ),
 }
+GRANITE_MOE = {
+    **{"num_local_experts": 6, "num_experts_per_tok": 3, "logits_scaling": 2.5},
+    **{"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1},
+}
+TINY_FAMILIES |= {
+    "granite_moe": ("GraniteMoeConfig", GRANITE_MOE),
+    "granite_moe_shared": (
+        "GraniteMoeSharedConfig",
+        {**GRANITE_MOE, "shared_intermediate_size": 64, "tie_word_embeddings": True},
+    ),
+    # sizes that no key of theirs states
+    "bloom": ("BloomConfig", {"tie_word_embeddings": True}),
+    "mpt": ("MptConfig", {"tie_word_embeddings": True, "max_seq_len": 256}),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            **{"head_dim": 32, "num_local_experts": 6, "intermediate_size_mlp": 128},
+            **{"moe_layers": [0, 1], "no_rope_layer_interval": 2, "attention_chunk_size": 11},
+            **{"floor_scale": 4, "attn_scale": 0.5},
+        },
+    ),
+    "gemma4": (
+        "Gemma4TextConfig",
+        {
+            **{"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1},
+            **{"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "sliding_window": 9},
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            **{"tie_word_embeddings": True, "final_logit_softcapping": 3.0},
+        },
+    ),
+    "hunyuan_moe": ("HunYuanMoEV1Config", {"head_dim": 32, "num_experts": 6, "moe_topk": 2}),
+}
 # rows of what other families have, too: a few tests run them
 ROWS = ("gpt_bigcode", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "hunyuan", "olmoe", "dots1")
-# families whose layers have states: ranks are refused
+ROWS += ("granite_moe_shared", "hunyuan_moe")
+# families whose layers have states
 STATES = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"),
     *("granite_hybrid", "granite_hybrid_moe", "falcon_h1", "nemotron_h"),
 )
+WITHOUT_RANKS = (*STATES, "gemma4")  # ranks are refused
 WITHOUT_ADAPTERS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # latent attention
 
 
@@ -482,14 +516,15 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
         if "norm" in name or "bias" in name or "sinks" in name:
             # Some families' norms multiply by 1 + weight.
             adds_one = config_class.startswith(("Gemma", "Qwen3Next", "Qwen3_5", "NemotronC"))
+            adds_one &= not config_class.startswith("Gemma4")
             is_norm = "norm" in name and "bias" not in name
             is_one = is_norm and (not adds_one or "linear_attn" in name)
             torch.nn.init.normal_(parameter, float(is_one), 0.2)
         if name.endswith(".D"):
             torch.nn.init.normal_(parameter)
     for name, buffer in model.named_buffers():
-        if name.endswith(("correction_bias", "expert_bias")):
-            torch.nn.init.normal_(buffer, 0.0, 0.2)
+        if name.endswith(("correction_bias", "expert_bias", "layer_scalar")):
+            torch.nn.init.normal_(buffer, float(name.endswith("scalar")), 0.2)
     if config.tie_word_embeddings and "Qwen" not in config_class:
         # A head that is the embedding says the last token again where embeddings are large.
         with torch.no_grad():
@@ -500,10 +535,12 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
 
 # names in files that transformers changes as it loads them
 STORED_NAMES = {
-    "backbone.": "model.",
-    "embed_out.": "lm_head.",
-    ".mlp.moe_statics.": ".mlp.gate.moe_statics.",
+    **{"embed_out.": "lm_head.", ".mlp.moe_statics.": ".mlp.gate.moe_statics."},
+    **{"backbone.": "model.", ".router.layer.": ".router."},
 }
+# model_type -> what its modules call `mlp`
+MLP_NAMES = {"granitemoe": "block_sparse_moe", "granitemoeshared": "block_sparse_moe"}
+MLP_NAMES["llama4_text"] = "feed_forward"
 
 
 def module_name(name: str) -> str:
@@ -566,7 +603,13 @@ def transformers_model():
             for name in state:
                 if re.fullmatch(r".*\.h\.\d+\.(attn|mlp)\.c_\w+\.weight", name):
                     state[name] = state[name].T
-        missing, unexpected = model.load_state_dict(with_stacked_experts(state), strict=False)
+        own = MLP_NAMES.get(reader.config["model_type"], "mlp")
+        state = {name.replace(f".{own}.", ".mlp."): tensor for name, tensor in state.items()}
+        state = with_stacked_experts(state)
+        if own == "feed_forward":  # [experts, inputs, outputs]
+            state = {name: x.mT if ".experts." in name else x for name, x in state.items()}
+        state = {name.replace(".mlp.", f".{own}."): tensor for name, tensor in state.items()}
+        missing, unexpected = model.load_state_dict(state, strict=False)
         assert not unexpected and set(missing) <= {"lm_head.weight"}
         model.tie_weights()
         return model.eval()

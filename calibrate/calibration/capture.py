@@ -21,7 +21,7 @@ import transformers
 from torch import nn
 
 from calibrate.calibration.adapter import put_beside
-from calibrate.calibration.modules import Experts, with_linears
+from calibrate.calibration.modules import Experts, ScaledMixture, with_linears
 from calibrate.calibration.statistics import BatchSums, HeldOut, InputStatistics
 from calibrate.devices import Turns
 from calibrate.float_model import FloatModel
@@ -29,6 +29,7 @@ from calibrate.layer_map import LayerMap
 from formats.architecture.flags import is_set
 from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError, DiskError, InputError, one_line
+from formats.numerics.alibi import alibi_slopes
 from formats.table import size_text
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]  # applied to a linear's input
@@ -58,14 +59,15 @@ class LayerRunner:
                 "calibration runs the float model's layers; use the recipe rtn, which does not",
             ) from None
         row = layer_map.family
-        # Only the plain attention implementation has soft caps, sinks and GPT-J's rotation.
+        # Only the plain attention implementation has soft caps, sinks, ALiBi, GPT-J's rotation.
         capped = getattr(config, "attn_logit_softcapping", None) is not None
-        self.eager = capped or bool(row.sinks or row.rotary_dim_key)
+        self.eager = capped or bool(row.sinks or row.rotary_dim_key or row.alibi)
         config._attn_implementation = "eager" if self.eager else "sdpa"
         self.config = config
         module = importlib.import_module(model_class.__module__)
         family = architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
-        classes = (f"{family}DecoderLayer", f"{family}Layer", f"{family}Block")
+        kinds = ("DecoderLayer", "TextDecoderLayer", "Layer", "Block")
+        classes = [f"{family}{kind}" for kind in kinds]
         self._layer_class = next(getattr(module, name) for name in classes if hasattr(module, name))
         self._mamba_factors = getattr(module, "compute_mup_vector", None)
         self._rotary = None
@@ -84,6 +86,10 @@ class LayerRunner:
         if row.positions is not None:
             table = reader.get(row.positions.name)[row.positions.offset :]
             self.positions_SD = table.to(device, self.dtype)
+        self._embedding_norm: nn.Module | None = None
+        if row.embedding_norm:
+            bias = reader.get(row.embedding_norm_bias) if row.norm_bias else None
+            self._embedding_norm = self._norm(reader.get(row.embedding_norm), bias)
         self._last_norm_bias = reader.get(row.last_norm_bias) if row.norm_bias else None
         self._head_bias = reader.get(row.head_bias_name) if row.head_bias else None
 
@@ -103,35 +109,40 @@ class LayerRunner:
         with torch.device("meta"):
             module = with_linears(self._make_layer(layer))
             second: tuple[str, ...] = ()  # prefixes of names of modules that have two
+            stored: dict[str, str] = {}  # the checkpoint's names of tensors that have others here
             if self.layer_map.has_own_linears(self.raw_config, layer):
                 experts = self.layer_map.experts
-                own = getattr(module, experts.module, None)
-                mixture = module.mlp if own is None else own
+                own = experts.module if hasattr(module, experts.module) else "mlp"
+                mixture = module.get_submodule(own)
                 mixture.experts = Experts(
                     self.layer_map, self.config, self.raw_config, all_tokens=all_experts
                 )
+                if experts.scaled_inputs:
+                    mixture = ScaledMixture(mixture)
+                    setattr(module, own, mixture)
                 setattr(module, experts.module, mixture)
                 # If a module has two names, the checkpoint's name counts.
-                second = () if own is not None else ("mlp.",)
+                second = () if experts.module == own else (f"{own}.",)
                 correction, _, inside = experts.routing.correction.partition(".")
                 if inside and hasattr(mixture.gate, correction):  # ERNIE's, not in its gate
                     setattr(mixture, correction, mixture.gate.get_submodule(correction))
-                    second = (*second, f"mlp.gate.{correction}.")
-        wanted = [n for n in module.state_dict() if not n.startswith(second)]
-        state = self._with_router(state, layer)
-        missing = [name for name in wanted if name not in state]
+                    second = (*second, f"{own}.gate.{correction}.")
+                router = experts.router.rpartition(".")[0]
+                if hasattr(module.get_submodule(router), "weight"):  # GraniteMoE's
+                    stored[f"{router}.weight"] = f"{experts.router}.weight"
+        built = {n: w for n, w in module.state_dict().items() if not n.startswith(second)}
+        wanted = {name: stored.get(name, name) for name in built}
+        missing = [name for name in wanted.values() if name not in state]
         if missing:
             raise CheckpointError(f"{self.layer_map.prefix(layer)}.{missing[0]}", "is missing")
-        built = module.state_dict()
-        for name in wanted:
-            if state[name].shape != built[name].shape:
+        for name, own in wanted.items():
+            if state[own].shape != built[name].shape:
                 raise CheckpointError(
-                    f"{self.layer_map.prefix(layer)}.{name}",
-                    f"config.json states {list(built[name].shape)}, found"
-                    f" {list(state[name].shape)}",
+                    f"{self.layer_map.prefix(layer)}.{own}",
+                    f"config.json states {list(built[name].shape)}, found {list(state[own].shape)}",
                     "fix config.json",
                 )
-        given = {name: state[name].to(self.device, self.dtype) for name in wanted}
+        given = {name: state[own].to(self.device, self.dtype) for name, own in wanted.items()}
         module.load_state_dict(given, assign=True, strict=not second)
         if any(buffer.is_meta for buffer in module.buffers()):
             self._fill_buffers(module, layer)
@@ -147,17 +158,6 @@ class LayerRunner:
                             lambda _, args, rounding=rounding: (rounding(args[0]),)
                         )
         return module.train(False).requires_grad_(False)
-
-    def _with_router(
-        self, state: Mapping[str, torch.Tensor], layer: int
-    ) -> Mapping[str, torch.Tensor]:
-        """Add the name of Granite's router in transformers' modules, where files have another."""
-        if not self.layer_map.has_experts(self.raw_config, layer):
-            return state
-        stored = self.layer_map.experts.router
-        parent, _, leaf = stored.rpartition(".")
-        name = f"{stored}.weight"
-        return {**state, f"{parent}.weight": state[name]} if leaf == "layer" else state
 
     def _fill_buffers(self, module: nn.Module, layer: int) -> None:
         """Fill in the tables that a layer computes as it is built, and that no file holds."""
@@ -208,6 +208,8 @@ class LayerRunner:
         accepted = inspect.signature(self._layer_class.forward).parameters
         cache_name = "layer_past" if "layer_past" in accepted else "past_key_values"
         others = {"alibi": None} if "alibi" in accepted else {}
+        if self.layer_map.family.alibi:
+            others, mask = self._biases(hidden_BSD, mask, "alibi" in accepted)
         with torch.set_grad_enabled(grad):
             output = module(
                 hidden_BSD,
@@ -220,6 +222,18 @@ class LayerRunner:
             )
         return output[0] if isinstance(output, tuple) else output
 
+    def _biases(
+        self, hidden_BSD: torch.Tensor, mask: torch.Tensor, is_bloom: bool
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """ALiBi's biases as BLOOM's layers or MPT's take them, with the mask as they take it."""
+        heads = self.raw_config["num_attention_heads"]
+        slopes = torch.tensor(alibi_slopes(heads), device=self.device)
+        ids_S = torch.arange(hidden_BSD.shape[1], device=self.device)
+        biases_H1S = slopes[:, None, None] * ids_S
+        if is_bloom:
+            return {"alibi": biases_H1S.repeat(len(hidden_BSD), 1, 1).to(self.dtype)}, mask
+        return {"position_bias": biases_H1S}, mask != 0
+
     def final_logits(
         self,
         hidden_SD: torch.Tensor,
@@ -228,14 +242,7 @@ class LayerRunner:
         grad: bool = False,
     ) -> torch.Tensor:
         """Last norm and head, with the divisor, factor and soft cap of models that have them."""
-        family = self.layer_map.family
-        with torch.device("meta"):  # the last norm is like the first of a layer
-            name = next(n.name for n in family.norms if is_set(n.present, self.raw_config))
-            norm = self._make_layer(0).get_submodule(name)
-        state = {"weight": norm_D, "bias": self._last_norm_bias}
-        given = {n: t.to(self.device, self.dtype) for n, t in state.items() if t is not None}
-        norm.load_state_dict(given, assign=True)
-        norm.requires_grad_(False)
+        family, norm = self.layer_map.family, self._norm(norm_D, self._last_norm_bias)
         with torch.set_grad_enabled(grad):
             logits_SV = norm(hidden_SD) @ head_VD.to(self.device, self.dtype).t()
             if self._head_bias is not None:
@@ -246,6 +253,23 @@ class LayerRunner:
         logits_SV = logits_SV if divisor is None else logits_SV / divisor
         logits_SV = logits_SV if factor is None else logits_SV * factor
         return logits_SV if cap is None else torch.tanh(logits_SV / cap) * cap
+
+    def _norm(self, weight_D: torch.Tensor, bias_D: torch.Tensor | None) -> nn.Module:
+        """Return a norm like the first of a layer."""
+        norms = self.layer_map.family.norms
+        with torch.device("meta"):
+            name = next(n.name for n in norms if is_set(n.present, self.raw_config))
+            norm = self._make_layer(0).get_submodule(name)
+        state = {"weight": weight_D, "bias": bias_D}
+        given = {n: t.to(self.device, self.dtype) for n, t in state.items() if t is not None}
+        norm.load_state_dict(given, assign=True)
+        return norm.requires_grad_(False)
+
+    def normed_embeddings(self, rows_SD: torch.Tensor) -> torch.Tensor:
+        """Apply the norm of embeddings, in models that have one."""
+        if self._embedding_norm is None:
+            return rows_SD
+        return self._embedding_norm(rows_SD.to(self.device)).to(rows_SD.device)
 
     def has_state(self, layer: int) -> bool:
         """True if a layer has a recurrent state instead of keys and values."""
@@ -264,11 +288,14 @@ class LayerRunner:
         None: causal, left to the attention kernel; else additive [1, 1, S, S].
         """
         window = self.config.sliding_window if kind == "sliding_attention" else None
-        if not self.eager and (window is None or window >= length):
+        chunk = self.config.attention_chunk_size if kind == "chunked_attention" else None
+        if not self.eager and (window or chunk or length) >= length:
             return None
         ids_S = torch.arange(length, device=self.device)
         distance_SS = ids_S[:, None] - ids_S
         seen_SS = (distance_SS >= 0) & (distance_SS < (window or length))
+        if chunk is not None:
+            seen_SS &= ids_S[:, None] // chunk == ids_S // chunk
         mask_SS = torch.zeros(length, length, dtype=self.dtype, device=self.device)
         return mask_SS.masked_fill_(~seen_SS, torch.finfo(self.dtype).min)[None, None]
 
@@ -318,7 +345,7 @@ class HiddenStates:
             rows_SD = rows_SD * torch.tensor(scale, dtype=runner.dtype)
             if positions_SD is not None:
                 rows_SD = rows_SD + positions_SD.to(rows_SD.device)
-            self.states_WSD[number] = rows_SD
+            self.states_WSD[number] = runner.normed_embeddings(rows_SD)
         self.batch, self.before_batch = batch_windows(ids_WS.shape[1]), before_batch
 
     def batches(self) -> Iterator[torch.Tensor]:

@@ -40,7 +40,7 @@ class Experts(nn.ModuleList):
         row, experts = layer_map.family, layer_map.experts
         linears = (*experts.gate_up.linears, *experts.down.linears)
         self.names = [linear.name.rpartition(".")[2] for linear in linears]
-        inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        inner = layer_map.family.sizes(config.to_dict())[experts.down.inputs]
         outer = config.hidden_size
         shapes = ((outer, inner), (outer, inner), (inner, outer))
         super().__init__(
@@ -73,3 +73,20 @@ class Experts(nn.ModuleList):
             share_T1 = share_TC[token_T, choice_T, None].to(found_TD.dtype)
             output_TD.index_add_(0, token_T, found_TD * share_T1)
         return output_TD
+
+
+class ScaledMixture(nn.Module):
+    """Mixture of Llama 4: the one expert of a token reads its input times the routing weight."""
+
+    def __init__(self, mixture: nn.Module) -> None:
+        """`mixture`: transformers' module with `Experts` in it."""
+        super().__init__()
+        self.experts, self.router = mixture.experts, mixture.router
+        self.shared_expert = mixture.shared_expert
+
+    def forward(self, hidden_BSD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden_TD = hidden_BSD.flatten(0, -2)
+        scores_TE, logits_TE = self.router(hidden_TD)
+        share_T1, expert_T1 = scores_TE.max(-1, keepdim=True)
+        routed_TD = self.experts(hidden_TD * share_T1, expert_T1, torch.ones_like(share_T1))
+        return self.shared_expert(hidden_TD) + routed_TD, logits_TE

@@ -1,4 +1,4 @@
-"""Values of the rows of GPT-2, GPT-J, GPT-BigCode, Falcon, ERNIE and Hunyuan in families.py."""
+"""Values of the rows of GPT-2, GPT-J, GPT-BigCode, Falcon and others in families.py."""
 
 from dataclasses import replace
 from typing import Any
@@ -117,6 +117,112 @@ HUNYUAN: dict[str, Any] = {
         *(Norm(name=f"self_attn.{x}_layernorm", size="head_dim") for x in ("query", "key")),
     ),
 }
+HUNYUAN_MOE: dict[str, Any] = {
+    **HUNYUAN,
+    "norms": (*norms_before("mlp"), *HUNYUAN["norms"][2:]),
+    "experts": experts(
+        "mlp",
+        NAMES,
+        "intermediate_size",
+        Router(name="gate.wg", is_linear=True, normalized=True, float32=True),
+        shared=SharedExpert(**gated("mlp.shared_mlp", *NAMES, "intermediate_size")),
+    ),
+    "config_keys": {"num_experts_per_tok": "moe_topk"},
+}
+GRANITE: dict[str, Any] = {
+    **ATTENTION_BIAS,
+    "builder": "granite",
+    "embedding_factor_key": "embedding_multiplier",
+    "logits_divisor_key": "logits_scaling",
+}
+GRANITE_MOE: dict[str, Any] = {
+    **GRANITE,
+    "experts": experts(
+        "block_sparse_moe",
+        ("w1", "w3", "w2"),
+        "intermediate_size",
+        Router(name="router.layer", scores="softmax_of_chosen", rounded=True),
+        stacks=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+    ),
+    "norms": norms_before("block_sparse_moe"),
+}
+_INPUT, _OUTPUT = "shared_mlp.input_linear", "shared_mlp.output_linear"
+GRANITE_MOE_SHARED: dict[str, Any] = {
+    **GRANITE_MOE,
+    "experts": replace(
+        GRANITE_MOE["experts"],
+        shared=SharedExpert(
+            gate_up=Projection(
+                name=_INPUT,
+                members=(
+                    ("shared_mlp.gate_proj", "shared_intermediate_size"),
+                    ("shared_mlp.up_proj", "shared_intermediate_size"),
+                ),
+                inputs="hidden_size",
+                stored_fused=True,
+            ),
+            down=Projection(
+                name=_OUTPUT,
+                members=((_OUTPUT, "hidden_size"),),
+                inputs="shared_intermediate_size",
+                split="inputs",
+            ),
+        ),
+    ),
+}
+_BLOOM_QKV, _BLOOM_UP = "self_attention.query_key_value", "mlp.dense_h_to_4h"
+BLOOM: dict[str, Any] = {
+    "qkv": replace(QKV, name=_BLOOM_QKV, bias=True, stored_fused=True, by_head=True),
+    "o": _linear("self_attention.dense", "q", True),
+    **ungated(_BLOOM_UP, "mlp.dense_4h_to_h", True),
+    "norms": (
+        Norm(name="input_layernorm", feeds=_BLOOM_QKV),
+        Norm(name="post_attention_layernorm", feeds=_BLOOM_UP),
+    ),
+    "norm_kind": "layer",
+    "norm_bias": True,
+    "norm_eps_key": "layer_norm_epsilon",
+    "activations": ("gelu_pytorch_tanh",),
+    "rope": "none",
+    "alibi": True,
+    "embedding_norm": "transformer.word_embeddings_layernorm.weight",
+    "fixed": {"apply_residual_connection_post_layernorm": False},
+    "tied": True,
+    "config_keys": {
+        **{"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+        "hidden_size": "n_embed",
+    },
+    "left_out_prefix": "transformer.",
+    "layer": "transformer.h.{i}",
+    "embedding": "transformer.word_embeddings.weight",
+    "last_norm": "transformer.ln_f.weight",
+}
+MPT: dict[str, Any] = {
+    "qkv": replace(QKV, name="attn.Wqkv", stored_fused=True),
+    "o": _linear("attn.out_proj", "q", False),
+    **ungated("ffn.up_proj", "ffn.down_proj", False),
+    "norms": (Norm(name="norm_1", feeds="attn.Wqkv"), Norm(name="norm_2", feeds="ffn.up_proj")),
+    "norm_kind": "layer",
+    "norm_eps_key": "layer_norm_epsilon",
+    "activations": ("gelu",),
+    "rope": "none",
+    "alibi": True,
+    "fixed": {
+        **{"attn_config.alibi": True, "attn_config.clip_qkv": None, "attn_config.qk_ln": False},
+        **{"attn_config.prefix_lm": False, "attn_config.softmax_scale": None},
+        # transformers ignores another one, which the code in the model's folder does not
+        **{"attn_config.alibi_bias_max": 8, "attn_config.attn_type": "multihead_attention"},
+        **{"expansion_ratio": 4, "no_bias": True, "logit_scale": None},
+    },
+    "tied": True,
+    "config_keys": {
+        **{"hidden_size": "d_model", "num_hidden_layers": "n_layers"},
+        **{"num_attention_heads": "n_heads", "max_position_embeddings": "max_seq_len"},
+    },
+    "layer": "transformer.blocks.{i}",
+    "embedding": "transformer.wte.weight",
+    "last_norm": "transformer.norm_f.weight",
+}
 _FALCON_QKV, _FALCON_UP = "self_attention.query_key_value", "mlp.dense_h_to_4h"
 _ONE, _TWO = (Equals("num_ln_in_parallel_attn", count) for count in (1, 2))
 FALCON: dict[str, Any] = {
@@ -140,4 +246,24 @@ FALCON: dict[str, Any] = {
     "layer": "transformer.h.{i}",
     "embedding": "transformer.word_embeddings.weight",
     "last_norm": "transformer.ln_f.weight",
+}
+_FEED_FORWARD = gated("feed_forward", *NAMES, "intermediate_size_mlp")
+LLAMA_4: dict[str, Any] = {
+    **ATTENTION_BIAS,
+    **_FEED_FORWARD,
+    "experts": experts(
+        "feed_forward",
+        NAMES,
+        "intermediate_size",
+        Router(name="router", is_linear=True, scores="sigmoid", rounded=True),
+        shared=SharedExpert(**gated("feed_forward.shared_expert", *NAMES, "intermediate_size")),
+        dense_layers_key="mlp_only_layers",
+        stacks=("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
+        stacks_transposed=True,
+        scaled_inputs=True,
+    ),
+    "norms": norms_before("feed_forward"),
+    "rope": "no_rope_layers",
+    "interleaved_rope": True,
+    "fixed": {"num_experts_per_tok": 1},
 }

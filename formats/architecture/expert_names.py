@@ -81,9 +81,6 @@ def missing_experts(config: Mapping[str, Any], names: Collection[str]) -> tuple[
         prefix = family.layer.format(i=layer)
         if not experts.stand_in(layer, config):
             continue
-        stem = f"{prefix}.{experts.module}.experts"
-        if all(f"{stem}.{stacked}" in names for stacked in STACKED):
-            continue
         for number in (0, count - 1):
             for projection in (experts.gate_up, experts.down):
                 for linear in projection.expert(number).linears:
@@ -109,7 +106,7 @@ def _family(config: Mapping[str, Any]) -> Family | None:
 def experts_apart(config: Mapping[str, Any]) -> Experts | None:
     """Return the experts of a family that stores a linear per expert, else None."""
     family = _family(config)
-    experts = None if family is None else family.experts
+    experts = None if family is None else family.variant(config).experts
     return None if experts is None or experts.fused else experts
 
 

@@ -1,25 +1,27 @@
-"""Quantized experts in one tensor per projection, presented as a linear per expert.
+"""Experts in one tensor per projection, presented as a linear per expert.
 
-Tools keep the codes of all experts of a layer as `experts.gate_up_proj` [E, 2 I, H] and
-`experts.down_proj` [E, H, I], with scales next to them: transformers in float8, NVIDIA's Model
-Optimizer in NVFP4 (`gate_up_proj`, `gate_up_proj_weight_scale_2`), llm-compressor in the tensors of
-compressed-tensors (`gate_up_proj.weight_packed`, or `gate_up_proj_packed`). Gate and up follow each
-other in the first, so each linear is a run of the file's bytes. Other forms are refused by name,
-among them stacks with inputs before outputs (Llama 4, gpt-oss).
-Legend: E experts, I inner size, H hidden size.
+transformers keeps the weights of all experts of a layer as `experts.gate_up_proj` [E, 2 I, H] and
+`experts.down_proj` [E, H, I] in float; some families have names of their own and other orders of
+dims (`Experts.stacks`). Tools keep codes there, with scales next to them: transformers in float8,
+NVIDIA's Model Optimizer in NVFP4 (`gate_up_proj`, `gate_up_proj_weight_scale_2`), llm-compressor in
+the tensors of compressed-tensors (`gate_up_proj.weight_packed`, or `gate_up_proj_packed`). Gate and
+up follow each other in the first, so each linear is a run of the file's bytes. Other forms are
+refused by name.
+Legend: E experts, N outputs, K inputs, I inner size, H hidden size.
 """
 
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from formats.architecture.expert_names import LEAVES, MODULES, STACKED, experts_apart
-from formats.architecture.family import Experts
+from formats.architecture.family import Experts, Projection
 from formats.errors import CheckpointError
+from formats.families import FAMILIES
 from formats.files.tensor_entry import TensorEntry
 
 # What follows the stack's name -> field of a linear
@@ -66,13 +68,22 @@ _STACK = re.compile(
 def split_experts(
     config: Mapping[str, Any], entries: dict[str, TensorEntry]
 ) -> dict[str, TensorEntry]:
-    """Return the tensors with quantized stacks as one linear per expert.
+    """Return the tensors with stacks as one linear per expert; others are unchanged.
 
-    Float stacks and other tensors are unchanged. Raises CheckpointError for stacks that are not
-    read.
+    Raises CheckpointError for stacks that are not read.
     """
-    if experts_apart(config) is None:
+    experts = experts_apart(config)
+    if experts is None:
         return entries
+    if not experts.stacks:
+        entries = _split_codes(config, entries)
+    return _split_floats(config, experts, entries)
+
+
+def _split_codes(
+    config: Mapping[str, Any], entries: dict[str, TensorEntry]
+) -> dict[str, TensorEntry]:
+    """Return the tensors with stacks that are not float as one linear per expert."""
     matches = {name: match for name in entries if (match := _STACK.fullmatch(name))}
     coded = {
         (match["stem"], match["stack"])
@@ -100,38 +111,6 @@ def coded_stacks(
         for name, entry in entries.items()
         if (match := _STACK.fullmatch(name)) and entry.dtype in CODES.get(match["rest"], ())
     }
-
-
-def split_float_stacks(
-    experts: Experts, layer: str, entries: dict[str, TensorEntry]
-) -> dict[str, TensorEntry]:
-    """Return the tensors with each float stack of the family's row as one linear per expert.
-
-    `layer`: the row's name of a layer. Raises CheckpointError for a stack of another shape.
-    """
-    prefix = re.escape(layer).replace(re.escape("{i}"), r"\d{1,9}")
-    names = "|".join(map(re.escape, experts.stacks))
-    stack = re.compile(rf"(?P<layer>{prefix})\.(?P<stack>{names})\.weight")
-    found = {}
-    for name, entry in entries.items():
-        match = stack.fullmatch(name)
-        if match is None:
-            found[name] = entry
-            continue
-        leaves = experts.stacks[match["stack"]]
-        if len(entry.shape) != 3 or entry.shape[1] % len(leaves) or entry.dtype not in FLOATS:
-            raise CheckpointError(
-                name,
-                f"expected a float tensor [experts, outputs, inputs] of {' and '.join(leaves)},"
-                f" found {entry.dtype} {list(entry.shape)}",
-                REMEDY,
-            )
-        rows = entry.shape[1] // len(leaves)
-        for number in range(entry.shape[0]):
-            for place, leaf in enumerate(leaves):
-                own = f"{match['layer']}.{experts.module}.experts.{number}.{leaf}.weight"
-                found[own] = entry.matrix(own, number, place * rows, (place + 1) * rows)
-    return found
 
 
 def _block_rows(config: Mapping[str, Any]) -> int | None:
@@ -220,3 +199,115 @@ def _not_read(
         f" {', '.join(each.removeprefix(f'{stem}.') for each in others[:6])}",
         REMEDY,
     )
+
+
+def _split_floats(
+    config: Mapping[str, Any], experts: Experts, entries: dict[str, TensorEntry]
+) -> dict[str, TensorEntry]:
+    """Return the tensors with float stacks of layers as one matrix [N, K] per linear.
+
+    Raises CheckpointError for a stack that is not float, or whose shape does not divide.
+    """
+    family = FAMILIES[config["architectures"][0]]
+    layer = re.escape(family.layer).replace(re.escape("{i}"), r"\d{1,9}")
+    usual = [tuple(f"{module}.experts.{name}" for name in STACKED) for module in MODULES]
+    projections = {
+        name: projection
+        for pair in ([experts.stacks] if experts.stacks else usual)
+        for name, projection in zip(pair, (experts.gate_up, experts.down), strict=True)
+    }
+    names = "|".join(map(re.escape, projections))
+    stack = re.compile(rf"(?P<layer>{layer})\.(?P<stack>{names})(?P<rest>[._]\w+)?")
+    found = {}
+    for name, entry in entries.items():
+        match = stack.fullmatch(name)
+        if match is None:
+            found[name] = entry
+            continue
+        if match["rest"] or entry.dtype not in FLOATS or len(entry.shape) != 3:
+            raise CheckpointError(
+                f"{match['layer']}.{match['stack']}",
+                f"expected float weights of all experts in three dims, found {name}"
+                f" {entry.dtype} {list(entry.shape)}",
+                REMEDY,
+            )
+        projection = projections[match["stack"]]
+        linears = _float_linears(match["layer"], name, entry, projection, experts.stacks_transposed)
+        found |= linears
+    return found
+
+
+def _float_linears(
+    prefix: str, name: str, entry: Any, projection: Projection, transposed: bool
+) -> dict[str, TensorEntry]:
+    """Return the entries of one stack's linears."""
+    count, outputs = len(projection.members), entry.shape[2 if transposed else 1]
+    if outputs % count:
+        raise CheckpointError(
+            name, f"{outputs} outputs cannot be divided by {count} linears", REMEDY
+        )
+    each, take = outputs // count, _columns if transposed else _rows
+    return {
+        full: take(entry, full, expert, each * place, each)
+        for expert in range(entry.shape[0])
+        for place, linear in enumerate(projection.expert(expert).linears)
+        for full in [f"{prefix}.{linear.name}.weight"]
+    }
+
+
+def _rows(entry: Any, name: str, expert: int, start: int, count: int) -> Any:
+    """Return `count` rows of one expert's matrix."""
+    if not isinstance(entry, TensorEntry):  # a tensor in memory (HeldTensors)
+        return replace(entry, tensor=entry.tensor[expert, start : start + count])
+    _, rows, columns = entry.shape
+    size = columns * entry.dtype.itemsize
+    return replace(
+        entry,
+        name=name,
+        shape=(count, columns),
+        num_bytes=count * size,
+        offset=entry.offset + (expert * rows + start) * size,
+    )
+
+
+def _columns(entry: Any, name: str, expert: int, start: int, count: int) -> Any:
+    """Return `count` columns of one expert's matrix as rows."""
+    if not isinstance(entry, TensorEntry):
+        return replace(entry, tensor=entry.tensor[expert, :, start : start + count].T)
+    _, rows, columns = entry.shape
+    size = rows * entry.dtype.itemsize
+    return ColumnsEntry(
+        name=name,
+        dtype=entry.dtype,
+        shape=(count, rows),
+        num_bytes=count * size,
+        file=entry.file,
+        offset=entry.offset + expert * columns * size,
+        start=start,
+        columns=columns,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnsEntry(TensorEntry):
+    """Columns of a matrix of a file, read as rows. `offset`: of the matrix."""
+
+    start: int  # the first of the columns
+    columns: int  # of the file's matrix
+
+    def read(self) -> torch.Tensor:
+        """Read the matrix, and return its columns as rows [N, K]. Raises CheckpointError."""
+        count, rows = self.shape
+        data = self.read_bytes(0, rows * self.columns * self.dtype.itemsize)
+        matrix_KN = data.view(self.dtype).reshape(rows, self.columns)
+        return matrix_KN[:, self.start : self.start + count].T.contiguous()
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Return rows `start` to `stop`; the whole matrix is read. Raises CheckpointError."""
+        return self.read()[start:stop]
+
+    def blocks(self, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (index of the first value, values) of runs. Raises CheckpointError."""
+        values, size = self.read().flatten(), most_bytes // self.dtype.itemsize
+        for begin in range(0, len(values), size):
+            yield begin, values[begin : begin + size]

@@ -43,6 +43,8 @@ class Router:
     """Routing of tokens to experts. It stays in float."""
 
     name: str = "gate"  # below the module
+    # transformers has a Linear, which it would take for quantized unless the file says otherwise
+    is_linear: bool = False
     # applied to x @ weight; softmax_of_chosen: softmax over the chosen experts' logits only
     scores: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
     normalized: Flag = False  # routing weights of the active experts are normalized to sum to 1
@@ -79,9 +81,12 @@ class Experts:
     # One tensor holds the matrices of all experts, transposed, with biases; gate and up alternate.
     # In MXFP4 it is a pair of tensors, not transposed.
     fused: bool = False
-    # Float tensors [E, N, K] of all experts, by name below the layer: the leaves of the linears
-    # whose rows each matrix holds. The reader presents the linears.
-    stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # Names below the layer of two tensors that hold gate and up [E, 2 I, H] and down [E, H, I] of
+    # all experts; the reader presents the linears of each (expert_stacks.py).
+    stacks: tuple[str, ...] = ()
+    stacks_transposed: bool = False  # those tensors are [E, H, 2 I] and [E, I, H]
+    # The routing weight multiplies an expert's input instead of its output; a token has one expert.
+    scaled_inputs: bool = False
     clamped: bool = False  # (up + 1) * gate * sigmoid(swiglu_alpha * gate), within swiglu_limit
     # Keys of config.json for the layers that keep the dense feed-forward: a list of layers; all
     # layers before a number; all but every n-th.
@@ -178,6 +183,11 @@ class Family:
     lone_blocks: bool = False
     gated_attention: bool = False  # q_proj makes each head's queries, then a gate of its output
     sinks: str = ""  # tensor of a layer: attention sinks, one score per head
+    layer_scalar: str = ""  # tensor of a layer: a factor of what it returns
+    value_norm: bool = False  # values are normed by head, without weights
+    # Fields that differ in layers with full attention, by `layer_types`; sizes call the width of
+    # their heads "global_head_dim".
+    full_layers: Mapping[str, Any] = field(default_factory=dict)
     gated: bool = True  # gate_up makes gate and up; down reads activation(gate) * up
     # Attention and feed-forward read the same norm, and both outputs are added to its input. That
     # norm `feeds` the projection of attention.
@@ -196,13 +206,15 @@ class Family:
     rope: Literal["all", "none", "no_rope_layers", "windows", "position_embedding_type"] = "all"
     rotary_dim_key: str = ""  # key of config.json: rotated channels of a head, at theta 10,000
     interleaved_rope: Flag = False  # channels 2 i and 2 i + 1 form a pair, not i and i + half
+    alibi: bool = False  # attention has ALiBi's biases (numerics/alibi.py)
+    embedding_norm: str = ""  # norm of embeddings, of the family's kind
     embedding_times_root: bool = False  # embeddings are multiplied by sqrt(hidden_size)
     embedding_factor_key: str = ""  # key of config.json: factor of the embeddings
     positions: Positions | None = None  # learned, added to embeddings; None: no such table
     logits_divisor_key: str = ""  # logits are divided by it
     logits_factor_key: str = ""  # logits are multiplied by it
     # Keys of config.json for variants that are not supported, with the value that they must have. A
-    # missing key has that value.
+    # missing key has that value. A tuple holds several. A dot leads into a part of config.json.
     fixed: Mapping[str, Any] = field(default_factory=dict)
     like_hidden_size: tuple[str, ...] = ()  # keys that must equal hidden_size if they are present
     logits_cap_key: str = ""  # softcapped logits: cap * tanh(logits / cap)
@@ -234,6 +246,14 @@ class Family:
                 return replace(self, **different)
         return self
 
+    def of_layer(self, layer: int | None, config: Mapping[str, Any]) -> "Family":
+        """Return the row with the fields of one layer; None: of layers that are not special."""
+        kinds = config.get("layer_types")
+        if not self.full_layers or layer is None or not isinstance(kinds, list):
+            return self
+        is_full = layer < len(kinds) and kinds[layer] == "full_attention"
+        return replace(self, **self.full_layers) if is_full else self
+
     @property
     def served(self) -> bool:
         """Return True if qserve serves the family."""
@@ -242,11 +262,13 @@ class Family:
     def check_config(self, config: Mapping[str, Any]) -> None:
         """Raise CheckpointError if a key asks for a variant that this project does not compute."""
         for key, wanted in self.fixed.items():
-            found = config.get(key, wanted)
-            if found != wanted and not (isinstance(wanted, bool) and bool(found) is wanted):
+            allowed = wanted if isinstance(wanted, tuple) else (wanted,)
+            found = _stated(config, key, allowed[0])
+            if found not in allowed and not (isinstance(wanted, bool) and bool(found) is wanted):
+                expected = " or ".join(map(json.dumps, allowed))
                 raise CheckpointError(
                     f"config.json {key}",
-                    f"expected {json.dumps(wanted)}, found {json.dumps(found)!s:.80}: this variant"
+                    f"expected {expected}, found {json.dumps(found)!s:.80}: this variant"
                     f" of {self.architecture} is not supported",
                     "use a model of the family without it",
                 )
@@ -366,7 +388,8 @@ class Family:
 
         Without a number, as `blocks`.
         """
-        projections = self.projections(self.blocks(config, layer), num_experts(config) or 0)
+        row = self.of_layer(layer, config)
+        projections = row.projections(row.blocks(config, layer), num_experts(config) or 0)
         return [linear for projection in projections for linear in projection.linears]
 
     def layer_tensors(
@@ -384,12 +407,14 @@ class Family:
         leaves = ("weight", "bias") if self.norm_bias else ("weight",)
         shapes |= {
             f"{norm.name}.{leaf}": ((norm.size,),)
-            for norm in self.norms
+            for norm in self.of_layer(layer, config).norms
             if is_set(norm.present, config) and (blocks.attention or not norm.of_attention)
             for leaf in leaves
         }
         if blocks.state:
             shapes |= self.state_mixer.tensors(config)
+        if self.layer_scalar:
+            shapes[self.layer_scalar] = (("one",),)
         if self.sinks and blocks.attention:
             shapes[self.sinks] = (("num_attention_heads",),)
         if blocks.experts:
@@ -408,6 +433,10 @@ class Family:
             shapes[self.head_bias_name] = (("vocab_size",),)
         if self.norm_bias:
             shapes[self.last_norm_bias] = (("hidden_size",),)
+        if self.embedding_norm:
+            shapes[self.embedding_norm] = (("hidden_size",),)
+            if self.norm_bias:
+                shapes[self.embedding_norm_bias] = (("hidden_size",),)
         if self.positions is not None:
             shapes[self.positions.name] = (("positions",), ("hidden_size",))
         return shapes
@@ -415,12 +444,17 @@ class Family:
     @property
     def head_bias_name(self) -> str:
         """Return the bias of the head, in families whose head has one."""
-        return f"{self.head.removesuffix('weight')}bias"
+        return _bias_of(self.head)
 
     @property
     def last_norm_bias(self) -> str:
         """Return the bias of the last norm, in families whose norms have one."""
-        return f"{self.last_norm.removesuffix('weight')}bias"
+        return _bias_of(self.last_norm)
+
+    @property
+    def embedding_norm_bias(self) -> str:
+        """Return the bias of the norm of embeddings, in families whose norms have one."""
+        return _bias_of(self.embedding_norm)
 
     def norm_eps(self, config: Mapping[str, Any]) -> float:
         """Return the epsilon of norms. `config` has its defaults filled in."""
@@ -460,6 +494,20 @@ def _lone_block(config: Mapping[str, Any], layer: int) -> Blocks:
         )
     state, attention, dense = (kind == each for each in kinds_known)
     return Blocks(state=state, attention=attention, dense=dense)
+
+
+def _bias_of(weight: str) -> str:
+    return f"{weight.removesuffix('weight')}bias"
+
+
+def _stated(config: Mapping[str, Any], key: str, missing: Any) -> Any:
+    """Return the value of a key, whose dots lead into parts of config.json."""
+    *parts, leaf = key.split(".")
+    for part in parts:
+        config = config.get(part)
+        if not isinstance(config, Mapping):
+            return missing
+    return config.get(leaf, missing)
 
 
 def check_num_layers(config: Mapping[str, Any]) -> None:

@@ -38,7 +38,7 @@ def facts(family: Family) -> FamilyFacts:
         model_type=family.model_type,
         kind=_kind(family),
         served=family.served,
-        tensor_parallel=not has_states,
+        tensor_parallel=not (has_states or family.full_layers),
         speculation="no" if has_states else drafters,
         windows={"none": "none", "all": "all", "layer_types": "some"}[family.window],
     )

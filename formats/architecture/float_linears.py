@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from formats.architecture.family import Family
+from formats.architecture.family import Experts, Family
 from formats.architecture.sizes import size
 
 
@@ -35,4 +35,31 @@ def kept_in_float(family: Family, config: Mapping[str, Any]) -> dict[str, str]:
             prefix = family.layer.format(i=layer)
             names = [f"{prefix}.{linear.name}" for linear in gates.linears]
             found |= dict.fromkeys(names, gates.float_because)
+    return found
+
+
+def routing_linears(family: Family, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return full names of linears that are never quantized, which a file must list as float.
+
+    The values are the reasons.
+    """
+    experts = family.experts
+    if experts is None:
+        return {}
+    layers = range(config[family.num_layers_key])
+    prefixes = [family.layer.format(i=i) for i in layers if experts.stand_in(i, config)]
+    return {
+        f"{prefix}.{name}": why for prefix in prefixes for name, why in of_routing(experts).items()
+    }
+
+
+def of_routing(experts: Experts) -> dict[str, str]:
+    """Return their names below a layer.
+
+    transformers takes every Linear for quantized that is not listed: some routers
+    (Router.is_linear), and gates of shared experts.
+    """
+    found = {experts.router: "routes tokens"} if experts.routing.is_linear else {}
+    if experts.shared is not None and experts.shared.gate:
+        found[experts.shared.gate] = "one output, which weighs the shared expert"
     return found

@@ -5,19 +5,12 @@ from typing import Any
 
 from formats.errors import CheckpointError
 
-_ALIBI = (
-    "adds ALiBi biases to attention scores, which no attention kernel of this project computes",
-    "use a model with rotary or learned positions",
-)
 _CHATGLM = (
     "is the form of ChatGLM that runs code from its folder",
     "use its form for transformers, such as zai-org/glm-4-9b-chat-hf",
 )
 # architecture -> (problem, remedy)
 REFUSED: dict[str, tuple[str, str]] = {
-    "BloomForCausalLM": _ALIBI,
-    "MptForCausalLM": _ALIBI,
-    "MPTForCausalLM": _ALIBI,
     "ChatGLMModel": _CHATGLM,
     "ChatGLMForConditionalGeneration": _CHATGLM,
     "RWForCausalLM": (

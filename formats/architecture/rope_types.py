@@ -1,4 +1,4 @@
-"""Types of rotary embedding in transformers: their parameters, and which ones qserve computes."""
+"""Types of rotary embedding in transformers, and their parameters."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,6 @@ class RopeType(NamedTuple):
 
     numbers: tuple[str, ...] = ()  # numbers above 0
     lists: tuple[str, ...] = ()  # lists of numbers above 0
-    served: bool = True  # computed by qserve/model/rope.py
 
 
 ROPE_DEFAULT = "default"
@@ -19,6 +18,5 @@ ROPE_TYPES: dict[str, RopeType] = {
     "llama3": RopeType(numbers=("factor", "low_freq_factor", "high_freq_factor")),
     "yarn": RopeType(numbers=("factor",)),
     "longrope": RopeType(lists=("short_factor", "long_factor")),
-    "proportional": RopeType(served=False),
+    "proportional": RopeType(),
 }
-SERVED_ROPE_TYPES = tuple(name for name, row in ROPE_TYPES.items() if row.served)

@@ -9,7 +9,8 @@ from formats.errors import InputError
 _NUMBERS = (
     *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
-    "shared_expert_intermediate_size",
+    *("shared_expert_intermediate_size", "shared_intermediate_size"),
+    *("intermediate_size_mlp", "global_head_dim", "num_global_key_value_heads"),
     *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
     *("linear_key_head_dim", "linear_value_head_dim"),
     *("conv_L_cache", "shared_intermediate_size"),
@@ -108,6 +109,10 @@ def named_sizes(
         head_dim = found["head_dim"] = hidden // heads
     for name, count in (("q", heads), ("kv", kv_heads)):
         found[name] = count * head_dim if count and head_dim else None
+    found["global_q"], found["global_kv"] = (
+        _product(found, name, "global_head_dim")
+        for name in ("num_attention_heads", "num_global_key_value_heads")
+    )
     found |= _latent_sizes(found)
     found["q_and_gate"] = found["q"] and 2 * found["q"]
     keys, values = (

@@ -12,14 +12,18 @@ from typing import Any
 
 import torch
 
-from formats.architecture.expert_stacks import split_experts, split_float_stacks
+from formats.architecture.expert_stacks import split_experts
 from formats.architecture.family import MAX_LAYERS, Family
 from formats.architecture.sizes import is_size
+from formats.errors import CheckpointError
 from formats.families import FAMILIES
 from formats.files.tensor_entry import TensorEntry
 
 # model_type -> that of the family with the same layers
 _SAME_LAYERS = {"kimi_k2": "deepseek_v3"}
+# architecture of code in a model's folder -> that of transformers for the same files
+_SAME_FILES = {"MPTForCausalLM": "MptForCausalLM"}
+BLOOM_LENGTH = 2048  # of training; ALiBi has no limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +59,7 @@ def usual_config(config: dict[str, Any]) -> dict[str, Any]:
 
 def replaced_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of config.json that `usual_config` replaces, with what the file states."""
-    stated = config.get("model_type")
-    is_replaced = isinstance(stated, str) and stated in _SAME_LAYERS
-    return {"model_type": stated} if is_replaced else {}
+    return {key: config[key] for key in _same(config)}
 
 
 def usual_entries(
@@ -78,9 +80,6 @@ def usual_entries(
         ends = f"{family.head.partition('.')[0]}."
         entries = {n if n.startswith(ends) else prefix + n: e for n, e in entries.items()}
     entries = split_experts(config, entries)
-    experts = family.variant(config).experts
-    if experts is not None and experts.stacks:
-        entries = split_float_stacks(experts, family.layer, entries)
     exchanged = transposed_names(config, entries)
     return {n: _exchanged(e) if n in exchanged else e for n, e in entries.items()}
 
@@ -156,11 +155,99 @@ def _ernie_moe(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gemma4(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return transformers' defaults, and the heads of layers with full attention.
+
+    They are stated as keys of their own, or by layer in `per_layer_config`.
+    """
+    count, types = config.get("num_hidden_layers"), config.get("layer_types")
+    by_layer = config.get("per_layer_config")
+    by_layer = by_layer if isinstance(by_layer, Mapping) else {}
+    found: dict[str, Any] = {}
+    if not isinstance(types, list) and is_size(count):
+        kinds = ("sliding_attention",) * 5 + ("full_attention",)
+        types = [kinds[layer % 6] for layer in range(min(count, MAX_LAYERS))]
+        found["layer_types"] = [*types[:-1], "full_attention"]
+    own = next((each for each in by_layer.values() if isinstance(each, Mapping)), {})
+    heads = config.get("num_global_key_value_heads") or own.get("num_key_value_heads")
+    return {
+        **found,
+        "attention_k_eq_v": config.get("attention_k_eq_v", False),
+        "hidden_size_per_layer_input": config.get("hidden_size_per_layer_input", 256),
+        **_known(
+            global_head_dim=config.get("global_head_dim") or own.get("head_dim") or 512,
+            num_global_key_value_heads=heads or config.get("num_key_value_heads", 4),
+        ),
+    }
+
+
+def _llama4(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the layers without experts; config.json states those with, or an interval."""
+    count, every = config.get("num_hidden_layers"), config.get("interleave_moe_layer_step", 1)
+    stated = config.get("moe_layers")
+    if not is_size(count) or not is_size(every):
+        return {}
+    layers = range(min(count, MAX_LAYERS))
+    sparse = stated if isinstance(stated, list) else layers[every - 1 :: every]
+    return {"mlp_only_layers": [i for i in layers if i not in sparse]}
+
+
+def _hunyuan_moe(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the experts of a token as one number; published files list one for each layer.
+
+    Raises CheckpointError where layers differ.
+    """
+    stated = config.get("moe_topk")
+    if not isinstance(stated, list) or not stated:
+        return {}
+    if any(each != stated[0] for each in stated):
+        raise CheckpointError(
+            "config.json moe_topk",
+            f"expected the same number of experts in each layer, found {stated!r:.80}",
+            "use a model whose layers are alike",
+        )
+    return {"moe_topk": stated[0], "num_experts_per_tok": stated[0]}
+
+
+def _bloom(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that transformers' code fixes, and the length."""
+    stated = (config.get(key) for key in ("max_position_embeddings", "seq_length"))
+    return {
+        **_four_times(config),
+        "hidden_act": "gelu_pytorch_tanh",
+        "max_position_embeddings": next(filter(is_size, stated), BLOOM_LENGTH),
+    }
+
+
+def _mpt(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_four_times(config), "hidden_act": "gelu"}
+
+
+def _four_times(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes of a feed-forward 4 times as wide as the hidden size, and of attention
+    with as many KV heads as heads.
+    """
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    inner = 4 * hidden if is_size(hidden) else None
+    return _known(intermediate_size=inner, num_key_value_heads=heads)
+
+
 def _usual_type(config: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json with the model_type of the family that has the same layers."""
-    stated = config.get("model_type")
-    same = _SAME_LAYERS.get(stated) if isinstance(stated, str) else None
-    return config if same is None else {**config, "model_type": same}
+    """Return config.json with the names of the family that has the same layers or files."""
+    same = _same(config)
+    return {**config, **same} if same else config
+
+
+def _same(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of config.json that name a family that is read as another one."""
+    model_type, names = config.get("model_type"), config.get("architectures")
+    found: dict[str, Any] = {}
+    if isinstance(model_type, str) and model_type in _SAME_LAYERS:
+        found["model_type"] = _SAME_LAYERS[model_type]
+    is_one = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
+    if is_one and names[0] in _SAME_FILES:
+        found["architectures"] = [_SAME_FILES[names[0]]]
+    return found
 
 
 def _query_rank(default: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
@@ -277,4 +364,9 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "granitemoehybrid": _granite_hybrid,
     "falcon_h1": _mamba,
     "nemotron_h": _nemotron_h,
+    "hunyuan_v1_moe": _hunyuan_moe,
+    "llama4_text": _llama4,
+    "gemma4_text": _gemma4,
+    "bloom": _bloom,
+    "mpt": _mpt,
 }

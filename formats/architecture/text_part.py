@@ -17,7 +17,9 @@ HEAD_WEIGHT = "lm_head.weight"
 # architectures that hold a text model
 WRAPPERS = (
     "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
@@ -40,6 +42,7 @@ _PREFIXES = {
     "model.text_model.": "model.",
 }
 _PART_NAMES = ("vision_tower", "multi_modal_projector", "vision_model", "connector", "visual")
+_PART_NAMES += ("embed_vision", "audio_tower", "embed_audio")
 # prefixes of the other parts
 _OTHER_PARTS = tuple(f"{parent}{part}." for parent in ("", "model.") for part in _PART_NAMES)
 _DOT = r"\\?\."  # in a name, or in a pattern of names

@@ -4,8 +4,8 @@ Versions: vLLM 0.33.0 (0.25.1 and 0.29.0 where stated), SGLang 0.5.23, transform
 optimum 2.3.0, gptqmodel 7.7.0 and compressed-tensors 0.20.0.
 """
 
+from formats.architecture.float_linears import of_routing
 from formats.architecture.refused import REFUSED
-from formats.architecture.rope_types import SERVED_ROPE_TYPES
 from formats.compatibility.compressed import COMPRESSED_RULES
 from formats.compatibility.loads_in import Facts, Rule, Verdict, judge
 from formats.compatibility.others import OTHER_RULES
@@ -44,6 +44,17 @@ def _has_delta_nets(facts: Facts) -> bool:
     family = FAMILIES.get(facts.architecture)
     mixer = None if family is None else family.state_mixer
     return mixer is not None and mixer.kind == "gated delta nets"
+
+
+def _unlisted_linear(facts: Facts) -> str:
+    """Return a linear of the routing that the block does not list as float; "": there is none."""
+    family = FAMILIES.get(facts.architecture)
+    if family is None or family.experts is None or facts.config is None:
+        return ""
+    stem = f".{family.experts.module}.experts."
+    prefixes = {each.name.partition(stem)[0] for each in facts.linears if stem in each.name}
+    names = (f"{prefix}.{name}" for prefix in prefixes for name in of_routing(family.experts))
+    return min((name for name in names if facts.config.scheme_for(name) is not None), default="")
 
 
 RULES: tuple[Rule, ...] = (
@@ -93,17 +104,6 @@ RULES: tuple[Rule, ...] = (
             else f"computes {f.choices.usual_activation}, not {f.choices.activation}"
         ),
         "vllm/model_executor/models/llama.py LlamaMLP; SGLang's is alike",
-    ),
-    row(
-        "rope",
-        OURS,
-        "no",
-        lambda f: (
-            ""
-            if f.choices.rope in SERVED_ROPE_TYPES
-            else f"computes no rotary embedding of type {f.choices.rope}"
-        ),
-        OWN_SOURCE,
     ),
     row(
         "unplaced",
@@ -163,24 +163,34 @@ RULES: tuple[Rule, ...] = (
         "transformers/conversion_mapping.py of 5.23.0, run",
     ),
     row(
-        "delta-net-experts",
+        "granite-experts",
+        TRANSFORMERS,
+        "no",
+        when(
+            lambda f: f.architecture.startswith("GraniteMoe") and f.config is not None,
+            "looks for one float tensor of all experts, and fills it with random numbers",
+        ),
+        "transformers 5.23.0 and compressed-tensors, run on granitemoe",
+    ),
+    row(
+        "unlisted-linears",
         TRANSFORMERS,
         "no",
         lambda f: (
-            _has_delta_nets(f)
-            and any(".experts." in each.name and "float" not in each.traits for each in f.linears)
-            and "does not decompress the experts of this architecture: an error, or other logits"
+            (name := _unlisted_linear(f))
+            and f"takes {name} for quantized, which is float but not listed as such, and fills it"
+            " with random numbers: quantize again"
         ),
-        "transformers 5.23.0 and compressed-tensors, run on qwen3_next and qwen3_5_moe",
+        "transformers 5.23.0 and compressed-tensors, run on qwen2_moe, qwen3_next and qwen3_5_moe",
         "compressed-tensors",
     ),
     row(
-        "granite-experts",
-        OTHERS,
+        "granite-experts-apart",
+        SERVERS,
         "no",
         when(
             lambda f: (
-                f.architecture == "GraniteMoeHybridForCausalLM"
+                f.architecture.startswith("GraniteMoe")
                 and any(
                     ".experts." in each.name and "float" not in each.traits for each in f.linears
                 )

@@ -1,7 +1,7 @@
 """Entries of a checkpoint: where a tensor lies, read on request."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -37,18 +37,6 @@ class TensorEntry:
                 if file.readinto(memoryview(block.numpy())) != len(block):
                     raise OSError("the file ends inside")
                 yield begin // self.dtype.itemsize, block.view(self.dtype)
-
-    def matrix(self, name: str, number: int, start: int, stop: int) -> "TensorEntry":
-        """Return rows `start` to `stop` of one matrix of a stack [E, N, K], as a tensor `name`."""
-        _, N, K = self.shape
-        row_bytes = K * self.dtype.itemsize
-        return replace(
-            self,
-            name=name,
-            shape=(stop - start, K),
-            num_bytes=(stop - start) * row_bytes,
-            offset=self.offset + (number * N + start) * row_bytes,
-        )
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Read rows `start` to `stop` of a tensor of one or more dims. Raises CheckpointError.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from formats.architecture.family import Family
-from formats.architecture.rope_types import ROPE_DEFAULT, ROPE_TYPES, SERVED_ROPE_TYPES
+from formats.architecture.rope_types import ROPE_DEFAULT, ROPE_TYPES
 from formats.architecture.sizes import check_heads
 from formats.checkpoint import CONFIG
 from formats.errors import InputError
@@ -45,7 +45,6 @@ class Choices(NamedTuple):
 
     activation: str = SILU
     usual_activation: str = SILU  # the choice of all models of the family
-    rope: str = ROPE_DEFAULT
     refused: str = ""  # why this project does not compute the variant
 
 
@@ -84,10 +83,10 @@ def check_config(config: Mapping[str, Any], findings: Findings) -> Choices:
         findings.error(
             f"{CONFIG} tie_word_embeddings", f"expected true or false, found {tied!r:.80}"
         )
+    _check_rope(config, findings)
     return Choices(
         activation=_activation(config, family, findings),
         usual_activation=family.activations[0],
-        rope=_rope(config, findings),
         refused=_refused_variant(config),
     )
 
@@ -161,26 +160,22 @@ def _activation(config: Mapping[str, Any], family: Family, findings: Findings) -
     return usual
 
 
-def _rope(config: Mapping[str, Any], findings: Findings) -> str:
-    """Check the rotary embedding and its parameters. Return its type."""
+def _check_rope(config: Mapping[str, Any], findings: Findings) -> None:
+    """Check the rotary embedding and its parameters."""
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(key)
     rope = {} if rope is None else rope
     if not isinstance(rope, dict):
         findings.error(f"{CONFIG} {key}", f"expected an object, found {rope!r:.80}", _COPY)
-        return ROPE_DEFAULT
+        return
     of_types = {f"{key}.{name}": value for name, value in rope.items() if isinstance(value, dict)}
-    kinds = [
-        _kind_of_rope(subject, value, config, findings)
-        for subject, value in (of_types or {key: rope}).items()
-    ]
-    # of several layers' types, the one that servers may not support
-    return next((kind for kind in kinds if kind not in SERVED_ROPE_TYPES), kinds[0])
+    for subject, value in (of_types or {key: rope}).items():
+        _check_type_of_rope(subject, value, config, findings)
 
 
-def _kind_of_rope(
+def _check_type_of_rope(
     key: str, rope: Mapping[str, Any], config: Mapping[str, Any], findings: Findings
-) -> str:
+) -> None:
     theta_key = f"{key}.rope_theta" if "rope_theta" in rope else "rope_theta"
     theta = rope.get("rope_theta", config.get("rope_theta", 1.0))
     if not _is_positive(theta):
@@ -194,7 +189,7 @@ def _kind_of_rope(
             f"expected one of {', '.join(ROPE_TYPES)}, found {kind!r:.80}",
             _COPY,
         )
-        return ROPE_DEFAULT
+        return
     numbers, lists = ROPE_TYPES[kind].numbers, ROPE_TYPES[kind].lists
     for name in (*numbers, *lists):
         value = rope.get(name)
@@ -203,7 +198,6 @@ def _kind_of_rope(
             wanted = "a list of numbers" if name in lists else "a number"
             found = f"found {value!r:.80}" if name in rope else "it is missing"
             findings.error(f"{CONFIG} {key}.{name}", f"expected {wanted} above 0, {found}", _COPY)
-    return kind
 
 
 def _is_positive(value: Any) -> bool:

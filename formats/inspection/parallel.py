@@ -51,6 +51,8 @@ def _why_not(
         return "unknown: config.json names no architecture that is known here"
     if family.state_mixer is not None:
         return "layers with recurrent states cannot be divided over GPUs"
+    if family.full_layers:
+        return "layers with different heads are not divided over GPUs"
     sizes = family.sizes(config)
     attention: list[Scheme | None] = []
     try:

@@ -71,7 +71,8 @@ def adapted_projections(
     These are all linears of a layer except the router and the routed experts.
     """
     for layer in range(config[family.num_layers_key]):
-        for projection in family.projections(family.blocks(config, layer)):
+        row = family.of_layer(layer, config)
+        for projection in row.projections(row.blocks(config, layer)):
             yield layer, family.layer.format(i=layer), projection
 
 

@@ -59,11 +59,15 @@ def default_attention_config(
             least = split * DECODE_MIN_KEYS_PER_SPLIT + 1
     # The tensor core takes at least 16 rows; 64 fill one warpgroup's wgmma. float32 does not run on
     # it: more than 16 rows or 16 keys spill registers (compiled for sm_90).
-    most_rows = 16 if element_size == 4 else 64
+    most_rows, warps = (16 if element_size == 4 else 64), 4
+    if head_dim > 256:  # 64 rows, or 32 in 4 warps, spill their sums (compiled for sm_90)
+        most_rows, warps = (16, 4) if few_rows or element_size == 4 else (32, 8)
     block_m = max(16, group, min(most_rows, group * power_of_two(max_query_len)))
     # K and V of all stages must leave room in 227 KB of shared memory: 192 KB at the widest.
     if element_size == 4:
         keys, stages = 16, 2
+    elif head_dim > 256:
+        keys, stages = (32 if most_rows > 16 and page_element_size != 1 else 16), 2
     elif head_dim > 128:
         # 32 keys of a chunk spill where 8-bit codes are converted
         keys, stages = (16 if page_element_size == 1 and block_m == 64 else 32), 3
@@ -82,7 +86,7 @@ def default_attention_config(
         block_q=block_m // group,
         keys=keys,
         split=split,
-        warps=4,
+        warps=warps,
         stages=stages,
         gluon=gluon,
     )

@@ -9,9 +9,8 @@ alone.
 import torch
 
 from qkernels.attention import reference
-from qkernels.attention.cache import PagedKv
+from qkernels.attention.cache import AttentionStep, PagedKv
 from qkernels.attention.config import fixed_order_config
-from qkernels.attention.step import AttentionStep
 from qkernels.gpu import device as gpu_device
 from qkernels.operands.limbs import LimbForm, Limbs
 

@@ -8,7 +8,7 @@ import math
 import torch
 
 from qkernels import dispatch
-from qkernels.attention.cache import PagedKv
+from qkernels.attention.cache import AttentionStep, PagedKv
 from qkernels.attention.checks import (
     can_use_tma,
     check_cache,
@@ -23,7 +23,6 @@ from qkernels.attention.rows import (
     ROPE_WRITE_KV,
     WRITE_KV,
 )
-from qkernels.attention.step import AttentionStep
 from qkernels.checks import check_float, check_limb_rows, check_norm, check_tensor, expect_ndim
 from qkernels.choice import FIXED_ORDER
 from qkernels.errors import KernelError
@@ -131,6 +130,8 @@ def paged_attention(
     window: int | None,
     soft_cap: float | None = None,
     sinks_H: torch.Tensor | None = None,
+    slopes_H: torch.Tensor | None = None,
+    chunk_size: int | None = None,
     limbs: LimbForm | None = None,
     inputs_ready: bool = False,
     kernel: str | None = None,
@@ -140,6 +141,8 @@ def paged_attention(
     window        a row sees itself and the window - 1 keys before it; None: all before it
     soft_cap      scores become soft_cap * tanh(score / soft_cap), as in Gemma 2
     sinks         float32 [H]: the score of one more key of each head, whose value is zero (gpt-oss)
+    slopes        float32 [H]: ALiBi, slope * (key's position - row's position) is added to scores
+    chunk_size    a row at position p sees the keys from p - p % chunk_size on (Llama 4); None: all
     limbs         return to_limbs of the result [T, H D] instead, for the linear that follows
     inputs_ready  query_starts and context_lengths were complete before the previous kernel began:
                   they may be read while it still runs
@@ -176,6 +179,13 @@ def paged_attention(
         )
     if sinks_H is not None:
         check_tensor("paged_attention sinks", sinks_H, (heads,), (torch.float32,), q_THD)
+    if slopes_H is not None:
+        check_tensor("paged_attention slopes", slopes_H, (heads,), (torch.float32,), q_THD)
+    if chunk_size is not None and (chunk_size < 1 or window is not None):
+        raise KernelError(
+            "paged_attention chunk_size",
+            f"expected None, or at least 1 without a window, found {chunk_size}",
+        )
     num_pages = step.block_tables_RX.shape[1]
     if step.max_context_len > num_pages * page_size:
         raise KernelError(
@@ -193,9 +203,12 @@ def paged_attention(
         pages_dtype=cache.k_pages.dtype,
         soft_cap=soft_cap is not None,
         sinks=sinks_H is not None,
+        alibi=slopes_H is not None,
+        chunked=chunk_size is not None,
         chunk=chunk,
         tma_pages=not (chunk or kernel == FIXED_ORDER) or can_use_tma(cache.k_pages, cache.v_pages),
     )
+    options = {"sinks_H": sinks_H, "slopes_H": slopes_H, "chunk_size": chunk_size}
     out = run(
         q_THD,
         cache,
@@ -205,7 +218,7 @@ def paged_attention(
         soft_cap=soft_cap,
         limbs=limbs,
         inputs_ready=inputs_ready,
-        **({} if sinks_H is None else {"sinks_H": sinks_H}),
+        **{name: value for name, value in options.items() if value is not None},
     )
     if limbs is None or isinstance(out, Limbs):
         return out

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from formats.numerics.activation import quantize_input as round_input
 from formats.numerics.activation import to_codes
 from formats.scheme import ActivationSpec
-from qkernels.attention.cache import PagedKv
-from qkernels.attention.step import AttentionStep
+from qkernels.attention.cache import AttentionStep, PagedKv
 from qkernels.operands.limbs import LimbForm, Limbs
 from qkernels.operands.limbs_reference import to_limbs
 from qkernels.operands.split_k import LinearOutput, reduced
@@ -139,13 +138,15 @@ def paged_attention(
     limbs: LimbForm | None = None,
     inputs_ready: bool = False,  # not used: torch keeps the order
     sinks_H: torch.Tensor | None = None,
+    slopes_H: torch.Tensor | None = None,
+    chunk_size: int | None = None,
 ) -> torch.Tensor | Limbs:
     """Causal attention of each request's query rows over its paged keys, in float32. [T, H, D].
 
     Row i of a request with `count` rows stands at position context_length - count + i and sees
     itself and the `window` - 1 keys before it (None: all), and with `last_keys_T` keys after it.
-    Rows that see nothing, or that belong to
-    no request, are zero.
+    With `chunk_size` it sees no key of an earlier chunk of positions. Rows that see nothing, or
+    that belong to no request, are zero.
     """
     keys = _Pages(cache.k_pages, cache.k_scales)
     values = _Pages(cache.v_pages, cache.v_scales)
@@ -158,7 +159,7 @@ def paged_attention(
     decodes.sort(key=lambda r: lengths[r])
     page_elements = cache.num_kv_heads * cache.k_pages.shape[3]
     while decodes:
-        longest = lengths[decodes[-1]] if window is None else min(window, lengths[decodes[-1]])
+        longest = min(lengths[decodes[-1]], window or chunk_size or lengths[decodes[-1]])
         size = max(1, GATHER_ELEMENTS // (longest * page_elements))
         batch, decodes = decodes[-size:], decodes[:-size]
         rows = torch.tensor([starts[r] for r in batch], device=q_THD.device)
@@ -173,6 +174,8 @@ def paged_attention(
             window,
             soft_cap,
             sinks_H,
+            slopes_H,
+            chunk_size,
         ).to(out_THD.dtype)
     for r, count in enumerate(counts):
         if count > 1 and lengths[r] > 0:
@@ -187,6 +190,8 @@ def paged_attention(
                 window,
                 soft_cap,
                 sinks_H,
+                slopes_H,
+                chunk_size,
                 None if step.last_keys_T is None else step.last_keys_T[rows],
             ).to(out_THD.dtype)
     return out_THD if limbs is None else to_limbs(out_THD.flatten(1), limbs)
@@ -239,13 +244,19 @@ def _attend(
     scale: float,
     soft_cap: float | None,
     sinks: torch.Tensor | None,
+    biases: torch.Tensor | None,
 ) -> torch.Tensor:
-    """softmax(cap * tanh(scale * q k / cap)) v, masked. `sinks`: scores of one more key."""
-    if soft_cap is None and sinks is None:
+    """softmax(cap * tanh(scale * q k / cap) + biases) v, masked.
+
+    `sinks`: scores of one more key.
+    """
+    if soft_cap is None and sinks is None and biases is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
     scores = q @ k.transpose(-1, -2) * scale
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
+    if biases is not None:
+        scores = scores + biases
     scores = scores.masked_fill(~visible, float("-inf"))
     if sinks is None:
         return scores.softmax(-1) @ v
@@ -264,12 +275,17 @@ def _decode(
     window: int | None,
     soft_cap: float | None,
     sinks_H: torch.Tensor | None,
+    slopes_H: torch.Tensor | None,
+    chunk_size: int | None,
 ) -> torch.Tensor:
     """One row for each request: the queries that share a KV head are rows of one product."""
     lengths_R1 = lengths_R.long()[:, None]
-    first_R1 = (
-        torch.zeros_like(lengths_R1) if window is None else (lengths_R1 - window).clamp(min=0)
-    )
+    if window is not None:
+        first_R1 = (lengths_R1 - window).clamp(min=0)
+    elif chunk_size is not None:
+        first_R1 = (lengths_R1 - 1) // chunk_size * chunk_size
+    else:
+        first_R1 = torch.zeros_like(lengths_R1)
     positions_RL = first_R1 + torch.arange(longest, device=q_RHD.device)
     visible_RL = positions_RL < lengths_R1
     positions_RL = positions_RL.minimum(lengths_R1 - 1)
@@ -278,7 +294,12 @@ def _decode(
     q_RJQD = q_RHD.float().unflatten(1, (num_kv_heads, -1))
     k_RJLD, v_RJLD = (pages.gather(index).transpose(1, 2) for pages in (keys, values))
     sinks = None if sinks_H is None else sinks_H.view(num_kv_heads, -1, 1)
-    out_RJQD = _attend(q_RJQD, k_RJLD, v_RJLD, visible_RL[:, None, None], scale, soft_cap, sinks)
+    biases = None
+    if slopes_H is not None:
+        distances_RL = positions_RL - (lengths_R1 - 1)
+        biases = slopes_H.view(num_kv_heads, -1, 1) * distances_RL[:, None, None]
+    visible = visible_RL[:, None, None]
+    out_RJQD = _attend(q_RJQD, k_RJLD, v_RJLD, visible, scale, soft_cap, sinks, biases)
     return out_RJQD.flatten(1, 2)
 
 
@@ -292,20 +313,29 @@ def _chunk(
     window: int | None,
     soft_cap: float | None,
     sinks_H: torch.Tensor | None,
+    slopes_H: torch.Tensor | None,
+    chunk_size: int | None,
     last_keys_S: torch.Tensor | None,
 ) -> torch.Tensor:
     """The S last rows of one request, over the keys that any of them sees."""
     count, (page_size, num_kv_heads) = q_SHD.shape[0], keys.pages_PBJD.shape[1:3]
     first = 0 if window is None else max(0, length - count - window + 1)
+    if chunk_size is not None:
+        first = max(0, length - count) // chunk_size * chunk_size
     keys_L = torch.arange(first, length, device=q_SHD.device)
     index = (block_table_X[keys_L // page_size].long(), keys_L % page_size)
     queries_S1 = torch.arange(length - count, length, device=q_SHD.device)[:, None]
     visible_SL = keys_L <= (queries_S1 if last_keys_S is None else last_keys_S[:, None])
     if window is not None:
         visible_SL &= keys_L > queries_S1 - window
+    if chunk_size is not None:
+        visible_SL &= keys_L >= queries_S1 // chunk_size * chunk_size
     k_JLD, v_JLD = (pages.gather(index).transpose(0, 1) for pages in (keys, values))
     q_JQSD = q_SHD.float().unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
     k_JQLD, v_JQLD = (x[:, None].expand(-1, q_JQSD.shape[1], -1, -1) for x in (k_JLD, v_JLD))
     sinks = None if sinks_H is None else sinks_H.view(num_kv_heads, -1, 1, 1)
-    out_JQSD = _attend(q_JQSD, k_JQLD, v_JQLD, visible_SL, scale, soft_cap, sinks)
+    biases = None
+    if slopes_H is not None:
+        biases = slopes_H.view(num_kv_heads, -1, 1, 1) * (keys_L - queries_S1)
+    out_JQSD = _attend(q_JQSD, k_JQLD, v_JQLD, visible_SL, scale, soft_cap, sinks, biases)
     return torch.where(queries_S1[:, :, None] >= 0, out_JQSD.flatten(0, 1).transpose(0, 1), 0)

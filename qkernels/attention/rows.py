@@ -17,13 +17,14 @@ from qkernels.problem import (
     needs_triton_on_gpu,
 )
 
+MAX_HEAD_DIM = 512
 KV_WRITE_MAX_HEAD_DIM = 1024  # a head lies in one program's registers
 
 
 def triton_attention(problem: Problem) -> str | None:
     reason = needs_triton_on_gpu(problem)
-    if reason is None and not 16 <= problem.head_dim <= 256:
-        return f"takes heads of 16 to 256, not {problem.head_dim}"
+    if reason is None and not 16 <= problem.head_dim <= MAX_HEAD_DIM:
+        return f"takes heads of 16 to {MAX_HEAD_DIM}, not {problem.head_dim}"
     if reason is None and problem.page_size not in (16, 32, 64, 128):
         return f"takes pages of 16, 32, 64 or 128 tokens, not {problem.page_size}"
     return reason or _refuses_pages(problem)
@@ -51,6 +52,10 @@ def sm90_prefill(problem: Problem) -> str | None:
         return "made for the many rows of a prompt chunk"
     if problem.sinks:
         return "does not support attention sinks"
+    if problem.alibi:
+        return "does not support ALiBi biases"
+    if problem.chunked:
+        return "does not support chunked attention"
     if problem.dtype not in HALF_DTYPES:
         return f"takes float16 and bfloat16, not {problem.dtype}"
     if problem.pages_dtype not in (None, problem.dtype, *CODE_DTYPES.values()):

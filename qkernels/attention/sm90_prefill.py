@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from qkernels.attention.cache import PagedKv
+from qkernels.attention.cache import AttentionStep, PagedKv
 from qkernels.attention.config import PREFILL_ROWS, prefill_split
 from qkernels.attention.merge_splits import merge_splits
 from qkernels.attention.sm90_prefill_dequant import NUM_VECTORS, dequantize_pages
@@ -37,7 +37,6 @@ from qkernels.attention.sm90_prefill_structs import (
     Attention,
     SharedMemory,
 )
-from qkernels.attention.step import AttentionStep
 from qkernels.attention.triton_paged import LOG2_E
 from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.device import sm_count

@@ -17,10 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from qkernels.attention.cache import PagedKv
+from qkernels.attention.cache import AttentionStep, PagedKv
 from qkernels.attention.config import AttentionConfig, default_attention_config
 from qkernels.attention.merge_splits import merge_splits
-from qkernels.attention.step import AttentionStep
 from qkernels.attention.tuned import TUNED
 from qkernels.gpu import device as gpu_device
 from qkernels.gpu.config import power_of_two
@@ -44,6 +43,8 @@ def paged_attention(
     limbs: LimbForm | None = None,
     inputs_ready: bool = False,
     sinks_H: torch.Tensor | None = None,
+    slopes_H: torch.Tensor | None = None,
+    chunk_size: int | None = None,
     config: AttentionConfig | None = None,
 ) -> torch.Tensor | Limbs:
     """Implement ops.paged_attention; `config` replaces the tuned or default one."""
@@ -63,7 +64,7 @@ def paged_attention(
             "element_size": q_THD.element_size(),
             "max_query_len": step.max_query_len,
             "max_context_len": step.max_context_len,
-            "window": window,
+            "window": window or chunk_size,
         }
         row = None  # tables have configs for pages of the queries' own dtype only
         if not cache.is_8bit:
@@ -74,7 +75,7 @@ def paged_attention(
             **problem,
             page_element_size=cache.k_pages.element_size(),
             sm_count=sm_count(q_THD.device),
-            gluon=sinks_H is None and gluon_refuses(q_THD, cache) is None,
+            gluon=not (has_options(sinks_H, slopes_H, chunk_size) or gluon_refuses(q_THD, cache)),
         )
     partials = sums = None
     if config.split > 1:
@@ -134,7 +135,9 @@ def paged_attention(
                 *cache.scale_strides,
                 step.block_tables_RX.stride(0),
                 sinks_H,
+                slopes_H,
                 **constants,
+                CHUNK=chunk_size or 0,
                 PADDED_D=max(16, power_of_two(D)),
                 ALIGNMENT=alignment(*strides),
                 BLOCK_M=config.block_m,
@@ -148,6 +151,11 @@ def paged_attention(
     if config.split == 1:
         return out_THD
     return merge_splits(partials, sums, step.query_starts_R1, out_THD, limbs)
+
+
+def has_options(*options: torch.Tensor | int | None) -> bool:
+    """True if one is given; sm90_decode_8bit.py has no sinks, slopes or chunks."""
+    return any(option is not None for option in options)
 
 
 def gluon_refuses(q_THD: torch.Tensor, cache: PagedKv) -> str | None:
@@ -224,6 +232,7 @@ def _paged_attention(
     stride_vsj,
     stride_table,
     sinks_ptr,  # [H], or None
+    slopes_ptr,  # [H], or None
     H: tl.constexpr,
     GROUP: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
@@ -231,6 +240,7 @@ def _paged_attention(
     PADDED_D: tl.constexpr,
     B: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -268,6 +278,8 @@ def _paged_attention(
     begin = 0
     if WINDOW > 0:
         begin = max(0, before + first_row - WINDOW + 1)
+    if CHUNK > 0:
+        begin = max(0, before + first_row) // CHUNK * CHUNK
     first_step = begin // KEYS
     last_step = (end + KEYS - 1) // KEYS
     if SPLIT > 1:
@@ -283,12 +295,16 @@ def _paged_attention(
         sink = tl.load(sinks_ptr + head, mask=m % PADDED_GROUP < GROUP, other=0.0)
         largest = tl.where(split == 0, sink * 1.4426950408889634, largest)  # log2(e)
         weights = tl.where(split == 0, 1.0, weights)
+    slope = None
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + head, mask=m % PADDED_GROUP < GROUP, other=0.0)
+        slope *= 1.4426950408889634  # log2(e)
     table = tables_ptr + request.to(tl.int64) * stride_table
     k_head, v_head = k_ptr + kv_head * stride_kj, v_ptr + kv_head * stride_vj
     if k_scales_ptr is not None:
         k_scales_head = k_scales_ptr + kv_head * stride_ksj
         v_scales_head = v_scales_ptr + kv_head * stride_vsj
-    if BLOCK_M >= 64 and WINDOW == 0 and SPLIT == 1:
+    if BLOCK_M >= 64 and WINDOW == 0 and CHUNK == 0 and SPLIT == 1:
         # a chunk's first row sees all keys of these steps, so every row does
         whole_steps = (before + first_row + 1) // KEYS
         for step in tl.range(0, whole_steps, num_stages=STAGES):
@@ -324,12 +340,14 @@ def _paged_attention(
             else:
                 k = tl.load(k_head + k_rows[None, :] + d[:, None], mask=d[:, None] < D, other=0.0)
                 v = tl.load(v_head + v_rows[:, None] + d[None, :], mask=d[None, :] < D, other=0.0)
-            if k_scales_ptr is None and not SOFT_CAP:
+            if k_scales_ptr is None and not SOFT_CAP and slope is None:
                 score = tl.dot(q, k, input_precision="ieee")
                 new_largest = tl.maximum(largest, tl.max(score, 1) * scale)
                 weight = tl.exp2(score * scale - new_largest[:, None])
             else:
                 score = _scores(q, k, k_scale, scale, cap_log2, SOFT_CAP)
+                if slope is not None:
+                    score = _add_alibi(score, slope, step * KEYS + tl.arange(0, KEYS), position)
                 new_largest = tl.maximum(largest, tl.max(score, 1))
                 weight = tl.exp2(score - new_largest[:, None])
             shrink = tl.exp2(largest - new_largest)
@@ -357,9 +375,13 @@ def _paged_attention(
             k_scale = tl.load(k_scales_head + k_scale_rows, mask=exists, other=0.0)
             v_scale = tl.load(v_scales_head + v_scale_rows, mask=exists, other=0.0)
         score = _scores(q, k, k_scale, scale, cap_log2, SOFT_CAP)
+        if slope is not None:
+            score = _add_alibi(score, slope, key, position)
         visible = exists[None, :] & (key[None, :] <= position[:, None])
         if WINDOW > 0:
             visible &= key[None, :] > position[:, None] - WINDOW
+        if CHUNK > 0:
+            visible &= key[None, :] >= (position // CHUNK * CHUNK)[:, None]
         score = tl.where(visible, score, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(score, 1))
         # a row that has seen no key yet: -inf - -inf would be NaN
@@ -405,6 +427,12 @@ def _scores(q, k, k_scale, scale, cap_log2, SOFT_CAP: tl.constexpr):
     if SOFT_CAP:  # cap * tanh(score), where exp2 may be 0 or infinite
         score = cap_log2 - 2 * cap_log2 / (1 + tl.exp2(score * 2.8853900817779268))  # 2 log2(e)
     return score
+
+
+@triton.jit
+def _add_alibi(score, slope, key, position):
+    """Scores plus slope times the distance from the row to the key, which is 0 or less."""
+    return score + slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
 
 
 @triton.jit

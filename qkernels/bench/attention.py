@@ -8,8 +8,7 @@ import torch
 from torch.nn import functional
 
 from qkernels import ops
-from qkernels.attention.cache import PagedKv
-from qkernels.attention.step import AttentionStep
+from qkernels.attention.cache import AttentionStep, PagedKv
 from qkernels.attention.tuned import TUNED
 from qkernels.bench.measure import Baselines, BenchedOp, Call, Case, copies_needed, read_shape
 

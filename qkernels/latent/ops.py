@@ -7,7 +7,7 @@ of its rotated key, P pages, B tokens of a page.
 import torch
 
 from qkernels import dispatch
-from qkernels.attention.step import AttentionStep
+from qkernels.attention.cache import AttentionStep
 from qkernels.checks import INDEX_DTYPES, check_float, check_tensor, expect_ndim
 from qkernels.errors import KernelError
 from qkernels.latent import rows

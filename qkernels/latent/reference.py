@@ -6,8 +6,8 @@ pages, B tokens of a page, N rows of a request, K its keys.
 
 import torch
 
+from qkernels.attention.cache import AttentionStep
 from qkernels.attention.reference import apply_rope
-from qkernels.attention.step import AttentionStep
 from qkernels.latent.cache import PagedLatents
 from qkernels.rowwise.reference import normalized
 from qkernels.rowwise.spec import NormSpec

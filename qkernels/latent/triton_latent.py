@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from qkernels.attention.cache import AttentionStep
 from qkernels.attention.merge_splits import merge_splits
-from qkernels.attention.step import AttentionStep
 from qkernels.attention.triton_paged import LOG2_E, request_of
 from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.device import sm_count

@@ -58,10 +58,7 @@ def expert_weights(weights: Any, prefix: str) -> ExpertWeights:
     else:
         matrices = {}
         for name, projection in (("gate_up", experts.gate_up), ("down", experts.down)):
-            if f"{stem}.{name}_proj" in weights.source:
-                matrices[name] = _stacked(weights, prefix, f"{stem}.{name}_proj", projection)
-            else:
-                matrices[name] = [_matrix(weights, prefix, projection, e) for e in range(E)]
+            matrices[name] = [_matrix(weights, prefix, projection, e) for e in range(E)]
             if experts.fused:
                 matrices |= _biases(weights, prefix, name, projection)
     return ExpertWeights(top_k=routing.top_k, glu=glu, **matrices)
@@ -71,20 +68,6 @@ def _are_apart(weights: Any, prefix: str) -> bool:
     """Return True if each expert of a family with fused experts has tensors of its own."""
     (linear,) = weights.family.experts.down.expert(0).linears
     return weights.source.has_linear(f"{prefix}.{linear.name}")
-
-
-def _stacked(weights: Any, prefix: str, name: str, projection: Projection) -> list[torch.Tensor]:
-    """The matrices [N, K] of all experts, from one float tensor [E, N, K], gate's rows first."""
-    linears, cuts = projection.linears, _cuts(weights, prefix, projection, 0)
-    shapes = [weights.shape(linear.shape) for linear in linears]
-    E = num_experts(weights.config.values)
-    whole_ENK = weights.tensor(name, (E, sum(n for n, _ in shapes), shapes[0][1]))
-    matrices = []
-    for whole_NK in whole_ENK:
-        rows = whole_NK.split([n for n, _ in shapes])
-        parts = [cut.tensor(part) for cut, part in zip(cuts, rows, strict=True)]
-        matrices.append(torch.cat(parts) if len(parts) > 1 else parts[0])
-    return matrices
 
 
 def _biases(

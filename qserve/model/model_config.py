@@ -274,9 +274,10 @@ def _ropes(
             in_all = family.rope != "windows" or config.sliding_window is None
             rotates = in_all or window is not None
         parameters = by_type[config.layer_types[number]] if by_type else stated
+        is_full = family.of_layer(number, vars(config)) is not family
         rope = RopeConfig.from_dict(
             parameters,
-            dim=head_dim,
+            dim=config.global_head_dim if is_full else head_dim,
             max_position=config.max_position_embeddings,
             interleaved=is_set(family.interleaved_rope, vars(config)),
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from formats.architecture.rope_types import ROPE_DEFAULT, SERVED_ROPE_TYPES
+from formats.architecture.rope_types import ROPE_DEFAULT, ROPE_TYPES
 from formats.checkpoint import fits_float32
 from formats.errors import InputError, one_line
 
@@ -32,13 +32,15 @@ class RopeConfig:
     ) -> "RopeConfig":
         """Raises InputError on an unsupported scaling type."""
         kind = rope.get("rope_type", ROPE_DEFAULT)
-        if kind not in SERVED_ROPE_TYPES:
-            known = ", ".join(SERVED_ROPE_TYPES)
+        if kind not in ROPE_TYPES:
+            known = ", ".join(ROPE_TYPES)
             raise InputError("config.json rope_type", f"expected one of {known}, found {kind!r}")
         theta, rotated = (
             float(rope["rope_theta"]),
             int(dim * rope.get("partial_rotary_factor", 1.0)),
         )
+        if kind == "proportional":  # all pairs are in the table, some of which do not turn
+            rotated = dim
         if kind == "dynamic" and rope.get("alpha"):  # Hunyuan's: the same for all lengths
             kind, theta = ROPE_DEFAULT, theta * rope["alpha"] ** (rotated / (rotated - 2))
         return cls(
@@ -100,6 +102,10 @@ def _inverse_frequencies(rope: RopeConfig, length: int) -> tuple[torch.Tensor, f
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.int64).float() / rope.dim
     periods = rope.theta**exponents
     plain = 1.0 / periods
+    if rope.type == "proportional":
+        turning = int(rope.parameters.get("partial_rotary_factor", 1.0) * rope.dim // 2)
+        pairs = torch.arange(len(plain))
+        return plain.where(pairs < turning, 0) / rope.parameters.get("factor", 1.0), 1.0
     if rope.type == "linear":
         return plain / rope.parameters["factor"], 1.0
     if rope.type == "llama3":

@@ -206,6 +206,12 @@ def check_ranks(config: ModelConfig, size: int, stages: int) -> None:
         )
     if size == 1:
         return
+    if config.family.full_layers:
+        raise InputError(
+            f"--tensor-parallel-size {size}",
+            f"does not work with {config.family.architecture}, whose layers have different heads",
+            "use --pipeline-parallel-size",
+        )
     _head_shares(config, size)
     sizes = config.sizes
     for number in range(config.num_layers):

@@ -19,6 +19,7 @@ from formats.architecture.sizes import size
 from formats.errors import CheckpointError, InputError
 from formats.in_memory.slices import Rows, take_outputs
 from formats.in_memory.weights import Weight, merge
+from formats.numerics.alibi import alibi_slopes
 from qkernels import QuantLinear, ops
 from qkernels.choice import FIXED_ORDER
 from qkernels.moe.experts import PreparedExperts
@@ -119,6 +120,15 @@ class Weights:
         family, shape = self.family, (self.config.hidden_size,)
         bias = self.tensor(family.last_norm_bias, shape) if family.norm_bias else None
         weight = self.norm(family.last_norm, shape)
+        return Norm(weight, self.config.norm_eps, family.norm_kind, bias)
+
+    def embedding_norm(self) -> Norm | None:
+        """The norm of embeddings, in models that have one."""
+        family, shape = self.family, (self.config.hidden_size,)
+        if not family.embedding_norm:
+            return None
+        bias = self.tensor(family.embedding_norm_bias, shape) if family.norm_bias else None
+        weight = self.norm(family.embedding_norm, shape)
         return Norm(weight, self.config.norm_eps, family.norm_kind, bias)
 
     def positions(self) -> torch.Tensor | None:
@@ -328,7 +338,8 @@ class LayerWeights:
         self.number = number
         self.rotary = weights.rotary(weights.config.ropes[number])
         self.kernels = weights.kernels
-        self._weights, self._family = weights, weights.family
+        self._weights = weights
+        self._family = weights.family.of_layer(number, weights.config.values)
         self._prefix = weights.family.layer.format(i=number)
 
     def linear(
@@ -468,6 +479,10 @@ class LayerWeights:
             )
         return prepared
 
+    def scalar(self) -> torch.Tensor:
+        """Factor of what the layer returns."""
+        return self._weights.tensor(f"{self._prefix}.{self._family.layer_scalar}", (1,))
+
     def sinks(self) -> dict[str, torch.Tensor]:
         """Attention sinks: a score per head besides the keys', if the family has them."""
         if not self._family.sinks:
@@ -478,6 +493,16 @@ class LayerWeights:
         part = self._weights.sharing.head_rows(size)
         found = found if part is None else found[slice(*part)].clone()
         return {"sinks": found.to(self._weights.device, torch.float32)}
+
+    def alibi_slopes(self) -> dict[str, torch.Tensor]:
+        """ALiBi slopes of this rank's heads, if the family has them."""
+        if not self._family.alibi:
+            return {}
+        num_heads = self._weights.config.values["num_attention_heads"]
+        slopes = torch.tensor(alibi_slopes(num_heads), dtype=torch.float32)
+        part = self.sharing.head_rows("num_attention_heads")
+        slopes = slopes if part is None else slopes[slice(*part)].clone()
+        return {"slopes": slopes.to(self._weights.device)}
 
     @property
     def sharing(self) -> Sharing:

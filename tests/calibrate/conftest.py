@@ -1,5 +1,6 @@
 """Tiny float models for the calibrate tests."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -112,6 +113,7 @@ def stream_logits(
     )
     for layer in range(layer_map.num_layers(reader.config)):
         state = reader.layer(layer, "cpu")
+        context = dataclasses.replace(context, layer=layer)
         state = load_transforms(state, recipe, context)
         statistics = collect_statistics(runner, runner.build(layer, state), layer, hidden)
         for transform in transforms:

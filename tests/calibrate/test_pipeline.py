@@ -75,6 +75,9 @@ def test_codes_are_from_float_and_the_rest_is_the_source(tiny_checkpoint, archit
         *(("gemma", 7), ("stablelm", 7), ("phi", 6), ("gpt_neox", 4)),
         *(("gpt2", 4), ("gptj", 6), ("falcon", 4)),
         pytest.param("minimax_m2", 4 + 18, marks=pytest.mark.exhaustive),
+        pytest.param("granite_moe_shared", 4 + 18 + 2, marks=pytest.mark.exhaustive),
+        pytest.param("hunyuan_moe", 4 + 18 + 3, marks=pytest.mark.exhaustive),
+        *(pytest.param(name, 4, marks=pytest.mark.exhaustive) for name in ("bloom", "mpt")),
     ],
 )
 def test_other_architectures_are_quantized_whole(tiny_model, tmp_path, family, linears):
@@ -84,10 +87,10 @@ def test_other_architectures_are_quantized_whole(tiny_model, tmp_path, family, l
     )
     assert len(report.linears) == 3 * linears
     written = CheckpointReader(tmp_path / "out")
-    layer = re.compile(r".*\.(layers|h)\.\d+\.(.*)\.weight")
+    layer = re.compile(r".*\.(layers|h|blocks)\.\d+\.(.*)\.weight")
     floats = {name: found[2] for name in written.entries if (found := layer.fullmatch(name))}
     assert all(
-        "norm" in local or local.endswith(".gate") or local in ("ln_1", "ln_2")
+        "norm" in local or local.endswith((".gate", ".wg", ".layer")) or local in ("ln_1", "ln_2")
         for local in floats.values()
     )
     for name in floats:

@@ -8,6 +8,7 @@ import pytest
 from formats.architecture.family import Projection
 from formats.architecture.padding import WIDENED
 from formats.architecture.sizes import num_experts, size
+from formats.architecture.stored_form import usual_config
 from formats.checkpoint import CheckpointReader
 from formats.families import FAMILIES, checked_family
 from formats.heads.folder import is_head_folder
@@ -38,7 +39,7 @@ def check_names_and_shapes(folder):
 def test_row_names_every_tensor_of_a_tiny_model(tiny_model, name):
     folder = tiny_model(name)
     family = check_names_and_shapes(folder)
-    config = json.loads((folder / "config.json").read_text())
+    config = usual_config(json.loads((folder / "config.json").read_text()))
     assert family.model_type == config["model_type"]
     if family.activation_key:
         assert config[family.activation_key] == family.activations[0]
@@ -89,6 +90,8 @@ def test_what_other_modules_make_of_the_rows():
         "shared_mlp.output_linear": (1, 1),
         "mixer.up_proj": (0, 1),
         "mixer.down_proj": (1, 1),
+        "ffn.up_proj": (0, 1),
+        "ffn.down_proj": (1, 1),
     }
     names = ("o_proj", "down_proj", "w2", "out_proj", "fc2", "c_proj", "dense", "dense_4h_to_h")
     assert set(SPLIT_BY_INPUTS) == {f".{name}" for name in (*names, "fc_out", "output_linear")}

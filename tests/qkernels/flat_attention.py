@@ -1,7 +1,6 @@
 """Attention's structs from separate tensors, for tests that make and change them one by one."""
 
-from qkernels.attention.cache import PagedKv
-from qkernels.attention.step import AttentionStep
+from qkernels.attention.cache import AttentionStep, PagedKv
 
 
 def paged_kv(k_pages, v_pages, k_scales=None, v_scales=None, **options) -> PagedKv:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qkernels.attention.step import AttentionStep
+from qkernels.attention.cache import AttentionStep
 from qkernels.latent.cache import PagedLatents
 
 

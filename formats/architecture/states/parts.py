@@ -198,10 +198,7 @@ _GRANITE_EXPERTS = experts(
     "intermediate_size",
     Router(name="router.layer", scores="softmax_of_chosen", rounded=True),
     shared=SharedExpert(**_GRANITE_SHARED),
-    stacks={
-        "block_sparse_moe.input_linear": NAMES[:2],
-        "block_sparse_moe.output_linear": NAMES[2:],
-    },
+    stacks=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
 )
 # Without experts here; the variant has them.
 GRANITE_HYBRID = {

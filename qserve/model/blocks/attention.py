@@ -1,6 +1,6 @@
 """Attention over paged keys and values, and the spec of its cache."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,8 +9,7 @@ import torch
 from formats.architecture.family import ATTENTION
 from formats.errors import CheckpointError, InputError
 from qkernels import ops
-from qkernels.attention.cache import PagedKv
-from qkernels.attention.step import AttentionStep
+from qkernels.attention.cache import AttentionStep, PagedKv
 from qkernels.gpu.device import lacks_arch, sm_count
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.limbs import LimbForm
@@ -58,6 +57,8 @@ class PagedKvSpec(CacheSpec):
     window: int | None
     has_soft_cap: bool
     has_sinks: bool
+    has_slopes: bool = False
+    chunk_size: int | None = None
     kernel: str | None  # asked for or forbidden by name
     scales: tuple[torch.Tensor, torch.Tensor] | None = field(compare=False)  # static, of k and v
 
@@ -78,6 +79,8 @@ class PagedKvSpec(CacheSpec):
             pages_dtype=self.kv_format.dtype,
             soft_cap=self.has_soft_cap,
             sinks=self.has_sinks,
+            alibi=self.has_slopes,
+            chunked=self.chunk_size is not None,
         )
 
     def warm_up_shapes(
@@ -89,7 +92,7 @@ class PagedKvSpec(CacheSpec):
             "heads_per_kv_head": self.num_heads // self.num_kv_heads,
             "max_tokens": limits.max_tokens,
             "max_context_len": limits.max_model_len,
-            "window": self.window,
+            "window": self.window or self.chunk_size,
             "sm_count": sm_count(device),
         }
         for tokens, keys in prefill_boundaries(**sizes):
@@ -140,9 +143,13 @@ class Attention(torch.nn.Module):
         q_norm: torch.Tensor | None = None,  # per head [D], or over all of a token's [H D]
         k_norm: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,  # float32 [H]
+        slopes: torch.Tensor | None = None,  # float32 [H], of ALiBi
+        chunk_size: int | None = None,  # rows see the keys of their own chunk of positions only
         query_scales: torch.Tensor | None = None,  # float32 [positions], for rotated queries
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
+        v_norm: torch.Tensor | None = None,  # [D], of each head's values
+        keys_are_values: bool = False,  # before norm and rotation; qkv_proj makes no values
         rotates_first: bool = False,  # the norms of heads come after the rotation
         is_gated: bool = False,  # qkv_proj also produces gates for the input of o_proj
         kernel: str | None = None,  # selected or excluded by name
@@ -160,12 +167,16 @@ class Attention(torch.nn.Module):
         self.o_proj = o_proj
         self.register_buffer("q_norm", q_norm)
         self.register_buffer("k_norm", k_norm)
+        self.register_buffer("v_norm", v_norm)
+        self.keys_are_values = keys_are_values
         self.whole_norms = norms_over_ranks or (_whole_norm, _whole_norm)
         self.norms_heads = (
             q_norm is not None and q_norm.shape[0] == self.head_dim and norms_over_ranks is None
         )
         self.register_buffer("query_scales", query_scales)
         self.register_buffer("sinks", sinks)
+        self.register_buffer("slopes", slopes)
+        self.chunk_size = chunk_size
         # float32 [], from a checkpoint calibrated for an 8-bit KV cache; other caches need none.
         self.register_buffer("k_scale", k_scale)
         self.register_buffer("v_scale", v_scale)
@@ -198,6 +209,8 @@ class Attention(torch.nn.Module):
             window=self.window,
             has_soft_cap=self.soft_cap is not None,
             has_sinks=self.sinks is not None,
+            has_slopes=self.slopes is not None,
+            chunk_size=self.chunk_size,
             kernel=self.kernel,
             scales=scales,
         )
@@ -216,11 +229,22 @@ class Attention(torch.nn.Module):
         """The rotation sums split-K partials, unless a norm over all heads precedes it or a norm
         of heads follows it.
         """
-        return None if self._norms_whole or self.rotates_first else "rope"
+        reads_tensors = self._norms_whole or self.rotates_first or self.v_norm is not None
+        return None if reads_tensors else "rope"
 
     @property
     def _norms_whole(self) -> bool:
         return self.q_norm is not None and not self.norms_heads
+
+    def _with_values(self, parts: Sequence[LinearOutput]) -> Sequence[LinearOutput]:
+        """Return queries, gates, keys and values; values are normed if they have a norm."""
+        parts = [*parts, parts[-1]] if self.keys_are_values else parts
+        if self.v_norm is None:
+            return parts
+        *others, v = parts
+        spec = ops.NormSpec(weight_C=self.v_norm, eps=self.eps)
+        normed, _ = ops.norm(reduced(v).reshape(-1, self.head_dim), None, spec)
+        return [*others, normed.view(-1, self.num_kv_heads, self.head_dim)]
 
     def forward(
         self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: PagedKv
@@ -230,8 +254,11 @@ class Attention(torch.nn.Module):
         The result goes to the norm that follows.
         """
         gates = (self.num_heads,) if self.is_gated else ()
-        heads = (self.num_heads, *gates, self.num_kv_heads, self.num_kv_heads)
-        q, *gate, k, v = split_heads(self.qkv_proj(x_TC, plan), heads, self.head_dim)
+        heads = (self.num_heads, *gates, self.num_kv_heads)
+        heads = heads if self.keys_are_values else (*heads, self.num_kv_heads)
+        q, *gate, k, v = self._with_values(
+            split_heads(self.qkv_proj(x_TC, plan), heads, self.head_dim)
+        )
         if self._norms_whole:
             norm_q, norm_k = self.whole_norms
             of_q, of_k = (
@@ -271,6 +298,8 @@ class Attention(torch.nn.Module):
             window=self.window,
             soft_cap=self.soft_cap,
             sinks_H=self.sinks,
+            slopes_H=self.slopes,
+            chunk_size=self.chunk_size,
             limbs=limbs,
             inputs_ready=True,
             kernel=self.kernel,

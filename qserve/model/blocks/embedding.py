@@ -9,6 +9,7 @@ from formats.in_memory.fp8 import Fp8Weight
 from formats.in_memory.shares import Share
 from formats.in_memory.slices import take_outputs
 from formats.in_memory.weights import Weight, tensors_of
+from qserve.model.blocks.norm import Norm
 from qserve.parallel.communicator import Communicator
 from qserve.parallel.gather import gathered_columns
 
@@ -54,7 +55,8 @@ class PackedTable(torch.nn.Module):
 
 
 class Embedding(torch.nn.Module):
-    """Rows of a table [V, C], times a factor, plus a learned embedding of each token's position.
+    """Rows of a table [V, C], times a factor, plus a learned embedding of each token's position,
+    then a norm.
 
     Ranks may have parts of the table.
     """
@@ -65,6 +67,7 @@ class Embedding(torch.nn.Module):
         factor: float = 1.0,
         part: VocabularyPart | None = None,
         positions_PC: torch.Tensor | None = None,  # row 0: of position 0
+        norm: Norm | None = None,
     ) -> None:
         super().__init__()
         self.packed = table if isinstance(table, PackedTable) else None
@@ -73,7 +76,7 @@ class Embedding(torch.nn.Module):
         self.dtype, self.device = table.dtype, table.device
         # rounded to the table's dtype, as transformers rounds Gemma's
         self.factor = torch.tensor(factor, dtype=self.dtype).item()
-        self.part = part
+        self.part, self.norm = part, norm
 
     def dense(self) -> torch.Tensor:
         """This rank's rows of the table."""
@@ -97,9 +100,9 @@ class Embedding(torch.nn.Module):
         else:
             x_TC = self._gathered(token_ids_T, self.part)
         x_TC = x_TC if self.factor == 1 else x_TC * self.factor
-        if self.positions is None:
-            return x_TC
-        return x_TC + functional.embedding(positions_T, self.positions)
+        if self.positions is not None:
+            x_TC = x_TC + functional.embedding(positions_T, self.positions)
+        return x_TC if self.norm is None else self.norm(x_TC, None, None)[0]
 
     def _gathered(self, token_ids_T: torch.Tensor, part: VocabularyPart) -> torch.Tensor:
         """One rank has a token's row, the others add zeros."""

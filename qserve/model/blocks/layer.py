@@ -4,7 +4,7 @@ Legend: T tokens of the step, C hidden size.
 """
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -84,6 +84,29 @@ class Layer(torch.nn.Module):
         plan = self.mlp.plan(x_TC.shape[0])
         x_TC, residual_TC = self.mlp_norm(x_TC, residual_TC, plan.input)
         return self.mlp_end(self.mlp(x_TC, plan)), residual_TC
+
+
+class ScaledLayer(Layer):
+    """A layer whose sum is multiplied by a factor."""
+
+    def __init__(self, *, factor: torch.Tensor, **blocks: Any) -> None:
+        """`blocks`: those of Layer."""
+        super().__init__(**blocks)
+        self.register_buffer("factor", factor)
+        self._sum = Norm(None, 0.0)
+
+    def forward(
+        self,
+        x_TC: BranchOutput,
+        residual_TC: torch.Tensor | None,
+        step: StepInputs,
+        cache: Cache,
+        taps: list[torch.Tensor] | None = None,
+    ) -> tuple[BranchOutput, torch.Tensor | None]:
+        """As Layer.forward; the residual is None, since what is returned is the sum."""
+        x_TC, residual_TC = super().forward(x_TC, residual_TC, step, cache, taps)
+        _, sum_TC = self._sum(x_TC, residual_TC, None)
+        return sum_TC * self.factor, None
 
 
 class ParallelLayer(torch.nn.Module):

@@ -61,9 +61,10 @@ class MoeMlp(torch.nn.Module):
         experts: PreparedExperts,
         shared: SharedExpert | None = None,
         communicator: Communicator | None = None,  # of ranks that hold shards of each expert
+        scales_inputs: bool = False,  # shares multiply inputs; a token has one expert (Llama 4)
     ) -> None:
         super().__init__()
-        self.communicator = communicator
+        self.communicator, self.scales_inputs = communicator, scales_inputs
         self.router = router
         self.experts = experts
         self.shared = shared
@@ -82,6 +83,9 @@ class MoeMlp(torch.nn.Module):
         """The result goes to the norm that follows."""
         routes = self.router(x_TC)
         shared_TC = None if self.shared is None else self.shared(x_TC)
+        if self.scales_inputs:
+            x_TC = x_TC * routes.shares_Mk.to(x_TC.dtype)
+            routes = routes._replace(shares_Mk=torch.ones_like(routes.shares_Mk))
         out_TC = ops.experts(x_TC, routes, self.experts, None, shared_TC)
         if self.communicator is None:
             return out_TC

@@ -1,7 +1,8 @@
-"""GPT-2, GPT-BigCode and GPT-J: layer norms with biases, a feed-forward without a gate.
+"""GPT-2, GPT-BigCode, GPT-J, BLOOM and MPT: layer norms, a feed-forward without a gate.
 
 GPT-J has one norm, which attention and feed-forward read side by side; the others have two. Columns
-of formats/families.py hold the rest: learned positions, rotations of neighbours, matrices in one.
+of formats/families.py hold the rest: learned positions, rotations of neighbours, ALiBi's biases, a
+norm of embeddings, matrices in one.
 """
 
 from qserve.model.blocks.layer import Layer, ParallelLayer

@@ -1,5 +1,5 @@
-"""Granite 3 and 4 (dense): Llama with factors on embeddings, on what layers add, on scores and
-on logits.
+"""Granite 3 and 4 (dense, and mixtures of experts): Llama with factors on embeddings, on what
+layers add, on scores and on logits.
 
 Those of embeddings and logits are columns of formats/families.py.
 """
@@ -7,7 +7,7 @@ Those of embeddings and logits are columns of formats/families.py.
 from qserve.model.blocks.layer import Layer
 from qserve.model.blocks.norm import BranchEnd
 from qserve.model.decoder import Decoder
-from qserve.model.families import llama
+from qserve.model.families import llama, moe
 from qserve.model.model_config import ModelConfig
 from qserve.model.weights import LayerWeights, Weights
 
@@ -19,11 +19,12 @@ def build(config: ModelConfig, weights: Weights) -> Decoder:
 def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
     end = BranchEnd(factor=config.values["residual_multiplier"])
     scale = config.values["attention_multiplier"]
+    build_mlp = moe.build_mlp if config.family.experts else llama.build_mlp
     return Layer(
         attention_norm=llama.build_norm(config, weights, "input_layernorm"),
         attention=llama.build_attention(config, weights, scale=scale),
         attention_end=end,
         mlp_norm=llama.build_norm(config, weights, "post_attention_layernorm"),
-        mlp=llama.build_mlp(config, weights),
+        mlp=build_mlp(config, weights),
         mlp_end=end,
     )

@@ -1,8 +1,10 @@
-"""Hunyuan (dense): Llama with a norm over each head's queries and keys, after the rotation."""
+"""Hunyuan (dense, and a mixture of experts): Llama with a norm over each head's queries and keys,
+after the rotation.
+"""
 
 from qserve.model.blocks.layer import Layer
 from qserve.model.decoder import Decoder
-from qserve.model.families import llama
+from qserve.model.families import llama, moe
 from qserve.model.model_config import ModelConfig
 from qserve.model.weights import LayerWeights, Weights
 
@@ -12,10 +14,16 @@ def build(config: ModelConfig, weights: Weights) -> Decoder:
 
 
 def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
-    return llama.build_layer(
-        config,
-        weights,
-        q_norm=weights.norm("self_attn.query_layernorm"),
-        k_norm=weights.norm("self_attn.key_layernorm"),
-        rotates_first=True,
+    build_mlp = moe.build_mlp if config.family.experts else llama.build_mlp
+    return Layer(
+        attention_norm=llama.build_norm(config, weights, "input_layernorm"),
+        attention=llama.build_attention(
+            config,
+            weights,
+            q_norm=weights.norm("self_attn.query_layernorm"),
+            k_norm=weights.norm("self_attn.key_layernorm"),
+            rotates_first=True,
+        ),
+        mlp_norm=llama.build_norm(config, weights, "post_attention_layernorm"),
+        mlp=build_mlp(config, weights),
     )

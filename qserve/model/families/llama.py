@@ -62,6 +62,7 @@ def build_attention(config: ModelConfig, weights: LayerWeights, **different: Any
         norms_over_ranks=weights.norms_over_ranks(),
         is_gated=config.family.gated_attention,
         **weights.kv_scales(),
+        **weights.alibi_slopes(),
         **different,
     )
 
@@ -102,7 +103,9 @@ def build_decoder(
     if weights.has_ends:
         table = weights.embedding()
         factor = family.embedding_factor(values)
-        embedding = Embedding(table, factor, weights.vocabulary, weights.positions())
+        embedding = Embedding(
+            table, factor, weights.vocabulary, weights.positions(), weights.embedding_norm()
+        )
     with closing(weights.layers()) as each:  # ends its progress bar where a layer is refused
         layers = [weights.finished(build_layer(config, layer)) for layer in each]
     if weights.has_ends:

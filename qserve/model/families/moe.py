@@ -49,4 +49,5 @@ def build_mlp(config: ModelConfig, weights: LayerWeights) -> FeedForward:
         experts=weights.experts(),
         shared=shared,
         communicator=weights.sharing.communicator,
+        scales_inputs=experts.scaled_inputs,
     )

@@ -98,6 +98,15 @@ OTHERS = (
             *("gemma", "stablelm", "phi"),
             *("gptj", "gpt_bigcode", "arcee", "ernie4_5", "glm", "hunyuan"),
             *("olmoe", "minimax_m2", "ernie4_5_moe", "dots1"),
+            *(
+                "granite_moe",
+                "granite_moe_shared",
+                "hunyuan_moe",
+                "bloom",
+                "mpt",
+                "llama4",
+                "gemma4",
+            ),
         )
     ),
 )

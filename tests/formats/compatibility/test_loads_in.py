@@ -134,8 +134,13 @@ def hybrid_experts(tensors, config):
 
 
 def granite_experts(tensors, config):
-    hybrid_experts(tensors, config)
-    config["architectures"] = ["GraniteMoeHybridForCausalLM"]
+    config |= {"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe"}
+    config["num_local_experts"] = 1
+    for name in [name for name in tensors if ".mlp." in name]:
+        own = name.replace(".mlp.", ".block_sparse_moe.experts.0.")
+        for leaf, theirs in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
+            own = own.replace(leaf, theirs)
+        tensors[own] = tensors.pop(name)
 
 
 def unplaced(tensors, config):
@@ -283,26 +288,22 @@ CASES = {
     "own-error": ("gptq", "w4a16-sym-g32", nan),
     "damaged": ("gptq", "w4a16-sym-g32", nan),
     "unreadable": ("gptq", "w4a16-sym-g32", block(quant_method="of another world")),
-    "refused-family": ("gptq", "w4a16-sym-g32", config_of(architectures=["BloomForCausalLM"])),
+    "refused-family": ("gptq", "w4a16-sym-g32", config_of(architectures=["ChatGLMModel"])),
     "no-family": ("gptq", "w4a16-sym-g32", config_of(architectures=["A", "B"])),
     "family": ("gptq", "w4a16-sym-g32", config_of(architectures=["OtherForCausalLM"])),
     "activation": ("gptq", "w4a16-sym-g32", config_of(hidden_act="gelu")),
-    "rope": (
-        "gptq",
-        "w4a16-sym-g32",
-        config_of(rope_scaling={"rope_type": "proportional"}),
-    ),
     "unplaced": ("gptq", "w4a16-sym-g32", unplaced),
     "second-file-transformers": ("gptq", "w4a16-sym-g32", only_second_file),
     "second-file-servers": ("gptq", "w4a16-sym-g32", only_second_file),
     "fused-mixed": ("gptq", "w4a16-sym-g32", member_in_float),
-    "delta-net-experts": (CT, "w4a16-sym-g32", hybrid_experts),
     "variant": (
         "gptq",
         "w4a16-sym-g32",
         config_of(architectures=["CohereForCausalLM"], use_qk_norm=True),
     ),
-    "granite-experts": ("gptq", "w4a16-sym-g32", granite_experts),
+    "granite-experts-apart": (CT, "w4a16-sym-g32", granite_experts),
+    "granite-experts": (CT, "w4a16-sym-g32", granite_experts),
+    "unlisted-linears": (CT, "w4a16-sym-g32", hybrid_experts),
     "delta-net": ("gptq", "w4a16-sym-g32", config_of(architectures=["Qwen3_5ForCausalLM"])),
     "own-act-order": ("gptq", "w4a16-sym-g32", act_order),
     "own-bits": ("gptq", "w3a16-sym-g32", None),

@@ -104,17 +104,6 @@ def test_an_activation_that_only_transformers_has(inspect_config):
     assert answers["vLLM"].reason == "computes silu, not gelu"
 
 
-@pytest.mark.parametrize("of_types", [False, True])
-def test_a_rotary_embedding_that_only_we_lack(inspect_config, of_types):
-    """Also where one kind of layer has it, behind one that has a rotation that we compute."""
-    rope = {"rope_type": "proportional"}
-    if of_types:
-        rope = {"sliding_attention": {"rope_type": "default"}, "full_attention": rope}
-    answers = {v.program: v for v in inspect_config(rope_parameters=rope).loads_in}
-    assert [name for name, v in answers.items() if v.answer == "no"] == ["this project"]
-    assert "proportional" in answers["this project"].reason
-
-
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
 def test_other_families_have_choices_of_their_own(model_type):
     findings = Findings()

@@ -21,6 +21,8 @@ def attention(
     soft_cap: float | None = None,
     limbs: LimbForm | None = None,
     static: bool = False,
+    alibi: bool = False,
+    chunk_size: int | None = None,
 ) -> None:
     R, J = len(counts), 8
     P = R * context // page
@@ -43,6 +45,8 @@ def attention(
         max_query_len=max(counts),
         max_context_len=context,
         limbs=limbs,
+        slopes_H=torch.ones(J * group) if alibi else None,
+        chunk_size=chunk_size,
         **scales,
     )
 

@@ -450,6 +450,25 @@ EXPERTS = {
     "latent attention, 20 heads in float16": Case(
         run=lambda: latent_attention([1, 40], 20, dtype=FP16), product="mma"
     ),
+    "decode, head 512": Case(run=lambda: attention([1] * 16, 4096, D=512, group=8), product="mma"),
+    "chunk, head 512": Case(
+        run=lambda: attention([2048], 4096, D=512, group=8), quick=SM90, product="mma"
+    ),
+    "chunk, head 512, int8": Case(
+        run=lambda: attention([2048], 4096, D=512, group=8, pages=INT8), product="mma"
+    ),
+    "decode, ALiBi": Case(
+        run=lambda: attention([1] * 64, 2048, group=1, alibi=True), product="mma"
+    ),
+    "chunk, ALiBi": Case(
+        run=lambda: attention([2048], group=1, alibi=True), quick=SM90, product="wgmma"
+    ),
+    "decode, chunked attention": Case(
+        run=lambda: attention([1] * 64, 16384, group=5, chunk_size=8192), product="mma"
+    ),
+    "chunk, chunked attention": Case(
+        run=lambda: attention([2048], 16384, group=5, chunk_size=8192), product="wgmma"
+    ),
     "latent attention in float32": Case(run=lambda: latent_attention([1, 40], 16, dtype=FP32)),
     "lora qkv T=1": Case(run=lambda: lora(1, 4096, (4096, 1024, 1024)), quick=SM90, product="mma"),
     "lora down T=32": Case(run=lambda: lora(32, 14336, (4096,), slots=64, parts=4), product="mma"),

@@ -3,7 +3,7 @@
 import torch
 
 from qkernels import ops
-from qkernels.attention.step import AttentionStep
+from qkernels.attention.cache import AttentionStep
 from qkernels.latent.cache import PagedLatents
 from tests.qkernels.compile.cards import empty
 

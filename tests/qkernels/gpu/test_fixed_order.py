@@ -6,8 +6,7 @@ import torch
 from formats.in_memory.weights import with_activation
 from formats.scheme import Scheme
 from qkernels import ops
-from qkernels.attention.cache import PagedKv
-from qkernels.attention.step import AttentionStep
+from qkernels.attention.cache import AttentionStep, PagedKv
 from qkernels.linear.fixed_order import fixed_order_linear, float_config
 
 pytestmark = pytest.mark.hopper

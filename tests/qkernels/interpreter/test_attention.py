@@ -18,13 +18,15 @@ from tests.qkernels.flat_attention import paged_kv, run_attention
 exhaustive = pytest.mark.exhaustive
 
 
-def exact(q, k, v, count, length, scale, window, soft_cap, sinks=None):
+def exact(q, k, v, count, length, scale, window, soft_cap, sinks, slopes, chunk_size):
     """One request in float64, head by head."""
     group = q.shape[1] // k.shape[1]
     out = torch.zeros(count, *q.shape[1:], dtype=torch.float64)
     for i in range(count):
         position = length - count + i
         first = 0 if window is None else max(0, position - window + 1)
+        if chunk_size is not None:
+            first = position - position % chunk_size
         if position < 0:
             continue
         for head in range(q.shape[1]):
@@ -32,6 +34,9 @@ def exact(q, k, v, count, length, scale, window, soft_cap, sinks=None):
             scores = keys @ q[i, head].double() * scale
             if soft_cap is not None:
                 scores = soft_cap * torch.tanh(scores / soft_cap)
+            if slopes is not None:
+                distances = torch.arange(first - position, 1, dtype=torch.float64)
+                scores = scores + slopes[head].double().cpu() * distances
             if sinks is not None:
                 scores = torch.cat([scores, sinks[head : head + 1].double().cpu()])
                 values = torch.cat([values, values.new_zeros(1, values.shape[1])])
@@ -55,6 +60,8 @@ def check(assert_close, tolerance, device, poison):
         codes=None,  # dtype of 8-bit pages
         soft_cap=None,
         sinks=None,
+        slopes=None,
+        chunk_size=None,
         spread=1,  # largest over smallest scale
         size=1.0,  # of keys and values
         limbs=None,  # form of the result
@@ -104,7 +111,8 @@ def check(assert_close, tolerance, device, poison):
         inputs = (qkv.to(device)[:, :H], k_pages, v_pages)
         bodies = [False]  # also the one in Gluon, where it can
         cache = paged_kv(k_pages, v_pages, k_scales, v_scales)
-        if sinks is None and paged_attention.gluon_refuses(inputs[0], cache) is None:
+        has_options = paged_attention.has_options(sinks, slopes, chunk_size)
+        if not has_options and paged_attention.gluon_refuses(inputs[0], cache) is None:
             bodies.append(True)
         results = []
         for gluon in bodies:
@@ -129,6 +137,8 @@ def check(assert_close, tolerance, device, poison):
                     scale=D**-0.5,
                     soft_cap=soft_cap,
                     sinks_H=None if sinks is None else sinks.to(device),
+                    slopes_H=None if slopes is None else slopes.to(device),
+                    chunk_size=chunk_size,
                     k_scales=k_scales,
                     v_scales=v_scales,
                     **shared,
@@ -140,7 +150,10 @@ def check(assert_close, tolerance, device, poison):
             if isinstance(results[-1], Limbs):  # a result that is not split becomes them in ops
                 results[-1] = from_limbs(results[-1]).to(dtype).view(T, H, D)
         want = [
-            exact(q[start : start + count], k, v, count, length, D**-0.5, window, soft_cap, sinks)
+            exact(
+                *(q[start : start + count], k, v, count, length, D**-0.5),
+                *(window, soft_cap, sinks, slopes, chunk_size),
+            )
             for start, count, length, k, v in zip(
                 starts, counts, lengths, keys, values, strict=False
             )
@@ -308,6 +321,29 @@ def test_sinks(check, half, split, window):
     """gpt-oss: a score of each head takes its share of the weights and adds nothing."""
     sinks = torch.tensor([-3.0, 0.0, 2.0, 9.0])
     check([1, 40, 1], [40, 110, 7], 4, 2, 64, 16, half, window, split, sinks=sinks)
+
+
+@pytest.mark.parametrize("split", [None, 4])
+@pytest.mark.parametrize("codes", [None, torch.int8])
+def test_alibi(check, half, split, codes):
+    """Decodes, and a chunk whose steps need no mask; slopes differ in the heads of a KV head."""
+    slopes = torch.tensor([0.5, 0.125, 2.0, 0.0])
+    check([1, 40, 1], [40, 110, 7], 4, 2, 64, 16, half, None, split, slopes=slopes, codes=codes)
+    check([2, 1], [64, 90], 3, 1, 64, 16, half, None, split, slopes=slopes[:3], codes=codes)
+
+
+@pytest.mark.parametrize("split", [None, 2])
+def test_heads_of_512(check, half, split):
+    """Gemma 4's; decodes, and a chunk of more rows than a block has."""
+    check([1, 20], [40, 33], 4, 2, 512, 16, half, None, split)
+
+
+@pytest.mark.parametrize("split", [None, 4])
+@pytest.mark.parametrize("chunk_size", [16, 23, 200])
+def test_chunked_attention(check, half, split, chunk_size):
+    """Rows at both sides of a chunk's end, in one block."""
+    check([1, 40, 1], [48, 110, 7], 4, 2, 64, 16, half, None, split, chunk_size=chunk_size)
+    check([1, 3, 1], [47, 49, 93], 4, 1, 64, 16, half, None, split, chunk_size=chunk_size)
 
 
 @pytest.mark.parametrize("soft_cap", [0.5, 50.0])

@@ -257,6 +257,8 @@ def test_float8_in_blocks_has_a_kernel(changes, reason):
         ({"head_dim": 20}, "20"),
         ({"page_size": 8}, "8"),
         ({"tma_pages": False}, "16 bytes"),
+        ({"alibi": True}, "ALiBi"),
+        ({"chunked": True}, "chunked attention"),
         ({"device": "cpu"}, "cpu"),
     ],
 )

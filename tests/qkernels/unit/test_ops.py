@@ -167,18 +167,11 @@ ATTENTION = {
 }
 
 
-def attend(window=None, max_context_len=4, soft_cap=None, k_scales=None, v_scales=None, **changes):
-    return run_attention(
-        ops,
-        *(ATTENTION | changes).values(),
-        scale=1.0,
-        window=window,
-        max_query_len=2,
-        max_context_len=max_context_len,
-        soft_cap=soft_cap,
-        k_scales=k_scales,
-        v_scales=v_scales,
-    )
+def attend(**changes):
+    options = {"scale": 1.0, "window": None, "max_query_len": 2, "max_context_len": 4}
+    options |= {name: value for name, value in changes.items() if name not in ATTENTION}
+    tensors = {name: changes.get(name, tensor) for name, tensor in ATTENTION.items()}
+    return run_attention(ops, *tensors.values(), **options)
 
 
 CODES = {name: zeros(5, 16, 2, 16, dtype=torch.int8) for name in ("k_pages", "v_pages")}
@@ -228,6 +221,10 @@ def test_attention_arguments_fit():
         (lambda: attend(query_starts=zeros(2, dtype=INT)), "query_starts"),
         (lambda: attend(window=0), "window"),
         (lambda: attend(max_context_len=33), "max_context_len"),
+        (lambda: attend(slopes_H=zeros(4, dtype=torch.float64)), "slopes"),
+        (lambda: attend(slopes_H=zeros(2)), "slopes"),
+        (lambda: attend(chunk_size=0), "chunk_size"),
+        (lambda: attend(chunk_size=8, window=4), "chunk_size"),
         (lambda: attend(soft_cap=0.0), "soft_cap"),
         (lambda: attend(soft_cap=float("nan")), "soft_cap"),
         (lambda: attend(**CODES), "k_scales"),

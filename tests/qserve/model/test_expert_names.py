@@ -6,8 +6,11 @@ import re
 import pytest
 import torch
 
+from calibrate.pipeline import quantize_checkpoint
+from formats.checkpoint import CheckpointReader
 from formats.convert import convert_checkpoint
 from formats.inspection.inspect import inspect_checkpoint
+from formats.scheme import Scheme
 from tests.formats.inspection.findings import of_weights
 from tests.qserve.model.variants import edited, logits
 
@@ -108,6 +111,19 @@ def test_experts_of_a_layer_in_one_tensor(tiny_model, tmp_path, family):
     folder = edited(source, tmp_path / "x", stacked)
     assert torch.equal(logits(folder), logits(source))
     assert not of_weights(inspect_checkpoint(folder))
+
+
+def test_experts_of_a_layer_in_one_tensor_are_quantized(tiny_model, written, tmp_path):
+    """As Qwen3.6 is published: the same bytes as from a file with a linear for each."""
+    folder = edited(tiny_model("qwen3_moe"), tmp_path / "x", stacked)
+    scheme = Scheme.parse("w4a16-sym-g32")
+    quantize_checkpoint(folder, tmp_path / "out", scheme=scheme, recipe="rtn", progress=False)
+    found, want = (
+        CheckpointReader(each)
+        for each in (tmp_path / "out", written("w4a16-sym-g32", None, "qwen3_moe"))
+    )
+    assert found.entries.keys() == want.entries.keys()
+    assert all(torch.equal(found.get(name), want.get(name)) for name in want.entries)
 
 
 def test_gpt_oss_with_a_linear_for_each_expert(tiny_model, tmp_path):

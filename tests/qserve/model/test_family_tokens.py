@@ -5,6 +5,7 @@ says of every token whether it is the one that it would have chosen.
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from formats.errors import InputError
 from qkernels.rowwise.spec import ActSpec
 from qserve.llm import LLM
 from qserve.model.blocks.layer import Layer
+from qserve.model.model_config import ModelConfig
+from qserve.model.sharing import check_ranks
 from qserve.params.sampling_params import SamplingParams
-from tests.conftest import FALCON, GEMMA, GPT, NEOX, ROWS, TINY, make_tiny
+from tests.conftest import FALCON, GEMMA, GPT, NEOX, ROWS, TINY, TINY_FAMILIES, make_tiny
 from tests.qserve.model.variants import TOKENS, edited, logits, model_maker, relative
 
 NEW = [
@@ -27,6 +30,7 @@ NEW = [
     *("gemma", "stablelm", "phi", "gpt_neox"),
     *("gpt2", "gptj", "falcon", "minimax_m2"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+    *("granite_moe", "bloom", "mpt", "llama4", "gemma4"),
 ]
 # in the usual run only their logits
 EXHAUSTIVE_ROWS = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ROWS]
@@ -39,6 +43,7 @@ LONGROPE = {
 PHI4_MINI = {"partial_rotary_factor": 0.75, "tie_word_embeddings": True, "pad_token_id": 0}
 FULL = ["full_attention"] * 3
 FALCON_40B = {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}
+SIX_HEADS = {"hidden_size": 96, "num_attention_heads": 6}
 # what real checkpoints have that the usual tiny models have not
 VARIANTS = {
     "mistral small": ("MistralConfig", {"head_dim": 32, "sliding_window": None}),
@@ -84,6 +89,18 @@ VARIANTS = {
         {**FALCON_40B, "num_ln_in_parallel_attn": 1, "tie_word_embeddings": False},
     ),
     "gpt-bigcode with all heads": ("GPTBigCodeConfig", {**GPT, "multi_query": False}),
+    # every second slope of eight, then those between
+    "bloom with 6 heads": ("BloomConfig", {**SIX_HEADS, "tie_word_embeddings": False}),
+    "mpt with 6 heads": ("MptConfig", {**SIX_HEADS, "max_seq_len": 256}),
+    # of 128 experts; no request is longer than a chunk
+    "llama 4 maverick": (
+        "Llama4TextConfig",
+        {
+            **TINY_FAMILIES["llama4"][1],
+            **{"moe_layers": None, "interleave_moe_layer_step": 2, "attention_chunk_size": 64},
+            **{"use_qk_norm": False, "attn_temperature_tuning": False},
+        },
+    ),
     "glm-4 without biases": (
         "Glm4Config",
         {"attention_bias": False, "head_dim": 16, "pad_token_id": 0},
@@ -136,6 +153,14 @@ def test_logits_of_quantized_weights_equal_transformers(written, transformers_mo
             for name in ("falcon", "gptj", "gpt_bigcode", "arcee", "minimax_m2")
         ),
         pytest.param("opt", "gptq", marks=pytest.mark.exhaustive),
+        pytest.param("granite_moe", "gptq", marks=pytest.mark.exhaustive),
+        pytest.param("granite_moe_shared", "awq", marks=pytest.mark.exhaustive),
+        pytest.param("hunyuan_moe", "awq", marks=pytest.mark.exhaustive),
+        pytest.param("bloom", "awq", marks=pytest.mark.exhaustive),
+        pytest.param("mpt", "gptq", marks=pytest.mark.exhaustive),
+        pytest.param("llama4", "gptq", marks=pytest.mark.exhaustive),
+        pytest.param("gemma4", "gptq", marks=pytest.mark.exhaustive),
+        pytest.param("gemma4", "awq", marks=pytest.mark.exhaustive),
         pytest.param("cohere", "awq", marks=pytest.mark.exhaustive),
     ],
 )
@@ -375,6 +400,44 @@ def by_scores_alone(layer):
     layer.mlp.router.correction.zero_()
 
 
+def unnormalized(layer):
+    """Routing weights as softmax over all experts gives them."""
+    routing = layer.mlp.router.routing
+    layer.mlp.router.routing = replace(routing, scores="softmax", normalized=False)
+
+
+def exchanged_slopes(layer):
+    """Slopes in the order of the powers of two."""
+    layer.attention.slopes = layer.attention.slopes.sort(descending=True).values
+
+
+def longer_chunk(layer):
+    if layer.attention.chunk_size is not None:
+        layer.attention.chunk_size += 1
+
+
+def scaled_outputs(layer):
+    layer.mlp.scales_inputs = False
+
+
+def unscaled(layer):
+    layer.factor.fill_(1.0)
+
+
+def values_of_normed_keys(layer):
+    """Values multiplied as keys are, where keys are values."""
+    if layer.attention.keys_are_values:
+        layer.attention.v_norm = layer.attention.k_norm
+
+
+def without_embedding_norm(decoder):
+    decoder.embedding.norm = None
+
+
+def without_shared(layer):
+    layer.mlp.shared = None
+
+
 def plain_embedding(decoder):
     decoder.embedding.factor = 1.0
 
@@ -439,6 +502,27 @@ WRONG = {
         set_attention(q_norm=None),
     ),
     "experts chosen without the correction": ("minimax_m2", every_layer(by_scores_alone)),
+    "shares of all experts, GraniteMoE": ("granite_moe", every_layer(unnormalized)),
+    "branches not multiplied, GraniteMoE": ("granite_moe", every_layer(no_branch_factor)),
+    "shared expert left out": ("granite_moe_shared", every_layer(without_shared)),
+    "no biases of scores, BLOOM": ("bloom", set_attention(slopes=None)),
+    "no biases of scores, MPT": ("mpt", set_attention(slopes=None)),
+    "slopes in another order, BLOOM": ("bloom with 6 heads", every_layer(exchanged_slopes)),
+    "slopes in another order, MPT": ("mpt with 6 heads", every_layer(exchanged_slopes)),
+    "chunks one longer": ("llama4", every_layer(longer_chunk)),
+    "all keys": ("llama4", set_attention(chunk_size=None)),
+    "outputs of experts multiplied, Llama 4": ("llama4", every_layer(scaled_outputs)),
+    "queries that do not grow, Llama 4": ("llama4", set_attention(query_scales=None)),
+    "heads without their norms, Llama 4": (
+        "llama4",
+        set_attention(q_norm=None, k_norm=None, norms_heads=False),
+    ),
+    "halves taken for neighbours, Llama 4": ("llama4", lambda d: other_rotation(d.layers[0])),
+    "values not normed, Gemma 4": ("gemma4", set_attention(v_norm=None)),
+    "values with the weights of keys' norm": ("gemma4", every_layer(values_of_normed_keys)),
+    "layers not multiplied, Gemma 4": ("gemma4", every_layer(unscaled)),
+    "embeddings not normed": ("bloom", without_embedding_norm),
+    "shares of all experts, Hunyuan": ("hunyuan_moe", every_layer(unnormalized)),
     "queries that do not grow": ("ministral3", set_attention(query_scales=None)),
 }
 
@@ -471,11 +555,16 @@ def test_float16_is_refused_where_activations_leave_its_range(model_of, name):
         ("FalconConfig", {"alibi": True}),
         ("FalconConfig", {"parallel_attn": False}),
         ("OlmoeConfig", {"clip_qkv": 4.0}),
+        ("Gemma4TextConfig", {"hidden_size_per_layer_input": 16}),
+        ("Gemma4TextConfig", {"attention_k_eq_v": False}),
+        ("Gemma4TextConfig", {"use_bidirectional_attention": "all"}),
     ],
 )
 def test_a_variant_that_nothing_computes_is_refused(tmp_path, config_class, changed):
     """Both by the server and before quantization."""
     usual = {"ffn_dim": 96, "word_embed_proj_dim": 64, "num_key_value_heads": 4}
+    if config_class == "Gemma4TextConfig":
+        usual = {**TINY_FAMILIES["gemma4"][1], "vocab_size_per_layer_input": 512}
     folder = make_tiny(tmp_path / "model", config_class, {**usual, **changed})
     (key,) = changed
     refused = rf"config\.json {key}: expected .*, found .*not supported"
@@ -486,8 +575,22 @@ def test_a_variant_that_nothing_computes_is_refused(tmp_path, config_class, chan
 
 
 @pytest.mark.parametrize(
+    "changed",
+    [{"clip_qkv": 6.0}, {"alibi": False}, {"softmax_scale": 0.5}, {"alibi_bias_max": 16}],
+)
+def test_a_variant_of_mpt_that_nothing_computes_is_refused(model_of, tmp_path, changed):
+    (key,) = changed
+    folder = edited(
+        model_of("mpt"), tmp_path / "x", config=lambda c: c["attn_config"].update(changed)
+    )
+    for read in (FloatModel, lambda folder: LLM(folder, device="cpu")):
+        with pytest.raises(InputError, match=rf"attn_config\.{key}: expected .*not supported"):
+            read(folder)
+
+
+@pytest.mark.parametrize(
     ("architecture", "reason"),
-    [("BloomForCausalLM", "ALiBi"), ("MptForCausalLM", "ALiBi"), ("ChatGLMModel", "glm-4-9b")],
+    [("RWForCausalLM", "falcon-7b"), ("ChatGLMModel", "glm-4-9b")],
 )
 def test_an_architecture_is_refused_by_name(model_of, tmp_path, architecture, reason):
     folder = edited(
@@ -558,3 +661,8 @@ def test_logits_on_a_gpu_are_the_cpus(written, name):
     chosen_T = logits_TV[torch.arange(8), torch.tensor(tokens)]
     behind_T = (logits_TV.amax(-1) - chosen_T) / (logits_TV.amax(-1) - logits_TV.mean(-1))
     assert behind_T.max() < 0.3, "far from the largest"
+
+
+def test_layers_with_different_heads_are_not_divided_over_gpus(model_of):
+    with pytest.raises(InputError, match="tensor-parallel-size 2: .*Gemma4.*different heads"):
+        check_ranks(ModelConfig.from_folder(model_of("gemma4")), 2, 1)

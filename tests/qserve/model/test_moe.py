@@ -1,6 +1,7 @@
 """Mixtures of experts against transformers: routing, logits and tokens, float and quantized."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from transformers.models.deepseek_v2.configuration_deepseek_v2 import DeepseekV2
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 
 from formats.codecs import mxfp4
+from formats.errors import InputError
+from formats.inspection.inspect import inspect_checkpoint
 from qkernels import ops
 from qkernels.moe.routing import Routing
 from qserve.llm import LLM
@@ -16,7 +19,8 @@ from qserve.params.sampling_params import SamplingParams
 from tests.qserve.model.test_transformers import dense
 from tests.qserve.model.variants import TOKENS, edited, logits, relative
 
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe")
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe", "granite_moe")
+FAMILIES += ("granite_moe_shared", "llama4")
 PARAMS = SamplingParams(temperature=0, max_tokens=12, detokenize=False)
 
 
@@ -62,6 +66,18 @@ def test_quantized_experts_are_their_dequantized_weights(
     with torch.no_grad():
         want = model(torch.tensor([TOKENS])).logits[0]
     assert relative(logits(folder), want) < 1e-4
+
+
+@pytest.mark.parametrize("family", ["hunyuan_moe", "llama4", "qwen2_moe", "qwen3_5_moe"])
+def test_transformers_reads_quantized_experts_and_the_float_routing(written, family):
+    """Routers and gates that are linears there are listed as float."""
+    folder = written("w4a16-sym-g32", "compressed-tensors", family)
+    verdicts = {v.program: v.answer for v in inspect_checkpoint(folder).loads_in}
+    assert verdicts["transformers"] == "yes"
+    model = in_transformers(folder)
+    with torch.no_grad():
+        found = model(torch.tensor([TOKENS])).logits[0]
+    assert relative(found, logits(folder)) < 2e-3
 
 
 @pytest.mark.parametrize(
@@ -142,6 +158,24 @@ def test_mxfp4_experts_are_their_numbers(tiny_model, tmp_path):
     assert len(numbers) == 6
     assert relative(logits(folder), logits(plain)) < 1e-5
     assert relative(logits(folder), logits(source)) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda stack: stack.to(torch.float8_e4m3fn), "expected float weights of all experts"),
+        (lambda stack: stack[:, 1:].contiguous(), "191 outputs cannot be divided by 2 linears"),
+    ],
+)
+def test_stack_that_is_not_read_is_named(tiny_model, tmp_path, change, reason):
+    name = "model.layers.1.block_sparse_moe.input_linear"
+
+    def edit(state):
+        state[f"{name}.weight"] = change(state[f"{name}.weight"])
+
+    folder = edited(tiny_model("granite_moe"), tmp_path / "x", edit)
+    with pytest.raises(InputError, match=rf"{re.escape(name)}.*: {reason}"):
+        logits(folder)
 
 
 def test_layers_for_drafts_are_left_out(tiny_model, tmp_path):

@@ -5,13 +5,14 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from formats.architecture.rope_types import SERVED_ROPE_TYPES
+from formats.architecture.rope_types import ROPE_TYPES
 from formats.errors import InputError
 from qserve.model.rope import RopeConfig, cos_sin_table
 
 CASES = {
     "default": {},
     "linear": {"factor": 4.0},
+    "proportional": {"partial_rotary_factor": 0.25},
     "dynamic": {"factor": 2.0},
     "llama3": {
         "factor": 8.0,
@@ -28,7 +29,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("kind", SERVED_ROPE_TYPES)
+@pytest.mark.parametrize("kind", ROPE_TYPES)
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
 def test_table_equals_transformers(kind, theta):
     parameters = {"rope_type": kind, "rope_theta": theta, **CASES[kind]}
@@ -87,10 +88,8 @@ def test_long_factors_of_another_head_are_refused():
 
 
 def test_unknown_type_is_refused_with_the_known_ones():
-    with pytest.raises(InputError, match="proportional") as error:
-        RopeConfig.from_dict(
-            {"rope_type": "proportional", "rope_theta": 1e4}, dim=64, max_position=64
-        )
+    with pytest.raises(InputError, match="axial") as error:
+        RopeConfig.from_dict({"rope_type": "axial", "rope_theta": 1e4}, dim=64, max_position=64)
     assert "llama3" in str(error.value)
 
 

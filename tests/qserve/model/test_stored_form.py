@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from formats.architecture.stored_form import usual_config
 from formats.convert import convert_checkpoint
+from formats.errors import InputError
 from formats.inspection.inspect import inspect_checkpoint
 from formats.save import save_quantized
 from qserve.llm import LLM
@@ -99,6 +100,50 @@ def test_falcon_states_its_heads_and_norms(stated, kv_heads, norms):
     assert found["ffn_hidden_size"] == 256
 
 
+def test_bloom_and_mpt_as_they_were_published(tiny_model, tmp_path):
+    """BLOOM without a prefix and with its first key; MPT by the name of its folder's code."""
+
+    def without_prefix(state):
+        for name in list(state):
+            state[name.removeprefix("transformer.")] = state.pop(name)
+
+    def first_keys(config):
+        config["n_embed"] = config.pop("hidden_size")
+        for key in ("intermediate_size", "num_key_value_heads", "max_position_embeddings"):
+            del config[key]
+
+    source = tiny_model("bloom")
+    bloom = edited(source, tmp_path / "bloom", without_prefix, first_keys)
+    assert relative(logits(bloom), of_transformers(source)) < 1e-5
+    assert usual_config(json.loads((bloom / "config.json").read_text()))["intermediate_size"] == 256
+    source = tiny_model("mpt")
+    mpt = edited(
+        source,
+        tmp_path / "mpt",
+        config=lambda config: config.update(architectures=["MPTForCausalLM"]),
+    )
+    assert torch.equal(logits(mpt), logits(source))
+    assert [p.severity for p in inspect_checkpoint(mpt).problems] == ["warning"]  # no tokenizer
+    convert_to = tmp_path / "out"
+    codes = {
+        "transformer.blocks.1.ffn.up_proj": (torch.randint(16, (256, 64)), torch.ones(256, 2), None)
+    }
+    save_quantized(convert_to, mpt, codes, scheme="w4a16-sym")
+    written = json.loads((convert_to / "config.json").read_text())
+    assert written["architectures"] == ["MPTForCausalLM"]
+
+
+def test_experts_of_a_token_that_hunyuan_lists_by_layer(tiny_model, tmp_path):
+    """Hunyuan-A13B states lists; the widths of experts among them are not read."""
+    listed = {"moe_topk": [2, 2, 2], "num_shared_expert": [1, 1, 1], "moe_intermediate_size": [96]}
+    source = tiny_model("hunyuan_moe")
+    folder = edited(source, tmp_path / "lists", config=lambda c: c.update(listed))
+    assert torch.equal(logits(folder), logits(source))
+    uneven = edited(source, tmp_path / "uneven", config=lambda c: c.update(moe_topk=[2, 1, 2]))
+    with pytest.raises(InputError, match=r"config\.json moe_topk: expected the same number"):
+        logits(uneven)
+
+
 @pytest.mark.parametrize(
     ("stated", "dense"),
     [
@@ -116,6 +161,38 @@ def test_layers_of_ernie_without_experts(stated, dense):
         model = transformers.Ernie4_5_MoeForCausalLM(theirs)
     kinds = [type(layer.mlp).__name__ for layer in model.model.layers]
     assert [i for i, kind in enumerate(kinds) if kind == "Ernie4_5_MoeMLP"] == dense
+
+
+@pytest.mark.parametrize(
+    "stated", [{}, {"interleave_moe_layer_step": 2}, {"moe_layers": [0, 3]}, {"moe_layers": None}]
+)
+def test_layers_of_llama_4_without_experts(stated):
+    config = {"model_type": "llama4_text", "architectures": ["Llama4ForCausalLM"], **stated}
+    found = usual_config({**config, "num_hidden_layers": 5})["mlp_only_layers"]
+    theirs = transformers.Llama4TextConfig(num_hidden_layers=5, **stated)
+    assert found == [i for i in range(5) if i not in theirs.moe_layers]
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {},
+        {"global_head_dim": 32, "num_global_key_value_heads": 2, "num_key_value_heads": 8},
+        {"num_key_value_heads": 8},
+        {"layer_types": ["sliding_attention"] * 6 + ["full_attention"]},
+    ],
+)
+def test_heads_of_gemma_4(stated):
+    """As published, and as transformers writes them: by layer."""
+    stated = {**stated, "attention_k_eq_v": True, "num_hidden_layers": 7}
+    theirs = transformers.Gemma4TextConfig(**stated)
+    names = {"model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"]}
+    for config in (stated, json.loads(theirs.to_json_string(use_diff=False))):
+        found = usual_config({**config, **names})
+        of_layer = theirs.per_layer_config[6]
+        assert found["global_head_dim"] == of_layer.head_dim
+        assert found["num_global_key_value_heads"] == of_layer.num_key_value_heads
+        assert found["layer_types"] == theirs.layer_types
 
 
 def test_what_stays_in_float_is_written_as_it_was_stored(tiny_model, tmp_path):

@@ -10,7 +10,7 @@ from qserve.engine.sizes import read_model
 from qserve.model.loader import load
 from qserve.model.rounding_source import open_source
 from qserve.parallel.ranks import Ranks
-from tests.conftest import STATES, TINY_FAMILIES
+from tests.conftest import TINY_FAMILIES, WITHOUT_RANKS
 
 CPU = torch.device("cpu")
 # Three KV heads, five groups of features and an odd vocabulary: over two ranks shares differ.
@@ -51,7 +51,7 @@ def families_and_sizes(few, without=()):
     rest = [
         pytest.param(family, size, marks=pytest.mark.exhaustive)
         for family in TINY_FAMILIES
-        if family not in (*STATES, *without)
+        if family not in (*WITHOUT_RANKS, *without)
         for size in (2, 4)
         if (family, size) not in [(each, 2) for each in few]
     ]

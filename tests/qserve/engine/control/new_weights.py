@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-LAYER = re.compile(r"\b(?:layers|h)\.\d")
+LAYER = re.compile(r"\b(?:layers|h|blocks)\.\d")
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:

@@ -1,0 +1,59 @@
+"""Llama 4 (text): layers that rotate see the keys of their own chunk of positions only, and norm
+queries and keys after the rotation; the others see all keys, with queries that grow with the
+logarithm of their position. One expert of a token, which reads its input times the routing weight.
+
+Columns of formats/families.py hold the layers that rotate and those with experts.
+"""
+
+import torch
+
+from qserve.model.blocks.layer import Layer
+from qserve.model.decoder import Decoder
+from qserve.model.families import llama, moe
+from qserve.model.model_config import ModelConfig
+from qserve.model.weights import LayerWeights, Weights
+
+CHUNKED = "chunked_attention"
+
+
+def build(config: ModelConfig, weights: Weights) -> Decoder:
+    scales = query_scales(config, weights)
+
+    def build_layer(config: ModelConfig, layer: LayerWeights) -> Layer:
+        rotates = config.ropes[layer.number] is not None
+        norms = {}
+        if rotates and config.values["use_qk_norm"]:  # its weights are all 1
+            shape = {"dtype": weights.dtype, "device": weights.device}
+            norms = {name: torch.ones(config.head_dim, **shape) for name in ("q_norm", "k_norm")}
+        is_chunked = config.values["layer_types"][layer.number] == CHUNKED
+        return Layer(
+            attention_norm=llama.build_norm(config, layer, "input_layernorm"),
+            attention=llama.build_attention(
+                config,
+                layer,
+                **norms,
+                rotates_first=bool(norms),
+                query_scales=None if rotates else scales,
+                chunk_size=chunk_size(config, weights) if is_chunked else None,
+            ),
+            mlp_norm=llama.build_norm(config, layer, "post_attention_layernorm"),
+            mlp=moe.build_mlp(config, layer),
+        )
+
+    return llama.build_decoder(config, weights, build_layer)
+
+
+def chunk_size(config: ModelConfig, weights: Weights) -> int | None:
+    """Positions of a chunk of attention; None: no request is longer than one."""
+    size = config.values["attention_chunk_size"]
+    return None if size is None or weights.max_model_len <= size else size
+
+
+def query_scales(config: ModelConfig, weights: Weights) -> torch.Tensor | None:
+    """1 + scale ln(1 + floor((position + 1) / floor_scale)) of each position; None: all are 1."""
+    values = config.values
+    if not values["attn_temperature_tuning"] or weights.max_model_len < values["floor_scale"]:
+        return None
+    positions = torch.arange(1, weights.max_model_len + 1, device=weights.device)
+    steps = torch.floor(positions / values["floor_scale"])
+    return 1 + values["attn_scale"] * torch.log1p(steps)
