@@ -222,6 +222,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto", help="of activations; auto is float32 on a CPU")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -233,6 +234,7 @@ def main() -> None:
             load_format="dummy",
             dtype=arguments.dtype,
             enforce_eager=arguments.enforce_eager,
+            batch_invariant=arguments.batch_invariant,
             kv_cache_dtype=arguments.kv_cache_dtype,
             max_num_seqs=max(arguments.batch),
             max_model_len=arguments.max_model_len or min(8192, arguments.input + arguments.output),
