@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from formats.architecture.expert_names import missing_experts
@@ -141,16 +141,16 @@ def check_shapes(
     family = known_family(config)
     if family is None:
         return
-    sizes, shapes, checked = family.sizes(config), _all_shapes(family, config), set()
+    sizes, shape_of, checked = family.sizes(config), _shape_finder(family, config), set()
     for linear in linears:
         name = f"{linear.name}.weight"
-        shape = shapes.get(LAYER_NUMBER.split(name)[-1])
+        shape = shape_of(name)
         if shape is not None and len(shape) == 2:
             found = (linear.out_features, linear.in_features)
             _check_shape(linear.name, shape, found, sizes, findings)
             checked.add(name)
     for name, entry in shards.entries.items():
-        shape = shapes.get(LAYER_NUMBER.split(name)[-1])
+        shape = shape_of(name)
         if shape is None:
             continue
         if name not in checked:
@@ -161,10 +161,22 @@ def check_shapes(
             findings.error(name, f"expected floating point, found {entry.dtype}")
 
 
-def _all_shapes(family: Family, config: Mapping[str, Any]) -> dict[str, Shape]:
-    """Return expected shapes by full name or by name below a layer, including optional biases."""
-    biases = {f"{linear.name}.bias": (linear.outputs,) for linear in family.linears}
-    return {**biases, **family.layer_tensors(config), **family.model_tensors}
+def _shape_finder(family: Family, config: Mapping[str, Any]) -> Callable[[str], Shape | None]:
+    """Return a function from a tensor's full name to its expected shape, of optional biases too."""
+
+    tables: dict[bool, dict[str, Shape]] = {}  # by whether the layer's row is another one
+
+    def find(name: str) -> Shape | None:
+        match = LAYER_NUMBER.search(name)
+        row = family.of_layer(int(match[1]) if match else None, config)
+        shapes = tables.get(row is family)
+        if shapes is None:
+            biases = {f"{linear.name}.bias": (linear.outputs,) for linear in row.linears}
+            shapes = {**biases, **row.layer_tensors(config), **family.model_tensors}
+            tables[row is family] = shapes
+        return shapes.get(LAYER_NUMBER.split(name)[-1])
+
+    return find
 
 
 def _check_shape(
