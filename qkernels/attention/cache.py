@@ -1,4 +1,4 @@
-"""What attention reads besides queries: pages of keys and values, and the rows of one step.
+"""Inputs of attention besides queries: pages of keys and values, and the rows of one step.
 
 Legend: P pages, B tokens of a page, J KV heads, D head dim, R requests, X pages of a block table.
 """

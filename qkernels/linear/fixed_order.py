@@ -55,7 +55,7 @@ def fixed_order_linear(
 ) -> torch.Tensor:
     """Multiply x [..., K] by the float weight's transpose and add the bias. Returns [..., N].
 
-    A row of the result has the same bits whatever rows are beside it. Raises KernelError for
+    A row of the result has the same bits whatever the other rows are. Raises KernelError for
     float32 on a GPU.
     """
     x_MK = x.reshape(-1, x.shape[-1])

@@ -126,7 +126,7 @@ def compare(engine: EngineConfig, config: InvarianceConfig) -> Iterator[Result]:
 
 
 def _prompts(rng: random.Random, number: int, longest: int, vocab_size: int) -> list[Prompt]:
-    """Random prompts; some repeat themselves, so that drafts come true."""
+    """Random prompts; some repeat themselves, so that drafts are accepted."""
     prompts = []
     for each in range(number):
         length = rng.randint(1, longest)

@@ -1,4 +1,4 @@
-"""What --batch-invariant does not support yet: settings, and traits of models."""
+"""Settings and traits of models that --batch-invariant does not support yet."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Kernels of one order of summation: a row's bits do not depend on the rows beside it (sm_90)."""
+"""Kernels of one order of summation: a row's bits do not depend on the other rows (sm_90)."""
 
 import pytest
 import torch
@@ -143,7 +143,7 @@ def filled_cache(codes, pages, J, D):
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("pages", PAGES)
 def test_attention(pages, D, heads, window, soft_cap):
-    """A prompt whole, in chunks of any size, token by token, beside others: the same bits."""
+    """A prompt whole, in chunks of any size, token by token, with others: the same bits."""
     H, J = heads
     length = 700
     cache = filled_cache(PAGES[pages], 2 * 44, J, D)
