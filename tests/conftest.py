@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Generator
 from pathlib import Path
 
@@ -453,6 +454,11 @@ def pytest_addoption(parser):
         "--exhaustive", action="store_true", help="also what is marked exhaustive: all parameters"
     )
     parser.addoption(
+        "--exhaustive-part",
+        metavar="I/N",
+        help="of what is marked exhaustive, the I-th of N parts, counted from 0",
+    )
+    parser.addoption(
         "--all-cards",
         action="store_true",
         help="compile every case for every card (tests/qkernels/compile); takes 20 minutes",
@@ -470,10 +476,25 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("gpu"):  # not its keywords: folders and parameters are named so
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
-    if not config.getoption("--exhaustive"):
-        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+    part = config.getoption("--exhaustive-part")
+    if part or not config.getoption("--exhaustive"):
+        left_out = [
+            item
+            for item in items
+            if item.get_closest_marker("exhaustive") and not (part and is_in_part(item, part))
+        ]
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+        dropped = set(left_out)
+        items[:] = [item for item in items if item not in dropped]
+
+
+def is_in_part(item: pytest.Item, part: str) -> bool:
+    """Return True if the test is in part "I/N". Equal parameters of a file share fixtures, so they
+    are in the same part.
+    """
+    number, count = map(int, part.split("/"))
+    parameters = item.nodeid.partition("[")[2] or item.nodeid
+    return zlib.crc32(f"{item.path.name} {parameters}".encode()) % count == number
 
 
 @pytest.fixture(scope="session")

@@ -26,11 +26,14 @@ def paged_attention(
     limbs: LimbForm | None = None,
     inputs_ready: bool = False,
     sinks_H: torch.Tensor | None = None,
+    slopes_H: torch.Tensor | None = None,
+    chunk_size: int | None = None,
 ) -> torch.Tensor | Limbs:
     """Implement ops.paged_attention."""
+    biases = {"sinks_H": sinks_H, "slopes_H": slopes_H, "chunk_size": chunk_size}
     if q_THD.device.type == "cpu":
         return reference.paged_attention_by_rows(
-            q_THD, cache, step, scale=scale, window=window, soft_cap=soft_cap, sinks_H=sinks_H
+            q_THD, cache, step, scale=scale, window=window, soft_cap=soft_cap, **biases
         )
     if gpu_device.lacks_arch(q_THD.device, "sm_90") is None:
         from qkernels.attention import sm90_prefill
@@ -48,7 +51,7 @@ def paged_attention(
         window=window,
         soft_cap=soft_cap,
         inputs_ready=inputs_ready,
-        sinks_H=sinks_H,
+        **biases,
         config=fixed_order_config(
             heads_per_kv_head=q_THD.shape[1] // cache.num_kv_heads,
             head_dim=q_THD.shape[2],

@@ -206,6 +206,8 @@ def paged_attention_by_rows(
     window: int | None,
     soft_cap: float | None = None,
     sinks_H: torch.Tensor | None = None,
+    slopes_H: torch.Tensor | None = None,
+    chunk_size: int | None = None,
 ) -> torch.Tensor:
     """`paged_attention` of each row alone: shapes, and so bits, depend on its position only."""
     keys = _Pages(cache.k_pages, cache.k_scales)
@@ -216,10 +218,20 @@ def paged_attention_by_rows(
         for row in range(starts[r], starts[r + 1]):
             seen = length - (starts[r + 1] - 1 - row)
             if seen > 0:
-                table_X, one = step.block_tables_RX[r], slice(row, row + 1)
+                one = slice(row, row + 1)
                 out_THD[one] = _chunk(
-                    *(q_THD[one], keys, values, table_X, seen, scale, window, soft_cap, sinks_H),
-                    last_keys_S=None,
+                    q_THD[one],
+                    keys,
+                    values,
+                    step.block_tables_RX[r],
+                    seen,
+                    scale,
+                    window,
+                    soft_cap,
+                    sinks_H,
+                    slopes_H,
+                    chunk_size,
+                    None,
                 ).to(out_THD.dtype)
     return out_THD
 

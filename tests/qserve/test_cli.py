@@ -40,6 +40,7 @@ ENGINE_FLAGS = {
     "--device",
     "--model-impl",
     "--dtype",
+    "--batch-invariant",
     "--enforce-eager",
     "--language-model-only",
     "--kernel",
@@ -156,6 +157,8 @@ FLAGS = {
         *("--model", "--case", "--iters", "--with-stack", "--profile-dir", "--profiler"),
         *("--trace", "--with-trace"),
     },
+    "check-invariance": ENGINE_FLAGS
+    | {"--num-requests", "--max-input-len", "--output-len", "--default-kernels"},
     "agent-check": {
         *("--forced", "--api", "--task", "--model-name", "--api-key", "--max-tokens"),
         *("--server-args", "--json"),

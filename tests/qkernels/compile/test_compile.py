@@ -42,6 +42,8 @@ SPILLS = (
     # two blocks on an SM leave 104 registers, 64 of them for sums
     (("sm_90",), "wna16.sm90_small_m", "w4a16 M=64", 32, 8),
     (("sm_90",), "wna16.sm90_small_m", "w4a16-asym M=64", 32, 8),
+    # the total of the segments before, which waits while the next one is multiplied
+    (("sm_90",), "wna16.sm90_large_m", "w4a16 fixed order", 80, 16),
     # addresses, after the loop, by ptxas of triton 3.9; that of 3.6 spills none
     (("sm_90",), "wna16.sm90_small_m", "w4a16 for a ", 12, 0),
     # of the next inputs, which are loaded before these are multiplied
@@ -173,17 +175,10 @@ def gemv(kernel: dict) -> bool:
 def small_m(kernel: dict) -> bool:
     """As many blocks fit on an SM as its bound on registers is for; nobody writes what is read.
 
-    128 inputs are 8 products in each of two warpgroups.
+    128 inputs are 8 products in each of one or two warpgroups besides the producer's.
     """
     blocks = REGISTERS_OF_SM // (kernel["max_registers"] * kernel["threads"])
     # of 1 KB more than one block may have, the system takes 1 KB for each
-    fits = blocks * (kernel["shared"] + 1024) <= (CARDS["sm_90"].shared_kb + 1) * 1024
-    return fits and kernel.get("hgmma", 16) == 16 and not kernel.get("overwritten_in_flight")
-
-
-def few_tokens(kernel: dict) -> bool:
-    """As `small_m`, with one consumer or two beside the loading warp's warpgroup."""
-    blocks = REGISTERS_OF_SM // (kernel["max_registers"] * kernel["threads"])
     fits = blocks * (kernel["shared"] + 1024) <= (CARDS["sm_90"].shared_kb + 1) * 1024
     products = 8 * (kernel["threads"] // 128 - 1)
     return (
@@ -210,7 +205,7 @@ SM90_CHECKS = {
     "wna16.sm90_gemv_imma": gemv,
     "wna16.sm90_small_m": small_m,
     "wna16.sm90_large_m": large_m,
-    "moe.sm90_few_tokens": few_tokens,
+    "moe.sm90_few_tokens": small_m,
     "attention.sm90_prefill": prefill,
 }
 

@@ -32,7 +32,10 @@ def test_kernels_in_the_interpreter(part, pytestconfig):
     environment.pop("PYTEST_ADDOPTS", None)
     files = map(str, FILES[part::NUM_PROCESSES])
     command = [sys.executable, "-m", "pytest", *files, "-x", "-p", "no:cacheprovider"]
-    if pytestconfig.getoption("--exhaustive"):
+    share = pytestconfig.getoption("--exhaustive-part")
+    if share:
+        command += ["--exhaustive-part", share]
+    elif pytestconfig.getoption("--exhaustive"):
         command.append("--exhaustive")
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]

@@ -13,6 +13,7 @@ DENSE = (
     *("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3", "smollm3"),
     *("granite", "olmo2", "olmo3", "exaone4", "glm4", "cohere", "cohere2", "opt", "stablelm"),
     *("phi", "gpt_neox", "gptj", "falcon", "starcoder2", "nemotron", "seed_oss"),
+    *("bloom", "mpt", "gemma4"),
 )
 QUICK = ("gemma3", "opt")
 FEW = InvarianceConfig(num_requests=8, max_input_len=60, output_len=6)
