@@ -12,7 +12,7 @@ from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
 from formats.quant_config import BLOCK, QuantConfig
 from formats.scheme import Scheme
-from tests.conftest import DELTA
+from tests.tiny_families import DELTA
 
 QWEN35 = {"architectures": ["Qwen3_5ForCausalLM"], "num_hidden_layers": 3, **DELTA}
 NET = "linear_attn.in_proj"

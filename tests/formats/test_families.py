@@ -14,7 +14,8 @@ from formats.families import FAMILIES, checked_family
 from formats.heads.folder import is_head_folder
 from formats.inspection.parallel import SPLIT_BY_INPUTS
 from formats.rules import FUSED
-from tests.conftest import ROOT, TINY_FAMILIES
+from tests.conftest import ROOT
+from tests.tiny_families import TINY_FAMILIES
 
 BUNDLED = sorted(
     path.parent

@@ -12,8 +12,8 @@ import pytest
 from formats.errors import InputError
 from qserve.config import EngineConfig
 from tests.adapters import write_adapter
-from tests.conftest import ROWS, STATES, TINY_FAMILIES, WITHOUT_ADAPTERS
 from tests.qserve.crossings import DRAFTERS, NUM_ADAPTERS, Alone, draw, run
+from tests.tiny_families import ROWS, STATES, TINY_FAMILIES, WITHOUT_ADAPTERS
 
 SLACK = 1e-4  # of a log probability
 exhaustive = pytest.mark.exhaustive

@@ -15,8 +15,8 @@ from formats.inspection.config import (
 )
 from formats.inspection.findings import Findings
 from formats.inspection.inspect import inspect_checkpoint
-from tests.conftest import TINY_FAMILIES
 from tests.qserve.model.variants import edited
+from tests.tiny_families import TINY_FAMILIES
 
 CHECKED = [family for family in FAMILIES.values() if family.rules is not None]
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -26,8 +26,8 @@ from qserve.model.dummy_source import DummySource
 from qserve.model.loader import load
 from qserve.model.model_config import ModelConfig
 from qserve.params.sampling_params import SamplingParams
-from tests.conftest import TINY, TINY_FAMILIES
 from tests.qserve.model.variants import TOKENS, edited, logits, relative
+from tests.tiny_families import TINY, TINY_FAMILIES
 
 SERVED_TYPES = {family.model_type for family in FAMILIES.values() if family.served}
 SERVED = [

@@ -20,8 +20,9 @@ from qserve.model.blocks.layer import Layer
 from qserve.model.model_config import ModelConfig
 from qserve.model.sharing import check_ranks
 from qserve.params.sampling_params import SamplingParams
-from tests.conftest import FALCON, GEMMA, GPT, NEOX, ROWS, TINY, TINY_FAMILIES, make_tiny
+from tests.conftest import make_tiny
 from tests.qserve.model.variants import TOKENS, edited, logits, model_maker, relative
+from tests.tiny_families import FALCON, GEMMA, GPT, NEOX, ROWS, TINY, TINY_FAMILIES
 
 NEW = [
     *("ministral", "ministral3", "phi3", "gemma2", "gemma3", "granite", "smollm3", "seed_oss"),

@@ -19,7 +19,6 @@ from qkernels.delta_net import reference as delta_reference
 from qserve.llm import LLM
 from qserve.model.blocks.delta_net import DeltaNet
 from qserve.params.sampling_params import SamplingParams
-from tests.conftest import DELTA, MAMBA, SHORT_CONV, TINY_FAMILIES
 from tests.qserve.model.test_expert_names import stacked
 from tests.qserve.model.test_family_tokens import (
     check_greedy,
@@ -29,6 +28,7 @@ from tests.qserve.model.test_family_tokens import (
 )
 from tests.qserve.model.test_transformers import dense
 from tests.qserve.model.variants import TOKENS, edited, logits, model_maker, relative
+from tests.tiny_families import DELTA, MAMBA, SHORT_CONV, TINY_FAMILIES
 
 DELTA_NETS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
 MAMBAS = ["granite_hybrid", "granite_hybrid_moe", "falcon_h1", "nemotron_h"]

@@ -10,9 +10,10 @@ import pytest
 
 from qserve.llm import LLM
 from qserve.params.sampling_params import SamplingParams
-from tests.conftest import TINY_FAMILIES, make_tiny
+from tests.conftest import make_tiny
 from tests.qserve.model.test_family_tokens import check_greedy
 from tests.qserve.model.variants import TOKENS, relative
+from tests.tiny_families import TINY_FAMILIES
 
 pytestmark = pytest.mark.gpu
 

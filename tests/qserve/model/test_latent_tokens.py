@@ -19,9 +19,9 @@ from formats.scheme import Scheme
 from qserve.llm import LLM
 from qserve.model.blocks import latent_attention
 from qserve.params.sampling_params import SamplingParams
-from tests.conftest import GROUPS, LATENT, YARN
 from tests.qserve.model.test_family_tokens import FEW_PAGES, check_greedy, count_preemptions
 from tests.qserve.model.variants import TOKENS, edited, logits, model_maker, relative
+from tests.tiny_families import GROUPS, LATENT, YARN
 
 NO_ROPE_SCALING = {"rope_type": "default", "rope_theta": 50000.0}
 VARIANTS = {

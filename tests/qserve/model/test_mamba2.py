@@ -10,10 +10,11 @@ from qkernels import ops
 from qkernels.mamba2 import reference
 from qserve.llm import LLM
 from qserve.model.blocks.mamba2 import Mamba2
-from tests.conftest import MAMBA, make_tiny
+from tests.conftest import make_tiny
 from tests.qserve.model.test_family_tokens import check_greedy
 from tests.qserve.model.test_hybrid_tokens import MODES, greedy, in_transformers, prompts
 from tests.qserve.model.variants import TOKENS, edited, logits, relative
+from tests.tiny_families import MAMBA
 
 
 def mixers(change):

@@ -23,11 +23,12 @@ from qserve.model.loader import load
 from qserve.model.online_quantization import ALIASES, METHODS
 from qserve.model.rounding_source import open_source
 from qserve.params.sampling_params import SamplingParams
-from tests.conftest import TINY_FAMILIES, make_tiny
+from tests.conftest import make_tiny
 from tests.qserve.model.live_bytes import LiveBytes
 from tests.qserve.model.variants import TOKENS, edited
 from tests.qserve.parallel.in_threads import run_ranks
 from tests.qserve.parallel.shared_out import rank_runner
+from tests.tiny_families import TINY_FAMILIES
 
 CPU = torch.device("cpu")
 G32 = "w4a16-sym-g32"  # groups that fit the tiny models

@@ -11,9 +11,9 @@ from calibrate.pipeline import quantize_checkpoint
 from formats.errors import InputError
 from formats.inspection.inspect import inspect_checkpoint
 from formats.scheme import Scheme
-from tests.conftest import GEMMA, TINY, TINY_FAMILIES
 from tests.formats.inspection.findings import of_weights
 from tests.qserve.model.variants import TOKENS, edited, logits, relative
+from tests.tiny_families import GEMMA, TINY, TINY_FAMILIES
 
 VISION = {
     "hidden_size": 16,

@@ -10,7 +10,7 @@ from qserve.engine.sizes import read_model
 from qserve.model.loader import load
 from qserve.model.rounding_source import open_source
 from qserve.parallel.ranks import Ranks
-from tests.conftest import TINY_FAMILIES, WITHOUT_RANKS
+from tests.tiny_families import TINY_FAMILIES, WITHOUT_RANKS
 
 CPU = torch.device("cpu")
 # Three KV heads, five groups of features and an odd vocabulary: over two ranks shares differ.

@@ -14,7 +14,7 @@ from qserve.lora.slot_memory import SlotMemory
 from qserve.model.model_config import ModelConfig
 from qserve.params.sampling_params import SamplingParams
 from tests.adapters import write_adapter
-from tests.conftest import WITHOUT_ADAPTERS, make_tiny
+from tests.conftest import make_tiny
 from tests.qserve.model.test_variants import reorder
 from tests.qserve.model.variants import TOKENS, edited
 from tests.qserve.parallel.in_threads import run_ranks
@@ -25,6 +25,7 @@ from tests.qserve.parallel.shared_out import (
     rank_runner,
     relative_error,
 )
+from tests.tiny_families import WITHOUT_ADAPTERS
 
 FEW = ("phi3", "qwen2_moe")
 

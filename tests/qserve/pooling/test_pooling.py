@@ -16,8 +16,8 @@ from qserve.engine.engine import Engine
 from qserve.engine.scheduling.plan import OpenStep
 from qserve.params.handling import Handling
 from qserve.pooling import scoring
-from tests.conftest import TINY, TINY_FAMILIES
 from tests.formats.inspection.findings import of_weights
+from tests.tiny_families import TINY, TINY_FAMILIES
 
 # lengths around chunks of 32 tokens and pages of 16
 PROMPTS = [[(7 * i + 3 * j) % 500 for j in range(n)] for i, n in enumerate((40, 3, 1, 77, 64, 33))]

@@ -6,7 +6,8 @@ import shutil
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.conftest import TINY_FAMILIES, make_tiny
+from tests.conftest import make_tiny
+from tests.tiny_families import TINY_FAMILIES
 
 C, LAYERS, PREFIX = 64, 3, "model.layers.3."
 

@@ -10,8 +10,8 @@ from qserve.engine.runner import residence
 from qserve.model.resident.leaves import leaves
 from qserve.model.resident.staged import stage
 from qserve.model.resident.update_source import UpdateSource
-from tests.conftest import TINY_FAMILIES
 from tests.qserve.engine.control.new_weights import changed, stored, written
+from tests.tiny_families import TINY_FAMILIES
 
 PROMPTS = [{"prompt_token_ids": ids} for ids in ([5, 6, 7, 8, 9, 10, 11, 12, 13], [400, 3, 77])]
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, detokenize=False)
