@@ -160,8 +160,8 @@ STORED_NAMES = {
     **{"backbone.": "model.", ".router.layer.": ".router."},
 }
 # model_type -> what its modules call `mlp`
-MLP_NAMES = {"granitemoe": "block_sparse_moe", "granitemoeshared": "block_sparse_moe"}
-MLP_NAMES["llama4_text"] = "feed_forward"
+MLP_NAMES = dict.fromkeys(("granitemoe", "granitemoeshared"), "block_sparse_moe")
+MLP_NAMES |= {"granitemoehybrid": "block_sparse_moe", "llama4_text": "feed_forward"}
 
 
 def module_name(name: str) -> str:

@@ -223,7 +223,7 @@ def test_shapes_are_config_jsons_in_every_family(tiny_model, tmp_path, family):
     source = tiny_model(family)
     assert not [each for each in inspect_checkpoint(source).problems if each.severity == "error"]
     config = json.loads((source / "config.json").read_text())
-    key = "n_embd" if "n_embd" in config else "hidden_size"
+    key = next(name for name in ("n_embd", "d_model", "hidden_size") if name in config)
     for name, value in (("other", 2 * config[key]), ("negative", -config[key])):
         folder = edited(source, tmp_path / name, None, lambda c, v=value: c.__setitem__(key, v))
         found = inspect_checkpoint(folder)
