@@ -86,7 +86,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     items = []
     option = metafunc.config.getoption
     whole = {card: tuple(CASES) for card in CARDS} if option("--all-cards") else {}
-    if option("--exhaustive"):
+    if option("--exhaustive-part"):
+        number, count = map(int, option("--exhaustive-part").split("/"))
+        whole.setdefault(EXHAUSTIVE_CARD, EXHAUSTIVE_CASES[number::count])
+    elif option("--exhaustive"):
         whole.setdefault(EXHAUSTIVE_CARD, EXHAUSTIVE_CASES)
     for card, of_card in CARDS.items():
         names = [
