@@ -46,4 +46,5 @@ def is_fallback(model: ModelConfig) -> bool:
 def check_fallback(config: EngineConfig, model: ModelConfig) -> None:
     """Raise InputError for a setting that does not work through transformers."""
     if is_fallback(model):
-        check_limits(LIMITS, config, model, "which runs through transformers")
+        other = f"{model.family.architecture}, which runs through transformers"
+        check_limits(LIMITS, config, other)

@@ -8,7 +8,7 @@ import torch
 from formats.errors import InputError
 from qserve.config import EngineConfig
 from qserve.engine.fallback_limits import is_fallback
-from qserve.engine.state_limits import Limit
+from qserve.engine.state_limits import Limit, check_limits
 from qserve.model.model_config import ModelConfig
 
 FLAG = "--batch-invariant"
@@ -61,9 +61,7 @@ def check_invariance(config: EngineConfig, model: ModelConfig) -> None:
     """Raise InputError if --batch-invariant is set and something does not support it."""
     if not config.batch_invariant:
         return
-    for limit in LIMITS:
-        if limit.is_asked_for(config):
-            raise InputError(limit.flag, f"does not work with {FLAG}: {limit.reason}", "remove one")
+    check_limits(LIMITS, config, FLAG, "remove one")
     for trait in TRAITS:
         if trait.is_there(model):
             raise InputError(

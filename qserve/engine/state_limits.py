@@ -75,28 +75,28 @@ LATENT_LIMITS = (
 
 
 def check_limits(
-    limits: Iterable[Limit], config: EngineConfig, model: ModelConfig, trait: str
+    limits: Iterable[Limit],
+    config: EngineConfig,
+    other: str,
+    remedy: str = "remove it, or serve another model",
 ) -> None:
-    """Raise InputError for the first setting that a model with this trait does not support."""
+    """Raise InputError for the first setting that does not work with `other`."""
     for limit in limits:
         if limit.is_asked_for(config):
-            raise InputError(
-                limit.flag,
-                f"does not work with {model.family.architecture}, {trait}: {limit.reason}",
-                "remove it, or serve another model",
-            )
+            raise InputError(limit.flag, f"does not work with {other}: {limit.reason}", remedy)
 
 
 def check_latents(config: EngineConfig, model: ModelConfig) -> None:
     """Raise InputError for a setting that latent attention does not support."""
     if model.family.latent:
-        check_limits(LATENT_LIMITS, config, model, "which has latent attention")
+        other = f"{model.family.architecture}, which has latent attention"
+        check_limits(LATENT_LIMITS, config, other)
 
 
 def check_states(config: EngineConfig, model: ModelConfig) -> None:
     """Raise InputError for a setting that the model's states do not allow."""
     if model.has_states:
-        check_limits(LIMITS, config, model, "whose layers have states")
+        check_limits(LIMITS, config, f"{model.family.architecture}, whose layers have states")
 
 
 def check_handling(subject: str, handling: Handling, model: ModelConfig) -> None:
