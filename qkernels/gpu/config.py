@@ -3,6 +3,7 @@
 from qkernels.gpu.workspace import WORKSPACE_COUNTERS, WORKSPACE_FLOATS
 
 HOPPER_SHARED_BYTES = 227 * 1024  # the most that a block may have on sm_90
+SM_REGISTERS = 65536
 
 
 class CompileTimeConfig:

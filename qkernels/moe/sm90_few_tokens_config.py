@@ -7,7 +7,7 @@ expert's product.
 import math
 from dataclasses import dataclass
 
-from qkernels.gpu.config import MAX_STAGES, CompileTimeConfig
+from qkernels.gpu.config import MAX_STAGES, SM_REGISTERS, CompileTimeConfig
 from qkernels.moe.config import MOST_PARTIALS, MOST_PARTS, ExpertsPlan
 from qkernels.wna16.layout import TILE_N, k_step
 
@@ -17,7 +17,6 @@ FEW_TOKENS_ROWS = (8, 16, 32)  # block_m of all configs
 # that takes another entry, and its weights are read again, from the L2.
 MOST_ROWS = {8: 5, 16: 11, 32: 40}
 MOST_PAIRS = 1024  # that each block of wanted_pairs looks through
-REGISTERS_OF_SM = 65536
 REGISTERS_OF_THREAD = 232  # that setmaxnreg can give, at most
 
 
@@ -48,7 +47,7 @@ class FewTokensConfig(CompileTimeConfig):
         The producer's warp counts as a warpgroup.
         """
         threads = self.blocks_per_sm * 128 * (self.num_consumers + 1)
-        return min(REGISTERS_OF_THREAD, REGISTERS_OF_SM // threads // 8 * 8)
+        return min(REGISTERS_OF_THREAD, SM_REGISTERS // threads // 8 * 8)
 
     @property
     def producer_registers(self) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from qkernels.gpu.config import (
     HOPPER_SHARED_BYTES,
+    SM_REGISTERS,
     WARPGROUP_ROWS,
     CompileTimeConfig,
     ceil_div,
@@ -116,7 +117,6 @@ SM90_IDLE_ROWS = (0, 16, 32)
 SM90_SPLITS = (1, 2, 4)
 SM90_MAX_GROUP_A = 64
 _SM90_MIN_STAGES = 3
-_REGISTERS = 65536  # of an SM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +220,7 @@ class W8A8Sm90Config(CompileTimeConfig):
     def fits_sm(self) -> bool:
         """Return True if an SM has registers and pipeline stages for blocks_per_sm blocks."""
         threads = self.blocks_per_sm * (self.num_consumers + 1) * 128
-        return threads * self.registers <= _REGISTERS and self.stages >= _SM90_MIN_STAGES
+        return threads * self.registers <= SM_REGISTERS and self.stages >= _SM90_MIN_STAGES
 
     @property
     def fits_thread(self) -> bool:

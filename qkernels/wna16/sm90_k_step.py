@@ -94,31 +94,44 @@ def step_scales(gemm, stages, stage, CONSUMER: gl.constexpr, SUMS: gl.constexpr)
 
 
 @gluon.jit
+def _offsets(gemm, stages, own, ROWS: gl.constexpr):
+    """Offsets of a stored tile's rows [64], one for all of a symmetric weight."""
+    if gemm.NUMERICS.has_offsets:
+        return stages.offsets.index(own).load(ROWS)
+    else:
+        return gl.full([64], gemm.NUMERICS.offset, stages.x.dtype, ROWS)
+
+
+@gluon.jit
+def _x_subtile(gemm, stages, stage, i: gl.constexpr):
+    """Operand B of a K step's i-th wgmma: [K_SUBTILE, BM]."""
+    K_SUBTILE: gl.constexpr = gemm.CONFIG.k_subtile
+    x = stages.x.index(2 * stage + i * K_SUBTILE // 64)
+    if K_SUBTILE < 64:
+        x = x.slice(i * K_SUBTILE % 64, K_SUBTILE, dim=1)
+    return x.permute([1, 0])
+
+
+@gluon.jit
 def multiply(gemm, stages, stage, CONSUMER: gl.constexpr, SUMS: gl.constexpr):
     """Issue a K step's products: sums [64, BM] of codes minus zero points, times x.
 
     A wgmma reads operand A's registers after it was issued, so each has its own registers.
     """
-    NUMERICS: gl.constexpr = gemm.NUMERICS
     DTYPE: gl.constexpr = stages.x.dtype
     BM: gl.constexpr = gemm.CONFIG.block_m
     K_SUBTILE: gl.constexpr = gemm.CONFIG.k_subtile
     A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     ROWS: gl.constexpr = rows_layout(K_SUBTILE, 4)
     own = stage * gemm.CONFIG.num_consumers + CONSUMER
-    if NUMERICS.has_offsets:
-        offset = stages.offsets.index(own).load(ROWS)
-    else:
-        offset = gl.full([64], NUMERICS.offset, DTYPE, ROWS)
+    offset = _offsets(gemm, stages, own, ROWS)
     zeros = zeros_to_subtract(offset, DTYPE)
     packed = load_k_subtiles(stages.weight.index(own), K_SUBTILE, 4)
     sums = gl.zeros([64, BM], gl.float32, SUMS)
     for i in gl.static_range(128 // K_SUBTILE):
         a = gl.convert_layout(codes_minus_zeros(packed[i], zeros, DTYPE), A, assert_trivial=True)
-        x = stages.x.index(2 * stage + i * K_SUBTILE // 64)
-        if K_SUBTILE < 64:
-            x = x.slice(i * K_SUBTILE % 64, K_SUBTILE, dim=1)
-        sums = warpgroup_mma(a, x.permute([1, 0]), sums, use_acc=i > 0, is_async=True)
+        x = _x_subtile(gemm, stages, stage, i)
+        sums = warpgroup_mma(a, x, sums, use_acc=i > 0, is_async=True)
     return sums
 
 
@@ -135,17 +148,12 @@ def multiply_scaled(gemm, stages, stage, sums, CONSUMER: gl.constexpr, SUMS: gl.
     A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     ROWS: gl.constexpr = rows_layout(K_SUBTILE, 4)
     own = stage * gemm.CONFIG.num_consumers + CONSUMER
-    if NUMERICS.has_offsets:
-        offset = stages.offsets.index(own).load(ROWS)
-    else:
-        offset = gl.full([64], NUMERICS.offset, DTYPE, ROWS)
+    offset = _offsets(gemm, stages, own, ROWS)
     scale = stages.scales.index(own).load(ROWS)
     row_factors = rounded_factors(scale, offset, NUMERICS, DTYPE)
     packed = load_k_subtiles(stages.weight.index(own), K_SUBTILE, 4)
     for i in gl.static_range(128 // K_SUBTILE):
         a = unpack_rounded(packed[i], row_factors, NUMERICS, DTYPE, A)
-        x = stages.x.index(2 * stage + i * K_SUBTILE // 64)
-        if K_SUBTILE < 64:
-            x = x.slice(i * K_SUBTILE % 64, K_SUBTILE, dim=1)
-        sums = warpgroup_mma(a, x.permute([1, 0]), sums, is_async=True)
+        x = _x_subtile(gemm, stages, stage, i)
+        sums = warpgroup_mma(a, x, sums, is_async=True)
     return sums

@@ -7,13 +7,18 @@ triton_config.py.
 import functools
 from dataclasses import dataclass, replace
 
-from qkernels.gpu.config import HOPPER_SHARED_BYTES, MAX_STAGES, CompileTimeConfig, ceil_div
+from qkernels.gpu.config import (
+    HOPPER_SHARED_BYTES,
+    MAX_STAGES,
+    SM_REGISTERS,
+    CompileTimeConfig,
+    ceil_div,
+)
 from qkernels.gpu.workspace import WORKSPACE_COUNTERS, WORKSPACE_FLOATS
 from qkernels.operands.limbs import K_STEP
 from qkernels.wna16.layout import TILE_N, k_step, padded_n
 from qkernels.wna16.triton_config import default_triton_config
 
-_SM_REGISTERS = 65536
 _PRODUCER_REGISTERS = 24  # per thread of the producer, where it gives registers to the consumers
 
 
@@ -93,7 +98,7 @@ class LargeMConfig(CompileTimeConfig):
     @property
     def registers(self) -> int:
         """Registers per thread at launch: of the consumers, and of four warps for the producer."""
-        return _SM_REGISTERS // (128 * (self.num_consumers + 1)) // 8 * 8
+        return SM_REGISTERS // (128 * (self.num_consumers + 1)) // 8 * 8
 
     @property
     def producer_registers(self) -> int:

@@ -10,7 +10,7 @@ import functools
 import math
 from dataclasses import dataclass
 
-from qkernels.gpu.config import MAX_STAGES, CompileTimeConfig, ceil_div
+from qkernels.gpu.config import MAX_STAGES, SM_REGISTERS, CompileTimeConfig, ceil_div
 from qkernels.gpu.workspace import WORKSPACE_FLOATS
 from qkernels.operands.limbs import K_STEP, LIMBS_MAX_ROWS
 from qkernels.operands.split_k import Consumer
@@ -18,7 +18,6 @@ from qkernels.wna16.layout import TILE_N, k_step
 
 SMALL_M_ROWS = (8, 16, 32, 64)  # block_m of all configs
 BLOCK_N = 2 * TILE_N  # two consumer warpgroups, one stored tile each
-_SM_REGISTERS = 65536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +46,7 @@ class SmallMConfig(CompileTimeConfig):
         Of the consumers, and of four warps for the producer.
         """
         threads = 128 * (self.num_consumers + 1) * self.blocks_per_sm
-        return min(168, _SM_REGISTERS // threads // 8 * 8)
+        return min(168, SM_REGISTERS // threads // 8 * 8)
 
     @property
     def producer_registers(self) -> int:
