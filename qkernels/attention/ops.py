@@ -17,12 +17,7 @@ from qkernels.attention.checks import (
     check_split_k_heads,
 )
 from qkernels.attention.config import DECODE_MAX_ROWS
-from qkernels.attention.rows import (
-    APPLY_ROPE,
-    PAGED_ATTENTION,
-    ROPE_WRITE_KV,
-    WRITE_KV,
-)
+from qkernels.attention.rows import APPLY_ROPE, PAGED_ATTENTION, ROPE_WRITE_KV, WRITE_KV
 from qkernels.checks import check_float, check_limb_rows, check_norm, check_tensor, expect_ndim
 from qkernels.choice import FIXED_ORDER
 from qkernels.errors import KernelError

@@ -196,9 +196,8 @@ def _fixed_order(shape: Shape, M: int, fused: bool) -> WNA16Config:
     """Sums of one order for every M: a row's bits depend on it alone.
 
     On sm_90 all kernels multiply scaled weights, and K is divided into the same ranges for all M:
-    over blocks (split-K) or inside of a block (segments). Elsewhere K is not divided. wgmma and
-    mma.sync add 16 products at a time to a float32 sum, alike for every tile size (tests on a GPU
-    check this).
+    over blocks (split-K) or inside of a block (segments). Elsewhere K is not divided. wgmma adds 16
+    products at a time to a float32 sum, alike for every tile size (tests on a GPU check this).
     """
     if shape.lacks_arch("sm_90") is None and k_step(shape.group) == K_STEP:
         return sm90_fixed_order(M, shape.N, shape.K, shape.spec.bits, shape.sm_count)
@@ -255,7 +254,7 @@ VARIANTS: tuple[Variant, ...] = (
 ONE_ORDER = Variant(
     name=FIXED_ORDER,
     config=None,
-    rows="all rows, each with the same bits whatever rows are beside it",
+    rows="all rows, each with the same bits whatever the other rows are",
     default=_fixed_order,
 )
 BY_NAME = {variant.name: variant for variant in (*VARIANTS, ONE_ORDER)}

@@ -25,7 +25,7 @@ IDS = list(range(5, 45))
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """The folders that stand for GGUF files are made below this home."""
+    """The folders that are made for GGUF files are below this home."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
 
