@@ -14,13 +14,12 @@ import typing
 
 import qserve
 from formats.errors import InputError, one_line
-from formats.names import AUTO_GROUPS, GGUF, GGUF_TYPES
+from formats.names import GGUF
 from qserve.agent_check.command import AGENT_CHECK
 from qserve.bench.commands import BENCH_COMMANDS, PROFILE
 from qserve.command_line import config_file, interrupts
 from qserve.command_line.arguments import Parser, add_commands, check_argument, with_dashes
 from qserve.command_line.command import Command
-from qserve.command_line.recipe_file import recipe_settings, with_recipe_file
 from qserve.command_line.tool_config import (
     BatchConfig,
     ConvertConfig,
@@ -32,128 +31,12 @@ from qserve.command_line.tool_config import (
     TalkConfig,
 )
 from qserve.commands.check_invariance import CHECK_INVARIANCE
+from qserve.commands.distill import DISTILL
+from qserve.commands.quantize import QUANTIZE
 from qserve.config import EngineConfig, ServerConfig
 from qserve.deploy.settings import DeploySettings
 from qserve.lora.command import MERGE
 from qserve.processes import logs
-
-
-def quantize(model: str, config: QuantizeConfig) -> int:
-    from calibrate.devices import Devices
-    from calibrate.gguf_file import quantize_to_gguf
-    from calibrate.heads.quantize import quantize_head
-    from calibrate.pipeline import quantize_checkpoint
-    from calibrate.recipe import default_recipe
-    from formats.checkpoint import check_is_free
-    from formats.gguf.schemes import base_scheme
-    from formats.gguf.writing.container_writer import check_file_is_free
-    from formats.heads.folder import is_head_folder
-    from formats.hub.fetch import local_path
-    from formats.hub.selection import ADAPTER, DRAFTER, MODEL
-    from formats.plan import parse_override
-    from formats.scheme import SCHEMES, Scheme
-    from formats.table import parse_size
-    from qserve.model.fallback.quantize import (
-        check_rounding_alone,
-        has_no_row,
-        quantize_fallback,
-    )
-
-    config = with_recipe_file(config)
-    fits_groups = config.group_size == AUTO_GROUPS
-    is_type = config.scheme in GGUF_TYPES
-    is_gguf = config.format == GGUF or (is_type and config.format is None)
-    if is_type and not is_gguf:
-        raise InputError(f"--scheme {config.scheme}", "is of GGUF files", "add --format gguf")
-    if is_type and config.group_size is not None and not fits_groups:
-        raise InputError("--group-size", f"blocks of {config.scheme} are fixed", "remove it")
-    scheme = config.scheme
-    if not is_type:
-        scheme = Scheme.parse(scheme, None if fits_groups else config.group_size)
-    if fits_groups and config.scheme not in SCHEMES:
-        raise InputError(
-            "--group-size", f"the scheme {config.scheme} already sets it", "set one of them"
-        )
-    settings = {
-        "scheme": scheme,
-        "recipe": config.recipe,
-        "output_format": None if is_gguf else config.format,
-        "ignore": config.ignore,
-        "overrides": [parse_override(text) for text in config.override],
-        "calibration": config.calibration,
-        "samples": config.samples,
-        "sequence_length": config.sequence_length,
-        "seed": config.seed,
-        "bos": config.bos,
-        "device": _device(config.device),
-        "quantizer": f"qserve-kit:{qserve.__version__}",
-    }
-    max_shard_bytes = parse_size(config.max_shard_size)
-    (check_file_is_free if is_gguf else check_is_free)(config.output)
-    model = local_path(
-        model,
-        MODEL if config.target is None else DRAFTER,
-        revision=config.revision,
-        subfolder=config.subfolder,
-        download_dir=config.download_dir,
-    )
-    if is_head_folder(model):
-        if len(Devices.parse(settings["device"]).names) > 1:
-            raise InputError(
-                "--device", f"{model} is a draft head, which is quantized on one device", "name one"
-            )
-        if fits_groups:
-            raise InputError("--group-size", f"{model} is a draft head", "give a number")
-        if is_gguf:
-            raise InputError("--format gguf", f"{model} is a draft head", "write another format")
-        for name in NOT_OF_A_HEAD:
-            if getattr(config, name):
-                flag = "--" + name.replace("_", "-")
-                raise InputError(flag, f"{model} is a draft head", "remove it")
-        target = config.target and local_path(config.target, download_dir=config.download_dir)
-        report = quantize_head(model, config.output, target=target, **settings)
-    elif config.target is not None:
-        raise InputError("--target", f"{model} is not a draft head", "remove it")
-    elif has_no_row(model):
-        is_rounded = config.recipe == "rtn" and not (is_gguf or fits_groups)
-        given = [name for name in (*NOT_OF_A_HEAD, "override", "adapter") if getattr(config, name)]
-        check_rounding_alone(model, is_rounded, given)
-        names = ("output_format", "ignore", "quantizer")
-        own = {name: settings[name] for name in names}
-        report = quantize_fallback(model, config.output, scheme, **own)
-    else:
-        settings["recipe"] = config.recipe or default_recipe(
-            base_scheme(scheme) if is_type else scheme
-        )
-        report = (quantize_to_gguf if is_gguf else quantize_checkpoint)(
-            model,
-            config.output,
-            bits=config.bits,
-            pad=config.pad,
-            act_order=config.act_order,
-            max_shard_bytes=max_shard_bytes,
-            kv_cache=config.kv_cache_scheme,
-            adapter=config.adapter
-            and local_path(config.adapter, ADAPTER, download_dir=config.download_dir),
-            kv_per_head=config.kv_per_head,
-            moe_calibrate_all_experts=config.moe_calibrate_all_experts,
-            eval_text=config.eval_text,
-            quality_windows=config.quality_windows,
-            spill=config.spill,
-            settings=recipe_settings(config),
-            fit_groups=fits_groups,
-            **settings,
-        )
-    print(report.to_text())
-    print(f"Wrote and verified {config.output}")
-    return 0
-
-
-# Settings of `quantize` that apply to models only, not to draft heads.
-NOT_OF_A_HEAD = (
-    *("act_order", "bits", "pad", "kv_cache_scheme", "kv_per_head", "eval_text", "spill"),
-    "moe_calibrate_all_experts",
-)
 
 
 def serve(model: str, engine: EngineConfig, server: ServerConfig, replicas: DeploySettings) -> int:
@@ -362,11 +245,7 @@ def _for_windows(engine: EngineConfig, length: int) -> EngineConfig:
 
 
 COMMANDS: dict[str, Command] = {
-    "quantize": Command(
-        help="write a quantized copy of a float model",
-        settings=(QuantizeConfig,),
-        run=quantize,
-    ),
+    "quantize": QUANTIZE,
     "serve": Command(
         help="serve a model behind an OpenAI-compatible endpoint",
         settings=(EngineConfig, ServerConfig, DeploySettings),
@@ -400,6 +279,7 @@ COMMANDS: dict[str, Command] = {
         run=convert,
     ),
     "merge": MERGE,
+    "distill": DISTILL,
     "inspect": Command(
         help="show what a checkpoint contains and report its faults (reads everything but "
         "integer codes)",
@@ -527,14 +407,6 @@ def _with_config_file(argv: list[str]) -> list[str]:
         num_first = len(listed)
     num_first = max(num_first, 1)
     return [*argv[:depth], *others[:num_first], *arguments, *others[num_first:]]
-
-
-def _device(name: str) -> str:
-    if name != "auto":
-        return name
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 if __name__ == "__main__":

@@ -39,14 +39,7 @@ def identity(
         "model": combined([json.dumps(config, sort_keys=True), outer_digest]),
         "schemes": {name: str(scheme) for name, scheme in schemes.items()},
         "recipe": identity_of(recipe),
-        "calibration": data
-        and {
-            "source": data.source,
-            "windows": data.ids_WS.shape[0],
-            "sequence_length": data.ids_WS.shape[1],
-            "seed": data.seed,
-            "sha256": data.sha256,  # last: errors name the first difference, and a hash says least
-        },
+        "calibration": data and data.facts(),
         "seed": seed,
         "device": device,
         "input_scales": {name: float(scale) for name, scale in input_scales.items()},

@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from calibrate.calibration.capture import LayerRunner
 from calibrate.layer import FinishedLayer
-from calibrate.layer_map import LayerMap
+from calibrate.solvers.norms import TrainableNorms
 from calibrate.solvers.solving import LayerState, Tuning
 from formats.in_memory.packed import PackedWeight
 from formats.numerics import affine
@@ -77,34 +77,6 @@ class _Grid(nn.Module):
         )
 
 
-class _Norms(nn.Module):
-    """A layer's norm weights, which stay in float, as trainable numbers."""
-
-    def __init__(self, layer_map: LayerMap, state: LayerState) -> None:
-        super().__init__()
-        names = [f"{norm.name}.weight" for norm in layer_map.family.norms]
-        self.stored = {name: state[name] for name in names if name in state}
-        # relative to a norm's factor
-        self.units = {
-            name: (weight.float() + layer_map.norm_offset).abs()
-            for name, weight in self.stored.items()
-        }
-        self.moves = nn.ParameterDict(
-            {name.replace(".", "/"): torch.zeros_like(self.units[name]) for name in self.stored}
-        )
-
-    def weights(self) -> LayerState:
-        return {
-            name: weight.float() + self.moves[name.replace(".", "/")] * self.units[name]
-            for name, weight in self.stored.items()
-        }
-
-    def finished(self) -> LayerState:
-        """Norm weights in the dtypes in which they are stored."""
-        with torch.no_grad():
-            return {n: w.to(self.stored[n].dtype) for n, w in self.weights().items()}
-
-
 def tune_layer(
     runner: LayerRunner,
     layer: int,
@@ -130,7 +102,7 @@ def tune_layer(
     }
     if not grids:
         return finished
-    norms = _Norms(runner.layer_map, after).to(runner.device)
+    norms = TrainableNorms(runner.layer_map, after).to(runner.device)
     windows = inputs_WSD.shape[0]
     kept = min(KEPT_OUT, windows // 2)
     generator = torch.Generator().manual_seed(seed + layer)

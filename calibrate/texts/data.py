@@ -42,6 +42,16 @@ class CalibrationData:
         digest.update(self.ids_WS.contiguous().numpy().astype("<i8").tobytes())
         return digest.hexdigest()
 
+    def facts(self) -> dict[str, Any]:
+        """Facts about the data for reports and journals."""
+        return {
+            "source": self.source,
+            "windows": self.ids_WS.shape[0],
+            "sequence_length": self.ids_WS.shape[1],
+            "seed": self.seed,
+            "sha256": self.sha256,  # last: errors name the first difference, and a hash says least
+        }
+
 
 def read_calibration(
     source: str | None,

@@ -148,6 +148,10 @@ FLAGS = {
     | {"--prompt", "--chat", "--max-tokens", "--temperature", "--top-p", "--top-k"},
     "convert": HUB_FLAGS | {"-o", "--output", "--format", "--max-shard-size"},
     "merge": HUB_FLAGS | {"-o", "--output", "--max-shard-size"},
+    "distill": HUB_FLAGS
+    | {"-o", "--output", "--against", "--calibration", "--samples", "--sequence-length", "--seed"}
+    | {"--steps", "--tokens", "--rate", "--code-rate", "--norm-rate", "--bos", "--no-bos"}
+    | {"--eval-text", "--quality-windows", "--device", "--max-shard-size"},
     "inspect": HUB_FLAGS | {"--json", "--deep"},
     "families": {"--json"},
     "eval": ENGINE_FLAGS

@@ -1,0 +1,279 @@
+"""`qserve distill`: train a quantized checkpoint to predict as the float model.
+
+Scales and norm weights are trained, and on request codes. The format and every other tensor stay
+bit for bit.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from calibrate.clock import Clock
+from calibrate.distillation.student import Student
+from calibrate.distillation.training import Teacher, Trained, Training, TrainingSettings
+from calibrate.float_model import FloatModel
+from calibrate.quality.agreement import AgreementSum
+from calibrate.quality.evaluation import Evaluation, read_evaluation
+from calibrate.results.model_card import CARD
+from calibrate.results.report import public_data, public_name, tool_versions
+from calibrate.texts.data import (
+    DEFAULT_LENGTH,
+    DEFAULT_SAMPLES,
+    CalibrationData,
+    read_calibration,
+)
+from formats.checkpoint import (
+    DEFAULT_MAX_SHARD_BYTES,
+    CheckpointReader,
+    check_is_free,
+    read_json,
+)
+from formats.errors import CheckpointError, InputError
+from formats.files.side_files import find_side_files
+from formats.files.whole_writer import open_writer
+from formats.gguf.opened import is_gguf_folder
+from formats.hub.fetch import local_path
+from formats.in_memory.packed import PackedWeight
+from formats.in_memory.weights import same_weight
+from formats.layouts import decode_linear, encode_linear, layout_of, tensor_names
+from formats.quality.checksums import checksums
+from formats.quality.probe import NUM_TOKENS, Probe
+from formats.quality.record import QUALITY, VERSION, measured_text, read_quality
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distillation:
+    """Result of a run."""
+
+    source: str
+    target: str
+    trained: Trained
+    quality_before: dict[str, Any] | None  # on texts that are in no window of training
+    quality: dict[str, Any] | None
+    num_linears: int
+    seconds: float
+
+    def to_text(self) -> str:
+        lines = [
+            f"KL divergence on held-out windows of the data: {self.trained.before:.5f} ->"
+            f" {self.trained.after:.5f} nats a token (after step {self.trained.kept_step})"
+        ]
+        if self.quality_before and self.quality:
+            lines.append(f"before: {measured_text(self.quality_before)}")
+            lines.append(f"after:  {measured_text(self.quality)}")
+        lines.append(f"trained the scales of {self.num_linears} linears in {self.seconds:.0f} s")
+        return "\n".join(lines)
+
+
+def distill_checkpoint(
+    source: str | Path,
+    reference: str | Path,
+    target: str | Path,
+    *,
+    calibration: str | CalibrationData | None = None,
+    samples: int = DEFAULT_SAMPLES,
+    sequence_length: int = DEFAULT_LENGTH,
+    settings: TrainingSettings | None = None,
+    seed: int = 0,
+    bos: bool = True,
+    eval_text: str | None = None,
+    quality_windows: int = 4,
+    device: str = "cpu",
+    max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
+    progress: bool = True,
+    quantizer: str = "qserve-kit",
+    command: str | None = None,
+) -> Distillation:
+    """Train the scales of `source`'s integer weights to predict as the float model `reference`.
+
+    `source` is a quantized folder of any tool whose weights are integer codes, `reference` the
+    float model that it was made from; both may be hub names. `target` appears when it is complete.
+    It has the bytes of `source` but for scales, the weights of norms, codes if `settings` has a
+    rate for them, and quality.json. One window in eight is held out: the state with the least
+    divergence there is written, at worst that of `source`. The data's parameters are those of
+    quantize_checkpoint. `command` is recorded.
+
+    Memory: the codes in 8 bits, hidden states of all windows, one layer's activations. Raises
+    InputError for anything that the user can fix, if possible before the training.
+    """
+    clock = Clock()
+    check_is_free(target)
+    source, reference = local_path(source), local_path(reference)
+    model = FloatModel(reference)
+    reader = CheckpointReader(source, rounded=True)
+    if is_gguf_folder(reader.folder):
+        raise InputError(str(source), "is a GGUF file", "distill a folder, then convert it")
+    find_side_files(reader.folder)  # raises now, not after the work
+    _check_pair(reader, model)
+    if not isinstance(calibration, CalibrationData):
+        calibration = read_calibration(
+            calibration,
+            model.tokenizer(),
+            samples=samples,
+            sequence_length=min(sequence_length, model.num_positions or DEFAULT_LENGTH),
+            seed=seed,
+            bos=bos,
+        )
+    ids_WS = calibration.ids_WS
+    if len(ids_WS) < 2:
+        raise InputError("calibration data", "has one window, and none to hold out", "give more")
+    evaluation = read_evaluation(model, eval_text, quality_windows, bos)
+    settings = settings or TrainingSettings()
+    student = Student(source, device, codes=settings.code_rate > 0)
+    with clock("float model"):
+        training = Training(student, Teacher(model, ids_WS, device), ids_WS)
+        judge = evaluation and _Judge(student, model, evaluation, device)
+    before = judge and judge.record()
+    with clock("training"):
+        trained = training.run(settings, seed, progress)
+    linears, norms = student.finish()
+    after = judge and judge.record()
+    with clock("writing"):
+        _write(
+            student,
+            linears,
+            norms,
+            target,
+            {
+                "measured": after,
+                "command": command,
+                "evaluate": f"qserve eval {Path(target).name} --against"
+                f" {public_name(reference)} --text TEXT",
+                "distillation": {
+                    "reference": public_name(reference),
+                    "settings": asdict(settings),
+                    "calibration": public_data(calibration.facts()),
+                    "held_out_divergence": asdict(trained),
+                    "measured_before": before,
+                },
+                "versions": {"quantizer": quantizer, **tool_versions()},
+                "probe": judge and judge.probe().to_dict(),
+            },
+            max_shard_bytes,
+        )
+    return Distillation(
+        source=str(source),
+        target=str(target),
+        trained=trained,
+        quality_before=before,
+        quality=after,
+        num_linears=sum(len(layer.linears) for layer in student.layers),
+        seconds=clock.total,
+    )
+
+
+class _Judge:
+    """Comparison of the student with the float model on windows of the evaluation."""
+
+    def __init__(
+        self, student: Student, model: FloatModel, evaluation: Evaluation, device: str
+    ) -> None:
+        self.evaluation = evaluation
+        self.teacher = Teacher(model, evaluation.ids_WS, device)
+        self.own = Training(student, self.teacher, evaluation.ids_WS)
+
+    def record(self) -> dict[str, Any]:
+        total = AgreementSum()
+        for window, ids_S in enumerate(self.evaluation.ids_WS):
+            wanted_SV = self.teacher.logits(self.teacher.last_WSD[window])
+            own_SV = self.own.logits(self.own.last_states(window))
+            total.add(ids_S, wanted_SV, own_SV, self.evaluation.given)
+        return self.evaluation.record(total.result())
+
+    def probe(self) -> Probe:
+        logits_SV = self.own.logits(self.own.last_states(0)[:NUM_TOKENS])
+        exact = logits_SV.dtype == torch.float32
+        return Probe.of(self.evaluation.ids_WS[0], logits_SV, exact=exact)
+
+
+def _check_pair(reader: CheckpointReader, model: FloatModel) -> None:
+    """Raise InputError unless both have the same tokens."""
+    own, other = reader.config.get("vocab_size"), model.config.get("vocab_size")
+    if own != other:
+        raise InputError(
+            str(model.folder),
+            f"has {other} tokens, and {reader.folder} has {own}",
+            "give the float model that the checkpoint was made from",
+        )
+
+
+def _write(
+    student: Student,
+    linears: Mapping[str, PackedWeight],
+    norms: Mapping[str, torch.Tensor],
+    target: str | Path,
+    quality: Mapping[str, Any],
+    max_shard_bytes: int,
+) -> None:
+    reader, config = student.reader, student.config
+    layout = layout_of(config)
+    changed = dict(norms)
+    for module, weight in linears.items():
+        changed |= _in_file(student, module, weight)
+    with open_writer(target, reader, max_shard_bytes=max_shard_bytes) as writer:
+        for name in reader.entries:
+            writer.add(name, changed[name] if name in changed else reader.get(name))
+        staged = writer.seal(dict(reader.config), side_files_from=reader.folder)
+        second = layout.second_file
+        if second is not None and (reader.folder / second).exists():
+            writer.write_json(second, read_json(reader.folder / second))
+        sums = checksums(CheckpointReader(staged), linears)
+        stored = read_quality(reader.folder)
+        values = {} if stored is None else stored.values
+        record = {**values, **quality, "version": VERSION, "checksums": dict(sums)}
+        writer.write_json(QUALITY, record)
+        writer.write_text(CARD, _card(Path(target).name, record))
+        writer.publish()
+
+
+def _in_file(student: Student, module: str, new: PackedWeight) -> dict[str, torch.Tensor]:
+    """Tensors of the file for a new weight, by full name: decoded again, they give it.
+
+    The tensor of the scales is found by its values, in whichever layout, so that all others stay
+    bit for bit. New codes are encoded by the layout.
+    """
+    reader, config = student.reader, student.config
+    layout = layout_of(config)
+    names = tensor_names(module, layout, reader.entries)
+    tensors = {field: reader.get(name) for field, name in names.items()}
+    old = decode_linear(module, tensors, config)
+    changed = {}
+    if not torch.equal(old.words_NW, new.words_NW):
+        encoded = encode_linear(new, new.scheme, layout, module, new.input_scale)
+        changed = {field: tensor for field, tensor in encoded.items() if field in tensors}
+    else:
+        for field, tensor in tensors.items():
+            for turned in (False, True):
+                stored_NG, new_NG = (
+                    each.scales_NG.t() if turned else each.scales_NG for each in (old, new)
+                )
+                if tensor.is_floating_point() and tensor.numel() == stored_NG.numel():
+                    stored = stored_NG.reshape(tensor.shape).float()
+                    if torch.equal(stored, tensor.float()):
+                        new_scales = new_NG.reshape(tensor.shape)
+                        changed = {field: new_scales.to(tensor.dtype).contiguous()}
+    again = decode_linear(module, {**tensors, **changed}, config)
+    different = same_weight(new, again)
+    if different is not None:
+        raise CheckpointError(
+            module, f"cannot be stored in its layout: {different}", "convert the checkpoint first"
+        )
+    return {names[field]: tensor for field, tensor in changed.items()}
+
+
+def _card(name: str, record: Mapping[str, Any]) -> str:
+    found = record["distillation"]
+    lines = [
+        f"# {name}",
+        "",
+        f"Scales and norm weights trained to predict as {found['reference']}.",
+    ]
+    if record["measured"]:
+        lines += ["", f"Before: {measured_text(found['measured_before'])}."]
+        lines += ["", f"After: {measured_text(record['measured'])}."]
+    if record["command"]:
+        lines += ["", f"    {record['command']}"]
+    return "\n".join([*lines, "", f"`{QUALITY}` has the settings and the data.", ""])

@@ -1,0 +1,250 @@
+"""Quantized checkpoint with trainable scales and norm weights, and on request codes.
+
+Legend: N outputs, K inputs, G groups, L inputs of a group, B windows, S tokens of a window,
+D hidden size.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from calibrate.calibration.capture import LayerRunner, Rounding
+from calibrate.layer import FinishedLayer
+from calibrate.layer_map import find_layer_map
+from calibrate.solvers.norms import TrainableNorms
+from calibrate.solvers.solving import LayerState
+from formats.checkpoint import CheckpointReader
+from formats.errors import CheckpointError, InputError
+from formats.in_memory.packed import PackedWeight
+from formats.layouts import (
+    decode_dense,
+    decode_linear,
+    has_input_factors,
+    is_quantized,
+    layout_of,
+    modules_of,
+    tensor_names,
+)
+from formats.quant_config import QuantConfig, find_block
+
+
+class TrainableLinear(nn.Module):
+    """One linear: integer codes, and scales as trainable numbers; with `codes` both are."""
+
+    def __init__(self, packed: PackedWeight, device: str, codes: bool) -> None:
+        super().__init__()
+        self.packed = packed
+        order_K = packed.input_order
+        self.place_K = None if order_K is None else order_K.argsort().to(device)
+        codes_NGL = packed.codes().unflatten(1, (packed.num_groups, -1))
+        self.codes_NGL = codes_NGL.to(device)  # uint8
+        self.zeros_NG1 = packed.zeros_NG[..., None].to(device)
+        self.scales_NG = packed.scales_NG.float().to(device)
+        # relative to the scale: scales of all sizes take equal steps
+        self.gain_NG = nn.Parameter(torch.zeros_like(self.scales_NG))
+        # in codes: a weight takes the next code when it has moved half of the way
+        moves_NGL = torch.zeros(self.codes_NGL.shape, device=device) if codes else None
+        self.move_NGL = None if moves_NGL is None else nn.Parameter(moves_NGL)
+
+    def weight(self, dtype: torch.dtype) -> torch.Tensor:
+        """[N, K], as a server computes with it up to the rounding of scales."""
+        scales_NG1 = (self.scales_NG * (1 + self.gain_NG))[..., None].to(dtype)
+        steps_NGL = self._codes(dtype) - self.zeros_NG1.to(dtype)
+        weight_NK = (steps_NGL * scales_NG1).flatten(1)
+        return weight_NK if self.place_K is None else weight_NK[:, self.place_K]
+
+    def finished(self, name: str) -> PackedWeight:
+        """The weight as the file stores it; a scale that the dtype cannot hold is unchanged."""
+        with torch.no_grad():
+            scales_NG = (self.scales_NG * (1 + self.gain_NG)).to(self.packed.scales_NG.dtype)
+            codes_NK = self._codes(torch.float32).flatten(1).to(torch.uint8)
+        can_NG = scales_NG.isfinite() & (scales_NG != 0)
+        scales_NG = torch.where(can_NG, scales_NG, self.scales_NG.to(scales_NG.dtype))
+        zeros_NG, spec = self.packed.zeros_NG, self.packed.spec
+        found = PackedWeight.from_codes(codes_NK.cpu(), scales_NG.cpu(), zeros_NG, spec, name)
+        return replace(
+            found,
+            activation=self.packed.activation,
+            input_scale=self.packed.input_scale,
+            input_order=self.packed.input_order,
+        )
+
+    def use(self, packed: PackedWeight) -> None:
+        """Go on from a stored weight."""
+        self.packed = packed
+        self.codes_NGL = packed.codes().view(self.codes_NGL.shape).to(self.codes_NGL.device)
+        self.scales_NG = packed.scales_NG.float().to(self.scales_NG.device)
+        for each in self.parameters():
+            each.data.zero_()
+
+    def _codes(self, dtype: torch.dtype) -> torch.Tensor:
+        if self.move_NGL is None:
+            return self.codes_NGL.to(dtype)
+        places_NGL = self.codes_NGL + self.move_NGL
+        rounded_NGL = places_NGL + (places_NGL.round() - places_NGL).detach()
+        return rounded_NGL.clamp(0, self.packed.spec.max_code).to(dtype)
+
+
+class StudentLayer:
+    """A decoder layer: its module, without linears' weights, and what can be trained in it."""
+
+    def __init__(
+        self,
+        runner: LayerRunner,
+        layer: int,
+        linears: dict[str, TrainableLinear],
+        others: LayerState,
+    ) -> None:
+        """`others`: all tensors of the layer that are not trained, and the norms."""
+        self.runner, self.layer, self.linears = runner, layer, linears
+        self.norms = TrainableNorms(runner.layer_map, others).to(runner.device)
+        of_linears = {  # no memory: run() gives the weights
+            f"{name}.weight": torch.empty((), dtype=runner.dtype, device=runner.device).expand(
+                each.packed.out_features, each.packed.in_features
+            )
+            for name, each in linears.items()
+        }
+        packed = {name: each.packed for name, each in linears.items()}
+        roundings = FinishedLayer(packed=packed, changed={}, reports=()).roundings()
+        self._module = runner.build(
+            layer,
+            {**others, **of_linears},
+            {name: _straight_through(rounding) for name, rounding in roundings.items()},
+        )
+
+    def parameters(self) -> dict[str, list[nn.Parameter]]:
+        """By kind: "scales", "codes", "norms"."""
+        linears = self.linears.values()
+        return {
+            "scales": [each.gain_NG for each in linears],
+            "codes": [each.move_NGL for each in linears if each.move_NGL is not None],
+            "norms": list(self.norms.parameters()),
+        }
+
+    def run(self, hidden_BSD: torch.Tensor, grad: bool = False) -> torch.Tensor:
+        """Outputs of the layer. With `grad`, its parameters and the input get gradients."""
+        dtype = self.runner.dtype
+        with torch.set_grad_enabled(grad):
+            weights = {f"{n}.weight": each.weight(dtype) for n, each in self.linears.items()}
+            weights |= {n: w.to(dtype) for n, w in self.norms.weights().items()}
+
+        def call(*args: object, **kwargs: object) -> object:
+            return functional_call(self._module, weights, args, kwargs)
+
+        return self.runner.run(call, self.layer, hidden_BSD, grad=grad)
+
+
+class Student:
+    """All layers of a quantized checkpoint, on one device, and its float embedding and head."""
+
+    def __init__(self, folder: str | Path, device: str, codes: bool = False) -> None:
+        """`codes`: codes are trained as well.
+
+        Raises CheckpointError or InputError, naming the tensor that cannot be trained.
+        """
+        self.reader = CheckpointReader(folder, rounded=True)
+        block = find_block(self.reader.folder, self.reader.config)
+        if block is None:
+            raise InputError(str(folder), "is not quantized", "give what `qserve quantize` wrote")
+        self.config = QuantConfig.from_dict(block)
+        self.layer_map = find_layer_map(self.reader.config)
+        self.runner = LayerRunner(self.reader, self.layer_map, device)
+        self.device, self._trains_codes = device, codes
+        self.layers = [
+            self._layer(number) for number in range(self.layer_map.num_layers(self.reader.config))
+        ]
+        if not any(layer.linears for layer in self.layers):
+            raise InputError(
+                str(folder),
+                "has no integer codes, whose scales could be trained",
+                "give a checkpoint of an integer scheme",
+            )
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        return self._matrix(self.layer_map.embedding)
+
+    @property
+    def last_norm(self) -> torch.Tensor:
+        return self.reader.get(self.layer_map.last_norm)
+
+    @property
+    def head(self) -> torch.Tensor:
+        """Output head [V, D]; a tied head is the embedding."""
+        tied = self.layer_map.tied_head(self.reader.config)
+        return self._matrix(self.layer_map.embedding if tied else self.layer_map.head)
+
+    def finish(self) -> tuple[dict[str, PackedWeight], LayerState]:
+        """Round what was trained as the file stores it; outputs are the file's from now on.
+
+        Returns (linears, weights of norms), by full name.
+        """
+        linears, norms = {}, {}
+        for layer in self.layers:
+            prefix = self.layer_map.prefix(layer.layer)
+            for local, each in layer.linears.items():
+                name = f"{prefix}.{local}"
+                linears[name] = each.finished(name)
+                each.use(linears[name])
+            layer.norms.use_stored()
+            for local, weight in layer.norms.finished().items():
+                norms[f"{prefix}.{local}"] = weight.cpu()
+        return linears, norms
+
+    def _layer(self, number: int) -> StudentLayer:
+        prefix, entries = self.layer_map.prefix(number), self.reader.entries
+        local = self.reader.children(prefix)
+        groups = self.layer_map.inputs(self.reader.config, number)
+        known = {name for group in groups for name in group}
+        linears: dict[str, TrainableLinear] = {}
+        others: LayerState = {}
+        read: set[str] = set()
+        for module in modules_of(local):
+            full = f"{prefix}.{module}"
+            if not is_quantized(full, entries):
+                continue
+            if module not in known or has_input_factors(full, entries):
+                raise CheckpointError(
+                    full,
+                    "its scales cannot be trained: it holds stacked experts or factors for its"
+                    " inputs",
+                    "leave the checkpoint as it is",
+                )
+            names = tensor_names(full, layout_of(self.config), entries)
+            tensors = {field: self.reader.get(name) for field, name in names.items()}
+            read |= {name.removeprefix(f"{prefix}.") for name in names.values()}
+            weight = decode_linear(full, tensors, self.config)
+            if "bias" in tensors:
+                others[f"{module}.bias"] = tensors["bias"].to(self.device)
+            if isinstance(weight, PackedWeight):
+                linears[module] = TrainableLinear(weight, self.device, self._trains_codes)
+            else:
+                dense = decode_dense(full, tensors, self.config).dequantize()
+                others[f"{module}.weight"] = dense.to(self.device, self.runner.dtype)
+        others |= {
+            name: self.reader.get(f"{prefix}.{name}").to(self.device)
+            for name in local
+            if name not in read
+        }
+        return StudentLayer(self.runner, number, linears, others)
+
+    def _matrix(self, name: str) -> torch.Tensor:
+        module = name.removesuffix(".weight")
+        if not is_quantized(module, self.reader.entries):
+            return self.reader.get(name)
+        names = tensor_names(module, layout_of(self.config), self.reader.entries)
+        tensors = {field: self.reader.get(each) for field, each in names.items()}
+        return decode_dense(module, tensors, self.config).dequantize()
+
+
+def _straight_through(rounding: Rounding) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A rounding whose gradient is that of the identity."""
+
+    def apply(x: torch.Tensor) -> torch.Tensor:
+        return x + (rounding(x.detach()) - x.detach())
+
+    return apply

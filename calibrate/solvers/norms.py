@@ -1,0 +1,41 @@
+"""A layer's norm weights as trainable numbers."""
+
+import torch
+from torch import nn
+
+from calibrate.layer_map import LayerMap
+from calibrate.solvers.solving import LayerState
+
+
+class TrainableNorms(nn.Module):
+    """A layer's norm weights, which stay in float, as trainable numbers."""
+
+    def __init__(self, layer_map: LayerMap, state: LayerState) -> None:
+        super().__init__()
+        names = [f"{norm.name}.weight" for norm in layer_map.family.norms]
+        self.stored = {name: state[name] for name in names if name in state}
+        # relative to a norm's factor
+        self.units = {
+            name: (weight.float() + layer_map.norm_offset).abs()
+            for name, weight in self.stored.items()
+        }
+        self.moves = nn.ParameterDict(
+            {name.replace(".", "/"): torch.zeros_like(self.units[name]) for name in self.stored}
+        )
+
+    def weights(self) -> LayerState:
+        return {
+            name: weight.float() + self.moves[name.replace(".", "/")] * self.units[name]
+            for name, weight in self.stored.items()
+        }
+
+    def finished(self) -> LayerState:
+        """Norm weights in the dtypes in which they are stored."""
+        with torch.no_grad():
+            return {n: w.to(self.stored[n].dtype) for n, w in self.weights().items()}
+
+    def use_stored(self) -> None:
+        """Round the weights as they are stored, and go on from there."""
+        self.stored = self.finished()
+        for move in self.moves.values():
+            move.data.zero_()

@@ -1,0 +1,104 @@
+"""`qserve distill`: train a quantized model's scales to predict as the float model."""
+
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import qserve
+from qserve.command_line.command import Command
+from qserve.command_line.setting import REQUIRED, check_settings, setting
+from qserve.commands.quantize import device_of
+from qserve.hub.settings import HubSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistillConfig(HubSettings):
+    """Settings of `qserve distill`, besides the quantized model."""
+
+    against: str = setting(
+        REQUIRED, "the float model that MODEL was made from: a folder or a hub name"
+    )
+    output: str = setting(REQUIRED, "output folder; must be new or empty")
+    calibration: str | None = setting(
+        None,
+        "texts to train on: plain text; JSON, JSON Lines or parquet with text or messages; "
+        "or the name or folder of a data set (default: a small set in the package)",
+    )
+    samples: int = setting(128, "windows to train on; one in eight is held out", low=2)
+    sequence_length: int = setting(2048, "length of a window in tokens", low=2)
+    steps: int = setting(200, "training steps", low=1)
+    tokens: int = setting(4096, "tokens of a step", low=1)
+    rate: float = setting(0.001, "largest relative change of a scale in a step; decays to 0", low=0)
+    code_rate: float = setting(
+        0.0,
+        "largest change of a code in a step, such as 0.01; 0: codes stay. Takes 12 bytes a weight",
+        low=0,
+    )
+    norm_rate: float = setting(0.0005, "as --rate, for the weights of norms", low=0)
+    seed: int = setting(0, "seed for the order of the texts and of the windows")
+    bos: bool = setting(
+        True,
+        "begin each window of texts as the model's tokenizer begins a text; --no-bos: the "
+        "beginning-of-text token only where a text starts",
+    )
+    eval_text: str | None = setting(
+        None,
+        "text file to measure the quality on instead of the package's held-out texts, in windows "
+        "of 1024 tokens",
+    )
+    quality_windows: int = setting(
+        4, "held-out windows of 512 tokens on which the models are compared; 0: skip", low=0
+    )
+    device: str = setting("auto", "where to compute; auto: the GPU if there is one")
+    max_shard_size: str = setting("2GB", "maximum size of one weight file, such as 500MB")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+
+def distill(model: str, config: DistillConfig) -> int:
+    from calibrate.distillation.distill import distill_checkpoint
+    from calibrate.distillation.training import TrainingSettings
+    from formats.hub.fetch import local_path
+    from formats.table import parse_size
+    from qserve.hub.local import local_model
+
+    done = distill_checkpoint(
+        local_model(model, config),
+        local_path(config.against, download_dir=config.download_dir),
+        config.output,
+        calibration=config.calibration,
+        samples=config.samples,
+        sequence_length=config.sequence_length,
+        settings=TrainingSettings(
+            steps=config.steps,
+            tokens=config.tokens,
+            rate=config.rate,
+            code_rate=config.code_rate,
+            norm_rate=config.norm_rate,
+        ),
+        seed=config.seed,
+        bos=config.bos,
+        eval_text=config.eval_text,
+        quality_windows=config.quality_windows,
+        device=device_of(config.device),
+        max_shard_bytes=parse_size(config.max_shard_size),
+        quantizer=f"qserve-kit:{qserve.__version__}",
+        command=shlex.join(["qserve", *(_public(word) for word in sys.argv[1:])]),
+    )
+    print(done.to_text())
+    print(f"Wrote {config.output}")
+    return 0
+
+
+def _public(word: str) -> str:
+    """A path of this machine by its last part."""
+    return Path(word).name if word.startswith(("/", "~", ".")) else word
+
+
+DISTILL = Command(
+    help="train a quantized model's scales to predict as the float model; its codes stay",
+    settings=(DistillConfig,),
+    run=distill,
+)

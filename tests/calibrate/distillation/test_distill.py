@@ -1,0 +1,214 @@
+"""`qserve distill`: nearer to the float model, and nothing but scales, norms and codes changed."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from calibrate.distillation.distill import distill_checkpoint
+from calibrate.distillation.student import Student
+from calibrate.distillation.training import Teacher, Training, TrainingSettings
+from calibrate.float_model import FloatModel
+from calibrate.pipeline import quantize_checkpoint
+from calibrate.texts.data import CalibrationData
+from formats.checkpoint import CheckpointReader
+from formats.errors import InputError
+from formats.inspection.inspect import inspect_checkpoint
+from formats.quality.checksums import damaged
+from formats.quality.record import read_quality
+from formats.scheme import Scheme
+from qserve.llm import LLM
+
+IDS = torch.randint(3, 512, (96, 24), generator=torch.Generator().manual_seed(1))
+DATA = CalibrationData(ids_WS=IDS, source="random", seed=0)
+HELD_OUT = range(7, 96, 8)
+QUICK = TrainingSettings(steps=24, tokens=96, rate=0.01, norm_rate=0.0005)
+FAMILIES = ["qwen3", "gemma2", "deepseek_v2", "qwen3_moe", "granite_hybrid"]
+
+
+@pytest.fixture(scope="module")
+def quantized(tiny_model, tmp_path_factory):
+    """quantized(family, scheme, format, ...) -> the folder, rounded to nearest."""
+    made = {}
+
+    def make(family, scheme, output_format, **settings):
+        key = (family, scheme, output_format, *settings)
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("distill") / "model"
+            quantize_checkpoint(
+                tiny_model(family),
+                made[key],
+                scheme=Scheme.parse(scheme),
+                output_format=output_format,
+                progress=False,
+                **settings,
+            )
+        return made[key]
+
+    return make
+
+
+def distilled(source, reference, target, settings=QUICK, **others):
+    return distill_checkpoint(
+        source,
+        reference,
+        target,
+        calibration=DATA,
+        settings=settings,
+        quality_windows=0,
+        progress=False,
+        **others,
+    )
+
+
+def engine_divergence(folder, reference):
+    """Mean KL(float || quantized) of the held-out windows, by the engine's own logits."""
+    sides = []
+    for each in (reference, folder):
+        llm = LLM(each, device="cpu", dtype="float32", max_model_len=64)
+        rows = [llm.logits(IDS[window].tolist()).log_softmax(-1) for window in HELD_OUT]
+        sides.append(torch.cat(rows))
+    wanted, own = sides
+    return float((wanted.exp() * (wanted - own)).sum(-1).mean())
+
+
+@pytest.mark.parametrize(
+    "family",
+    [FAMILIES[0], *(pytest.param(name, marks=pytest.mark.exhaustive) for name in FAMILIES[1:])],
+)
+def test_the_written_model_predicts_more_like_the_float_model(
+    quantized, tiny_model, tmp_path, family
+):
+    """Of windows that no step saw; the figures printed are those of the engine that serves it."""
+    source, reference = quantized(family, "w3a16-sym-g32", "gptq"), tiny_model(family)
+    done = distilled(source, reference, tmp_path / "out")
+    assert done.trained.after < 0.99 * done.trained.before
+    found = engine_divergence(tmp_path / "out", reference)
+    assert found == pytest.approx(done.trained.after, rel=0.02)
+    assert engine_divergence(source, reference) == pytest.approx(done.trained.before, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "output_format", "leaf"),
+    [
+        ("w4a16-sym-g32", "gptq", "scales"),
+        ("w4a16-asym-g32", "awq", "scales"),
+        ("w4a16-asym-g32", "compressed-tensors", "weight_scale"),
+        ("w8a8", "compressed-tensors", "weight_scale"),
+    ],
+)
+def test_only_scales_and_norms_change(quantized, tiny_model, tmp_path, scheme, output_format, leaf):
+    source = quantized("qwen3", scheme, output_format)
+    settings = replace(QUICK, rate=0.0001, norm_rate=0.00003) if scheme == "w8a8" else QUICK
+    distilled(source, tiny_model("qwen3"), tmp_path / "out", settings)
+    before, after = (load_file(path / "model.safetensors") for path in (source, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed
+    assert all(name.endswith((f".{leaf}", "norm.weight")) for name in changed)
+    assert any(name.endswith(leaf) for name in changed)
+    assert all(before[name].dtype == after[name].dtype for name in before)
+    configs = [(path / "config.json").read_text() for path in (source, tmp_path / "out")]
+    assert json.loads(configs[0]) == json.loads(configs[1])
+    assert inspect_checkpoint(tmp_path / "out").ok
+    quality = read_quality(tmp_path / "out")
+    assert not damaged(CheckpointReader(tmp_path / "out"), quality.checksums)
+    assert quality.values["distillation"]["settings"]["steps"] == QUICK.steps
+
+
+def test_act_order_keeps_its_group_index(quantized, tiny_model, tmp_path):
+    source = quantized(
+        "qwen3", "w4a16-sym-g32", "gptq", act_order=True, recipe="gptq", calibration=DATA
+    )
+    done = distilled(source, tiny_model("qwen3"), tmp_path / "out")
+    assert engine_divergence(tmp_path / "out", tiny_model("qwen3")) == pytest.approx(
+        done.trained.after, rel=0.02
+    )
+
+
+@pytest.mark.parametrize("output_format", ["gptq", "awq", "compressed-tensors"])
+def test_codes_are_trained_on_request(quantized, tiny_model, tmp_path, output_format):
+    source = quantized("qwen3", "w4a16-asym-g32", output_format)
+    settings = replace(QUICK, steps=60, rate=0.003, norm_rate=0.0003, code_rate=0.05)
+    done = distilled(source, tiny_model("qwen3"), tmp_path / "out", settings)
+    student = Student(source, "cpu"), Student(tmp_path / "out", "cpu")
+    pairs = zip(*(each.layers[0].linears.values() for each in student), strict=True)
+    moved = [int((a.packed.codes().int() - b.packed.codes().int()).abs().max()) for a, b in pairs]
+    assert max(moved) >= 1
+    assert done.trained.after < done.trained.before
+    found = engine_divergence(tmp_path / "out", tiny_model("qwen3"))
+    assert found == pytest.approx(done.trained.after, rel=0.02)
+
+
+def test_training_that_makes_it_worse_changes_nothing(quantized, tiny_model, tmp_path):
+    source = quantized("qwen3", "w8a16-sym-g32", "gptq")
+    wild = TrainingSettings(steps=2, tokens=48, rate=5.0, norm_rate=5.0)
+    done = distilled(source, tiny_model("qwen3"), tmp_path / "out", wild)
+    assert done.trained.kept_step == 0 and done.trained.after == done.trained.before
+    before, after = (load_file(path / "model.safetensors") for path in (source, tmp_path / "out"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("scheme", ["w3a16-sym-g32", "w8a8"])
+def test_the_gradient_is_the_divergences(quantized, tiny_model, scheme):
+    """Along the gradient, the divergence of the windows changes by its squared norm.
+
+    Inputs rounded to 8 bits make steps, which the gradient passes over: of these only the sign and
+    the order of magnitude are compared.
+    """
+    output_format = "compressed-tensors" if scheme == "w8a8" else "gptq"
+    student = Student(quantized("qwen3", scheme, output_format), "cpu")
+    model = FloatModel(tiny_model("qwen3"))
+    training = Training(student, Teacher(model, IDS, "cpu"), IDS)
+    windows = torch.tensor([2, 5])
+    training._backward(windows)
+    parameters = [
+        p for layer in student.layers for kind in layer.parameters().values() for p in kind
+    ]
+    assert all(p.grad is not None and p.grad.any() for p in parameters)
+    gradients = [p.grad.clone() for p in parameters]
+    squared = sum(float(g.double().square().sum()) for g in gradients)
+    step = 0.02 / squared**0.5
+    values = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            for p, g in zip(parameters, gradients, strict=True):
+                p.copy_(sign * step * g)
+        values.append(training.divergence(windows))
+    slope = (values[0] - values[1]) / (2 * step)
+    assert slope == pytest.approx(squared, rel=0.5 if scheme == "w8a8" else 0.02)
+
+
+def test_rounded_inputs_are_the_servers(quantized, tiny_model):
+    folder = quantized("qwen3", "w8a8", "compressed-tensors")
+    student = Student(folder, "cpu")
+    training = Training(student, Teacher(FloatModel(tiny_model("qwen3")), IDS, "cpu"), IDS)
+    want = LLM(folder, device="cpu", dtype="float32", max_model_len=64).logits(IDS[3].tolist())
+    found = training.logits(training.last_states(3))
+    assert float((found - want).norm() / want.norm()) < 1e-3
+
+
+def test_what_cannot_be_distilled_is_refused(quantized, tiny_model, tmp_path):
+    source, reference = quantized("qwen3", "w4a16-sym-g32", "gptq"), tiny_model("qwen3")
+    target = tmp_path / "out"
+    with pytest.raises(InputError, match="is not quantized"):
+        distilled(reference, reference, target)
+    with pytest.raises(InputError, match="is quantized already"):
+        distilled(source, source, target)
+    floats = quantized("qwen3", "w8a8-fp8", "compressed-tensors")
+    with pytest.raises(InputError, match="has no integer codes"):
+        distilled(floats, reference, target)
+    one = CalibrationData(ids_WS=IDS[:1], source="random", seed=0)
+    with pytest.raises(InputError, match="none to hold out"):
+        distill_checkpoint(source, reference, target, calibration=one, quality_windows=0)
+    config = json.loads((reference / "config.json").read_text())
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in reference.iterdir():
+        (other / path.name).write_bytes(path.read_bytes())
+    (other / "config.json").write_text(json.dumps({**config, "vocab_size": 500}))
+    with pytest.raises(InputError, match=r"512|500"):
+        distilled(source, other, target)
+    assert not target.exists()
