@@ -72,6 +72,11 @@ class LLMControl:
         """Version of the weights in use: "0" at the start."""
         return self.llm_engine.engine.operations.version
 
+    @property
+    def system_fingerprint(self) -> str:
+        """A short text that changes when the bits of outputs may, as in the server's replies."""
+        return self.llm_engine.engine.operations.fingerprint
+
     def weight_digests(self) -> dict[str, str]:
         """Return the digest of each tensor in use, as `formats.weight_digest` computes it."""
         return dict(self._carry_out(GetDigests()).digests)

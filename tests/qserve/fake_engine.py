@@ -52,6 +52,7 @@ class FakeOperations:
     """Takes new weights of any folder but one called "wrong"."""
 
     is_sleeping = False
+    fingerprint = "qs_fake"
 
     def __init__(self, journal) -> None:
         self._journal = journal

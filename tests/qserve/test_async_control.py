@@ -11,7 +11,7 @@ from formats.errors import InputError
 from formats.weight_digest import digests, total_digest
 from qserve import LLM, AsyncLLM, SamplingParams
 from qserve.config import EngineConfig
-from qserve.engine.control.commands import EngineState, UpdateWeights
+from qserve.engine.control.commands import UpdateWeights
 from qserve.engine.ipc.supervisor import EngineSupervisor
 from tests.qserve.engine.control.new_weights import changed, written
 
@@ -80,6 +80,7 @@ def test_killed_engine_comes_back_with_the_last_weights(docs_5m, tmp_path):
         try:
             _, problem = await engine.operate(UpdateWeights(folder=str(other), version="b"))
             assert problem == ""
+            fingerprint = engine.state.fingerprint
             lost = asyncio.create_task(generated(engine, "lost"))
             await asyncio.sleep(0.05)
             os.kill(engine._client._process.pid, signal.SIGKILL)
@@ -87,7 +88,8 @@ def test_killed_engine_comes_back_with_the_last_weights(docs_5m, tmp_path):
             assert engine.is_restarting
             while not engine.is_alive:
                 await asyncio.sleep(0.05)
-            assert engine.state == EngineState(weight_version="b")
+            assert engine.state.weight_version == "b" and not engine.state.is_paused
+            assert engine.state.fingerprint == fingerprint
             assert await generated(engine, "next") == (wanted, "length")
         finally:
             await engine.close()

@@ -114,7 +114,9 @@ def test_commands_reach_the_engine_and_a_restart_repeats_the_update(tmp_path):
 
     async def scenario(engine):
         _, problem = await engine.operate(UpdateWeights(folder="/models/wrong"))
-        assert "holds another model" in problem and engine.state == EngineState()
+        assert "holds another model" in problem and engine.state == EngineState(
+            fingerprint="qs_fake"
+        )
         _, problem = await engine.operate(UpdateWeights(folder="/models/raises"))
         assert problem == "OverflowError: int too large to convert to float"
         running = asyncio.create_task(last_event(engine, "r", 1, 200))
@@ -129,7 +131,7 @@ def test_commands_reach_the_engine_and_a_restart_repeats_the_update(tmp_path):
         _, problem = await engine.operate(PauseGeneration())
         assert "exit code" in problem  # it says so
         await until_alive(engine)
-        assert engine.state == EngineState(weight_version="7")
+        assert engine.state == EngineState(weight_version="7", fingerprint="qs_fake")
         assert journal.read_text().count("uses /models/b\n") == 2
 
     run(scenario, restarts=1)

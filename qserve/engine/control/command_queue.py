@@ -74,15 +74,19 @@ class CommandQueue:
             self._waiting.remove((number, work))
         return finished
 
-    def _outcome(self) -> Outcome:
+    @property
+    def state(self) -> EngineState:
+        """State of the engine now."""
         engine = self._engine
-        return Outcome(
-            state=EngineState(
-                is_paused=engine.is_paused,
-                is_sleeping=engine.operations.is_sleeping,
-                weight_version=engine.operations.version,
-            )
+        return EngineState(
+            is_paused=engine.is_paused,
+            is_sleeping=engine.operations.is_sleeping,
+            weight_version=engine.operations.version,
+            fingerprint=engine.operations.fingerprint,
         )
+
+    def _outcome(self) -> Outcome:
+        return Outcome(state=self.state)
 
     def _work(self, command: AnyCommand) -> Work:
         match command:

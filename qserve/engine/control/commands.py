@@ -70,6 +70,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     is_paused: bool = False
     is_sleeping: bool = False
     weight_version: str = FIRST_VERSION
+    fingerprint: str = ""  # system_fingerprint of replies
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from formats.errors import InputError
 from formats.weight_digest import total_digest
 from qserve.config import EngineConfig
 from qserve.engine.control.commands import FIRST_VERSION, KV_CACHE, LEVELS, TAGS, WEIGHTS
+from qserve.engine.control.fingerprint import system_fingerprint
 from qserve.engine.distributed.worker_group import WorkerGroup
 from qserve.engine.runner.residence import Residence
 from qserve.model.model_config import ModelConfig
@@ -57,6 +58,17 @@ class Operations:
         self._num_updates = 0
         self.version = FIRST_VERSION  # of the weights
         self.is_sleeping = False
+        self._fingerprint: str | None = None  # None: the weights are others than before
+
+    @property
+    def fingerprint(self) -> str:
+        """The system_fingerprint of replies (engine/control/fingerprint.py).
+
+        While the weights sleep, that of before.
+        """
+        if self._fingerprint is None and not self.is_sleeping:
+            self._fingerprint = system_fingerprint(self._config, self._workers.runner)
+        return self._fingerprint or ""
 
     @property
     def _residence(self) -> Residence:
@@ -97,7 +109,7 @@ class Operations:
         if WEIGHTS in wanted and not residence.has_weights:
             if residence.lost_weights and self._folder is None:
                 self._folder, self.version = self._last_folder, self._last_version
-                self._digests = None
+                self._digests = self._fingerprint = None
                 logger.warning(
                     "The tensors of the last update are lost; the weights are version %s again,"
                     " from %s",
@@ -149,6 +161,7 @@ class Operations:
         """Use staged weights. Wakes them, where they sleep. Raises InputError."""
         self._residence.fill(update.weights)
         self._num_updates += 1
+        self._fingerprint = None
         self._digests = update.weights.digests and dict(update.weights.digests)
         if update.folder is None:
             if self._folder is not None:

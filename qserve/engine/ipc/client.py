@@ -339,6 +339,7 @@ class EngineClient:
             raise messages.MessageError(f"expected Ready, found {type(message).__name__}")
         self.max_model_len, self.vocab_size = message.max_model_len, message.vocab_size
         self.media_kinds, self.no_vision = message.media_kinds, message.no_vision
+        self.state = message.state
         self._watch(message.report)
 
     async def _read(self) -> None:

@@ -10,7 +10,7 @@ import socket
 import msgspec
 
 from qserve.config import EngineConfig
-from qserve.engine.control.commands import AnyCommand, Outcome
+from qserve.engine.control.commands import AnyCommand, EngineState, Outcome
 from qserve.engine.report import EngineReport
 from qserve.engine.token_event import TokenEvent
 from qserve.lora.request import LoRARequest
@@ -99,6 +99,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     report: EngineReport
     media_kinds: tuple[str, ...] = ()  # that prompts may have
     no_vision: str = ""  # what would make a vision-language model take images
+    state: EngineState = EngineState()
 
 
 class StartFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):

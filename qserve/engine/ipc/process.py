@@ -255,6 +255,7 @@ def _start(engine_path: str, line: _Line, inbox: Inbox) -> object | None:
                 max_model_len=engine.max_model_len,
                 vocab_size=engine.vocab_size,
                 report=engine.report(),
+                state=CommandQueue(engine).state,
                 **_media_facts(engine),
             )
         )

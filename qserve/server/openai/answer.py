@@ -46,6 +46,11 @@ class PreparedRequest:
             "tokenizer": self.service.tokenizer,
         }
 
+    @property
+    def fingerprint(self) -> str | None:
+        """The system_fingerprint of the reply."""
+        return self.service.client.state.fingerprint or None
+
     def deltas(self) -> Deltas:
         """Run the job and yield the text of its choices as it arrives."""
         return generation.deltas(self.service, self.client, self.job)
@@ -123,7 +128,7 @@ async def prepare_body(
 async def answer(request: Request, route: str, kind: type[Reply]) -> Response:
     """Answer a request that generates text, whole or as a stream of chunks."""
     prepared = await prepare(request, route)
-    reply = kind(**prepared.reply_fields)
+    reply = kind(**prepared.reply_fields, fingerprint=prepared.fingerprint)
     if prepared.job.streams:
         return EventStream(_chunks(prepared, reply), prepared.headers)
     return await prepared.whole(reply.whole)

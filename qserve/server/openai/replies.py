@@ -85,6 +85,7 @@ class Reply:
     job: Job
     model: str
     tokenizer: Tokenizer
+    fingerprint: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     # by choice, if log probabilities are requested
@@ -206,5 +207,6 @@ class Reply:
             "object": kind,
             "created": self.created,
             "model": self.model,
+            "system_fingerprint": self.fingerprint,
             "choices": choices,
         }

@@ -11,6 +11,7 @@ import pytest
 import uvicorn
 
 from qserve.config import ServerConfig
+from qserve.engine.control.commands import EngineState
 from qserve.engine.ipc.client import RefusedError
 from qserve.engine.token_event import RequestFacts, TokenEvent, TokenLogprobs
 from qserve.params.handling import Handling
@@ -64,6 +65,7 @@ class ScriptedClient:
         self.requests: list[tuple] = []
         self.running: set[str] = set()
         self.aborted: list[str] = []
+        self.state = EngineState(fingerprint="qs_scripted")
 
     def reset_prefix_cache(self):
         self.num_resets += 1

@@ -7,6 +7,7 @@ import pytest
 
 from qserve import LLM, BeamSearchParams
 from qserve.config import EngineConfig, ServerConfig
+from qserve.engine.control.commands import EngineState
 from qserve.engine.engine import Engine
 from qserve.engine.ipc import messages
 from qserve.engine.ipc.client import RefusedError
@@ -25,6 +26,7 @@ class EngineHere:
     """Stands for EngineClient: the engine in this process, a step whenever somebody waits."""
 
     is_alive, is_restarting = True, False
+    state = EngineState()
 
     def __init__(self, engine):
         self.engine, self.inboxes = engine, {}

@@ -5,6 +5,7 @@ from contextlib import aclosing
 
 import pytest
 
+from qserve.engine.control.commands import EngineState
 from qserve.engine.token_event import TokenEvent
 from qserve.server.openai import generation
 from qserve.server.requests.completions import completion_job
@@ -79,8 +80,21 @@ def test_completion_stream_says_what_the_whole_reply_says(server, chunks):
     reasons = [c["choices"][0]["finish_reason"] for c in streamed]
     assert reasons[-1] == "stop" and set(reasons[:-1]) == {None}
     assert len({(c["id"], c["created"], c["model"], c["object"]) for c in streamed}) == 1
-    assert set(streamed[0]) == {"id", "object", "created", "model", "choices"}
+    fields = {"id", "object", "created", "model", "system_fingerprint", "choices"}
+    assert set(streamed[0]) == fields
     assert streamed[0]["object"] == "text_completion" and len(streamed) > 3
+
+
+@pytest.mark.parametrize("route", ["complete", "chat"])
+def test_the_engines_fingerprint(server, chunks, route):
+    """As it is when the reply begins: an update of the weights changes it."""
+    call = getattr(server, route)
+    assert call(max_tokens=2).json()["system_fingerprint"] == "qs_scripted"
+    server.client.state = EngineState(fingerprint="qs_other")
+    parts = chunks(call(max_tokens=2, stream=True))
+    assert {part["system_fingerprint"] for part in parts} == {"qs_other"}
+    server.client.state = EngineState()
+    assert call(max_tokens=2).json()["system_fingerprint"] is None
 
 
 def test_chat_stream_opens_with_the_role(server, chunks):

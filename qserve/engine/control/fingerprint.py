@@ -1,0 +1,74 @@
+"""system_fingerprint: a short text that changes when the bits of outputs may.
+
+Equal fingerprints and --batch-invariant: a request with a seed has the same bits. Without that
+flag, bits also depend on the other requests of a batch.
+"""
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+
+import qserve
+from qkernels.tuning.table import tuning_table_of
+from qserve.config import EngineConfig
+from qserve.engine.runner.model_runner import ModelRunner
+from qserve.model.resident.checksum import checksum
+
+PREFIX = "qs_"
+# Settings on which the bits of a request depend.
+SETTINGS = (
+    *("dtype", "model_impl", "tensor_parallel_size", "pipeline_parallel_size", "all_reduce"),
+    *("kv_cache_dtype", "kernel", "batch_invariant", "activation_bits", "quantization"),
+    *("quantization_config", "spec_acceptance"),
+)
+# Further ones, unless a request's bits are the same in any batch.
+SETTINGS_OF_BATCHES = (
+    *("max_num_seqs", "max_num_batched_tokens", "prefill_batch_size", "enforce_eager"),
+    *("block_size", "speculative_config", "enable_prefix_caching", "max_seq_len_to_capture"),
+)
+
+
+def system_fingerprint(config: EngineConfig, runner: ModelRunner) -> str:
+    """Fingerprint of a loaded engine: its weights, settings, kernels, device and versions.
+
+    Of several ranks, the weights are those of the first.
+    """
+    parts = {
+        "weights": checksum(runner.decoder),
+        "settings": _settings(config),
+        "tuned": _tuned(runner.device),
+        "device": _device(runner.device),
+        "versions": _versions(),
+    }
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return PREFIX + hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _settings(config: EngineConfig) -> dict[str, Any]:
+    names = SETTINGS if config.batch_invariant else (*SETTINGS, *SETTINGS_OF_BATCHES)
+    return {name: getattr(config, name) for name in names}
+
+
+def _tuned(device: torch.device) -> str:
+    """Digest of the tuning table's file, which chooses kernels' configs."""
+    path = tuning_table_of(device).path
+    if path is None or not path.exists():
+        return ""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+
+
+def _versions() -> dict[str, str]:
+    versions = {"qserve": qserve.__version__, "torch": torch.__version__}
+    if torch.version.cuda is not None:
+        import triton
+
+        versions |= {"triton": triton.__version__, "cuda": torch.version.cuda}
+    return versions

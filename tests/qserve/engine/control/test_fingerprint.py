@@ -1,0 +1,103 @@
+"""system_fingerprint: other where bits may differ, the same where they cannot."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import qserve
+from qserve.llm import LLM
+from qserve.model.resident.checksum import checksum
+
+SMALL = {"device": "cpu", "max_model_len": 64, "num_gpu_blocks_override": 32}
+
+
+def fingerprint(folder, **settings):
+    return LLM(folder, **{**SMALL, **settings}).system_fingerprint
+
+
+def changed(folder, target, change):
+    """A copy of a model with one tensor changed."""
+    target.mkdir()
+    for path in folder.iterdir():
+        if path.suffix != ".safetensors":
+            (target / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def one_bit(tensors):
+    """The last bit of the last weight of the last linear."""
+    name = sorted(name for name in tensors if name.endswith("down_proj.weight"))[-1]
+    bits = tensors[name].view(torch.int16)
+    bits[-1, -1] ^= 1
+
+
+def test_it_is_that_of_the_weights(tiny_model, tmp_path):
+    folder = tiny_model("qwen3")
+    first = fingerprint(folder)
+    assert first == fingerprint(folder) and len(first) == 19
+    assert first != fingerprint(changed(folder, tmp_path / "other", one_bit))
+    copy = changed(folder, tmp_path / "copy", lambda tensors: None)
+    assert first == fingerprint(copy), "a copy in another folder is the same model"
+
+
+def test_settings_of_a_batch_count_unless_bits_are_the_same_in_any(tiny_model):
+    folder = tiny_model("qwen3")
+    assert fingerprint(folder) != fingerprint(folder, max_num_seqs=3)
+    both = [fingerprint(folder, batch_invariant=True, max_num_seqs=n) for n in (3, 4)]
+    assert both[0] == both[1] != fingerprint(folder)
+    assert fingerprint(folder) == fingerprint(folder, gpu_memory_utilization=0.5)
+    assert fingerprint(folder) != fingerprint(folder, kv_cache_dtype="int8")
+
+
+def test_versions_count(tiny_model, monkeypatch):
+    before = fingerprint(tiny_model("qwen3"))
+    monkeypatch.setattr(qserve, "__version__", "0.0.1")
+    assert fingerprint(tiny_model("qwen3")) != before
+
+
+def test_an_update_changes_it_and_the_old_weights_bring_it_back(tiny_model, tmp_path):
+    folder = tiny_model("qwen3")
+    llm = LLM(folder, **SMALL)
+    before = llm.system_fingerprint
+    llm.update_weights(changed(folder, tmp_path / "other", one_bit))
+    other = llm.system_fingerprint
+    assert other == fingerprint(tmp_path / "other") != before
+    llm.sleep(1)
+    llm.wake_up()
+    assert llm.system_fingerprint == other
+    llm.update_weights(folder)
+    assert llm.system_fingerprint == before
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.int64])
+@pytest.mark.parametrize("count", [1, 7, 8, 4099])
+def test_a_checksum_sees_every_bit_and_every_place(dtype, count):
+    generator = torch.Generator().manual_seed(count)
+    flat = torch.randint(-128, 127, (count + 1,), generator=generator).to(dtype)
+    whole, shifted = flat[:-1].clone(), flat[1:].clone()
+    assert checksum([whole]) == checksum([flat[:-1]]), "wherever its memory begins"
+    assert checksum([shifted]) == checksum([flat[1:]])
+    data = whole.view(torch.uint8)
+    seen = {checksum([whole])}
+    places = sorted({0, 1 % len(data), len(data) // 2, len(data) - 1})
+    for place in places:
+        for bit in (0, 7):
+            data[place] ^= 1 << bit
+            seen.add(checksum([whole]))
+            data[place] ^= 1 << bit
+    assert len(seen) == 1 + 2 * len(places)
+    if count > 8 and not torch.equal(whole[:8], whole[8:16]):
+        swapped = whole.clone()
+        swapped[:8], swapped[8:16] = whole[8:16], whole[:8]
+        assert checksum([swapped]) not in seen
+    assert checksum([whole.view(1, -1)]) not in seen, "another shape"
+
+
+def test_pieces_of_a_large_tensor_are_in_order(monkeypatch):
+    monkeypatch.setattr("qserve.model.resident.checksum.WORDS", 4)
+    numbers = torch.arange(24, dtype=torch.int64)
+    found = {checksum([each]) for each in (numbers, numbers.roll(4), numbers.flip(0))}
+    assert len(found) == 3
