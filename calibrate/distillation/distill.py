@@ -1,7 +1,6 @@
 """`qserve distill`: train a quantized checkpoint to predict as the float model.
 
-Scales and norm weights are trained, and on request codes. The format and every other tensor stay
-bit for bit.
+Scales and norm weights are trained. Codes, format and every other tensor stay bit for bit.
 """
 
 from collections.abc import Mapping
@@ -38,7 +37,7 @@ from formats.gguf.opened import is_gguf_folder
 from formats.hub.fetch import local_path
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import same_weight
-from formats.layouts import decode_linear, encode_linear, layout_of, tensor_names
+from formats.layouts import decode_linear, layout_of, tensor_names
 from formats.quality.checksums import checksums
 from formats.quality.probe import NUM_TOKENS, Probe
 from formats.quality.record import QUALITY, VERSION, measured_text, read_quality
@@ -91,10 +90,9 @@ def distill_checkpoint(
 
     `source` is a quantized folder of any tool whose weights are integer codes, `reference` the
     float model that it was made from; both may be hub names. `target` appears when it is complete.
-    It has the bytes of `source` but for scales, the weights of norms, codes if `settings` has a
-    rate for them, and quality.json. One window in eight is held out: the state with the least
-    divergence there is written, at worst that of `source`. The data's parameters are those of
-    quantize_checkpoint. `command` is recorded.
+    It has the bytes of `source` but for scales, the weights of norms, and quality.json. One window
+    in eight is held out: the state with the least divergence there is written, at worst that of
+    `source`. The data's parameters are those of quantize_checkpoint. `command` is recorded.
 
     Memory: the codes in 8 bits, hidden states of all windows, one layer's activations. Raises
     InputError for anything that the user can fix, if possible before the training.
@@ -122,7 +120,7 @@ def distill_checkpoint(
         raise InputError("calibration data", "has one window, and none to hold out", "give more")
     evaluation = read_evaluation(model, eval_text, quality_windows, bos)
     settings = settings or TrainingSettings()
-    student = Student(source, device, codes=settings.code_rate > 0)
+    student = Student(source, device)
     with clock("float model"):
         training = Training(student, Teacher(model, ids_WS, device), ids_WS)
         judge = evaluation and _Judge(student, model, evaluation, device)
@@ -230,38 +228,29 @@ def _write(
 
 
 def _in_file(student: Student, module: str, new: PackedWeight) -> dict[str, torch.Tensor]:
-    """Tensors of the file for a new weight, by full name: decoded again, they give it.
+    """The tensor of the file that holds a linear's scales, with the new ones, by full name.
 
-    The tensor of the scales is found by its values, in whichever layout, so that all others stay
-    bit for bit. New codes are encoded by the layout.
+    It is found by its values, in whichever layout; the result is decoded again and compared.
     """
     reader, config = student.reader, student.config
-    layout = layout_of(config)
-    names = tensor_names(module, layout, reader.entries)
+    names = tensor_names(module, layout_of(config), reader.entries)
     tensors = {field: reader.get(name) for field, name in names.items()}
     old = decode_linear(module, tensors, config)
-    changed = {}
-    if not torch.equal(old.words_NW, new.words_NW):
-        encoded = encode_linear(new, new.scheme, layout, module, new.input_scale)
-        changed = {field: tensor for field, tensor in encoded.items() if field in tensors}
-    else:
-        for field, tensor in tensors.items():
-            for turned in (False, True):
-                stored_NG, new_NG = (
-                    each.scales_NG.t() if turned else each.scales_NG for each in (old, new)
-                )
-                if tensor.is_floating_point() and tensor.numel() == stored_NG.numel():
-                    stored = stored_NG.reshape(tensor.shape).float()
-                    if torch.equal(stored, tensor.float()):
-                        new_scales = new_NG.reshape(tensor.shape)
-                        changed = {field: new_scales.to(tensor.dtype).contiguous()}
-    again = decode_linear(module, {**tensors, **changed}, config)
-    different = same_weight(new, again)
-    if different is not None:
-        raise CheckpointError(
-            module, f"cannot be stored in its layout: {different}", "convert the checkpoint first"
-        )
-    return {names[field]: tensor for field, tensor in changed.items()}
+    for field, tensor in tensors.items():
+        for turned in (False, True):
+            stored_NG, new_NG = (
+                each.scales_NG.t() if turned else each.scales_NG for each in (old, new)
+            )
+            if not tensor.is_floating_point() or tensor.numel() != stored_NG.numel():
+                continue
+            if torch.equal(stored_NG.reshape(tensor.shape).float(), tensor.float()):
+                scales = new_NG.reshape(tensor.shape).to(tensor.dtype).contiguous()
+                again = decode_linear(module, {**tensors, field: scales}, config)
+                if same_weight(new, again) is None:
+                    return {names[field]: scales}
+    raise CheckpointError(
+        module, "its scales are not stored as one tensor of floats", "convert the checkpoint first"
+    )
 
 
 def _card(name: str, record: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Quantized checkpoint with trainable scales and norm weights, and on request codes.
+"""Quantized checkpoint with trainable scales and norm weights. Its codes are fixed.
 
 Legend: N outputs, K inputs, G groups, L inputs of a group, B windows, S tokens of a window,
 D hidden size.
@@ -33,9 +33,9 @@ from formats.quant_config import QuantConfig, find_block
 
 
 class TrainableLinear(nn.Module):
-    """One linear: integer codes, and scales as trainable numbers; with `codes` both are."""
+    """One linear: fixed integer codes, and scales as trainable numbers."""
 
-    def __init__(self, packed: PackedWeight, device: str, codes: bool) -> None:
+    def __init__(self, packed: PackedWeight, device: str) -> None:
         super().__init__()
         self.packed = packed
         order_K = packed.input_order
@@ -46,47 +46,27 @@ class TrainableLinear(nn.Module):
         self.scales_NG = packed.scales_NG.float().to(device)
         # relative to the scale: scales of all sizes take equal steps
         self.gain_NG = nn.Parameter(torch.zeros_like(self.scales_NG))
-        # in codes: a weight takes the next code when it has moved half of the way
-        moves_NGL = torch.zeros(self.codes_NGL.shape, device=device) if codes else None
-        self.move_NGL = None if moves_NGL is None else nn.Parameter(moves_NGL)
 
     def weight(self, dtype: torch.dtype) -> torch.Tensor:
         """[N, K], as a server computes with it up to the rounding of scales."""
         scales_NG1 = (self.scales_NG * (1 + self.gain_NG))[..., None].to(dtype)
-        steps_NGL = self._codes(dtype) - self.zeros_NG1.to(dtype)
+        steps_NGL = self.codes_NGL.to(dtype) - self.zeros_NG1.to(dtype)
         weight_NK = (steps_NGL * scales_NG1).flatten(1)
         return weight_NK if self.place_K is None else weight_NK[:, self.place_K]
 
-    def finished(self, name: str) -> PackedWeight:
+    def finished(self) -> PackedWeight:
         """The weight as the file stores it; a scale that the dtype cannot hold is unchanged."""
         with torch.no_grad():
             scales_NG = (self.scales_NG * (1 + self.gain_NG)).to(self.packed.scales_NG.dtype)
-            codes_NK = self._codes(torch.float32).flatten(1).to(torch.uint8)
         can_NG = scales_NG.isfinite() & (scales_NG != 0)
         scales_NG = torch.where(can_NG, scales_NG, self.scales_NG.to(scales_NG.dtype))
-        zeros_NG, spec = self.packed.zeros_NG, self.packed.spec
-        found = PackedWeight.from_codes(codes_NK.cpu(), scales_NG.cpu(), zeros_NG, spec, name)
-        return replace(
-            found,
-            activation=self.packed.activation,
-            input_scale=self.packed.input_scale,
-            input_order=self.packed.input_order,
-        )
+        return replace(self.packed, scales_NG=scales_NG.cpu())
 
     def use(self, packed: PackedWeight) -> None:
-        """Go on from a stored weight."""
+        """Go on from stored scales."""
         self.packed = packed
-        self.codes_NGL = packed.codes().view(self.codes_NGL.shape).to(self.codes_NGL.device)
         self.scales_NG = packed.scales_NG.float().to(self.scales_NG.device)
-        for each in self.parameters():
-            each.data.zero_()
-
-    def _codes(self, dtype: torch.dtype) -> torch.Tensor:
-        if self.move_NGL is None:
-            return self.codes_NGL.to(dtype)
-        places_NGL = self.codes_NGL + self.move_NGL
-        rounded_NGL = places_NGL + (places_NGL.round() - places_NGL).detach()
-        return rounded_NGL.clamp(0, self.packed.spec.max_code).to(dtype)
+        self.gain_NG.data.zero_()
 
 
 class StudentLayer:
@@ -116,14 +96,9 @@ class StudentLayer:
             {name: _straight_through(rounding) for name, rounding in roundings.items()},
         )
 
-    def parameters(self) -> dict[str, list[nn.Parameter]]:
-        """By kind: "scales", "codes", "norms"."""
-        linears = self.linears.values()
-        return {
-            "scales": [each.gain_NG for each in linears],
-            "codes": [each.move_NGL for each in linears if each.move_NGL is not None],
-            "norms": list(self.norms.parameters()),
-        }
+    def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """(of scales, of norms)."""
+        return [each.gain_NG for each in self.linears.values()], list(self.norms.parameters())
 
     def run(self, hidden_BSD: torch.Tensor, grad: bool = False) -> torch.Tensor:
         """Outputs of the layer. With `grad`, its parameters and the input get gradients."""
@@ -141,11 +116,8 @@ class StudentLayer:
 class Student:
     """All layers of a quantized checkpoint, on one device, and its float embedding and head."""
 
-    def __init__(self, folder: str | Path, device: str, codes: bool = False) -> None:
-        """`codes`: codes are trained as well.
-
-        Raises CheckpointError or InputError, naming the tensor that cannot be trained.
-        """
+    def __init__(self, folder: str | Path, device: str) -> None:
+        """Raises CheckpointError or InputError, naming the tensor that cannot be trained."""
         self.reader = CheckpointReader(folder, rounded=True)
         block = find_block(self.reader.folder, self.reader.config)
         if block is None:
@@ -153,7 +125,7 @@ class Student:
         self.config = QuantConfig.from_dict(block)
         self.layer_map = find_layer_map(self.reader.config)
         self.runner = LayerRunner(self.reader, self.layer_map, device)
-        self.device, self._trains_codes = device, codes
+        self.device = device
         self.layers = [
             self._layer(number) for number in range(self.layer_map.num_layers(self.reader.config))
         ]
@@ -188,7 +160,7 @@ class Student:
             prefix = self.layer_map.prefix(layer.layer)
             for local, each in layer.linears.items():
                 name = f"{prefix}.{local}"
-                linears[name] = each.finished(name)
+                linears[name] = each.finished()
                 each.use(linears[name])
             layer.norms.use_stored()
             for local, weight in layer.norms.finished().items():
@@ -221,7 +193,7 @@ class Student:
             if "bias" in tensors:
                 others[f"{module}.bias"] = tensors["bias"].to(self.device)
             if isinstance(weight, PackedWeight):
-                linears[module] = TrainableLinear(weight, self.device, self._trains_codes)
+                linears[module] = TrainableLinear(weight, self.device)
             else:
                 dense = decode_dense(full, tensors, self.config).dequantize()
                 others[f"{module}.weight"] = dense.to(self.device, self.runner.dtype)

@@ -30,8 +30,7 @@ class TrainingSettings:
 
     steps: int = 200
     tokens: int = 4096  # per step
-    rate: float = 0.001  # of scales, relative to them
-    code_rate: float = 0.0  # of codes, in codes; 0: they stay
+    rate: float = 0.002  # of scales, relative to them
     norm_rate: float = 0.0005  # of norms' weights, relative to their factor
 
 
@@ -85,18 +84,13 @@ class Training:
 
     def run(self, settings: TrainingSettings, seed: int, progress: bool = True) -> Trained:
         """Train, then go back to the state with the least divergence on held-out windows."""
-        rates = {
-            "scales": settings.rate,
-            "codes": settings.code_rate,
-            "norms": settings.norm_rate,
-        }
         layers = [layer.parameters() for layer in self.student.layers]
-        groups = [
-            {"params": [each for layer in layers for each in layer[kind]], "lr": rate}
-            for kind, rate in rates.items()
-        ]
-        trained = [each for group in groups for each in group["params"]]
-        optimizer = torch.optim.Adam([group for group in groups if group["params"]], betas=BETAS)
+        scales, norms = ([p for layer in layers for p in layer[kind]] for kind in (0, 1))
+        trained = [*scales, *norms]
+        optimizer = torch.optim.Adam(
+            [{"params": scales, "lr": settings.rate}, {"params": norms, "lr": settings.norm_rate}],
+            betas=BETAS,
+        )
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: 1 - step / settings.steps
         )

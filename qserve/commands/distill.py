@@ -29,12 +29,7 @@ class DistillConfig(HubSettings):
     sequence_length: int = setting(2048, "length of a window in tokens", low=2)
     steps: int = setting(200, "training steps", low=1)
     tokens: int = setting(4096, "tokens of a step", low=1)
-    rate: float = setting(0.001, "largest relative change of a scale in a step; decays to 0", low=0)
-    code_rate: float = setting(
-        0.0,
-        "largest change of a code in a step, such as 0.01; 0: codes stay. Takes 12 bytes a weight",
-        low=0,
-    )
+    rate: float = setting(0.002, "largest relative change of a scale in a step; decays to 0", low=0)
     norm_rate: float = setting(0.0005, "as --rate, for the weights of norms", low=0)
     seed: int = setting(0, "seed for the order of the texts and of the windows")
     bos: bool = setting(
@@ -75,7 +70,6 @@ def distill(model: str, config: DistillConfig) -> int:
             steps=config.steps,
             tokens=config.tokens,
             rate=config.rate,
-            code_rate=config.code_rate,
             norm_rate=config.norm_rate,
         ),
         seed=config.seed,

@@ -1,4 +1,4 @@
-"""`qserve distill`: nearer to the float model, and nothing but scales, norms and codes changed."""
+"""`qserve distill`: nearer to the float model, and nothing but scales and norms changed."""
 
 import json
 from dataclasses import replace
@@ -128,20 +128,6 @@ def test_act_order_keeps_its_group_index(quantized, tiny_model, tmp_path):
     )
 
 
-@pytest.mark.parametrize("output_format", ["gptq", "awq", "compressed-tensors"])
-def test_codes_are_trained_on_request(quantized, tiny_model, tmp_path, output_format):
-    source = quantized("qwen3", "w4a16-asym-g32", output_format)
-    settings = replace(QUICK, steps=60, rate=0.003, norm_rate=0.0003, code_rate=0.05)
-    done = distilled(source, tiny_model("qwen3"), tmp_path / "out", settings)
-    student = Student(source, "cpu"), Student(tmp_path / "out", "cpu")
-    pairs = zip(*(each.layers[0].linears.values() for each in student), strict=True)
-    moved = [int((a.packed.codes().int() - b.packed.codes().int()).abs().max()) for a, b in pairs]
-    assert max(moved) >= 1
-    assert done.trained.after < done.trained.before
-    found = engine_divergence(tmp_path / "out", tiny_model("qwen3"))
-    assert found == pytest.approx(done.trained.after, rel=0.02)
-
-
 def test_training_that_makes_it_worse_changes_nothing(quantized, tiny_model, tmp_path):
     source = quantized("qwen3", "w8a16-sym-g32", "gptq")
     wild = TrainingSettings(steps=2, tokens=48, rate=5.0, norm_rate=5.0)
@@ -164,9 +150,8 @@ def test_the_gradient_is_the_divergences(quantized, tiny_model, scheme):
     training = Training(student, Teacher(model, IDS, "cpu"), IDS)
     windows = torch.tensor([2, 5])
     training._backward(windows)
-    parameters = [
-        p for layer in student.layers for kind in layer.parameters().values() for p in kind
-    ]
+    kinds = [kind for layer in student.layers for kind in layer.parameters()]
+    parameters = [p for kind in kinds for p in kind]
     assert all(p.grad is not None and p.grad.any() for p in parameters)
     gradients = [p.grad.clone() for p in parameters]
     squared = sum(float(g.double().square().sum()) for g in gradients)
