@@ -137,7 +137,7 @@ def check_makes(recipe: Recipe, schemes: Iterable[Scheme]) -> None:
 def default_recipe(scheme: Scheme) -> str:
     """Sensible default: weight-only 8-bit schemes are accurate when rounded to nearest."""
     if scheme.weight.type in ("int", *K_TYPES) and scheme.weight.bits <= 4:
-        return "gptq"
+        return "gptaq"
     return "smoothquant+gptq" if integer_activations(scheme) else "rtn"
 
 

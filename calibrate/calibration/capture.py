@@ -405,7 +405,8 @@ def empty_statistics(
             of_experts = of_experts or InputStatistics(width, runner.device, name)
             stats = of_experts
         else:
-            stats = InputStatistics(width, runner.device, name)
+            is_routed = runner.layer_map.expert_kind(group[0]) is not None and not all_experts
+            stats = InputStatistics(width, runner.device, name, is_routed=is_routed)
         statistics.update(dict.fromkeys(group, stats))
     return statistics
 
@@ -464,18 +465,23 @@ def add_statistics(
             runner.run(module, layer, batch_BSD.to(runner.device))
         return dict(inputs)
 
+    def run_reference(batch_BSD: torch.Tensor | None) -> dict[InputStatistics, torch.Tensor]:
+        """The float model's inputs, of linears that read the same tokens in both models."""
+        found = {} if batch_BSD is None else run(batch_BSD)
+        return {stats: x for stats, x in found.items() if not stats.is_routed}
+
     references = iter(reference.batches()) if reference is not None else None
     numbers = itertools.count() if numbers is None else numbers
     for batch_BSD, number in zip(hidden.batches(), numbers, strict=False):
         held_B = held_out_windows(len(batch_BSD), number * hidden.batch, held_every)
         reference_BSD = None if references is None else next(references)
         fitted = held_B.logical_not() if held_B.any() else slice(None)
-        expected = {} if reference_BSD is None else run(reference_BSD[fitted])
+        expected = run_reference(None if reference_BSD is None else reference_BSD[fitted])
         found = run(batch_BSD[fitted])
         sums = {s: BatchSums.of(x, expected.get(s)) for s, x in found.items() if x.numel()}
         held: dict[InputStatistics, HeldOut] = {}
         if held_B.any():
-            expected = {} if reference_BSD is None else run(reference_BSD[held_B])
+            expected = run_reference(None if reference_BSD is None else reference_BSD[held_B])
             held = {s: HeldOut.of(x, expected.get(s)) for s, x in run(batch_BSD[held_B]).items()}
         for stats in shared:
             # The turn of an expert without a token passes all the same.

@@ -71,8 +71,16 @@ class BatchSums:
 class InputStatistics:
     """Sums over all tokens [T, K] that reached an input; one pass, memory K x K."""
 
-    def __init__(self, in_features: int, device: torch.device | str, name: str = "input") -> None:
-        self.name = name
+    def __init__(
+        self,
+        in_features: int,
+        device: torch.device | str,
+        name: str = "input",
+        *,
+        is_routed: bool = False,
+    ) -> None:
+        """`is_routed`: a router chooses the tokens, so the float model's may be other ones."""
+        self.name, self.is_routed = name, is_routed
         self.num_tokens = 0
         self.moment_KK = torch.zeros(in_features, in_features, device=device)  # sum of x x^T
         self.drift_KK: torch.Tensor | None = None  # sum of (x of the float model - x) x^T

@@ -30,7 +30,7 @@ class QuantizeConfig(HubSettings):
     )
     recipe: str | None = setting(
         None,
-        "quantization method; rtn: round to nearest, without data (default: gptq at 4 bits, "
+        "quantization method; rtn: round to nearest, without data (default: gptaq at 4 bits, "
         "smoothquant+gptq for w8a8, else rtn)",
         RECIPES,
     )

@@ -270,13 +270,13 @@ def test_file_of_floats_keeps_the_types_it_has(docs_5m, tmp_path):
     assert types["token_embd.weight"] == "Q6_K" and types["blk.0.ffn_up.weight"] == "BF16"
 
 
-def test_gptq_chooses_the_codes_of_a_mix(docs_5m, tmp_path, capsys):
+def test_gptaq_chooses_the_codes_of_a_mix(docs_5m, tmp_path, capsys):
     """Few linears have nearer outputs on held-out windows after plain rounding."""
     file, flags = tmp_path / "gptq.gguf", ["--samples", "8", "--sequence-length", "128"]
-    scheme = ["--scheme", "q4_k_m", "--quality-windows", "0"]  # gptq is the default at 4 bits
+    scheme = ["--scheme", "q4_k_m", "--quality-windows", "0"]  # gptaq is the default at 4 bits
     assert main(["quantize", str(docs_5m), "-o", str(file), *scheme, *flags]) == 0
     output = capsys.readouterr().out
-    assert "q4_k_m by gptq, as gguf" in output
+    assert "q4_k_m by gptaq, as gguf" in output
     assert output.count("rounded to nearest: output error") < 7  # of 28
     name = "model.layers.0.mlp.down_proj.weight"
     rounded = KWeight.from_float(CheckpointReader(docs_5m).get(name), spec_of("q4_k"))
