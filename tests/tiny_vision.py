@@ -147,6 +147,17 @@ QWEN_3_VL = {
     "text": {"rope_parameters": {**AXES, "mrope_section": [4, 2, 2]}},
     "vision": {**QWEN_3_TOWER, "deepstack_visual_indexes": [0, 2]},
 }
+QWEN_3_VL_MOE = {
+    **QWEN_3_VL,
+    "config": "Qwen3VLMoeConfig",
+    "text_type": "qwen3_vl_moe_text",
+    "text": {
+        **QWEN_3_VL["text"],
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+    },
+}
 QWEN_3_5 = {
     **GRID,
     "config": "Qwen3_5Config",
@@ -191,6 +202,7 @@ VISION_FAMILIES = {
     "mistral3": MISTRAL_3,
     "qwen2_5_vl": QWEN_2_5_VL,
     "qwen3_vl": QWEN_3_VL,
+    "qwen3_vl_moe": QWEN_3_VL_MOE,
     "qwen3_5": QWEN_3_5,
     "qwen3_5_moe": QWEN_3_5_MOE,
 }

@@ -6,7 +6,8 @@ dims (`Experts.stacks`). Tools keep codes there, with scales next to them: trans
 NVIDIA's Model Optimizer in NVFP4 (`gate_up_proj`, `gate_up_proj_weight_scale_2`), llm-compressor in
 the tensors of compressed-tensors (`gate_up_proj.weight_packed`, or `gate_up_proj_packed`). Gate and
 up follow each other in the first, so each linear is a run of the file's bytes. Other forms are
-refused by name.
+refused by name. Float files of Qwen3-VL-MoE have either order of dims: [E, H, 2 I] and [E, I, H]
+as published, the usual one if transformers 5 wrote them.
 Legend: E experts, N outputs, K inputs, I inner size, H hidden size.
 """
 
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from formats.architecture.expert_names import LEAVES, MODULES, STACKED, experts_apart
-from formats.architecture.family import Experts, Projection
+from formats.architecture.family import EITHER_ORDER, Experts, Projection
 from formats.errors import CheckpointError
 from formats.families import FAMILIES
 from formats.files.tensor_entry import TensorEntry
@@ -96,6 +97,12 @@ def _split_codes(
         if match is None or (match["stem"], match["stack"]) not in coded:
             found[name] = entry
             continue
+        if config.get(EITHER_ORDER):
+            raise CheckpointError(
+                f"{match['stem']}.{match['stack']}",
+                f"has codes of all experts in one tensor, whose order of dims is not known: {name}",
+                REMEDY,
+            )
         found |= _linears(match, entry, entries, _block_rows(config))
     return found
 
@@ -232,8 +239,10 @@ def _split_floats(
                 REMEDY,
             )
         projection = projections[match["stack"]]
-        linears = _float_linears(match["layer"], name, entry, projection, experts.stacks_transposed)
-        found |= linears
+        transposed = experts.stacks_transposed
+        if config.get(EITHER_ORDER):  # as transformers decides
+            transposed = entry.shape[2] != config.get(projection.inputs)
+        found |= _float_linears(match["layer"], name, entry, projection, transposed)
     return found
 
 

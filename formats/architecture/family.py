@@ -17,6 +17,8 @@ from formats.errors import CheckpointError
 
 ATTENTION = "self_attn"  # module of a layer that holds its KV scales
 HEAD = "lm_head.weight"
+# Key that text_part.py adds for files whose float stacks of experts have either order of dims.
+EITHER_ORDER = "expert_stacks_of_either_order"
 MAX_LAYERS = 10_000  # far more than any model has
 # Suffixes of tensors that older writers store although every reader computes them.
 DERIVED = ("rotary_emb.inv_freq",)

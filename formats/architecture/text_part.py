@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from formats.architecture.family import EITHER_ORDER
 from formats.families import FAMILIES
 
 TEXT_CONFIG = "text_config"
@@ -24,6 +25,7 @@ WRAPPERS = (
     "Mistral3ForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
@@ -33,6 +35,7 @@ _SAME_LAYERS = {
     "qwen2_5_vl": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
 }
 # prefixes in the file -> in the text model; the first match counts
 _PREFIXES = {
@@ -52,6 +55,10 @@ _SHARED = (
     *("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id"),
     *(_BLOCK, "transformers_version"),
 )
+# what the layers of a text part always do, as keys of the model with the same layers
+_ALWAYS = {
+    "qwen3_vl_moe_text": {"norm_topk_prob": True, EITHER_ORDER: True},
+}
 # transformers' defaults, which published files leave out
 _DEFAULTS = {
     # of LLaVA-1.5, whose text_config names the model it was trained from
@@ -99,6 +106,7 @@ def text_config(config: dict[str, Any], names: Collection[str]) -> dict[str, Any
         **shared,
         **defaults,
         **text,
+        **_ALWAYS.get(text["model_type"], {}),
         "model_type": _model_type(text),
         "architectures": [_architecture(text)],
         "tie_word_embeddings": not has_head,

@@ -92,13 +92,16 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             encoder="grid",
             prefixes=QWEN,
         ),
-        VisionFamily(
-            architecture="Qwen3VLForConditionalGeneration",
-            axis_pairs=(24, 20, 20),
-            has_interleaved_axes=True,
-            layout="grid",
-            encoder="grid",
-            prefixes=QWEN,
+        *(
+            VisionFamily(
+                architecture=f"{name}ForConditionalGeneration",
+                axis_pairs=(24, 20, 20),
+                has_interleaved_axes=True,
+                layout="grid",
+                encoder="grid",
+                prefixes=QWEN,
+            )
+            for name in ("Qwen3VL", "Qwen3VLMoe")
         ),
         *(
             VisionFamily(

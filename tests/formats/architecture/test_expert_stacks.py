@@ -1,7 +1,11 @@
 """Quantized experts in one tensor per projection are read as a linear per expert, or refused."""
 
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
 
 from calibrate.pipeline import quantize_checkpoint
 from formats.checkpoint import CheckpointReader
@@ -12,6 +16,7 @@ from formats.scheme import Scheme
 from tests.formats.inspection.findings import of_weights
 from tests.qserve.model.test_expert_names import stacked
 from tests.qserve.model.variants import edited, logits
+from tests.tiny_vision import write_tiny_vision
 
 FP8 = torch.float8_e4m3fn
 SIZE = 8  # of a block
@@ -245,3 +250,32 @@ def test_config_may_name_the_stack(tiny_model, tmp_path):
 
     ends = COMPRESSED_ENDS["module"]
     same_linears(edited(want, tmp_path / "stacked", stack_fields(ends), targets), want)
+
+
+def test_float_stacks_of_qwen3_vl_moe_are_read_in_either_order(tmp_path):
+    """transformers writes [E, N, K]; published files have [E, K, N], which it also reads."""
+    source = write_tiny_vision(tmp_path / "source", "qwen3_vl_moe")
+    target = tmp_path / "published"
+    shutil.copytree(source, target)
+    state = load_file(target / "model.safetensors")
+    stacks = [name for name in state if ".experts." in name]
+    state |= {name: state[name].transpose(1, 2).contiguous() for name in stacks}
+    save_file(state, target / "model.safetensors", metadata={"format": "pt"})
+    model = AutoModelForImageTextToText.from_pretrained(target, dtype=torch.float32)
+    wanted = model.model.language_model.layers[1].mlp.experts
+    for folder in (source, target):
+        reader = CheckpointReader(folder)
+        gate, up, down = (
+            reader.get(f"model.layers.1.mlp.experts.3.{leaf}.weight") for leaf in LEAVES
+        )
+        assert torch.equal(torch.cat([gate, up]), wanted.gate_up_proj[3])
+        assert torch.equal(down, wanted.down_proj[3])
+
+
+def test_coded_stacks_of_qwen3_vl_moe_are_refused(tmp_path):
+    folder = write_tiny_vision(tmp_path / "model", "qwen3_vl_moe")
+    state = load_file(folder / "model.safetensors")
+    state |= {name: state[name].to(FP8) for name in state if ".experts." in name}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="whose order of dims is not known"):
+        CheckpointReader(folder)
