@@ -45,7 +45,12 @@ from calibrate.results.verify import kept_tensors, verify
 from calibrate.resume.identity import identity
 from calibrate.resume.journal import Journal
 from calibrate.solvers.solving import LayerContext, LayerState
-from calibrate.texts.data import DEFAULT_LENGTH, DEFAULT_SAMPLES, CalibrationData, read_calibration
+from calibrate.texts.data import (
+    DEFAULT_LENGTH,
+    DEFAULT_SAMPLES,
+    CalibrationData,
+    read_for_model,
+)
 from formats.architecture.padding import make_padding
 from formats.checkpoint import (
     DEFAULT_MAX_SHARD_BYTES,
@@ -185,7 +190,7 @@ def quantize_checkpoint(
     model.padding = plan.padding
     evaluation = read_evaluation(model, eval_text, quality_windows, bos)
     if bits is not None:
-        calibration = _read_data(model, calibration, samples, sequence_length, seed, bos)
+        calibration = read_for_model(model, calibration, samples, sequence_length, seed, bos)
         with clock("choosing bits"):
             free = {n: s for n, s in plan.quantized.items() if not fits_any(overrides, n)}
             # transformers is loaded only if a model runs.
@@ -205,7 +210,7 @@ def quantize_checkpoint(
     if moe_calibrate_all_experts:
         _check_all_experts(model, reads_data=calibration is not None or needs_data)
     if calibration is not None or needs_data:
-        data = _read_data(model, calibration, samples, sequence_length, seed, bos)
+        data = read_for_model(model, calibration, samples, sequence_length, seed, bos)
     run_identity = identity(
         model.config,
         model.outer_digest(),
@@ -396,29 +401,6 @@ def _lacks_scales(
         scheme.activation is not None and not scheme.activation.dynamic and name not in input_scales
         for name, scheme in schemes.items()
     )
-
-
-def _read_data(
-    model: FloatModel,
-    calibration: str | CalibrationData | None,
-    samples: int,
-    sequence_length: int,
-    seed: int,
-    bos: bool,
-) -> CalibrationData:
-    if isinstance(calibration, CalibrationData):
-        return calibration
-    data = read_calibration(
-        calibration,
-        model.tokenizer(),
-        samples=samples,
-        sequence_length=min(sequence_length, model.num_positions or DEFAULT_LENGTH),
-        seed=seed,
-        bos=bos,
-    )
-    for warning in data.warnings:
-        log.warning("%s", warning)
-    return data
 
 
 def _rewrite_model(model: FloatModel, recipe: Recipe, context: LayerContext) -> LayerState:

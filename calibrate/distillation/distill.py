@@ -11,10 +11,12 @@ from typing import Any
 import torch
 
 from calibrate.clock import Clock
+from calibrate.devices import Devices
 from calibrate.distillation.student import Student
-from calibrate.distillation.training import Teacher, Trained, Training, TrainingSettings
+from calibrate.distillation.training import Comparison, Teacher, Trained, Training, TrainingSettings
 from calibrate.float_model import FloatModel
 from calibrate.quality.agreement import AgreementSum
+from calibrate.quality.card import command_line
 from calibrate.quality.evaluation import Evaluation, read_evaluation
 from calibrate.results.model_card import CARD
 from calibrate.results.report import public_data, public_name, tool_versions
@@ -22,7 +24,7 @@ from calibrate.texts.data import (
     DEFAULT_LENGTH,
     DEFAULT_SAMPLES,
     CalibrationData,
-    read_calibration,
+    read_for_model,
 )
 from formats.checkpoint import (
     DEFAULT_MAX_SHARD_BYTES,
@@ -37,7 +39,7 @@ from formats.gguf.opened import is_gguf_folder
 from formats.hub.fetch import local_path
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import same_weight
-from formats.layouts import decode_linear, layout_of, tensor_names
+from formats.layouts import decode_linear, layout_of
 from formats.quality.checksums import checksums
 from formats.quality.probe import NUM_TOKENS, Probe
 from formats.quality.record import QUALITY, VERSION, measured_text, read_quality
@@ -84,7 +86,7 @@ def distill_checkpoint(
     max_shard_bytes: int = DEFAULT_MAX_SHARD_BYTES,
     progress: bool = True,
     quantizer: str = "qserve-kit",
-    command: str | None = None,
+    flags: Mapping[str, Any] | None = None,
 ) -> Distillation:
     """Train the scales of `source`'s integer weights to predict as the float model `reference`.
 
@@ -92,7 +94,8 @@ def distill_checkpoint(
     float model that it was made from; both may be hub names. `target` appears when it is complete.
     It has the bytes of `source` but for scales, the weights of norms, and quality.json. One window
     in eight is held out: the state with the least divergence there is written, at worst that of
-    `source`. The data's parameters are those of quantize_checkpoint. `command` is recorded.
+    `source`. The data's parameters are those of quantize_checkpoint. `flags`: the command line's
+    settings, which are recorded.
 
     Memory: the codes in 8 bits, hidden states of all windows, one layer's activations. Raises
     InputError for anything that the user can fix, if possible before the training.
@@ -106,24 +109,21 @@ def distill_checkpoint(
         raise InputError(str(source), "is a GGUF file", "distill a folder, then convert it")
     find_side_files(reader.folder)  # raises now, not after the work
     _check_pair(reader, model)
-    if not isinstance(calibration, CalibrationData):
-        calibration = read_calibration(
-            calibration,
-            model.tokenizer(),
-            samples=samples,
-            sequence_length=min(sequence_length, model.num_positions or DEFAULT_LENGTH),
-            seed=seed,
-            bos=bos,
-        )
-    ids_WS = calibration.ids_WS
-    if len(ids_WS) < 2:
+    device = _only(device)
+    data = read_for_model(model, calibration, samples, sequence_length, seed, bos)
+    if len(data.ids_WS) < 2:
         raise InputError("calibration data", "has one window, and none to hold out", "give more")
     evaluation = read_evaluation(model, eval_text, quality_windows, bos)
     settings = settings or TrainingSettings()
-    student = Student(source, device)
+    student, teacher = Student(reader, device), Teacher(model, device)
+    judge = None
     with clock("float model"):
-        training = Training(student, Teacher(model, ids_WS, device), ids_WS)
-        judge = evaluation and _Judge(student, model, evaluation, device)
+        windows = [data.ids_WS] if evaluation is None else [data.ids_WS, evaluation.ids_WS]
+        taught, *judged = teacher.last_states(*windows)
+    training = Training(student, teacher, data.ids_WS, taught)
+    if evaluation is not None:
+        own = Comparison(student, teacher, evaluation.ids_WS, *judged)
+        judge = _Judge(comparison=own, evaluation=evaluation)
     before = judge and judge.record()
     with clock("training"):
         trained = training.run(settings, seed, progress)
@@ -137,13 +137,14 @@ def distill_checkpoint(
             target,
             {
                 "measured": after,
-                "command": command,
+                "command": flags
+                and command_line(public_name(source), target, flags, command="distill"),
                 "evaluate": f"qserve eval {Path(target).name} --against"
                 f" {public_name(reference)} --text TEXT",
                 "distillation": {
                     "reference": public_name(reference),
                     "settings": asdict(settings),
-                    "calibration": public_data(calibration.facts()),
+                    "calibration": public_data(data.facts()),
                     "held_out_divergence": asdict(trained),
                     "measured_before": before,
                 },
@@ -163,28 +164,31 @@ def distill_checkpoint(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Judge:
     """Comparison of the student with the float model on windows of the evaluation."""
 
-    def __init__(
-        self, student: Student, model: FloatModel, evaluation: Evaluation, device: str
-    ) -> None:
-        self.evaluation = evaluation
-        self.teacher = Teacher(model, evaluation.ids_WS, device)
-        self.own = Training(student, self.teacher, evaluation.ids_WS)
+    comparison: Comparison
+    evaluation: Evaluation
 
     def record(self) -> dict[str, Any]:
         total = AgreementSum()
         for window, ids_S in enumerate(self.evaluation.ids_WS):
-            wanted_SV = self.teacher.logits(self.teacher.last_WSD[window])
-            own_SV = self.own.logits(self.own.last_states(window))
-            total.add(ids_S, wanted_SV, own_SV, self.evaluation.given)
+            total.add(ids_S, *self.comparison.logits(window), self.evaluation.given)
         return self.evaluation.record(total.result())
 
     def probe(self) -> Probe:
-        logits_SV = self.own.logits(self.own.last_states(0)[:NUM_TOKENS])
+        _, logits_SV = self.comparison.logits(0)
         exact = logits_SV.dtype == torch.float32
-        return Probe.of(self.evaluation.ids_WS[0], logits_SV, exact=exact)
+        return Probe.of(self.evaluation.ids_WS[0], logits_SV[:NUM_TOKENS], exact=exact)
+
+
+def _only(device: str) -> str:
+    """Raise InputError unless it is one device."""
+    devices = Devices.parse(device)
+    if len(devices.names) > 1:
+        raise InputError(f"device {device!r}", "a model is distilled on one device", "name one")
+    return devices.first
 
 
 def _check_pair(reader: CheckpointReader, model: FloatModel) -> None:
@@ -232,9 +236,8 @@ def _in_file(student: Student, module: str, new: PackedWeight) -> dict[str, torc
 
     It is found by its values, in whichever layout; the result is decoded again and compared.
     """
-    reader, config = student.reader, student.config
-    names = tensor_names(module, layout_of(config), reader.entries)
-    tensors = {field: reader.get(name) for field, name in names.items()}
+    config = student.config
+    names, tensors = student.stored(module)
     old = decode_linear(module, tensors, config)
     for field, tensor in tensors.items():
         for turned in (False, True):

@@ -1,12 +1,11 @@
 """Quantized checkpoint with trainable scales and norm weights. Its codes are fixed.
 
 Legend: N outputs, K inputs, G groups, L inputs of a group, B windows, S tokens of a window,
-D hidden size.
+R rows, D hidden size, V vocabulary.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -54,18 +53,17 @@ class TrainableLinear(nn.Module):
         weight_NK = (steps_NGL * scales_NG1).flatten(1)
         return weight_NK if self.place_K is None else weight_NK[:, self.place_K]
 
-    def finished(self) -> PackedWeight:
-        """The weight as the file stores it; a scale that the dtype cannot hold is unchanged."""
-        with torch.no_grad():
-            scales_NG = (self.scales_NG * (1 + self.gain_NG)).to(self.packed.scales_NG.dtype)
-        can_NG = scales_NG.isfinite() & (scales_NG != 0)
-        scales_NG = torch.where(can_NG, scales_NG, self.scales_NG.to(scales_NG.dtype))
-        return replace(self.packed, scales_NG=scales_NG.cpu())
+    def use_stored(self) -> None:
+        """Round the scales as they are stored, and go on from there.
 
-    def use(self, packed: PackedWeight) -> None:
-        """Go on from stored scales."""
-        self.packed = packed
-        self.scales_NG = packed.scales_NG.float().to(self.scales_NG.device)
+        A scale that the dtype cannot hold stays as it was.
+        """
+        old_NG = self.packed.scales_NG
+        with torch.no_grad():
+            new_NG = (self.scales_NG * (1 + self.gain_NG)).cpu().to(old_NG.dtype)
+        scales_NG = torch.where(new_NG.isfinite() & (new_NG != 0), new_NG, old_NG)
+        self.packed = replace(self.packed, scales_NG=scales_NG)
+        self.scales_NG = scales_NG.float().to(self.scales_NG.device)
         self.gain_NG.data.zero_()
 
 
@@ -116,12 +114,14 @@ class StudentLayer:
 class Student:
     """All layers of a quantized checkpoint, on one device, and its float embedding and head."""
 
-    def __init__(self, folder: str | Path, device: str) -> None:
+    def __init__(self, reader: CheckpointReader, device: str) -> None:
         """Raises CheckpointError or InputError, naming the tensor that cannot be trained."""
-        self.reader = CheckpointReader(folder, rounded=True)
+        self.reader = reader
         block = find_block(self.reader.folder, self.reader.config)
         if block is None:
-            raise InputError(str(folder), "is not quantized", "give what `qserve quantize` wrote")
+            raise InputError(
+                str(reader.folder), "is not quantized", "give what `qserve quantize` wrote"
+            )
         self.config = QuantConfig.from_dict(block)
         self.layer_map = find_layer_map(self.reader.config)
         self.runner = LayerRunner(self.reader, self.layer_map, device)
@@ -129,9 +129,13 @@ class Student:
         self.layers = [
             self._layer(number) for number in range(self.layer_map.num_layers(self.reader.config))
         ]
+        self.norm_D = reader.get(self.layer_map.last_norm).to(device)
+        tied = self.layer_map.tied_head(reader.config)
+        head = self._matrix(self.layer_map.embedding if tied else self.layer_map.head)
+        self.head_VD = head.to(device, self.runner.dtype)
         if not any(layer.linears for layer in self.layers):
             raise InputError(
-                str(folder),
+                str(reader.folder),
                 "has no integer codes, whose scales could be trained",
                 "give a checkpoint of an integer scheme",
             )
@@ -140,15 +144,14 @@ class Student:
     def embedding(self) -> torch.Tensor:
         return self._matrix(self.layer_map.embedding)
 
-    @property
-    def last_norm(self) -> torch.Tensor:
-        return self.reader.get(self.layer_map.last_norm)
+    def logits(self, rows_RD: torch.Tensor, grad: bool = False) -> torch.Tensor:
+        """[R, V], from outputs of the last layer."""
+        return self.runner.final_logits(rows_RD, self.norm_D, self.head_VD, grad=grad)
 
-    @property
-    def head(self) -> torch.Tensor:
-        """Output head [V, D]; a tied head is the embedding."""
-        tied = self.layer_map.tied_head(self.reader.config)
-        return self._matrix(self.layer_map.embedding if tied else self.layer_map.head)
+    def stored(self, module: str) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+        """(full names, tensors) of a quantized module by local name, as the file has them."""
+        names = tensor_names(module, layout_of(self.config), self.reader.entries)
+        return names, {field: self.reader.get(name) for field, name in names.items()}
 
     def finish(self) -> tuple[dict[str, PackedWeight], LayerState]:
         """Round what was trained as the file stores it; outputs are the file's from now on.
@@ -159,11 +162,10 @@ class Student:
         for layer in self.layers:
             prefix = self.layer_map.prefix(layer.layer)
             for local, each in layer.linears.items():
-                name = f"{prefix}.{local}"
-                linears[name] = each.finished()
-                each.use(linears[name])
+                each.use_stored()
+                linears[f"{prefix}.{local}"] = each.packed
             layer.norms.use_stored()
-            for local, weight in layer.norms.finished().items():
+            for local, weight in layer.norms.stored.items():
                 norms[f"{prefix}.{local}"] = weight.cpu()
         return linears, norms
 
@@ -186,8 +188,7 @@ class Student:
                     " inputs",
                     "leave the checkpoint as it is",
                 )
-            names = tensor_names(full, layout_of(self.config), entries)
-            tensors = {field: self.reader.get(name) for field, name in names.items()}
+            names, tensors = self.stored(full)
             read |= {name.removeprefix(f"{prefix}.") for name in names.values()}
             weight = decode_linear(full, tensors, self.config)
             if "bias" in tensors:
@@ -208,8 +209,7 @@ class Student:
         module = name.removesuffix(".weight")
         if not is_quantized(module, self.reader.entries):
             return self.reader.get(name)
-        names = tensor_names(module, layout_of(self.config), self.reader.entries)
-        tensors = {field: self.reader.get(each) for field, each in names.items()}
+        _, tensors = self.stored(module)
         return decode_dense(module, tensors, self.config).dequantize()
 
 

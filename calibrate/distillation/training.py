@@ -9,16 +9,18 @@ Legend: W windows, B windows of a step, S tokens of a window, R rows, D hidden s
 """
 
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch.nn import functional
 from tqdm import tqdm
 
-from calibrate.calibration.capture import HiddenStates, LayerRunner
+from calibrate.calibration.capture import HiddenStates, LayerRunner, held_out_windows
+from calibrate.calibration.stream import HELD_EVERY
 from calibrate.distillation.student import Student
 from calibrate.float_model import FloatModel
+from calibrate.texts.data import endless_batches
 
-HELD_EVERY = 8  # one window in this many is held out
 CHECKS = 8  # comparisons on the held-out windows during training
 ROWS = 512  # positions whose logits exist at a time
 BETAS = (0.9, 0.99)
@@ -44,43 +46,66 @@ class Trained:
 
 
 class Teacher:
-    """The float model's last hidden states of all windows, and its head."""
+    """The float model: its last hidden states, and its head."""
 
-    def __init__(self, model: FloatModel, ids_WS: torch.Tensor, device: str) -> None:
-        """Run the model, one layer in memory at a time."""
-        names = model.layer_map
-        self.runner = LayerRunner(model, names, device)
-        hidden = HiddenStates(ids_WS, model.get(names.embedding), self.runner)
-        for layer in range(model.num_layers):
-            module = self.runner.build(layer, model.layer(layer, device))
-            hidden.advance(self.runner, module, layer)
-        self.last_WSD = hidden.states_WSD
-        self.norm_D = model.get(names.last_norm).to(device)
+    def __init__(self, model: FloatModel, device: str) -> None:
+        self.model, self.runner = model, LayerRunner(model, model.layer_map, device)
+        self.norm_D = model.get(model.layer_map.last_norm).to(device)
         self.head_VD = model.head().to(device, self.runner.dtype)
+
+    def last_states(self, *data_WS: torch.Tensor) -> list[torch.Tensor]:
+        """Outputs [W, S, D] of the last layer, for windows of several lengths.
+
+        Each layer is read once, and one is in memory at a time.
+        """
+        embedding_VD = self.model.get(self.model.layer_map.embedding)
+        hidden = [HiddenStates(ids_WS, embedding_VD, self.runner) for ids_WS in data_WS]
+        for layer in range(self.model.num_layers):
+            module = self.runner.build(layer, self.model.layer(layer, self.runner.device))
+            for each in hidden:
+                each.advance(self.runner, module, layer)
+        return [each.states_WSD for each in hidden]
 
     def logits(self, rows_RD: torch.Tensor) -> torch.Tensor:
         return self.runner.final_logits(rows_RD, self.norm_D, self.head_VD)
 
 
-class Training:
-    """A student with the windows that it is trained on."""
+class Comparison:
+    """A student and its teacher on the same windows."""
 
-    def __init__(self, student: Student, teacher: Teacher, ids_WS: torch.Tensor) -> None:
-        self.student, self.teacher = student, teacher
+    def __init__(
+        self, student: Student, teacher: Teacher, ids_WS: torch.Tensor, taught_WSD: torch.Tensor
+    ) -> None:
+        """`taught_WSD`: the teacher's last states of these windows."""
+        self.student, self.teacher, self.taught_WSD = student, teacher, taught_WSD
         self.hidden_WSD = HiddenStates(ids_WS, student.embedding, student.runner).states_WSD
-        self.norm_D = student.last_norm.to(student.device)
-        self.head_VD = student.head.to(student.device, student.runner.dtype)
-        held = min(HELD_EVERY, len(ids_WS))
-        windows = torch.arange(len(ids_WS))
-        self.held_out = windows[windows % held == held - 1]
-        self.fitted = windows[windows % held != held - 1]
 
-    def logits(self, rows_RD: torch.Tensor, grad: bool = False) -> torch.Tensor:
-        return self.student.runner.final_logits(rows_RD, self.norm_D, self.head_VD, grad=grad)
+    def logits(self, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """([S, V] of the teacher, of the student) for a window."""
+        last_SD = self._forward(torch.tensor([window]))[-1][0]
+        return self.teacher.logits(self.taught_WSD[window]), self.student.logits(last_SD)
 
-    def last_states(self, window: int) -> torch.Tensor:
-        """[S, D], outputs of the student's last layer for a window."""
-        return self._forward(torch.tensor([window]))[-1][0]
+    def divergence(self, windows: torch.Tensor) -> float:
+        """Mean KL(teacher || student) in nats per token."""
+        total = 0.0
+        for window in windows.tolist():
+            last_SD = self._forward(torch.tensor([window]))[-1][0]
+            rows = zip(last_SD.split(ROWS), self.taught_WSD[window].split(ROWS), strict=True)
+            for own_RD, taught_RD in rows:
+                own_RV, taught_RV = self.student.logits(own_RD), self.teacher.logits(taught_RD)
+                total += float(_divergence(own_RV, taught_RV))
+        return total / (len(windows) * self.hidden_WSD.shape[1])
+
+    def _forward(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Inputs of all layers, and the outputs of the last."""
+        states = [self.hidden_WSD[rows].to(self.student.device)]
+        for layer in self.student.layers:
+            states.append(layer.run(states[-1]))
+        return states
+
+
+class Training(Comparison):
+    """A student with the windows that it is trained on."""
 
     def run(self, settings: TrainingSettings, seed: int, progress: bool = True) -> Trained:
         """Train, then go back to the state with the least divergence on held-out windows."""
@@ -94,25 +119,23 @@ class Training:
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: 1 - step / settings.steps
         )
-        before = best = self.divergence(self.held_out)
+        windows = torch.arange(len(self.hidden_WSD))
+        held_W = held_out_windows(len(windows), 0, min(HELD_EVERY, len(windows)))
+        held_out, fitted = windows[held_W], windows[~held_W]
+        before = best = self.divergence(held_out)
         kept, kept_step = [each.detach().clone() for each in trained], 0
         check_every = max(1, settings.steps // CHECKS)
         batch = max(1, settings.tokens // self.hidden_WSD.shape[1])
-        generator = torch.Generator().manual_seed(seed)
-        order = torch.empty(0, dtype=torch.long)
+        batches = endless_batches(fitted, batch, torch.Generator().manual_seed(seed))
         with tqdm(total=settings.steps, unit="step", disable=not progress) as bar:
-            for step in range(1, settings.steps + 1):
-                while len(order) < batch:  # every window once before one repeats
-                    drawn = torch.randperm(len(self.fitted), generator=generator)
-                    order = torch.cat([order, self.fitted[drawn]])
-                rows, order = order[:batch], order[batch:]
+            for step, rows in enumerate(islice(batches, settings.steps), 1):
                 self._backward(rows)
                 optimizer.step()
                 optimizer.zero_grad()
                 schedule.step()
                 bar.update()
                 if step % check_every == 0 or step == settings.steps:
-                    found = self.divergence(self.held_out)
+                    found = self.divergence(held_out)
                     bar.set_description(f"divergence {before:.4f} -> {found:.4f}")
                     if found < best:
                         best, kept_step = found, step
@@ -122,38 +145,18 @@ class Training:
                 each.copy_(value)
         return Trained(before=before, after=best, kept_step=kept_step)
 
-    def divergence(self, windows: torch.Tensor) -> float:
-        """Mean KL(float model || student) in nats per token."""
-        total = 0.0
-        for window in windows.tolist():
-            last_SD = self.last_states(window)
-            rows = zip(last_SD.split(ROWS), self.teacher.last_WSD[window].split(ROWS), strict=True)
-            for own_RD, wanted_RD in rows:
-                total += float(_divergence(self.logits(own_RD), self.teacher.logits(wanted_RD)))
-        return total / (len(windows) * self.hidden_WSD.shape[1])
-
-    def _forward(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Inputs of all layers, and the outputs of the last."""
-        states = [self.hidden_WSD[rows].to(self.student.device)]
-        for layer in self.student.layers:
-            states.append(layer.run(states[-1]))
-        return states
-
     def _backward(self, rows: torch.Tensor) -> None:
         """Add the gradients of the mean divergence of these windows."""
         states = self._forward(rows)
-        last_BSD = states.pop().requires_grad_()
-        wanted_BSD = self.teacher.last_WSD[rows].to(self.student.device)
+        last_BSD = states.pop()
+        taught_BSD = self.taught_WSD[rows].to(self.student.device)
         count = last_BSD[..., 0].numel()
-        parts = zip(
-            last_BSD.flatten(0, 1).split(ROWS), wanted_BSD.flatten(0, 1).split(ROWS), strict=True
-        )
         gradient_BSD = torch.zeros_like(last_BSD, dtype=torch.float32)
-        places = gradient_BSD.flatten(0, 1).split(ROWS)
-        for (own_RD, wanted_RD), place_RD in zip(parts, places, strict=True):
+        parts = (each.flatten(0, 1).split(ROWS) for each in (last_BSD, taught_BSD, gradient_BSD))
+        for own_RD, taught_RD, place_RD in zip(*parts, strict=True):
             own_RD = own_RD.detach().requires_grad_()
-            loss = _divergence(self.logits(own_RD, grad=True), self.teacher.logits(wanted_RD))
-            (loss / count).backward()
+            own_RV = self.student.logits(own_RD, grad=True)
+            (_divergence(own_RV, self.teacher.logits(taught_RD)) / count).backward()
             place_RD.copy_(own_RD.grad)
         for layer in reversed(self.student.layers):
             inputs_BSD = states.pop().requires_grad_()
@@ -162,11 +165,11 @@ class Training:
             gradient_BSD = inputs_BSD.grad
 
 
-def _divergence(own_RV: torch.Tensor, wanted_RV: torch.Tensor) -> torch.Tensor:
-    """Sum over rows of KL(wanted || own)."""
+def _divergence(own_RV: torch.Tensor, taught_RV: torch.Tensor) -> torch.Tensor:
+    """Sum over rows of KL(taught || own)."""
     return functional.kl_div(
         own_RV.float().log_softmax(-1),
-        wanted_RV.float().log_softmax(-1),
+        taught_RV.float().log_softmax(-1),
         log_target=True,
         reduction="sum",
     )

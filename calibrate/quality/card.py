@@ -9,7 +9,7 @@ from calibrate.results.report import QuantizationReport, public_name
 from formats.quality.probe import Probe
 from formats.quality.record import VERSION
 
-PATHS = ("calibration", "eval_text", "adapter")  # settings that may be local paths
+PATHS = ("calibration", "eval_text", "adapter", "against")  # settings that may be local paths
 
 
 def quality_record(
@@ -47,9 +47,11 @@ def quality_record(
     }
 
 
-def command_line(source: str, target: str | Path, settings: Mapping[str, Any]) -> str:
-    """The `qserve quantize` command with these settings; folders are given by name."""
-    words = ["qserve", "quantize", source, "-o", Path(target).name]
+def command_line(
+    source: str, target: str | Path, settings: Mapping[str, Any], command: str = "quantize"
+) -> str:
+    """The `qserve` command with these settings; folders are given by name."""
+    words = ["qserve", command, source, "-o", Path(target).name]
     for name, value in settings.items():
         flag = f"--{name.replace('_', '-')}"
         if name == "bos":

@@ -9,6 +9,7 @@ Legend: N outputs, K inputs, G groups, L inputs of a group, W windows, S tokens,
 """
 
 from dataclasses import replace
+from itertools import islice
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from calibrate.calibration.capture import LayerRunner
 from calibrate.layer import FinishedLayer
 from calibrate.solvers.norms import TrainableNorms
 from calibrate.solvers.solving import LayerState, Tuning
+from calibrate.texts.data import endless_batches
 from formats.in_memory.packed import PackedWeight
 from formats.numerics import affine
 
@@ -134,11 +136,8 @@ def tune_layer(
         betas=BETAS,
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / tuning.steps)
-    order = torch.empty(0, dtype=torch.long)
-    for _ in range(tuning.steps):
-        while len(order) < batch:  # every window once before one repeats
-            order = torch.cat([order, torch.randperm(windows - kept, generator=generator)])
-        rows, order = order[:batch], order[batch:]
+    batches = endless_batches(torch.arange(windows - kept), batch, generator)
+    for rows in islice(batches, tuning.steps):
         loss(rows).backward()
         optimizer.step()
         optimizer.zero_grad()

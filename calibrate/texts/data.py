@@ -9,6 +9,7 @@ ids; the report records their hash.
 
 import hashlib
 import json
+import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from calibrate.float_model import FloatModel
 from calibrate.texts.documents import read_documents
 from calibrate.texts.evaluate import CHARS_PER_TOKEN, Excerpt, make_windows, text_opening
 from formats.errors import InputError, one_line
@@ -24,6 +26,7 @@ from formats.errors import InputError, one_line
 DEFAULT_SAMPLES = 128
 DEFAULT_LENGTH = 2048
 SHIPPED_TEXTS = Path(__file__).parent / "texts.jsonl"
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,3 +158,39 @@ def render(document: Any, tokenizer: Any) -> str:
     # The template writes BOS itself; every text gets exactly one.
     bos = tokenizer.bos_token or ""
     return text.removeprefix(bos) if bos else text
+
+
+def read_for_model(
+    model: FloatModel,
+    calibration: str | CalibrationData | None,
+    samples: int,
+    sequence_length: int,
+    seed: int,
+    bos: bool,
+) -> CalibrationData:
+    """`read_calibration` with a model's tokenizer, in windows that it can read; logs warnings."""
+    if isinstance(calibration, CalibrationData):
+        return calibration
+    data = read_calibration(
+        calibration,
+        model.tokenizer(),
+        samples=samples,
+        sequence_length=min(sequence_length, model.num_positions or DEFAULT_LENGTH),
+        seed=seed,
+        bos=bos,
+    )
+    for warning in data.warnings:
+        log.warning("%s", warning)
+    return data
+
+
+def endless_batches(
+    windows: torch.Tensor, size: int, generator: torch.Generator
+) -> Iterator[torch.Tensor]:
+    """Yield shuffled batches of window numbers; every window comes once before one repeats."""
+    order = windows[:0]
+    while True:
+        while len(order) < size:
+            order = torch.cat([order, windows[torch.randperm(len(windows), generator=generator)]])
+        yield order[:size]
+        order = order[size:]

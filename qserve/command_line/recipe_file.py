@@ -5,13 +5,14 @@ import typing
 
 from formats.errors import InputError, one_line
 from qserve.command_line.tool_config import QuantizeConfig
+from qserve.hub.settings import HubSettings
 
 # Settings that describe the machine, not the result.
 NOT_IN_A_RECIPE = ("output", "config", "device", "download_dir")
 
 
-def recipe_settings(config: QuantizeConfig) -> dict[str, object]:
-    """Settings to record in a recipe file."""
+def recipe_settings(config: HubSettings) -> dict[str, object]:
+    """Settings of `quantize` or `distill` to record with the result."""
     values = dataclasses.asdict(config)
     return {name: value for name, value in values.items() if name not in NOT_IN_A_RECIPE}
 

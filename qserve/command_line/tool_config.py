@@ -11,6 +11,24 @@ from qserve.command_line.setting import REQUIRED, check_settings, setting
 from qserve.hub.settings import HubSettings
 
 
+def bos_setting() -> bool:
+    """Field of --bos."""
+    return setting(
+        True,
+        "begin each window of texts as the model's tokenizer begins a text; --no-bos: the "
+        "beginning-of-text token only where a text starts",
+    )
+
+
+def eval_text_setting() -> str | None:
+    """Field of --eval-text."""
+    return setting(
+        None,
+        "text file to measure the quality on instead of the package's held-out texts, in windows "
+        "of 1024 tokens",
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeConfig(HubSettings):
     """Settings of `qserve quantize`."""
@@ -60,16 +78,8 @@ class QuantizeConfig(HubSettings):
         "of the router; slower",
     )
     seed: int = setting(0, "seed for the order of the texts, and for rotations")
-    bos: bool = setting(
-        True,
-        "begin each window of texts as the model's tokenizer begins a text; --no-bos: the "
-        "beginning-of-text token only where a text starts",
-    )
-    eval_text: str | None = setting(
-        None,
-        "text file to measure the quality on instead of the package's held-out texts, in windows "
-        "of 1024 tokens",
-    )
+    bos: bool = bos_setting()
+    eval_text: str | None = eval_text_setting()
     quality_windows: int = setting(
         4,
         "held-out windows of 512 tokens on which the quantized model is compared with the float "

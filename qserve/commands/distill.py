@@ -1,13 +1,12 @@
 """`qserve distill`: train a quantized model's scales to predict as the float model."""
 
-import shlex
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import qserve
 from qserve.command_line.command import Command
+from qserve.command_line.recipe_file import recipe_settings
 from qserve.command_line.setting import REQUIRED, check_settings, setting
+from qserve.command_line.tool_config import bos_setting, eval_text_setting
 from qserve.commands.quantize import device_of
 from qserve.hub.settings import HubSettings
 
@@ -32,16 +31,8 @@ class DistillConfig(HubSettings):
     rate: float = setting(0.002, "largest relative change of a scale in a step; decays to 0", low=0)
     norm_rate: float = setting(0.0005, "as --rate, for the weights of norms", low=0)
     seed: int = setting(0, "seed for the order of the texts and of the windows")
-    bos: bool = setting(
-        True,
-        "begin each window of texts as the model's tokenizer begins a text; --no-bos: the "
-        "beginning-of-text token only where a text starts",
-    )
-    eval_text: str | None = setting(
-        None,
-        "text file to measure the quality on instead of the package's held-out texts, in windows "
-        "of 1024 tokens",
-    )
+    bos: bool = bos_setting()
+    eval_text: str | None = eval_text_setting()
     quality_windows: int = setting(
         4, "held-out windows of 512 tokens on which the models are compared; 0: skip", low=0
     )
@@ -79,16 +70,11 @@ def distill(model: str, config: DistillConfig) -> int:
         device=device_of(config.device),
         max_shard_bytes=parse_size(config.max_shard_size),
         quantizer=f"qserve-kit:{qserve.__version__}",
-        command=shlex.join(["qserve", *(_public(word) for word in sys.argv[1:])]),
+        flags=recipe_settings(config),
     )
     print(done.to_text())
     print(f"Wrote {config.output}")
     return 0
-
-
-def _public(word: str) -> str:
-    """A path of this machine by its last part."""
-    return Path(word).name if word.startswith(("/", "~", ".")) else word
 
 
 DISTILL = Command(

@@ -37,6 +37,16 @@ class Finished(NamedTuple):
     error: Exception | None = None
 
 
+def state_of(engine: "Engine") -> EngineState:
+    """State of an engine now."""
+    return EngineState(
+        is_paused=engine.is_paused,
+        is_sleeping=engine.operations.is_sleeping,
+        weight_version=engine.operations.version,
+        fingerprint=engine.operations.fingerprint,
+    )
+
+
 class CommandQueue:
     """Commands of one engine. One that waits for running requests delays later ones."""
 
@@ -74,19 +84,8 @@ class CommandQueue:
             self._waiting.remove((number, work))
         return finished
 
-    @property
-    def state(self) -> EngineState:
-        """State of the engine now."""
-        engine = self._engine
-        return EngineState(
-            is_paused=engine.is_paused,
-            is_sleeping=engine.operations.is_sleeping,
-            weight_version=engine.operations.version,
-            fingerprint=engine.operations.fingerprint,
-        )
-
     def _outcome(self) -> Outcome:
-        return Outcome(state=self.state)
+        return Outcome(state=state_of(self._engine))
 
     def _work(self, command: AnyCommand) -> Work:
         match command:

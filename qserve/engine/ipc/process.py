@@ -20,7 +20,7 @@ from typing import Any
 
 from formats.errors import InputError
 from qserve.engine import cpu_threads
-from qserve.engine.control.command_queue import CommandQueue
+from qserve.engine.control.command_queue import CommandQueue, state_of
 from qserve.engine.ipc import messages
 from qserve.engine.ipc.adapter_loads import AdapterLoads, AdapterRead
 from qserve.engine.ipc.messages import (
@@ -255,7 +255,7 @@ def _start(engine_path: str, line: _Line, inbox: Inbox) -> object | None:
                 max_model_len=engine.max_model_len,
                 vocab_size=engine.vocab_size,
                 report=engine.report(),
-                state=CommandQueue(engine).state,
+                state=state_of(engine),
                 **_media_facts(engine),
             )
         )

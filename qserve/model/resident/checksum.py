@@ -37,7 +37,7 @@ def checksum(root: object) -> str:
             sums.append((words * factors[leaf.device][: len(words)]).sum())
         rest = flat[whole:].to(torch.int64)
         sums.append((rest << (8 * torch.arange(len(rest), device=leaf.device))).sum())
-    for device in {each.device for each in sums}:
+    for device in dict.fromkeys(each.device for each in sums):
         values = torch.stack([each for each in sums if each.device == device])
         digest.update(values.cpu().numpy().astype("<i8").tobytes())
     return digest.hexdigest()

@@ -19,6 +19,7 @@ from formats.inspection.inspect import inspect_checkpoint
 from formats.quality.checksums import damaged
 from formats.quality.record import read_quality
 from formats.scheme import Scheme
+from qserve.cli import build_parser, main
 from qserve.llm import LLM
 
 IDS = torch.randint(3, 512, (96, 24), generator=torch.Generator().manual_seed(1))
@@ -63,6 +64,13 @@ def distilled(source, reference, target, settings=QUICK, **others):
     )
 
 
+def training_of(folder, reference):
+    """A student with all windows and their teacher's states."""
+    student = Student(CheckpointReader(folder, rounded=True), "cpu")
+    teacher = Teacher(FloatModel(reference), "cpu")
+    return student, Training(student, teacher, IDS, *teacher.last_states(IDS))
+
+
 def engine_divergence(folder, reference):
     """Mean KL(float || quantized) of the held-out windows, by the engine's own logits."""
     sides = []
@@ -81,7 +89,7 @@ def engine_divergence(folder, reference):
 def test_the_written_model_predicts_more_like_the_float_model(
     quantized, tiny_model, tmp_path, family
 ):
-    """Of windows that no step saw; the figures printed are those of the engine that serves it."""
+    """On windows that no step saw. The engine that serves it finds the same divergences."""
     source, reference = quantized(family, "w3a16-sym-g32", "gptq"), tiny_model(family)
     done = distilled(source, reference, tmp_path / "out")
     assert done.trained.after < 0.99 * done.trained.before
@@ -145,9 +153,8 @@ def test_the_gradient_is_the_divergences(quantized, tiny_model, scheme):
     the order of magnitude are compared.
     """
     output_format = "compressed-tensors" if scheme == "w8a8" else "gptq"
-    student = Student(quantized("qwen3", scheme, output_format), "cpu")
-    model = FloatModel(tiny_model("qwen3"))
-    training = Training(student, Teacher(model, IDS, "cpu"), IDS)
+    folder = quantized("qwen3", scheme, output_format)
+    student, training = training_of(folder, tiny_model("qwen3"))
     windows = torch.tensor([2, 5])
     training._backward(windows)
     kinds = [kind for layer in student.layers for kind in layer.parameters()]
@@ -168,11 +175,27 @@ def test_the_gradient_is_the_divergences(quantized, tiny_model, scheme):
 
 def test_rounded_inputs_are_the_servers(quantized, tiny_model):
     folder = quantized("qwen3", "w8a8", "compressed-tensors")
-    student = Student(folder, "cpu")
-    training = Training(student, Teacher(FloatModel(tiny_model("qwen3")), IDS, "cpu"), IDS)
+    _, training = training_of(folder, tiny_model("qwen3"))
     want = LLM(folder, device="cpu", dtype="float32", max_model_len=64).logits(IDS[3].tolist())
-    found = training.logits(training.last_states(3))
+    _, found = training.logits(3)
     assert float((found - want).norm() / want.norm()) < 1e-3
+
+
+def test_the_command_records_itself_and_the_quality(quantized_5m, docs_5m, tmp_path, capsys):
+    target = tmp_path / "out"
+    flags = ["--samples", "3", "--sequence-length", "32", "--steps", "1", "--quality-windows", "1"]
+    command = ["distill", str(quantized_5m), "--against", str(docs_5m), "-o", str(target), *flags]
+    assert main([*command, "--device", "cpu"]) == 0
+    quality = read_quality(target)
+    assert quality.to_text() in capsys.readouterr().out
+    assert quality.to_text() in (target / "README.md").read_text()
+    recorded = quality.values["command"].split()
+    assert str(docs_5m.parent) not in quality.values["command"]
+    parsed = build_parser().parse_args(recorded[1:])
+    assert (parsed.steps, parsed.samples, parsed.against) == (1, 3, docs_5m.name)
+    ids = torch.tensor([quality.probe.token_ids])
+    llm = LLM(target, device="cpu", dtype="float32", max_model_len=64)
+    assert quality.probe.distance(llm.logits(ids[0].tolist())) < 1e-3
 
 
 def test_what_cannot_be_distilled_is_refused(quantized, tiny_model, tmp_path):
@@ -185,6 +208,8 @@ def test_what_cannot_be_distilled_is_refused(quantized, tiny_model, tmp_path):
     floats = quantized("qwen3", "w8a8-fp8", "compressed-tensors")
     with pytest.raises(InputError, match="has no integer codes"):
         distilled(floats, reference, target)
+    with pytest.raises(InputError, match="distilled on one device"):
+        distilled(source, reference, target, device="cpu,cpu")
     one = CalibrationData(ids_WS=IDS[:1], source="random", seed=0)
     with pytest.raises(InputError, match="none to hold out"):
         distill_checkpoint(source, reference, target, calibration=one, quality_windows=0)

@@ -2,29 +2,17 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import qserve
 from qserve.llm import LLM
 from qserve.model.resident.checksum import checksum
+from tests.qserve.model.variants import edited
 
 SMALL = {"device": "cpu", "max_model_len": 64, "num_gpu_blocks_override": 32}
 
 
 def fingerprint(folder, **settings):
     return LLM(folder, **{**SMALL, **settings}).system_fingerprint
-
-
-def changed(folder, target, change):
-    """A copy of a model with one tensor changed."""
-    target.mkdir()
-    for path in folder.iterdir():
-        if path.suffix != ".safetensors":
-            (target / path.name).write_bytes(path.read_bytes())
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    return target
 
 
 def one_bit(tensors):
@@ -38,8 +26,8 @@ def test_it_is_that_of_the_weights(tiny_model, tmp_path):
     folder = tiny_model("qwen3")
     first = fingerprint(folder)
     assert first == fingerprint(folder) and len(first) == 19
-    assert first != fingerprint(changed(folder, tmp_path / "other", one_bit))
-    copy = changed(folder, tmp_path / "copy", lambda tensors: None)
+    assert first != fingerprint(edited(folder, tmp_path / "other", one_bit))
+    copy = edited(folder, tmp_path / "copy")
     assert first == fingerprint(copy), "a copy in another folder is the same model"
 
 
@@ -62,7 +50,7 @@ def test_an_update_changes_it_and_the_old_weights_bring_it_back(tiny_model, tmp_
     folder = tiny_model("qwen3")
     llm = LLM(folder, **SMALL)
     before = llm.system_fingerprint
-    llm.update_weights(changed(folder, tmp_path / "other", one_bit))
+    llm.update_weights(edited(folder, tmp_path / "other", one_bit))
     other = llm.system_fingerprint
     assert other == fingerprint(tmp_path / "other") != before
     llm.sleep(1)
