@@ -77,7 +77,7 @@ class Workloads:
 def measure(arguments: argparse.Namespace) -> dict[str, float | str]:
     """All workloads with one scheme."""
     import torch
-    from bench_generate import SHAPES, write_config
+    from bench_shapes import SHAPES, write_config
 
     from qserve import LLM
 

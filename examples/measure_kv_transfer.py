@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 import torch
-from bench_generate import SHAPES, write_config
+from bench_shapes import SHAPES, write_config
 
 from qserve import LLM, SamplingParams
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import torch
-from bench_generate import SHAPES, write_config
+from bench_shapes import SHAPES, write_config
 from safetensors.torch import save_file
 
 BATCHES = (1, 8, 32, 128)

@@ -117,7 +117,7 @@ def check(arguments: argparse.Namespace) -> None:
 def measure(arguments: argparse.Namespace, shape: str, ranks: int) -> None:
     """Measure one model and print each result."""
     import torch
-    from bench_generate import SHAPES, write_config
+    from bench_shapes import SHAPES, write_config
     from measure_engine import Workloads
 
     from qserve import LLM

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from bench_generate import SHAPES, write_config
+from bench_shapes import SHAPES, write_config
 
 from qserve import LLM, SamplingParams
 

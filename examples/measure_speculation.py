@@ -34,7 +34,7 @@ HEAD = {  # of yuhuili/EAGLE3-LLaMA3.1-Instruct-8B
 def write_head(folder: Path, shape: str, bits: int, device: str) -> None:
     """An EAGLE-3 head with random weights."""
     import torch
-    from bench_generate import SHAPES
+    from bench_shapes import SHAPES
 
     from calibrate.heads.quantize import quantize_head
     from formats.heads.config import EAGLE3, SPECULATORS, EagleConfig, usual_taps
@@ -129,7 +129,7 @@ seconds.number = 0
 
 def measure(arguments: argparse.Namespace) -> dict[str, float]:
     """Tokens/s of all batches with one setting."""
-    from bench_generate import write_config
+    from bench_shapes import write_config
 
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as place:

@@ -119,7 +119,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.model
         if folder is None:
-            from bench_generate import write_config
+            from bench_shapes import write_config
 
             folder = str(Path(scratch) / "model")
             Path(folder).mkdir()

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from bench_generate import SHAPES, write_config
+from bench_shapes import SHAPES, write_config
 from safetensors.torch import save_file
 
 from formats.layouts import LAYOUTS, encode_linear

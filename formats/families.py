@@ -512,6 +512,7 @@ FAMILIES: dict[str, Family] = {
             "qwen3_5_moe_text",
             builder="hybrid.qwen3_next",
             **QWEN_HYBRID,
+            inner_key="moe_intermediate_size",  # no layer has a dense feed-forward
             state_mixer=DELTA_NET,
             experts=experts(
                 "mlp",

@@ -24,10 +24,9 @@ GEMMA = {
 # their own names of the sizes; a width of the feed-forward that is not 4 times the hidden size
 GPT = {
     **{"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "n_inner": 96},
-    "num_key_value_heads": 4,
 }
 FALCON = {"ffn_hidden_size": 96, "tie_word_embeddings": True}
-NEOX = {"hidden_act": "gelu", "num_key_value_heads": 4}
+NEOX = {"hidden_act": "gelu"}
 # family -> config class and what it adds; windows shorter than the prompts, so that they matter
 TINY_FAMILIES = {
     "llama": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
@@ -204,7 +203,7 @@ TINY_FAMILIES |= {
     ),
     "opt": (
         "OPTConfig",
-        {"ffn_dim": 96, "word_embed_proj_dim": 64, "num_key_value_heads": 4, "init_std": 0.2},
+        {"ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.2},
     ),
     "starcoder2": ("Starcoder2Config", {"sliding_window": 9}),
     "gemma": ("GemmaConfig", {"head_dim": 16, "tie_word_embeddings": True}),

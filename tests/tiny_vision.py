@@ -188,6 +188,7 @@ QWEN_3_5_MOE = {
         "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 64,
     },
+    "without": ("intermediate_size",),
 }
 # family -> what is written
 VISION_FAMILIES = {
@@ -216,8 +217,9 @@ def write_tiny_vision(folder: Path, family: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     ids = write_tiny_tokenizer(folder, row["tokens"], row["placeholder"])
     vocab_size = 64 * -(-(max(ids.values()) + 1) // 64)
+    usual = {key: value for key, value in TEXT.items() if key not in row.get("without", ())}
     config = getattr(transformers, row["config"])(
-        text_config={**TEXT, "model_type": row["text_type"], "vocab_size": vocab_size}
+        text_config={**usual, "model_type": row["text_type"], "vocab_size": vocab_size}
         | row.get("text", {}),
         vision_config=row["vision"],
         image_token_id=ids[row.get("image", row["placeholder"])],

@@ -15,18 +15,19 @@ from formats.errors import InputError
 from formats.families import FAMILIES, checked_family, known_family
 from formats.inspection.findings import Findings
 
-NUMBERS = (
+# Without these keys a reader uses its own defaults, such as 4096; so with Family.inner_key.
+REQUIRED = (
     "num_hidden_layers",
     "hidden_size",
-    "intermediate_size",
     "vocab_size",
     "num_attention_heads",
+)
+NUMBERS = (
+    *REQUIRED,
     "num_key_value_heads",
     "head_dim",
     "max_position_embeddings",
 )
-# Without these keys a reader uses its own defaults, such as 4096.
-REQUIRED = NUMBERS[:5]
 # transformers' table of activations.
 SILU = "silu"
 ACTIVATIONS = (
@@ -58,13 +59,14 @@ def check_config(config: Mapping[str, Any], findings: Findings) -> Choices:
         _check_type_of_another(config, findings)
     _check_dtype(config, family, findings)
     if family is None:
-        if known_family(config) is not None:
-            _check_stated_numbers(config, findings)
+        known = known_family(config)
+        if known is not None:
+            _check_stated_numbers(config, known.inner_key, findings)
         return Choices(refused=_refused_variant(config))
-    for name in REQUIRED:
+    for name in (*REQUIRED, family.inner_key):
         if name not in config:
             findings.error(f"{CONFIG} {name}", "is missing", "copy it from the float model")
-    for name in NUMBERS:
+    for name in (*NUMBERS, family.inner_key):
         value = config.get(name, 1)
         left_out = value is None and name in family.rules.may_be_null
         if (type(value) is not int or value < 1) and not left_out:
@@ -91,9 +93,9 @@ def check_config(config: Mapping[str, Any], findings: Findings) -> Choices:
     )
 
 
-def _check_stated_numbers(config: Mapping[str, Any], findings: Findings) -> None:
+def _check_stated_numbers(config: Mapping[str, Any], inner_key: str, findings: Findings) -> None:
     """Report sizes of 0 or less; a family without config rules may leave out any."""
-    for name in NUMBERS:
+    for name in (*NUMBERS, inner_key):
         value = config.get(name, 1)
         if type(value) is int and value < 1:
             findings.error(f"{CONFIG} {name}", f"expected a whole number above 0, found {value}")

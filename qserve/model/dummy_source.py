@@ -52,6 +52,7 @@ class DummySource:
     def weight(self, module: str, shape: tuple[int, int]) -> Weight:
         scheme = self.quant.scheme_for(module)
         spec, device = scheme.weight, self.device
+        spec.check_shape(module, *shape)
         sizes = {"device": device, "generator": self._generator}
         input_scale = None
         if scheme.activation is not None and not scheme.activation.dynamic:

@@ -114,7 +114,7 @@ def test_other_families_have_choices_of_their_own(model_type):
     assert [problem.subject for problem in findings.problems] == ["config.json dtype"]
 
 
-@pytest.mark.parametrize("name", REQUIRED)
+@pytest.mark.parametrize("name", [*REQUIRED, "intermediate_size"])
 def test_what_a_reader_would_take_its_own_number_for(gptq_model, write_folder, name):
     tensors, config = gptq_model
     del config[name]
@@ -167,14 +167,14 @@ def test_transformers_needs_the_same_numbers_of_a_rotary_embedding(kind):
 
 
 @pytest.mark.parametrize("name", ["num_key_value_heads", "head_dim", "hidden_size"])
-@pytest.mark.parametrize("model_type", [family.model_type for family in CHECKED])
-def test_null_is_taken_where_transformers_takes_it(model_type, name):
+@pytest.mark.parametrize("family", CHECKED, ids=lambda family: family.model_type)
+def test_null_is_taken_where_transformers_takes_it(family, name):
     auto = pytest.importorskip("transformers").AutoConfig
-    config = {**dict.fromkeys(REQUIRED, 64), name: None}
+    config = {**dict.fromkeys((*REQUIRED, family.inner_key), 64), name: None}
     findings = Findings()
-    check_config({**config, "model_type": model_type}, findings)
+    check_config({**config, "model_type": family.model_type}, findings)
     try:
-        auto.for_model(model_type, **config)
+        auto.for_model(family.model_type, **config)
     except Exception:  # what a config class raises is not documented
         assert [problem.subject for problem in findings.problems] == [f"config.json {name}"]
     else:
@@ -198,7 +198,7 @@ def test_transformers_knows_the_family_by_its_model_type(family):
     assert theirs == family.architecture
     for stated, wrong in ((family.model_type, []), ("x", ["config.json model_type"])):
         findings = Findings()
-        sizes = dict.fromkeys(REQUIRED, 64)
+        sizes = dict.fromkeys((*REQUIRED, family.inner_key), 64)
         check_config({**sizes, "architectures": [theirs], "model_type": stated}, findings)
         assert [problem.subject for problem in findings.problems] == wrong
 
