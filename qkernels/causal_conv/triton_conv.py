@@ -1,13 +1,14 @@
-"""Causal convolutions in Triton: one program for some channels of a request.
+"""Causal convolutions in Triton: one program for some channels of some rows of a request.
 
-A program takes all rows of its request, so no other program reads what it keeps for the next step.
-Legend as in ops.py; BC channels and BT rows of a tile.
+The program of a request's first rows alone reads and writes the inputs that are kept from step to
+step. Legend as in ops.py; BC channels and BT rows of a program.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from qkernels.attention.triton_paged import request_of
 from qkernels.causal_conv.config import conv_config
 from qkernels.causal_conv.state import StateStep
 from qkernels.gpu.config import ceil_div
@@ -46,13 +47,15 @@ def _run_(
     gated: bool,
 ) -> torch.Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
-    T, C = x.shape[0], weight_CW.shape[0]
+    (T, _), C, R = x.shape, weight_CW.shape[0], step.slots_R.shape[0]
     y_TC = torch.empty((T, C), dtype=x.dtype, device=x.device)
     config = conv_config(step.max_query_len)
+    # Of many rows: request r owns the blocks from query_starts[r] // BT + r on.
+    blocks = R if config.rows == 1 else T // config.rows + R
     with on_device(x):
         launch(
             _causal_conv,
-            (step.slots_R.shape[0], ceil_div(C, config.channels)),
+            (blocks, ceil_div(C, config.channels)),
             x,
             weight_CW.contiguous(),
             weight_CW if bias_C is None else bias_C.contiguous(),
@@ -61,6 +64,7 @@ def _run_(
             step.query_starts_R1,
             step.context_lengths_R,
             step.slots_R,
+            R,
             C,
             x.stride(0),
             W=weight_CW.shape[1],
@@ -92,59 +96,19 @@ def _output(total, x_ptrs, C, mask, DTYPE: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def _causal_conv(
+def _keep_(
     x_ptr,
-    weight_ptr,
-    bias_ptr,
-    conv_ptr,
-    y_ptr,
-    starts_ptr,
-    lengths_ptr,
-    slots_ptr,
+    kept_ptrs,
+    c,
     C,
+    count,
+    channels_read,
+    channels_kept,
     stride_x,
     W: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
-    BC: tl.constexpr,
-    BT: tl.constexpr,
 ):
-    DTYPE: tl.constexpr = y_ptr.dtype.element_ty
-    r = tl.program_id(0)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
-    in_c = c < C
-    start = tl.load(starts_ptr + r)
-    count = tl.load(starts_ptr + r + 1) - start
-    slot = tl.load(slots_ptr + r)
-    goes_on = (slot >= 0) & (tl.load(lengths_ptr + r) > count)
-    # Channels of what was kept that are read: all or none.
-    channels_read = tl.where(goes_on, C, 0)
-    x_ptr += start.to(tl.int64) * stride_x
-    y_ptr += start.to(tl.int64) * C
-    kept_ptrs = conv_ptr + slot.to(tl.int64) * C * (W - 1) + c * (W - 1)
-    for first in range(0, count, BT):
-        t = first + tl.arange(0, BT)
-        inside = (t < count)[:, None] & in_c[None, :]
-        total = tl.zeros((BT, BC), tl.float32)
-        if HAS_BIAS:
-            total += tl.load(bias_ptr + c, mask=in_c, other=0.0).to(tl.float32)[None, :]
-        for w in tl.static_range(W):
-            at = t - (W - 1) + w  # below 0: among those that were kept, the newest last
-            weight = tl.load(weight_ptr + c * W + w, mask=in_c, other=0.0).to(tl.float32)
-            x_ptrs = x_ptr + at.to(tl.int64)[:, None] * stride_x + c[None, :]
-            x = _input(x_ptrs, C, inside & (at >= 0)[:, None], GATED).to(tl.float32)
-            x += tl.load(
-                kept_ptrs[None, :] + (at + (W - 1))[:, None],
-                mask=inside & (at < 0)[:, None] & (c < channels_read)[None, :],
-                other=0.0,
-            ).to(tl.float32)
-            total += weight[None, :] * x
-        rows = t.to(tl.int64)[:, None]
-        y = _output(total, x_ptr + rows * stride_x + c[None, :], C, inside, DTYPE, GATED)
-        tl.store(y_ptr + rows * C + c[None, :], y, mask=inside)
-    # Of what was kept all is read before any of it is written over, by whichever thread.
-    tl.debug_barrier()
-    channels_kept = tl.where((slot >= 0) & (count > 0), C, 0)
+    """Keep the last W - 1 inputs of a request with `count` rows, for channels `c`."""
     for w in tl.static_range(W - 1):
         at = count - (W - 1) + w
         is_new = c < tl.where(at >= 0, channels_kept, 0)
@@ -155,3 +119,66 @@ def _causal_conv(
         tl.debug_barrier()
         tl.store(kept_ptrs + w, tl.where(is_new, new, old), mask=c < channels_kept)
         tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["R"])
+def _causal_conv(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    conv_ptr,
+    y_ptr,
+    starts_ptr,
+    lengths_ptr,
+    slots_ptr,
+    R,
+    C,
+    stride_x,
+    W: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    BC: tl.constexpr,
+    BT: tl.constexpr,
+):
+    DTYPE: tl.constexpr = y_ptr.dtype.element_ty
+    block = tl.program_id(0)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    in_c = c < C
+    # With BT of 1 each request has at most one row.
+    r = block if BT == 1 else request_of(starts_ptr, block, R, BT)
+    start = tl.load(starts_ptr + r)
+    count = tl.load(starts_ptr + r + 1) - start
+    first = 0 if BT == 1 else (block - start // BT - r) * BT
+    if first >= count:
+        return
+    slot = tl.load(slots_ptr + r)
+    goes_on = (slot >= 0) & (tl.load(lengths_ptr + r) > count)
+    # Channels of what was kept that are read: all or none.
+    channels_read = tl.where(goes_on, C, 0)
+    x_ptr += start.to(tl.int64) * stride_x
+    y_ptr += start.to(tl.int64) * C
+    kept_ptrs = conv_ptr + slot.to(tl.int64) * C * (W - 1) + c * (W - 1)
+    t = first + tl.arange(0, BT)
+    inside = (t < count)[:, None] & in_c[None, :]
+    total = tl.zeros((BT, BC), tl.float32)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + c, mask=in_c, other=0.0).to(tl.float32)[None, :]
+    for w in tl.static_range(W):
+        at = t - (W - 1) + w  # below 0: among those that were kept, the newest last
+        weight = tl.load(weight_ptr + c * W + w, mask=in_c, other=0.0).to(tl.float32)
+        x_ptrs = x_ptr + at.to(tl.int64)[:, None] * stride_x + c[None, :]
+        x = _input(x_ptrs, C, inside & (at >= 0)[:, None], GATED).to(tl.float32)
+        x += tl.load(
+            kept_ptrs[None, :] + (at + (W - 1))[:, None],
+            mask=inside & (at < 0)[:, None] & (c < channels_read)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        total += weight[None, :] * x
+    rows = t.to(tl.int64)[:, None]
+    y = _output(total, x_ptr + rows * stride_x + c[None, :], C, inside, DTYPE, GATED)
+    tl.store(y_ptr + rows * C + c[None, :], y, mask=inside)
+    if first == 0:
+        # All that was kept is read before any of it is overwritten, by whichever thread.
+        tl.debug_barrier()
+        channels_kept = tl.where(slot >= 0, C, 0)
+        _keep_(x_ptr, kept_ptrs, c, C, count, channels_read, channels_kept, stride_x, W, GATED)
