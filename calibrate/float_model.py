@@ -116,8 +116,8 @@ class FloatModel:
         if family.latent:
             raise InputError(
                 "`kv_cache`",
-                f"does not work with {family.architecture}: latents are kept in the activations'"
-                " dtype alone",
+                f"does not work with {family.architecture}: latents in 8 bits get their scales"
+                " when they are written",
                 "quantize without it",
             )
 

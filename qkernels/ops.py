@@ -13,7 +13,11 @@ from qkernels.causal_conv.ops import causal_conv_, short_conv_
 from qkernels.collective.ops import all_reduce, all_reduce_norm
 from qkernels.delta_net.ops import delta_rule_, gated_rms_norm
 from qkernels.drafts.ops import fill_drafts_, settle_drafts_, spread_logits
-from qkernels.latent.ops import latent_attention, rope_write_latents_
+from qkernels.latent.ops import (
+    expanded_latent_attention,
+    latent_attention,
+    rope_write_latents_,
+)
 from qkernels.linear.fixed_order import fixed_order_linear
 from qkernels.linear.ops import linear, linear_codes, plan_linear, prepare_weight
 from qkernels.lora.ops import lora_expand_, lora_shrink, lora_term
@@ -52,6 +56,7 @@ __all__ = [
     "gated_group_norm",
     "gated_rms_norm",
     "in_form",
+    "expanded_latent_attention",
     "latent_attention",
     "to_limbs",
     "linear",

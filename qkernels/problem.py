@@ -83,3 +83,10 @@ def has_float8_products() -> bool:
 def anything(problem: Problem) -> str | None:
     """Support every problem."""
     return None
+
+
+def refuses_pages(problem: Problem) -> str | None:
+    """Why the GPU cannot read or write pages of such numbers; None: it can."""
+    if problem.pages_dtype == torch.float8_e4m3fn and problem.device == "cuda":
+        return None if has_float8_products() else "float8 pages need an sm_89 GPU or later"
+    return None

@@ -53,9 +53,9 @@ OPERATIONS = {
     "w8a8": {"linear.plan", "linear.prepared", "linear.reference"},
     "attention": {"rowwise.ops", "rowwise.reference", "rowwise.spec"},
     "latent": {
-        *("attention.merge_splits", "attention.reference", "attention.cache"),
-        *("attention.triton_paged", "rowwise.arithmetic_triton", "rowwise.reference"),
-        "rowwise.spec",
+        *("attention.merge_splits", "attention.reference", "attention.cache", "attention.ops"),
+        *("attention.config", "attention.triton_paged", "rowwise.arithmetic_triton"),
+        *("rowwise.reference", "rowwise.spec"),
     },
     "rowwise": set(),
     "moe": {

@@ -169,7 +169,7 @@ DELTA = {
 }
 # Latent attention: widths that differ from each other.
 LATENT = {
-    **{"kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 40},
+    **{"kv_lora_rank": 64, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 40},
     **{"num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3},
     **{"moe_intermediate_size": 32, "n_shared_experts": 2, "first_k_dense_replace": 1},
 }

@@ -12,9 +12,9 @@ from qkernels.operands.codes import CODE_DTYPES
 from qkernels.problem import (
     HALF_DTYPES,
     Problem,
-    has_float8_products,
     needs_triton,
     needs_triton_on_gpu,
+    refuses_pages,
 )
 
 MAX_HEAD_DIM = 512
@@ -27,21 +27,14 @@ def triton_attention(problem: Problem) -> str | None:
         return f"takes heads of 16 to {MAX_HEAD_DIM}, not {problem.head_dim}"
     if reason is None and problem.page_size not in (16, 32, 64, 128):
         return f"takes pages of 16, 32, 64 or 128 tokens, not {problem.page_size}"
-    return reason or _refuses_pages(problem)
-
-
-def _refuses_pages(problem: Problem) -> str | None:
-    """Why the GPU cannot read or write such pages; None: it can."""
-    if problem.pages_dtype == torch.float8_e4m3fn and problem.device == "cuda":
-        return None if has_float8_products() else "float8 pages need an sm_89 GPU or later"
-    return None
+    return reason or refuses_pages(problem)
 
 
 def triton_kv_write(problem: Problem) -> str | None:
     reason = needs_triton_on_gpu(problem)
     if reason is None and problem.head_dim > KV_WRITE_MAX_HEAD_DIM:
         return f"takes heads of up to {KV_WRITE_MAX_HEAD_DIM}, not {problem.head_dim}"
-    return reason or _refuses_pages(problem)
+    return reason or refuses_pages(problem)
 
 
 def sm90_prefill(problem: Problem) -> str | None:

@@ -248,7 +248,7 @@ def _transposed(weight):
 
 @gluon.jit
 def _request_of(starts_ptr, block, R, BLOCK_Q: gl.constexpr):
-    """As in triton_paged.py: Triton and Gluon functions cannot call each other."""
+    """As in gpu/row_blocks.py: Triton and Gluon functions cannot call each other."""
     PROBES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     probe = gl.arange(0, 32, layout=PROBES)
     first = 0

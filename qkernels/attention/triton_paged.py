@@ -26,6 +26,7 @@ from qkernels.gpu.config import power_of_two
 from qkernels.gpu.device import sm_count
 from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
+from qkernels.gpu.row_blocks import request_of
 from qkernels.operands.limbs import LimbForm, Limbs
 from qkernels.tuning.table import tuning_table_of
 
@@ -176,27 +177,6 @@ def gluon_refuses(q_THD: torch.Tensor, cache: PagedKv) -> str | None:
 def alignment(*strides: int) -> int:
     """Elements of a row that one load may take: 16 if all strides allow it, else 8 or 1."""
     return next(n for n in (16, 8, 1) if all(stride % n == 0 for stride in strides))
-
-
-@triton.jit
-def request_of(starts_ptr, block, R, BLOCK_Q: tl.constexpr):
-    """The last request r with starts[r] // BLOCK_Q + r <= block: the one that owns the block.
-
-    Each load delays the first load of keys by 0.3 us, so 32 requests are compared at once: no load
-    for one request, one for up to 32.
-    """
-    probe = tl.arange(0, 32)
-    first = 0
-    count = R
-    while count > 1:
-        apart = (count + 31) // 32
-        request = first + probe * apart
-        inside = probe * apart < count
-        start = tl.load(starts_ptr + request, mask=inside, other=0)
-        owned = inside & (start // BLOCK_Q + request <= block)
-        first += (tl.sum(owned.to(tl.int32)) - 1) * apart
-        count = min(apart, R - first)
-    return first
 
 
 @triton.jit(do_not_specialize=["R", "T"])

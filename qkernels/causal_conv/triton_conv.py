@@ -8,11 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
-from qkernels.attention.triton_paged import request_of
 from qkernels.causal_conv.config import conv_config
 from qkernels.causal_conv.state import StateStep
 from qkernels.gpu.config import ceil_div
 from qkernels.gpu.launch import launch, on_device
+from qkernels.gpu.row_blocks import request_of
 
 
 def causal_conv_(

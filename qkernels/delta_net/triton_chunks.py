@@ -25,6 +25,7 @@ from qkernels.delta_net.reference import L2_EPS
 from qkernels.delta_net.triton_gates import decay_log, write_share
 from qkernels.gpu.config import ceil_div
 from qkernels.gpu.launch import launch
+from qkernels.gpu.row_blocks import request_of
 
 
 def run_chunks_(
@@ -98,18 +99,6 @@ def run_chunks_(
 
 
 @triton.jit
-def _request_of(chunk, starts_ptr, R, BT: tl.constexpr):
-    """The request whose number for its first chunk is the largest that is not above `chunk`."""
-    BR: tl.constexpr = 128
-    found = 0
-    for first in range(0, R, BR):
-        r = first + tl.arange(0, BR)
-        number = tl.load(starts_ptr + r, mask=r < R, other=0) // BT + r
-        found += tl.sum(((number <= chunk) & (r < R)).to(tl.int32), 0)
-    return found - 1
-
-
-@triton.jit
 def _inverse(lower, BT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """(1 + lower)^-1 of a strictly lower triangular matrix [BT, BT].
 
@@ -163,7 +152,7 @@ def _chunk_systems(
     OPERAND: tl.constexpr = solve_ptr.dtype.element_ty
     INVERSE: tl.constexpr = tl.float32 if tl.float32 == OPERAND else tl.float16
     chunk, h = tl.program_id(0), tl.program_id(1)
-    r = _request_of(chunk, starts_ptr, R, BT)
+    r = request_of(starts_ptr, chunk, R, BT)
     start = tl.load(starts_ptr + r)
     count = tl.load(starts_ptr + r + 1) - start
     first = (chunk - (start // BT + r)) * BT

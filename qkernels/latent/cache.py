@@ -9,15 +9,28 @@ import torch
 class PagedLatents:
     """One entry for each token: its normed latent, then its rotated key, for all heads.
 
-    A slot is page * B + offset.
+    A slot is page * B + offset. In 8 bits the latent has one scale and the key another, which
+    writes find.
     """
 
-    pages: torch.Tensor  # [P, B, E], of the activations' dtype
+    pages: torch.Tensor  # [P, B, E], of the activations' dtype, int8 or float8_e4m3fn
+    scales: torch.Tensor | None = None  # float32 [P, B, 2], with 8-bit pages
+
+    @classmethod
+    def zeros(
+        cls, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+    ) -> "PagedLatents":
+        """Make pages of `shape` [P, B, E], with scales if `dtype` has 8 bits."""
+        pages = torch.zeros(shape, dtype=dtype, device=device)
+        if dtype.itemsize > 1:
+            return cls(pages=pages)
+        return cls(pages=pages, scales=torch.zeros(*shape[:2], 2, device=device))
 
     @property
     def page_tensors(self) -> tuple[torch.Tensor, ...]:
-        """Tensors [P, ...] of what each page holds, as bytes."""
-        return (self.pages.view(torch.uint8),)
+        """Tensors [P, ...] of what each page holds; entries as bytes."""
+        pages = self.pages.view(torch.uint8)  # float8 has no indexed copies everywhere
+        return (pages,) if self.scales is None else (pages, self.scales)
 
     @property
     def slot_tensors(self) -> tuple[torch.Tensor, ...]:
@@ -27,3 +40,13 @@ class PagedLatents:
     @property
     def page_size(self) -> int:
         return self.pages.shape[1]
+
+    def entries(self, pages_X: torch.Tensor, latent_width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the entries [X, B, E] of pages, decoded to `dtype`."""
+        if self.scales is None:
+            return self.pages[pages_X].to(dtype)
+        stored_XBE = self.pages.view(torch.uint8)[pages_X].view(self.pages.dtype)
+        scales_XB2 = self.scales[pages_X]
+        parts = stored_XBE.float().split([latent_width, self.pages.shape[2] - latent_width], -1)
+        decoded = [part * scales_XB2[..., i, None] for i, part in enumerate(parts)]
+        return torch.cat(decoded, dim=-1).to(dtype)

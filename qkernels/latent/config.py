@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from qkernels.gpu.config import power_of_two
+from qkernels.attention.config import PREFILL_ROWS, default_attention_config, prefill_split
+from qkernels.gpu.config import ceil_div, power_of_two
+from qkernels.latent.expanded import heads_of_group
 
 MAX_SPLIT_KV = 32
 MIN_KEYS_PER_SPLIT = 256  # a shorter split costs more to start and to merge than it saves
@@ -80,6 +82,55 @@ def latent_boundaries(
                 if keys >= count:
                     first.setdefault(config, (requests, count, keys))
     yield from first.values()
+
+
+def expanded_boundaries(
+    *,
+    heads: int,
+    width: int,
+    element_size: int,
+    sm_count: int,
+    min_rows: int,
+    max_tokens: int,
+    max_context_len: int,
+) -> Iterator[tuple[int, int, int]]:
+    """Return (requests, tokens of each, keys) that launch every kernel over expanded keys.
+
+    `width`: of an expanded key and value. `min_rows`: rows from which a chunk is expanded.
+    """
+    first: dict[object, tuple[int, int, int]] = {}
+    for count in (*_powers(min_rows, max_tokens), max_tokens):
+        for keys in (*_powers(count, max_context_len), max_context_len):
+            if min_rows <= count <= keys:
+                key = expanded_kernels(
+                    heads=heads,
+                    width=width,
+                    element_size=element_size,
+                    sm_count=sm_count,
+                    rows=count,
+                    keys=keys,
+                )
+                first.setdefault(key, (1, count, keys))
+    yield from first.values()
+
+
+def expanded_kernels(
+    *, heads: int, width: int, element_size: int, sm_count: int, rows: int, keys: int
+) -> object:
+    """Return a key of the kernels that `rows` rows over `keys` expanded keys launch."""
+    group = heads_of_group(heads=heads, keys=keys, width=width, element_size=element_size)
+    portable = default_attention_config(
+        num_requests=1,
+        num_kv_heads=group,
+        heads_per_kv_head=1,
+        head_dim=width,
+        element_size=element_size,
+        max_query_len=rows,
+        max_context_len=keys,
+        window=None,
+        sm_count=sm_count,
+    )
+    return group, prefill_split(ceil_div(rows, PREFILL_ROWS) * group, keys, sm_count), portable
 
 
 def _powers(least: int, most: int) -> Iterator[int]:

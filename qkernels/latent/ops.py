@@ -1,7 +1,8 @@
 """Writes of latents and attention over them: each checks its arguments, then runs a kernel.
 
 Legend: T tokens of a step, R requests, H query heads, E numbers of an entry, L of its latent, R
-of its rotated key, P pages, B tokens of a page.
+of its rotated key, P pages, B tokens of a page; of expanded attention N rows, P numbers of a query
+without rotation, V of a value.
 """
 
 import torch
@@ -12,6 +13,8 @@ from qkernels.checks import INDEX_DTYPES, check_float, check_tensor, expect_ndim
 from qkernels.errors import KernelError
 from qkernels.latent import rows
 from qkernels.latent.cache import PagedLatents
+from qkernels.latent.expanded import ExpandedChunk, expanded_attention
+from qkernels.operands.codes import CODE_DTYPES
 from qkernels.problem import FLOAT_DTYPES
 
 
@@ -31,9 +34,10 @@ def rope_write_latents_(
     """Write the entries of tokens, and return their queries [T, H, E] without the absorbed part.
 
     `made` [T, E] holds each token's latent, which is normed (RMS), then its key, which is rotated;
-    both go into the token's slot of the pages, page * B + offset. Slot -1 is padding; slots
-    differ. The last E - L numbers of the result are the rotated queries; the caller fills the
-    first L. `cos_sin` and `interleaved` as in apply_rope; all R channels rotate.
+    both go into the token's slot of the pages, page * B + offset, in 8 bits with a scale each if
+    the pages have scales. Slot -1 is padding; slots differ. The last E - L numbers of the result
+    are the rotated queries; the caller fills the first L. `cos_sin` and `interleaved` as in
+    apply_rope; all R channels rotate.
     """
     op = "rope_write_latents_"
     check_float(f"{op} made", made_TE)
@@ -51,6 +55,7 @@ def rope_write_latents_(
         dtype=made_TE.dtype,
         requested=kernel,
         head_dim=E,
+        pages_dtype=cache.pages.dtype,
     )
     return run(
         q_THR,
@@ -110,11 +115,48 @@ def latent_attention(
         requested=kernel,
         head_dim=E,
         page_size=cache.page_size,
+        pages_dtype=cache.pages.dtype,
     )
     return run(q_THE, cache, step, latent_width=latent_width, scale=scale)
 
 
+def expanded_latent_attention(
+    q_NHD: torch.Tensor,
+    cache: PagedLatents,
+    chunk: ExpandedChunk,
+    key_up_HPL: torch.Tensor,
+    value_up_HLV: torch.Tensor,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of a chunk's rows [N, H, P + R] with keys and values of heads: [N, H, V].
+
+    Equals, but for rounding, latent_attention with queries [q_n W_UK | q_r] and its result times
+    W_UV; q_n are the first P numbers of a query, `key_up` is W_UK and `value_up` W_UV. Faster for
+    many rows (expanded.expanded_rows).
+    """
+    op = "expanded_latent_attention"
+    check_float(f"{op} q", q_NHD)
+    _, H, width = expect_ndim(f"{op} q", q_NHD, 3)
+    _, P, L = expect_ndim(f"{op} key_up", key_up_HPL, 3)
+    dtypes = (q_NHD.dtype,)
+    check_tensor(f"{op} key_up", key_up_HPL, (H, None, None), dtypes, q_NHD)
+    check_tensor(f"{op} value_up", value_up_HLV, (H, L, None), dtypes, q_NHD)
+    if not 1 <= P < width:
+        raise KernelError(f"{op} key_up", f"expected 1 to {width - 1} keys of a head, found {P}")
+    _check_pages(op, cache, L + width - P, q_NHD)
+    check_tensor(f"{op} pages", chunk.pages_X, (None,), (torch.int64,), q_NHD)
+    return expanded_attention(q_NHD, cache, chunk, key_up_HPL, value_up_HLV, scale=scale)
+
+
 def _check_pages(op: str, cache: PagedLatents, width: int, beside: torch.Tensor) -> None:
-    check_tensor(f"{op} pages", cache.pages, (None, None, width), (beside.dtype,), beside)
-    if not cache.pages.is_contiguous():
-        raise KernelError(f"{op} pages", f"expected contiguous, found {cache.pages.stride()}")
+    dtypes = (beside.dtype, *CODE_DTYPES.values())
+    check_tensor(f"{op} pages", cache.pages, (None, None, width), dtypes, beside)
+    if cache.pages.dtype.itemsize == 1:
+        if cache.scales is None:
+            raise KernelError(f"{op} scales", f"expected those of {cache.pages.dtype}, found none")
+        shape = (*cache.pages.shape[:2], 2)
+        check_tensor(f"{op} scales", cache.scales, shape, (torch.float32,), beside)
+    for name, tensor in (("pages", cache.pages), ("scales", cache.scales)):
+        if tensor is not None and not tensor.is_contiguous():
+            raise KernelError(f"{op} {name}", f"expected contiguous, found {tensor.stride()}")

@@ -6,6 +6,8 @@ pages, B tokens of a page, N rows of a request, K its keys.
 
 import torch
 
+from formats.numerics.activation import quantize_input as round_input
+from formats.scheme import ActivationSpec
 from qkernels.attention.cache import AttentionStep
 from qkernels.attention.reference import apply_rope
 from qkernels.latent.cache import PagedLatents
@@ -29,11 +31,13 @@ def rope_write_latents_(
     L = norm_L.shape[0]
     q_THR, r_T1R = apply_rope(q_THR, made_TE[:, None, L:], cos_sin, positions_T, interleaved)
     c_TL = normalized(made_TE[:, :L], NormSpec(weight_C=norm_L, eps=eps))
-    _write(torch.cat([c_TL, r_T1R[:, 0]], dim=1), cache, slots_T)
+    _write(c_TL, r_T1R[:, 0], cache, slots_T)
     return torch.cat([q_THR.new_zeros((*q_THR.shape[:2], L)), q_THR], dim=2)
 
 
-def _write(entries_TE: torch.Tensor, cache: PagedLatents, slots_T: torch.Tensor) -> None:
+def _write(
+    c_TL: torch.Tensor, r_TR: torch.Tensor, cache: PagedLatents, slots_T: torch.Tensor
+) -> None:
     """Write each token's entry into its slot, page * B + offset; slot -1 is padding.
 
     The host waits for nothing: a padding token repeats the first real one, or the old entry.
@@ -45,8 +49,16 @@ def _write(entries_TE: torch.Tensor, cache: PagedLatents, slots_T: torch.Tensor)
     source_T = torch.where(valid_T, tokens_T, valid_T.int().argmax())
     slot_T = slots_T[source_T].long().clamp(min=0)
     index = (slot_T // cache.page_size, slot_T % cache.page_size)
-    rows_TE = torch.where(valid_T.any(), entries_TE[source_T], cache.pages[index])
-    cache.pages.index_put_(index, rows_TE)
+    parts, dtype = (c_TL[source_T], r_TR[source_T]), cache.pages.dtype
+    if cache.scales is not None:
+        spec = ActivationSpec(type="int" if dtype == torch.int8 else "float")
+        parts, scales = zip(*(round_input(part, spec, None) for part in parts), strict=True)
+        scales_T2 = torch.where(valid_T.any(), torch.cat(scales, dim=1), cache.scales[index])
+        cache.scales.index_put_(index, scales_T2)
+    # as bytes, which every device can choose from
+    stored = cache.pages if dtype.itemsize > 1 else cache.pages.view(torch.uint8)
+    rows_TE = torch.cat([part.to(dtype).view(stored.dtype) for part in parts], dim=1)
+    stored.index_put_(index, torch.where(valid_T.any(), rows_TE, stored[index]))
 
 
 def latent_attention(
@@ -70,7 +82,8 @@ def latent_attention(
         if start == stop or length == 0:
             continue
         pages = step.block_tables_RX[request, : -(-length // cache.page_size)].long()
-        entries_KE = cache.pages[pages].flatten(0, 1)[:length].float()
+        entries_XBE = cache.entries(pages, latent_width, torch.float32)
+        entries_KE = entries_XBE.flatten(0, 1)[:length]
         scores_NHK = q_THE[start:stop].float() @ entries_KE.T * scale
         position_N = torch.arange(length - (stop - start), length, device=q_THE.device)
         key_K = torch.arange(length, device=q_THE.device)

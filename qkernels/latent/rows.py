@@ -1,7 +1,7 @@
 """Operations of latent attention, and the kernels that do them."""
 
 from qkernels.dispatch import Kernel, Operation, reference, triton_or_reference
-from qkernels.problem import Problem, needs_triton_on_gpu
+from qkernels.problem import Problem, needs_triton_on_gpu, refuses_pages
 
 MAX_ENTRY = 640  # two steps of wider ones do not fit into the shared memory of all GPUs
 
@@ -10,7 +10,7 @@ def triton_latents(problem: Problem) -> str | None:
     reason = needs_triton_on_gpu(problem)
     if reason is None and problem.head_dim > MAX_ENTRY:
         return f"takes entries of up to {MAX_ENTRY}, not {problem.head_dim}"
-    return reason
+    return reason or refuses_pages(problem)
 
 
 LATENT_ATTENTION = Operation(

@@ -15,13 +15,17 @@ import triton.language as tl
 
 from qkernels.attention.cache import AttentionStep
 from qkernels.attention.merge_splits import merge_splits
-from qkernels.attention.triton_paged import LOG2_E, request_of
+from qkernels.attention.triton_paged import LOG2_E
 from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.device import sm_count
 from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
+from qkernels.gpu.row_blocks import request_of
 from qkernels.latent.cache import PagedLatents
 from qkernels.latent.config import LatentConfig, default_latent_config
+
+# Weights times scales of codes are so many times larger in 16 bits, where float16 is denser.
+CODE_FACTOR = tl.constexpr(64.0)
 
 
 def latent_attention(
@@ -60,6 +64,7 @@ def latent_attention(
             grid,
             q_THE,
             cache.pages,
+            cache.scales,
             step.block_tables_RX,
             step.query_starts_R1,
             step.context_lengths_R,
@@ -93,6 +98,7 @@ def latent_attention(
 def _latent_attention(
     q_ptr,  # [T, H, E]
     pages_ptr,  # [P, B, E]
+    scales_ptr,  # [P, B, 2] of latents and of keys with 8-bit pages, else None
     tables_ptr,  # [R, X]
     starts_ptr,  # [R + 1]
     lengths_ptr,  # [R]
@@ -116,6 +122,7 @@ def _latent_attention(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     block, heads, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL:
         pdl_launch_and_wait()
@@ -157,12 +164,21 @@ def _latent_attention(
         key = step * KEYS + tl.arange(0, KEYS)
         exists = key < end  # pages beyond may be freed or never written
         page = tl.load(table + key // B, mask=exists, other=0).to(tl.int64)
-        entries = pages_ptr + (page * B + key % B)[:, None] * E
+        slot = page * B + key % B
+        entries = pages_ptr + slot[:, None] * E
         inside = exists[:, None] & (c < L)[None, :]
-        latent = tl.load(entries + c[None, :], mask=inside, other=0.0)
+        latent = tl.load(entries + c[None, :], mask=inside, other=0.0).to(DTYPE)
         rope = tl.load(entries + L + r[None, :], mask=exists[:, None] & of_rope, other=0.0)
+        rope = rope.to(DTYPE)
         score = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
-        score = tl.dot(q_rope, tl.trans(rope), score, input_precision="ieee") * scale
+        if scales_ptr is None:
+            score = tl.dot(q_rope, tl.trans(rope), score, input_precision="ieee") * scale
+        else:  # scores of codes times the scales of their keys
+            latent_scale = tl.load(scales_ptr + slot * 2, mask=exists, other=0.0)
+            rope_scale = tl.load(scales_ptr + slot * 2 + 1, mask=exists, other=0.0)
+            rope_score = tl.dot(q_rope, tl.trans(rope), input_precision="ieee")
+            score = score * latent_scale[None, :] + rope_score * rope_scale[None, :]
+            score *= scale
         visible = exists[None, :] & (key[None, :] <= position[:, None])
         score = tl.where(visible, score, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(score, 1))
@@ -171,11 +187,13 @@ def _latent_attention(
         weight = tl.exp2(score - base[:, None])
         shrink = tl.exp2(largest - base)
         weights = weights * shrink + tl.sum(weight, 1)
-        values = tl.dot(
-            weight.to(latent.dtype), latent, values * shrink[:, None], input_precision="ieee"
-        )
+        if scales_ptr is not None:
+            weight *= latent_scale[None, :] * CODE_FACTOR
+        values = tl.dot(weight.to(DTYPE), latent, values * shrink[:, None], input_precision="ieee")
         largest = new_largest
 
+    if scales_ptr is not None:
+        values *= 1.0 / CODE_FACTOR
     if SPLIT == 1:
         out = values / tl.where(weights == 0, 1.0, weights)[:, None]
         tl.store(

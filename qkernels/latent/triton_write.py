@@ -1,4 +1,4 @@
-"""Writing latents to their pages, with the norm and the rotation before, in Triton.
+"""Writing latents to their pages, in 8 bits or not, after their norm and rotation, in Triton.
 
 Rounds where reference.py rounds. Legend: T tokens of a step, H query heads, E numbers of an entry,
 L of its latent, R of its rotated key, P pages, B tokens of a page.
@@ -8,10 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
+from formats.numerics.activation import MIN_INPUT_SCALE
 from qkernels.gpu.config import power_of_two
+from qkernels.gpu.device import INTERPRETED
 from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
 from qkernels.latent.cache import PagedLatents
+from qkernels.operands.codes_triton import CODE_RANGE, encode, magnitude_bits, scale_of
 from qkernels.rowwise.arithmetic_triton import normalized, row_statistics
 
 
@@ -34,6 +37,7 @@ def rope_write_latents_(
     q_out_THE = q_THR.new_empty((T, H, E))
     if T == 0:
         return q_out_THE
+    smallest, largest = CODE_RANGE.get(cache.pages.dtype, (0.0, 0.0))
     with on_device(made_TE):
         launch(
             _rope_write_latents,
@@ -45,6 +49,7 @@ def rope_write_latents_(
             positions_T.contiguous(),
             slots_T.contiguous(),
             cache.pages,
+            cache.scales,
             q_out_THE,
             *q_THR.stride()[:2],
             made_TE.stride(0),
@@ -55,6 +60,10 @@ def rope_write_latents_(
             PADDED_L=power_of_two(E - R),
             PADDED_R=power_of_two(R),
             INTERLEAVED=interleaved,
+            SMALLEST=smallest,
+            LARGEST=largest,
+            MIN_SCALE=MIN_INPUT_SCALE,
+            INTERPRETED=INTERPRETED,
             num_warps=4,
             **pdl_options(made_TE, T),
         )
@@ -70,6 +79,7 @@ def _rope_write_latents(
     positions_ptr,  # [T]
     slots_ptr,  # [T]
     pages_ptr,  # [P, B, L + R], by slot
+    scales_ptr,  # [P, B, 2] with 8-bit pages, else None
     q_out_ptr,  # [T, H, L + R], of which this writes the last R
     stride_qt,
     stride_qh,
@@ -81,6 +91,10 @@ def _rope_write_latents(
     PADDED_L: tl.constexpr,
     PADDED_R: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    LARGEST: tl.constexpr,
+    MIN_SCALE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -88,10 +102,11 @@ def _rope_write_latents(
         pdl_launch_and_wait()
     position = tl.load(positions_ptr + token).to(tl.int64)
     table_ptr = cos_sin_ptr + position * R
+    r = tl.arange(0, PADDED_R)
     if head < H:
         row_ptr = q_ptr + token * stride_qt + head * stride_qh
         out_ptr = q_out_ptr + (token * H + head) * (L + R) + L
-        _rotate(row_ptr, table_ptr, out_ptr, R, PADDED_R, INTERLEAVED)
+        tl.store(out_ptr + r, _rotated(row_ptr, table_ptr, r, R, INTERLEAVED), mask=r < R)
     else:
         slot = tl.load(slots_ptr + token).to(tl.int64)
         if slot >= 0:
@@ -103,22 +118,38 @@ def _rope_write_latents(
             wide = x.to(tl.float32)
             mean, inverse = row_statistics(wide, c < L, L, eps, "rms")
             normed = normalized(wide, mean, inverse, weight, None, "rms", x.dtype)
+            key = _rotated(made_row_ptr + L, table_ptr, r, R, INTERLEAVED)
+            if scales_ptr is not None:
+                CODE: tl.constexpr = pages_ptr.dtype.element_ty
+                of_entry = scales_ptr + slot * 2 + tl.arange(0, 1)
+                normed = _encoded(normed, of_entry, SMALLEST, LARGEST, MIN_SCALE, CODE, INTERPRETED)
+                key = _encoded(key, of_entry + 1, SMALLEST, LARGEST, MIN_SCALE, CODE, INTERPRETED)
             tl.store(entry_ptr + c, normed, mask=c < L)
-            _rotate(made_row_ptr + L, table_ptr, entry_ptr + L, R, PADDED_R, INTERLEAVED)
+            tl.store(entry_ptr + L + r, key, mask=r < R)
 
 
 @triton.jit
-def _rotate(
-    row_ptr,
-    table_ptr,
-    out_ptr,
-    R: tl.constexpr,
-    PADDED_R: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+def _encoded(
+    x,  # [N]
+    scales,  # [1] pointers
+    SMALLEST: tl.constexpr,
+    LARGEST: tl.constexpr,
+    MIN_SCALE: tl.constexpr,
+    CODE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
-    """Rotate R numbers by a row of cos_sin; pairs are neighbours if INTERLEAVED, else halves."""
+    """Codes of a row with a scale of its own, which it stores."""
+    x_1N = x.to(tl.float32)[None, :]
+    scale = scale_of(magnitude_bits(x_1N), LARGEST, MIN_SCALE)
+    tl.store(scales, scale)
+    codes = encode(x_1N, scale[:, None], SMALLEST, LARGEST, CODE, True, INTERPRETED)
+    return tl.reshape(codes, x.shape)
+
+
+@triton.jit
+def _rotated(row_ptr, table_ptr, r, R: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """R numbers rotated by a row of cos_sin; pairs are neighbours if INTERLEAVED, else halves."""
     HALF: tl.constexpr = R // 2
-    r = tl.arange(0, PADDED_R)
     inside = r < R
     if INTERLEAVED:
         first = r % 2 == 0
@@ -133,4 +164,4 @@ def _rotate(
     x = tl.load(row_ptr + r, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(row_ptr + partner, mask=inside, other=0.0).to(tl.float32)
     rotated = x * cos + other * tl.where(first, -sin, sin)
-    tl.store(out_ptr + r, rotated.to(out_ptr.dtype.element_ty), mask=inside)
+    return rotated.to(row_ptr.dtype.element_ty)

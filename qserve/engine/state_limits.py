@@ -66,11 +66,6 @@ LATENT_LIMITS = (
         lambda config: config.enable_lora,
         "kv_b_proj is multiplied into queries and results, to which no adapter is added",
     ),
-    Limit(
-        "--kv-cache-dtype",
-        lambda config: config.kv_cache_dtype != "auto",
-        "latents are kept in the activations' dtype alone",
-    ),
 )
 
 

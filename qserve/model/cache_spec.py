@@ -73,6 +73,16 @@ class CacheSpec:
         raise NotImplementedError
 
     @property
+    def split_rows(self) -> int | None:
+        """Rows from which a chunk is computed apart from other requests; None: no chunk is."""
+        return None
+
+    @property
+    def bytes_to_come(self) -> int:
+        """Device memory of a step over the longest context, in addition to the largest step's."""
+        return 0
+
+    @property
     def bytes_per_page(self) -> int:
         return _bytes_of_first(self._smallest.page_tensors)
 

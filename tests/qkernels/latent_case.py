@@ -45,18 +45,30 @@ def latent_case(
     rope: int,
     B: int,  # noqa: N803
     dtype: torch.dtype,
+    codes: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> LatentCase:
-    """Pages in no order; unused ones, and the rest of last ones, hold NaN."""
+    """Pages in no order; unused ones, and the rest of last ones, hold NaN: with `codes`, of 8
+    bits, their scales do."""
     generator = torch.Generator().manual_seed(sum(lengths) + H)
     R, X, E = len(counts), max(1, -(-max(lengths) // B)), L + rope
-    pages = torch.full((R * X + 2, B, E), float("nan"), dtype=dtype)
+    stored = dtype if codes is None else codes
+    junk = float("nan") if stored.is_floating_point else 100
+    pages = torch.full((R * X + 2, B, E), junk, dtype=stored)
+    scales = None if codes is None else torch.full((R * X + 2, B, 2), float("nan"))
     tables = torch.randperm(R * X + 2, generator=generator)[: R * X].view(R, X).int()
     entries = []
     for r, length in enumerate(lengths):
         own = torch.randn(length, E, generator=generator).to(dtype)
         t = torch.arange(length)
-        pages[tables[r, t // B].long(), t % B] = own
+        places = (tables[r, t // B].long(), t % B)
+        if codes is not None:
+            own, scales[places] = _rounded(own, L, codes)
+            pages.view(torch.uint8)[places] = own.view(torch.uint8)
+            of_parts = scales[places].repeat_interleave(torch.tensor([L, rope]), dim=1)
+            own = own.double() * of_parts.double()
+        else:
+            pages[places] = own
         tables[r, -(-length // B) :] = -7  # stale
         entries.append(own)
     q_THE = torch.randn(sum(counts), H, E, generator=generator).to(dtype)
@@ -70,10 +82,26 @@ def latent_case(
     )
     return LatentCase(
         q_THE=q_THE.to(device),
-        cache=PagedLatents(pages=pages.to(device)),
+        cache=PagedLatents(
+            pages=pages.to(device), scales=None if scales is None else scales.to(device)
+        ),
         step=step,
         counts=counts,
         lengths=lengths,
         entries=entries,
         latent=L,
     )
+
+
+def _rounded(
+    entries: torch.Tensor, latent: int, codes: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [N, E] and their scales [N, 2], those of the latent and of the key."""
+    largest = torch.finfo(codes).max if codes.is_floating_point else 127
+    made = []
+    for part in (entries[:, :latent].float(), entries[:, latent:].float()):
+        scale = part.abs().amax(1, keepdim=True) / largest
+        code = part / scale
+        made.append((code if codes.is_floating_point else code.round(), scale))
+    parts, scales = zip(*made, strict=True)
+    return torch.cat(parts, 1).to(codes), torch.cat(scales, 1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from qserve.engine.step.device_step import Batch
+from qserve.engine.step.device_step import Batch, BatchForm
 from qserve.engine.step.step_input import StepInput
 from qserve.engine.step.transfer import to_device
 from qserve.parallel.pipeline import Pipeline
@@ -27,14 +27,14 @@ class Microbatch:
     later: np.ndarray  # int32: tokens of each of these in later microbatches
     step: StepInput
 
-    def batch_of(self, whole: Batch) -> Batch:
+    def batch_of(self, whole: Batch, form: BatchForm) -> Batch:
         """Create its inputs on the device.
 
         Values that only the device knows come from the inputs of the whole step."""
         device = whole.token_ids_T.device
         contexts_R = whole.context_lengths_R[to_device(self.requests, device)]
         return replace(
-            Batch.of(self.step, device),
+            Batch.of(self.step, device, form),
             token_ids_T=whole.token_ids_T[self.tokens],
             positions_T=whole.positions_T[self.tokens],
             slots_T=whole.slots_T[self.tokens],

@@ -25,7 +25,7 @@ from qserve.engine.runner.speculator import DraftedStep, Speculator
 from qserve.engine.runner.step_buffers import GraphKey, StepOutputs
 from qserve.engine.runner.warm_up import warm_up_shapes, warm_up_step
 from qserve.engine.scheduling.plan import Drafting
-from qserve.engine.step.device_step import Batch
+from qserve.engine.step.device_step import Batch, BatchForm
 from qserve.engine.step.step_input import StepInput
 from qserve.engine.step.transfer import HostCopy, to_device
 from qserve.engine.token_event import TokenLogprobs
@@ -154,11 +154,22 @@ class ModelRunner:
         """True if a layer keeps a state of each request."""
         return any(spec.bytes_per_slot for spec in self.cache_specs)
 
+    @functools.cached_property
+    def batch_form(self) -> BatchForm:
+        """Optional tensors of batches, which depend on what the layers keep."""
+        split_rows = (spec.split_rows for spec in self.cache_specs)
+        return BatchForm(
+            with_states=self.has_states,
+            split_rows=min((rows for rows in split_rows if rows is not None), default=None),
+            page_size=self.config.block_size,
+        )
+
     @property
     def bytes_to_come(self) -> int:
         """Device memory that requests may still allocate, in addition to that of steps."""
         of_encoder = 0 if self.encoder is None else self.encoder.bytes_to_come
-        return self._history.bytes_to_come + SLICE_BYTES + of_encoder
+        of_layer = max((spec.bytes_to_come for spec in self.cache_specs), default=0)
+        return self._history.bytes_to_come + SLICE_BYTES + of_encoder + of_layer
 
     def allocate_pages(self, num_pages: int) -> None:
         """Make the KV pages, and the states of models that have some."""
@@ -381,7 +392,7 @@ class ModelRunner:
             self._adapt(batch)
             return self.decoder.forward_tapped(batch.token_ids_T, batch, self.caches, self.taps)
         parts = [] if step is None else microbatches(step, pipeline)
-        batches = [part.batch_of(batch) for part in parts] or [batch]
+        batches = [part.batch_of(batch, self.batch_form) for part in parts] or [batch]
         token_ids = [each.token_ids_T for each in batches]
         return self.decoder.forward_parts(token_ids, batches, self.caches, self.taps, self._adapt)
 
@@ -404,8 +415,8 @@ class ModelRunner:
         return StepOutputs(logits_SV=logits_SV, hidden_TC=hidden_TC, taps=tapped)
 
     def batch_of(self, step: StepInput) -> Batch:
-        """Copy a step to the device, with state slots if the model has states."""
-        return Batch.of(step, self.device, self.has_states)
+        """Copy a step to the device."""
+        return Batch.of(step, self.device, self.batch_form)
 
     def _fill_pending(
         self, step: StepInput, batch: Batch, key: GraphKey | None = None

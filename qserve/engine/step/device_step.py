@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from qserve.engine.step.split_step import split_step
 from qserve.engine.step.step_input import StepInput
 from qserve.engine.step.transfer import to_device
 from qserve.model.blocks.attention import StepInputs
@@ -23,6 +24,15 @@ ARRAYS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchForm:
+    """Optional tensors of a model's batches."""
+
+    with_states: bool = False  # some layer has a recurrent state
+    split_rows: int | None = None  # rows from which a chunk is computed apart; None: none is
+    page_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch(StepInputs):
     """The arrays of StepInput as tensors."""
 
@@ -31,16 +41,20 @@ class Batch(StepInputs):
     adapter_slots_T: torch.Tensor | None = None  # None: no row has an adapter
 
     @classmethod
-    def of(cls, step: StepInput, device: torch.device, with_states: bool = False) -> "Batch":
-        """Copy to the device without synchronizing. `with_states`: the model has states."""
+    def of(cls, step: StepInput, device: torch.device, form: BatchForm) -> "Batch":
+        """Copy to the device without synchronizing."""
         slots_T = step.adapter_slots_T
-        states_R = to_device(step.state_slots_R, device) if with_states else None
+        states_R = to_device(step.state_slots_R, device) if form.with_states else None
+        split = None
+        if form.split_rows is not None:
+            split = split_step(step, device, form.split_rows, form.page_size)
         return cls(
             **{name: to_device(getattr(step, name), device) for name in ARRAYS},
             state_slots_R=states_R,
             adapter_slots_T=None if slots_T is None else to_device(slots_T, device),
             max_query_len=step.max_query_len,
             max_context_len=step.max_context_len,
+            split=split,
         )
 
     @property

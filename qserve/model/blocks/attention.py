@@ -11,6 +11,7 @@ from formats.errors import CheckpointError, InputError
 from qkernels import ops
 from qkernels.attention.cache import AttentionStep, PagedKv
 from qkernels.gpu.device import lacks_arch, sm_count
+from qkernels.latent.expanded import ExpandedChunk
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.limbs import LimbForm
 from qkernels.operands.split_k import Consumer, LinearOutput, reduced, split_heads
@@ -35,6 +36,15 @@ class InputEmbeds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SplitStep:
+    """Requests of a step with latents: chunks of many rows one by one, and the others together."""
+
+    expanded: tuple[ExpandedChunk, ...]
+    others: AttentionStep | None  # None: there are none
+    other_rows: torch.Tensor  # int64, of T
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs(AttentionStep):
     """Tensors of a step that mixers read (engine/step/device_step.py makes them)."""
 
@@ -43,6 +53,7 @@ class StepInputs(AttentionStep):
     state_slots_R: torch.Tensor | None = None  # int32; None: no layer has a recurrent state
     embeds: InputEmbeds | None = None  # None: each row has its token's embedding
     row_ropes: RowRopes | None = None  # None: each position is one number
+    split: SplitStep | None = None  # None: no chunk has as many rows as its cache spec asks for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

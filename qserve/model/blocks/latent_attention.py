@@ -1,10 +1,14 @@
 """Multi-head latent attention (MLA) over paged latents, and the spec of its cache.
 
 The cache has one entry for each token and all heads: its normed latent c, then its rotated key r.
-Keys and values of heads are never made: W_UK is multiplied into the queries and W_UV into the
-result (absorption). Prompts and decode steps do the same, so that a prefix hit changes no token.
+Rows of few new tokens make no keys and values of heads: W_UK is multiplied into the queries and
+W_UV into the result (absorption).
 
     score = (q_n W_UK) c + q_r r        out = (sum of weights * c) W_UV
+
+Chunks of many rows make them from the entries (expansion), one request after the other:
+
+    score = q_n (W_UK c) + q_r r        out = sum of weights * (c W_UV)
 
 Legend: T tokens of the step, C hidden size, H heads, P width of a query's part without rotation, R
 of its rotated part, L of a latent, V of a value, E = L + R.
@@ -15,14 +19,15 @@ from dataclasses import dataclass
 
 import torch
 
-from formats.errors import InputError
 from qkernels import ops
+from qkernels.attention.cache import AttentionStep
 from qkernels.gpu.device import sm_count
 from qkernels.latent.cache import PagedLatents
-from qkernels.latent.config import latent_boundaries
+from qkernels.latent.config import expanded_boundaries, latent_boundaries
+from qkernels.latent.expanded import MAX_BYTES, expanded_rows
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
-from qserve.model.blocks.attention import StepInputs, check_capturable
+from qserve.model.blocks.attention import SplitStep, StepInputs, check_capturable
 from qserve.model.blocks.linear import Linear, LinearPlan, Product, products_of
 from qserve.model.blocks.rotary import Rotary
 from qserve.model.cache_spec import CacheSpec, KvFormat, StepLimits, WarmUpShape
@@ -64,7 +69,16 @@ class PagedLatentsSpec(CacheSpec):
 
     def make(self, num_pages: int, num_slots: int, device: torch.device) -> PagedLatents:
         shape = num_pages, self.page_size, self.shape.entry
-        return PagedLatents(pages=torch.zeros(shape, dtype=self.dtype, device=device))
+        return PagedLatents.zeros(shape, self.dtype, device)
+
+    @property
+    def split_rows(self) -> int | None:
+        sizes = self.shape
+        return expanded_rows(latent=sizes.latent, nope=sizes.nope, value=sizes.value)
+
+    @property
+    def bytes_to_come(self) -> int:
+        return 0 if self.split_rows is None else MAX_BYTES
 
     def check_graphs(self, dtype: torch.dtype, device: str) -> None:
         check_capturable(
@@ -76,6 +90,7 @@ class PagedLatentsSpec(CacheSpec):
             requested=self.kernel,
             head_dim=self.shape.entry,
             page_size=self.page_size,
+            pages_dtype=self.dtype,
         )
 
     def warm_up_shapes(
@@ -89,6 +104,16 @@ class PagedLatentsSpec(CacheSpec):
             max_tokens=limits.max_tokens,
             max_context_len=limits.max_model_len,
         )
+        if self.split_rows is not None and self.split_rows <= limits.max_tokens:
+            yield from expanded_boundaries(
+                heads=self.shape.heads,
+                width=max(self.shape.nope + self.shape.rope, self.shape.value),
+                element_size=dtype.itemsize,
+                sm_count=sm_count(device),
+                min_rows=self.split_rows,
+                max_tokens=limits.max_tokens,
+                max_context_len=limits.max_model_len,
+            )
 
 
 class LatentAttention(torch.nn.Module):
@@ -120,14 +145,7 @@ class LatentAttention(torch.nn.Module):
         self.register_buffer("value_up", value_up)
 
     def cache_spec(self, kv_format: KvFormat, page_size: int) -> PagedLatentsSpec:
-        """Return the spec of the layer's pages. Raises InputError for 8-bit pages."""
-        if kv_format.is_coded:
-            raise InputError(
-                "--kv-cache-dtype",
-                f"expected auto, found {kv_format}: latents are kept in the activations' dtype"
-                " alone",
-                "leave it out",
-            )
+        """Return the spec of the layer's pages."""
         return PagedLatentsSpec(
             shape=self.shape, dtype=kv_format.dtype, page_size=page_size, kernel=self.kernel
         )
@@ -166,20 +184,49 @@ class LatentAttention(torch.nn.Module):
             eps=INNER_NORM_EPS,
             interleaved=self.rotary.interleaved,
         )
-        absorbed_HTL = q_THE[..., : shape.latent].transpose(0, 1)
+        if step.split is None:
+            out_THV = self._absorbed(q_n_THP, q_THE, cache, step)
+        else:
+            out_THV = self._split(q_n_THP, q_THE, cache, step.split)
+        output = self.o_proj.plan(made.shape[0], "norm")
+        return self.o_proj(ops.in_form(out_THV.flatten(1), output.input), output)
+
+    def _absorbed(
+        self, q_n_THP: torch.Tensor, q_THE: torch.Tensor, cache: PagedLatents, step: AttentionStep
+    ) -> torch.Tensor:
+        """Attend over entries [T, H, V]. Fills the first L numbers of `q`."""
+        absorbed_HTL = q_THE[..., : self.shape.latent].transpose(0, 1)
         torch.bmm(q_n_THP.transpose(0, 1), self.key_up, out=absorbed_HTL)
         out_THL = ops.latent_attention(
             q_THE,
             cache,
             step,
-            latent_width=shape.latent,
+            latent_width=self.shape.latent,
             scale=self.scale,
             kernel=self.kernel,
         )
-        out_HTV = torch.bmm(out_THL.transpose(0, 1), self.value_up)
-        output = self.o_proj.plan(made.shape[0], "norm")
-        out = out_HTV.transpose(0, 1).flatten(1)
-        return self.o_proj(ops.in_form(out, output.input), output)
+        return torch.bmm(out_THL.transpose(0, 1), self.value_up).transpose(0, 1)
+
+    def _split(
+        self, q_n_THP: torch.Tensor, q_THE: torch.Tensor, cache: PagedLatents, split: SplitStep
+    ) -> torch.Tensor:
+        """Attend over expanded keys where chunks are long, over entries elsewhere [T, H, V]."""
+        shape = self.shape
+        out_THV = q_THE.new_empty((*q_THE.shape[:2], shape.value))
+        if split.others is not None:
+            rows = split.other_rows
+            out_THV[rows] = self._absorbed(q_n_THP[rows], q_THE[rows], cache, split.others)
+        for chunk in split.expanded:
+            parts = (q_n_THP[chunk.rows], q_THE[chunk.rows, :, shape.latent :])
+            out_THV[chunk.rows] = ops.expanded_latent_attention(
+                torch.cat(parts, dim=-1),
+                cache,
+                chunk,
+                self.key_up,
+                self.value_up,
+                scale=self.scale,
+            )
+        return out_THV
 
     def _queries(self, q: torch.Tensor) -> torch.Tensor:
         """[T, H, P + R] from the first outputs of qkv_proj."""

@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from qkernels import ops
 from qkernels.attention import triton_paged as paged_attention
@@ -352,25 +350,3 @@ def test_soft_cap(check, half, soft_cap, codes):
     """Decodes, and a chunk whose steps need no mask; a small cap changes every score."""
     check([1, 40, 1], [40, 110, 7], 4, 1, 64, 16, half, codes=codes, soft_cap=soft_cap)
     check([1, 2], [130, 65], 4, 1, 64, 16, half, 70, 2, codes=codes, soft_cap=soft_cap)
-
-
-@triton.jit(do_not_specialize=["R"])  # as in the kernel: a constant 1 would not loop
-def _owners(starts_ptr, out_ptr, R, BLOCK_Q: tl.constexpr, EVERY: tl.constexpr):
-    block = tl.program_id(0) * EVERY
-    request = paged_attention.request_of(starts_ptr, block, R, BLOCK_Q)
-    tl.store(out_ptr + tl.program_id(0), request)
-
-
-@pytest.mark.parametrize("block_q", [1, 4])
-@pytest.mark.parametrize("R, every", [(1, 1), (2, 1), (31, 3), (32, 3), (33, 3), (1100, 61)])
-def test_a_block_finds_its_request(device, R, every, block_q):
-    """Against a search of all, requests without rows among them."""
-    generator = torch.Generator().manual_seed(R)
-    counts = torch.randint(0, 7, (R,), generator=generator)
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]).int()
-    blocks = torch.arange(0, int(starts[-1]) // block_q + R, every)
-    found = torch.full((len(blocks),), -1, dtype=torch.int32, device=device)
-    _owners[(len(blocks),)](starts.to(device), found, R, BLOCK_Q=block_q, EVERY=every)
-    first_blocks = starts[:-1] // block_q + torch.arange(R)
-    want = torch.searchsorted(first_blocks, blocks, right=True) - 1
-    assert found.tolist() == want.tolist()

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from qkernels import ops
+from qkernels.attention.cache import AttentionStep
 from qkernels.latent import triton_latent
 from qkernels.latent.cache import PagedLatents
 from qkernels.latent.config import default_latent_config
+from qkernels.latent.expanded import ExpandedChunk, expanded_attention
 from tests.qkernels.latent_case import latent_case
 
 # counts and lengths: decode rows; chunks that begin and go on; both, and a request without rows
@@ -19,14 +21,16 @@ STEPS = {
 }
 
 
+@pytest.mark.parametrize("codes", [None, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("split", [1, 4])
 @pytest.mark.parametrize("H, L, rope, B", [(16, 64, 16, 16), (5, 48, 24, 8), (20, 32, 16, 32)])
 @pytest.mark.parametrize("name", STEPS)
 def test_rows_see_their_entries(
-    name, H, L, rope, B, split, dtype, device, assert_close, tolerance, poison
+    name, H, L, rope, B, split, codes, dtype, device, assert_close, tolerance, poison
 ):
     counts, lengths = STEPS[name]
-    case = latent_case(counts, lengths, H=H, L=L, rope=rope, B=B, dtype=dtype, device=device)
+    sizes = {"H": H, "L": L, "rope": rope, "B": B}
+    case = latent_case(counts, lengths, **sizes, dtype=dtype, codes=codes, device=device)
     config = default_latent_config(
         num_requests=len(counts),
         heads=H,
@@ -58,9 +62,12 @@ def test_padding_rows_after_the_last_request_change_nothing(device, assert_close
     assert_close("out", case.exact(), got[:2], tolerance(torch.float32))
 
 
+@pytest.mark.parametrize("codes", [None, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("H, L, rope", [(3, 48, 16), (5, 64, 24)])
-def test_entries_and_queries_are_the_references(H, L, rope, interleaved, dtype, device, poison):
+def test_entries_and_queries_are_the_references(
+    H, L, rope, interleaved, codes, dtype, device, poison
+):
     """Slot -1 is padding; queries and latents are slices of what a projection made."""
     generator = torch.Generator().manual_seed(L)
     made = torch.randn(4, 7 + L + rope, generator=generator).to(device, dtype)[:, 7:]
@@ -71,23 +78,88 @@ def test_entries_and_queries_are_the_references(H, L, rope, interleaved, dtype, 
     positions, slots = torch.tensor([3, 29, 0, 7]), torch.tensor([5, -1, 11, 0])
     found = []
     for kernel in ("triton", "reference"):
-        pages = torch.zeros(3, 4, L + rope, device=device, dtype=dtype)
+        cache = PagedLatents.zeros((3, 4, L + rope), codes or dtype, torch.device(device))
         q_THE = ops.rope_write_latents_(
             q_THR,
             made,
             norm,
             cos_sin,
             positions.to(device),
-            PagedLatents(pages=pages),
+            cache,
             slots.to(device),
             eps=1e-6,
             interleaved=interleaved,
             kernel=kernel,
         )
-        found.append((q_THE[..., L:], pages))
-    written = found[0][1].flatten(0, 1).any(1).nonzero().flatten().tolist()
+        scales = cache.pages if cache.scales is None else cache.scales
+        found.append((q_THE[..., L:], scales, cache.pages.float()))
+    written = found[0][2].flatten(0, 1).any(1).nonzero().flatten().tolist()
     assert written == [0, 5, 11]
-    for got, want in zip(*found, strict=True):
-        torch.testing.assert_close(
-            got, want, rtol=2e-3 if dtype != torch.float32 else 1e-5, atol=1e-5
-        )
+    rtol = 2e-3 if dtype != torch.float32 else 1e-5
+    for got, want in zip(found[0][:2], found[1][:2], strict=True):
+        torch.testing.assert_close(got, want, rtol=rtol, atol=1e-5)
+    if codes:  # a number at the edge of two codes may have the one or the other
+        differ = found[0][2] != found[1][2]
+        assert differ.float().mean() < 0.02
+        assert (found[0][2] - found[1][2]).abs().amax() <= (1 if codes == torch.int8 else 32)
+
+
+CHUNKS = {"from the start": (40, 40), "after a context": (9, 83), "one row": (1, 130)}
+
+
+@pytest.mark.parametrize("max_bytes, codes", [(1, None), (2**28, None), (2**28, torch.int8)])
+@pytest.mark.parametrize("P, V", [(24, 40), (16, 48), (24, 16)])
+@pytest.mark.parametrize("name", CHUNKS)
+def test_expanded_keys_give_what_absorbed_queries_give(
+    name,
+    P,  # noqa: N803
+    V,  # noqa: N803
+    max_bytes,
+    codes,
+    dtype,
+    device,
+    assert_close,
+    tolerance,
+):
+    """Of the middle request of three; 1 byte: head by head."""
+    count, length = CHUNKS[name]
+    H, L, rope, rows = 5, 64, 16, slice(2, 2 + count)
+    sizes = {"H": H, "L": L, "rope": rope, "B": 16, "dtype": dtype}
+    case = latent_case((2, count, 1), (4, length, 3), **sizes, codes=codes, device=device)
+    generator = torch.Generator().manual_seed(P)
+    key_up = torch.randn(H, P, L, generator=generator).to(dtype)
+    value_up = torch.randn(H, L, V, generator=generator).to(dtype)
+    q_n = torch.randn(count + 3, H, P, generator=generator).to(dtype) / 8
+    q_r = case.q_THE[..., L:].cpu()
+    absorbed = torch.cat([torch.einsum("thp,hpl->thl", q_n.double(), key_up.double()), q_r], -1)
+    out = replace(case, q_THE=absorbed).exact()
+    got = expanded_attention(
+        torch.cat([q_n, q_r], -1)[rows].to(device),
+        case.cache,
+        chunk_of(case, 1, rows),
+        key_up.to(device),
+        value_up.to(device),
+        scale=case.scale,
+        max_bytes=max_bytes,
+    )
+    want = torch.einsum("thl,hlv->thv", out, value_up.double())[rows]
+    assert_close("out", want, got, 2 * tolerance(dtype))
+
+
+def chunk_of(case, request, rows):
+    """The request's pages, and its last one again until they fill pages of 64 keys."""
+    length, count, device = case.lengths[request], rows.stop - rows.start, case.q_THE.device
+    pages = -(-length // case.cache.page_size)
+    index = torch.arange(-(-length // 64) * 64 // case.cache.page_size).clamp(max=pages - 1)
+    int32 = {"dtype": torch.int32, "device": device}
+    return ExpandedChunk(
+        rows=rows,
+        pages_X=case.step.block_tables_RX[request, index.to(device)].long(),
+        step=AttentionStep(
+            block_tables_RX=torch.arange(-(-length // 64), **int32)[None],
+            query_starts_R1=torch.tensor([0, count], **int32),
+            context_lengths_R=torch.tensor([length], **int32),
+            max_query_len=count,
+            max_context_len=length,
+        ),
+    )

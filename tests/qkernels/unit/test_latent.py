@@ -6,7 +6,14 @@ import torch
 from qkernels import ops
 from qkernels.errors import KernelError
 from qkernels.latent.cache import PagedLatents
-from qkernels.latent.config import MAX_SPLIT_KV, default_latent_config, latent_boundaries
+from qkernels.latent.config import (
+    MAX_SPLIT_KV,
+    default_latent_config,
+    expanded_boundaries,
+    expanded_kernels,
+    latent_boundaries,
+)
+from qkernels.latent.expanded import expanded_rows, heads_of_group
 from tests.qkernels.latent_case import latent_case
 
 CASE = {"H": 3, "L": 24, "rope": 8, "B": 4}
@@ -84,3 +91,31 @@ def test_warm_up_launches_every_config(heads, size):
         for keys in (512, 700, 1024, 4000, 4096):
             assert config(requests, count, keys) in launched
     assert all(requests * count <= 512 and count <= keys for requests, count, keys in shapes)
+
+
+def test_rows_from_which_keys_are_expanded():
+    """DeepSeek-V2 and V3, GLM-4.7-Flash; latents so narrow that expansion saves nothing."""
+    assert expanded_rows(latent=512, nope=128, value=128) == 42
+    assert expanded_rows(latent=512, nope=192, value=256) == 99
+    assert expanded_rows(latent=32, nope=24, value=40) is None
+
+
+@pytest.mark.parametrize(("heads", "width"), [(16, 192), (20, 256), (128, 192)])
+def test_warm_up_launches_every_kernel_over_expanded_keys(heads, width):
+    sizes = {"heads": heads, "width": width, "element_size": 2, "sm_count": 132}
+    most = {"max_tokens": 2048, "max_context_len": 2**17}
+    shapes = list(expanded_boundaries(min_rows=42, **most, **sizes))
+    launched = {expanded_kernels(rows=count, keys=keys, **sizes) for _, count, keys in shapes}
+    for rows in (42, 100, 128, 500, 1024, 2048):
+        for keys in (2048, 5000, 16384, 40000, 131072):
+            assert expanded_kernels(rows=rows, keys=keys, **sizes) in launched
+    assert all(42 <= count <= keys for _, count, keys in shapes)
+
+
+def test_heads_of_a_group_divide_all():
+    """256 MiB hold 21,845 keys and values of 16 heads of 192 numbers."""
+    sizes = {"width": 192, "element_size": 2}
+    assert heads_of_group(heads=16, keys=21845, **sizes) == 16
+    assert heads_of_group(heads=16, keys=21846, **sizes) == 8
+    assert heads_of_group(heads=20, keys=30000, **sizes) == 10
+    assert heads_of_group(heads=20, keys=10**7, **sizes) == 1

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from qserve.engine.kv_cache.state_slots import StatePool
 from qserve.engine.request import Status
 from qserve.engine.runner.step_buffers import GraphKey, StepBuffers
-from qserve.engine.step.device_step import Batch
+from qserve.engine.step.device_step import Batch, BatchForm
 from qserve.engine.step.request_rows import RequestRows
 from qserve.engine.step.step_input import StepInput
 from tests.qserve.engine.make_step import make_step
@@ -160,5 +160,6 @@ def test_slots_are_inputs_of_graphs(is_chunk):
 
 def test_slots_travel_only_where_there_are_states():
     step = make_step([1, 1], state_slots_R=np.array([3, 1], np.int32))
-    assert Batch.of(step, CPU).state_slots_R is None
-    assert Batch.of(step, CPU, with_states=True).state_slots_R.tolist() == [3, 1]
+    assert Batch.of(step, CPU, BatchForm(page_size=4)).state_slots_R is None
+    with_states = BatchForm(with_states=True, page_size=4)
+    assert Batch.of(step, CPU, with_states).state_slots_R.tolist() == [3, 1]

@@ -16,6 +16,7 @@ from formats.checkpoint import CheckpointReader, read_json
 from formats.errors import InputError
 from formats.inspection.inspect import inspect_checkpoint
 from formats.scheme import Scheme
+from qkernels import ops
 from qserve.llm import LLM
 from qserve.model.blocks import latent_attention
 from qserve.params.sampling_params import SamplingParams
@@ -85,6 +86,75 @@ def test_greedy_tokens_of_codes(model_of, transformers_model, tmp_path, monkeypa
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert preemptions
     check_greedy(transformers_model(folder), prompts, outputs)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "glm4_moe_lite"])
+def test_long_chunks_expand_keys(model_of, transformers_model, monkeypatch, name):
+    """Beside decodes and short chunks, after a context, and from pages that were there."""
+    rng = random.Random(8)
+    prompts = [[rng.randrange(3, 512) for _ in range(n)] for n in (70, 3, 40, 5)]
+    prompts.append(prompts[0][:33] + prompts[2][:20])
+    found = []
+    expand = ops.expanded_latent_attention
+
+    def counted(q_NHD, cache, chunk, *rest, **options):  # noqa: N803
+        found.append((q_NHD.shape[0], chunk.step.max_context_len))
+        return expand(q_NHD, cache, chunk, *rest, **options)
+
+    monkeypatch.setattr(ops, "expanded_latent_attention", counted)
+    llm = LLM(model_of(name), device="cpu", max_model_len=96, max_num_batched_tokens=30)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    outputs = [llm.generate(each, params, use_tqdm=False) for each in (prompts[:2], prompts[2:])]
+    check_greedy(transformers_model(model_of(name)), prompts, [*outputs[0], *outputs[1]])
+    assert any(rows == context for rows, context in found)
+    assert any(rows < context for rows, context in found)
+    assert min(rows for rows, _ in found) >= 16
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "glm4_moe_lite"])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_entries_in_8_bits(model_of, monkeypatch, name, kind):
+    """Logits are those of a float cache whose entries are rounded after they are written: of a
+    prompt, and of tokens after it, in chunks that expand keys and rows that do not.
+    """
+    prompt = [*TOKENS, *TOKENS[5:]]
+    coded = LLM(model_of(name), device="cpu", max_model_len=96, kv_cache_dtype=kind)
+    got = coded.logits(prompt)
+    exact = LLM(model_of(name), device="cpu", max_model_len=96)
+    assert 1e-4 < relative(got, exact.logits(prompt)) < (0.1 if kind == "int8" else 0.3)
+    answers = [ask(coded, prompt)]
+    sizes = [spec.bytes_per_page for spec in coded.engine.runner.cache_specs]
+    assert set(sizes) == {16 * (80 + 2 * 4)}  # codes and two scales of 16 tokens
+
+    write = ops.rope_write_latents_
+
+    def written(q, made, norm, cos_sin, positions, cache, *rest, **options):
+        out = write(q, made, norm, cos_sin, positions, cache, *rest, **options)
+        cache.pages.copy_(
+            torch.cat([rounded(part, kind) for part in cache.pages.split([64, 16], -1)], -1)
+        )
+        return out
+
+    monkeypatch.setattr(ops, "rope_write_latents_", written)
+    assert relative(got, exact.logits(prompt)) < 1e-5
+    exact.reset_prefix_cache()
+    answers.append(ask(exact, prompt))
+    assert answers[0] == answers[1]
+
+
+def ask(llm, prompt):
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+    starts = [prompt, prompt[:20] + prompt[:7], prompt[:9]]
+    return [out.outputs[0].token_ids for out in llm.generate(starts, params, use_tqdm=False)]
+
+
+def rounded(x, kind):
+    """Rows with codes of 8 bits, each in units of its own scale."""
+    if kind == "int8":
+        scale = (x.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
+        return (x / scale).round() * scale
+    scale = (x.abs().amax(-1, keepdim=True) / 448).clamp(min=1e-30)
+    return (x / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 def of_attention(change):
@@ -265,8 +335,6 @@ def test_native_int4_of_kimi_k2_is_its_experts(model_of, transformers_model, tmp
 @pytest.mark.parametrize(
     ("flag", "setting"),
     [
-        ("--kv-cache-dtype", {"kv_cache_dtype": "int8"}),
-        ("--kv-cache-dtype", {"kv_cache_dtype": "fp8"}),
         ("--enable-lora", {"enable_lora": True}),
     ],
 )

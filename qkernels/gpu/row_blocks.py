@@ -1,0 +1,29 @@
+"""Blocks of rows of several requests: a program's block belongs to one request.
+
+Request r owns the blocks from starts[r] // BLOCK_Q + r on; a grid of T // BLOCK_Q + R blocks holds
+all of them. Legend: T rows of a step, R requests.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def request_of(starts_ptr, block, R, BLOCK_Q: tl.constexpr):
+    """The last request r with starts[r] // BLOCK_Q + r <= block: the one that owns the block.
+
+    Each load delays the first load of keys by 0.3 us, so 32 requests are compared at once: no load
+    for one request, one for up to 32.
+    """
+    probe = tl.arange(0, 32)
+    first = 0
+    count = R
+    while count > 1:
+        apart = (count + 31) // 32
+        request = first + probe * apart
+        inside = probe * apart < count
+        start = tl.load(starts_ptr + request, mask=inside, other=0)
+        owned = inside & (start // BLOCK_Q + request <= block)
+        first += (tl.sum(owned.to(tl.int32)) - 1) * apart
+        count = min(apart, R - first)
+    return first

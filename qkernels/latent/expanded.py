@@ -1,0 +1,101 @@
+"""Latent attention of one request's chunk over keys and values of heads, made from entries.
+
+    k = [W_UK c | r]        v = c W_UV        out = softmax(q k) v
+
+An expanded key and value cost 2 L (P + V) operations for each head, and then each row P + R + V
+instead of 2 L + R multiplications: less in all from EXPANDED_ROWS on. The attention is
+paged_attention over keys and values that lie in pages of this call alone. Heads are computed in
+groups whose keys and values take at most MAX_BYTES.
+
+Legend: N rows of the chunk, H heads, K entries with padding to whole pages, X pages of entries; L
+numbers of a latent, R of a rotated key, P of a query's other part, V of a value; D = P + R, or V
+where that is wider; G heads of a group, B tokens of a page of keys.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import pad
+
+from qkernels.attention.cache import AttentionStep, PagedKv
+from qkernels.attention.ops import paged_attention
+from qkernels.latent.cache import PagedLatents
+
+MAX_BYTES = 2**28  # of the keys and values of a group of heads
+KEYS_OF_PAGE = 64
+# Operations of attention over keys of heads take about a quarter of the time of those over
+# entries (sm_90; qserve/notes/latent_attention.md).
+SPEED = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpandedChunk:
+    """Rows of one request, and where its entries are; made once for a step."""
+
+    rows: slice  # of the step's T
+    pages_X: torch.Tensor  # int64: the request's pages, then others up to a whole page of keys
+    step: AttentionStep  # of its rows over expanded keys, whose pages are 0, 1, ...
+
+
+def expanded_rows(*, latent: int, nope: int, value: int) -> int | None:
+    """Return the rows from which a chunk is faster with expanded keys; None: it never is."""
+    saved = 2 * latent - nope - value
+    return None if saved <= 0 else max(2, latent * (nope + value) // (SPEED * saved))
+
+
+def heads_of_group(
+    *, heads: int, keys: int, width: int, element_size: int, max_bytes: int = MAX_BYTES
+) -> int:
+    """Return the largest divisor of `heads` whose keys and values take at most `max_bytes`."""
+    of_head = 2 * keys * width * element_size
+    fitting = (size for size in range(heads, 1, -1) if heads % size == 0)
+    return next((size for size in fitting if size * of_head <= max_bytes), 1)
+
+
+def key_page_size(page_size: int) -> int:
+    """Return the tokens of a page of expanded keys, for entries in pages of `page_size`."""
+    whole = KEYS_OF_PAGE % page_size == 0 or page_size % KEYS_OF_PAGE == 0
+    return KEYS_OF_PAGE if whole else page_size
+
+
+def expanded_attention(
+    q_NHD: torch.Tensor,
+    cache: PagedLatents,
+    chunk: ExpandedChunk,
+    key_up_HPL: torch.Tensor,
+    value_up_HLV: torch.Tensor,
+    *,
+    scale: float,
+    max_bytes: int = MAX_BYTES,
+) -> torch.Tensor:
+    """Implement ops.expanded_latent_attention; `max_bytes` bounds the memory of keys and values."""
+    N, H, width = q_NHD.shape
+    (_, P, L), V = key_up_HPL.shape, value_up_HLV.shape[2]
+    D = max(width, V)
+    entries_KE = cache.entries(chunk.pages_X, L, q_NHD.dtype).flatten(0, 1)
+    c_KL, r_KR = entries_KE.split([L, width - P], dim=1)
+    K, B = entries_KE.shape[0], key_page_size(cache.page_size)
+    group = heads_of_group(
+        heads=H, keys=K, width=D, element_size=q_NHD.element_size(), max_bytes=max_bytes
+    )
+    out_NHV = q_NHD.new_empty((N, H, V))
+    for first in range(0, H, group):
+        heads = slice(first, first + group)
+        k_GKD, v_GKD = q_NHD.new_empty((2, group, K, D))
+        c_GKL = c_KL.expand(group, K, L)
+        torch.bmm(c_GKL, key_up_HPL[heads].mT, out=k_GKD[..., :P])
+        k_GKD[..., P:width] = r_KR
+        k_GKD[..., width:] = 0
+        torch.bmm(c_GKL, value_up_HLV[heads], out=v_GKD[..., :V])
+        k_pages, v_pages = (
+            each.unflatten(1, (K // B, B)).permute(1, 2, 0, 3) for each in (k_GKD, v_GKD)
+        )
+        out_NGD = paged_attention(
+            pad(q_NHD[:, heads], (0, D - width)),
+            PagedKv(k_pages=k_pages, v_pages=v_pages),
+            chunk.step,
+            scale=scale,
+            window=None,
+        )
+        out_NHV[:, heads] = out_NGD[..., :V]
+    return out_NHV
