@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 from qkernels.attention.config import PREFILL_ROWS, default_attention_config, prefill_split
 from qkernels.gpu.config import ceil_div, power_of_two
-from qkernels.latent.expanded import heads_of_group
+from qkernels.latent.expanded import BLOCK_HEADS, heads_of_group
 
 MAX_SPLIT_KV = 32
 MIN_KEYS_PER_SPLIT = 256  # a shorter split costs more to start and to merge than it saves
-BLOCK_HEADS = 16  # heads of a program: the least rows of a tensor core's product
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
     k = [W_UK c | r]        v = c W_UV        out = softmax(q k) v
 
 An expanded key and value cost 2 L (P + V) operations for each head, and then each row P + R + V
-instead of 2 L + R multiplications: less in all from EXPANDED_ROWS on. The attention is
+instead of 2 L + R multiplications: less in all from expanded_rows on. The attention is
 paged_attention over keys and values that lie in pages of this call alone. Heads are computed in
 groups whose keys and values take at most MAX_BYTES.
 
@@ -19,8 +19,10 @@ from torch.nn.functional import pad
 
 from qkernels.attention.cache import AttentionStep, PagedKv
 from qkernels.attention.ops import paged_attention
+from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.latent.cache import PagedLatents
 
+BLOCK_HEADS = 16  # heads of a program over entries: the least rows of a tensor core's product
 MAX_BYTES = 2**28  # of the keys and values of a group of heads
 KEYS_OF_PAGE = 64
 # Operations of attention over keys of heads take about a quarter of the time of those over
@@ -37,10 +39,18 @@ class ExpandedChunk:
     step: AttentionStep  # of its rows over expanded keys, whose pages are 0, 1, ...
 
 
-def expanded_rows(*, latent: int, nope: int, value: int) -> int | None:
+def expanded_rows(*, heads: int, latent: int, nope: int, value: int) -> int | None:
     """Return the rows from which a chunk is faster with expanded keys; None: it never is."""
     saved = 2 * latent - nope - value
-    return None if saved <= 0 else max(2, latent * (nope + value) // (SPEED * saved))
+    if saved <= 0:
+        return None
+    return max(2, latent * (nope + value) * heads // (SPEED * saved * absorbed_heads(heads)))
+
+
+def absorbed_heads(heads: int) -> int:
+    """Return the heads that programs over entries compute, with those that pad a block."""
+    block = min(BLOCK_HEADS, power_of_two(heads))
+    return ceil_div(heads, block) * block
 
 
 def heads_of_group(

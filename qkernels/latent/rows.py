@@ -1,6 +1,7 @@
 """Operations of latent attention, and the kernels that do them."""
 
 from qkernels.dispatch import Kernel, Operation, reference, triton_or_reference
+from qkernels.operands.codes import CODE_DTYPES
 from qkernels.problem import Problem, needs_triton_on_gpu, refuses_pages
 
 MAX_ENTRY = 640  # two steps of wider ones do not fit into the shared memory of all GPUs
@@ -10,6 +11,8 @@ def triton_latents(problem: Problem) -> str | None:
     reason = needs_triton_on_gpu(problem)
     if reason is None and problem.head_dim > MAX_ENTRY:
         return f"takes entries of up to {MAX_ENTRY}, not {problem.head_dim}"
+    if reason is None and problem.pages_dtype in CODE_DTYPES.values() and not problem.tma_pages:
+        return "takes 8-bit entries and latents of a multiple of 16 numbers"
     return reason or refuses_pages(problem)
 
 

@@ -78,6 +78,11 @@ class CacheSpec:
         return None
 
     @property
+    def max_graph_pairs(self) -> int | None:
+        """Most rows times keys of a chunk in a CUDA graph, which divides no step; None: any."""
+        return None
+
+    @property
     def bytes_to_come(self) -> int:
         """Device memory of a step over the longest context, in addition to the largest step's."""
         return 0

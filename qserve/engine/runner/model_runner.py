@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from qkernels import ops
+from qkernels.moe.experts import PreparedExperts
 from qkernels.sampling.settings import INVALID_TOKEN, Samples, SampleSettings
 from qserve.config import EngineConfig
-from qserve.engine.runner.cuda_graphs import StepGraphs
+from qserve.engine.runner.cuda_graphs import CHUNK_SIZES, LONG_CHUNK_SIZES, StepGraphs
 from qserve.engine.runner.encoder import Encoder
 from qserve.engine.runner.microbatches import microbatches
 from qserve.engine.runner.page_copies import PageCopies, copy_pages, copy_states
@@ -155,6 +156,14 @@ class ModelRunner:
         return any(spec.bytes_per_slot for spec in self.cache_specs)
 
     @functools.cached_property
+    def chunk_sizes(self) -> tuple[int, ...]:
+        """Tokens of the chunk graphs."""
+        has_experts = any(
+            isinstance(weight, PreparedExperts) for weight, _ in self.decoder.products()
+        )
+        return LONG_CHUNK_SIZES if has_experts or self.has_states else CHUNK_SIZES
+
+    @functools.cached_property
     def batch_form(self) -> BatchForm:
         """Optional tensors of batches, which depend on what the layers keep."""
         split_rows = (spec.split_rows for spec in self.cache_specs)
@@ -246,6 +255,7 @@ class ModelRunner:
             device=self.device,
             with_adapters=self.adapters is not None,
             with_states=self.has_states,
+            chunk_sizes=self.chunk_sizes,
             in_step=self._ranks.are_many,
         )
         if speculator is not None:
@@ -279,10 +289,8 @@ class ModelRunner:
         Nothing is left to do on a rank without logits.
         """
         self._move_pages(step)
-        key = prompts = pools = None
-        needs_hidden = step.prompt_rows is not None or step.pool_rows is not None
-        if self.graphs is not None and not needs_hidden and not _has_media(step):
-            key = self.graphs.key_for(step)
+        prompts = pools = None
+        key = self.graph_key_for(step)
         if key is not None:
             batch = self.graphs.fill_(key, step)
             drafting = self._fill_pending(step, batch, key)
@@ -309,6 +317,26 @@ class ModelRunner:
             done = torch.cuda.Event()
             done.record()
         self._under_way = _Forward(outputs, logits_SV, prompts, pools, drafting, done)
+
+    def graph_key_for(self, step: StepInput) -> GraphKey | None:
+        """Key of the CUDA graph that the step runs in, or None."""
+        needs_hidden = step.prompt_rows is not None or step.pool_rows is not None
+        if self.graphs is None or needs_hidden or _has_media(step) or self._splits(step):
+            return None
+        return self.graphs.key_for(step)
+
+    def _splits(self, step: StepInput) -> bool:
+        """True for a step that is faster divided (split_step.py) than whole in a CUDA graph."""
+        most = self._max_graph_pairs
+        if most is None or step.max_query_len * step.max_context_len <= most:
+            return False
+        pairs_R = np.diff(step.query_starts_R1).astype(np.int64) * step.context_lengths_R
+        return bool(pairs_R.max() > most)
+
+    @functools.cached_property
+    def _max_graph_pairs(self) -> int | None:
+        of_specs = (spec.max_graph_pairs for spec in self.cache_specs)
+        return min((pairs for pairs in of_specs if pairs is not None), default=None)
 
     @property
     def is_computing(self) -> bool:

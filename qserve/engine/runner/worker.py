@@ -22,7 +22,6 @@ from qserve.config import EngineConfig
 from qserve.engine.fallback_limits import is_fallback
 from qserve.engine.invariance_limits import check_dtype
 from qserve.engine.runner.capture import capture
-from qserve.engine.runner.cuda_graphs import CHUNK_SIZES
 from qserve.engine.runner.devices import pick_dtype
 from qserve.engine.runner.encoder import Encoder
 from qserve.engine.runner.memory import (
@@ -63,7 +62,7 @@ class Replay:
     @torch.inference_mode()
     def __init__(self, runner: ModelRunner, step: StepInput, *, captures: bool) -> None:
         """`captures`: whether a graph may be captured for it."""
-        key = None if runner.graphs is None else runner.graphs.key_for(step)
+        key = runner.graph_key_for(step)
         if key is not None:
             runner.graphs.fill_(key, step)
             self.graph = "engine"  # or "captured", or "none"
@@ -378,7 +377,7 @@ class Worker:
     def _graph_step(self) -> StepInput:
         """Step about as large as the largest CUDA graph."""
         config, rows = self.runner.config, self._max_num_seqs
-        tokens = min(CHUNK_SIZES[-1], config.max_num_batched_tokens)
+        tokens = min(self.runner.chunk_sizes[-1], config.max_num_batched_tokens)
         count = min(max(1, tokens // rows), self._max_model_len)
         return StepInput.padding(
             num_requests=rows,

@@ -24,7 +24,7 @@ from qkernels.attention.cache import AttentionStep
 from qkernels.gpu.device import sm_count
 from qkernels.latent.cache import PagedLatents
 from qkernels.latent.config import expanded_boundaries, latent_boundaries
-from qkernels.latent.expanded import MAX_BYTES, expanded_rows
+from qkernels.latent.expanded import MAX_BYTES, absorbed_heads, expanded_rows
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
 from qserve.model.blocks.attention import SplitStep, StepInputs, check_capturable
@@ -35,6 +35,9 @@ from qserve.model.cache_spec import CacheSpec, KvFormat, StepLimits, WarmUpShape
 # Of the norms of latents. transformers gives them this default whatever rms_norm_eps is, and its
 # tokens are the ones that tests compare; vLLM passes rms_norm_eps, which differs where it is 1e-5.
 INNER_NORM_EPS = 1e-6
+# Rows times keys times heads that a chunk computes over entries in 1 ms (H100: 84 TFLOP/s). Python
+# launches the kernels of a layer in about as long.
+GRAPH_PAIRS = 36_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +77,15 @@ class PagedLatentsSpec(CacheSpec):
     @property
     def split_rows(self) -> int | None:
         sizes = self.shape
-        return expanded_rows(latent=sizes.latent, nope=sizes.nope, value=sizes.value)
+        return expanded_rows(
+            heads=sizes.heads, latent=sizes.latent, nope=sizes.nope, value=sizes.value
+        )
+
+    @property
+    def max_graph_pairs(self) -> int | None:
+        if self.split_rows is None:
+            return None
+        return GRAPH_PAIRS // absorbed_heads(self.shape.heads)
 
     @property
     def bytes_to_come(self) -> int:
@@ -91,6 +102,7 @@ class PagedLatentsSpec(CacheSpec):
             head_dim=self.shape.entry,
             page_size=self.page_size,
             pages_dtype=self.dtype,
+            tma_pages=self.shape.entry % 16 == 0 and self.shape.latent % 16 == 0,
         )
 
     def warm_up_shapes(

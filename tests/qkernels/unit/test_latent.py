@@ -95,9 +95,10 @@ def test_warm_up_launches_every_config(heads, size):
 
 def test_rows_from_which_keys_are_expanded():
     """DeepSeek-V2 and V3, GLM-4.7-Flash; latents so narrow that expansion saves nothing."""
-    assert expanded_rows(latent=512, nope=128, value=128) == 42
-    assert expanded_rows(latent=512, nope=192, value=256) == 99
-    assert expanded_rows(latent=32, nope=24, value=40) is None
+    assert expanded_rows(heads=16, latent=512, nope=128, value=128) == 42
+    assert expanded_rows(heads=128, latent=512, nope=128, value=128) == 42
+    assert expanded_rows(heads=20, latent=512, nope=192, value=256) == 62
+    assert expanded_rows(heads=16, latent=32, nope=24, value=40) is None
 
 
 @pytest.mark.parametrize(("heads", "width"), [(16, 192), (20, 256), (128, 192)])

@@ -4,6 +4,7 @@ import pytest
 
 from qserve.engine.runner.cuda_graphs import (
     CHUNK_SIZES,
+    LONG_CHUNK_SIZES,
     graph_keys,
     graph_rows,
     graph_sizes,
@@ -76,3 +77,9 @@ def test_rows_are_told_apart_by_what_a_step_holds():
     rows = graph_rows(graph_keys(64, 200, counts=(1, 4), max_rows=64))
     assert rows["decode"] == graph_sizes(64)
     assert rows["chunk"] == [size for size in CHUNK_SIZES if size <= 200]
+
+
+def test_models_whose_launches_take_longer_have_longer_graphs():
+    keys = graph_keys(64, 4096, chunk_sizes=LONG_CHUNK_SIZES)
+    assert found(keys, [2048, *[1] * 63]) == (2112, 64) and found(keys, [2113]) is None
+    assert found(graph_keys(64, 4096), [1089]) is None

@@ -7,6 +7,7 @@ is planted wrong, Kimi-K2's files, and what is refused.
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +21,7 @@ from qkernels import ops
 from qserve.llm import LLM
 from qserve.model.blocks import latent_attention
 from qserve.params.sampling_params import SamplingParams
+from tests.qserve.engine.make_step import make_step
 from tests.qserve.model.test_family_tokens import FEW_PAGES, check_greedy, count_preemptions
 from tests.qserve.model.variants import TOKENS, edited, logits, model_maker, relative
 from tests.tiny_families import GROUPS, LATENT, YARN
@@ -140,6 +142,26 @@ def test_entries_in_8_bits(model_of, monkeypatch, name, kind):
     exact.reset_prefix_cache()
     answers.append(ask(exact, prompt))
     assert answers[0] == answers[1]
+
+
+def test_chunks_of_many_pairs_are_in_no_graph(model_of, monkeypatch):
+    """A CUDA graph computes all rows over entries."""
+
+    class Graphs:
+        def key_for(self, step):
+            return "graph"
+
+    runner = LLM(model_of("deepseek_v2"), device="cpu", max_model_len=96).engine.runner
+    runner.graphs = Graphs()
+    step = make_step([1, 30], context_lengths_R=np.array([900, 60], np.int32), max_context_len=900)
+    assert runner.graph_key_for(step) == "graph"
+    monkeypatch.setattr(latent_attention, "GRAPH_PAIRS", 4 * 30 * 60)
+    vars(runner).pop("_max_graph_pairs")
+    assert runner.graph_key_for(step) == "graph"
+    monkeypatch.setattr(latent_attention, "GRAPH_PAIRS", 4 * 30 * 60 - 1)
+    vars(runner).pop("_max_graph_pairs")
+    assert runner.graph_key_for(step) is None
+    runner.graphs = None
 
 
 def ask(llm, prompt):
