@@ -8,11 +8,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from formats.architecture.family import Experts, Family, Projection
+from formats.architecture.experts import Experts
+from formats.architecture.family import Family
 from formats.architecture.flags import is_set
 from formats.architecture.float_linears import kept_in_float, routing_linears
+from formats.architecture.projection import Projection
 from formats.architecture.refused import check_not_refused
 from formats.architecture.sizes import NUM_EXPERTS_KEYS
+from formats.architecture.variant_check import check_variant
 from formats.errors import CheckpointError, InputError
 from formats.families import FAMILIES
 
@@ -230,5 +233,5 @@ def find_layer_map(config: dict[str, Any]) -> LayerMap:
             f"unknown architecture; known: {', '.join(FAMILIES)}",
             "a family is a row of FAMILIES in formats/families.py",
         )
-    FAMILIES[name].check_config(config)
+    check_variant(FAMILIES[name], config)
     return layer_map(FAMILIES[name].variant(config))

@@ -9,7 +9,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from formats.architecture.family import Experts, Family
+from formats.architecture.experts import Experts
+from formats.architecture.family import Family
 from formats.architecture.sizes import num_experts
 from formats.families import FAMILIES
 

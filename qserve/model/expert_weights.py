@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from formats.architecture.family import Experts, Projection
+from formats.architecture.experts import Experts
 from formats.architecture.flags import is_set
+from formats.architecture.projection import Projection
 from formats.architecture.sizes import num_experts
 from formats.codecs import mxfp4
 from formats.errors import CheckpointError

@@ -2,8 +2,11 @@
 
 from dataclasses import replace
 
-from formats.architecture.family import Norm, Router, SharedExpert
-from formats.architecture.family_parts import (
+from formats.architecture.columns import Norm
+from formats.architecture.experts import Router, SharedExpert
+from formats.architecture.flags import Flag, Stated
+from formats.architecture.projection import Projection
+from formats.architecture.rows.parts import (
     ATTENTION_BIAS,
     BEFORE_ATTENTION,
     NAMES,
@@ -14,8 +17,6 @@ from formats.architecture.family_parts import (
     norms_before,
     ungated,
 )
-from formats.architecture.flags import Flag, Stated
-from formats.architecture.projection import Projection
 from formats.architecture.states.mixer import StateMixer, StateTensor
 
 _HEADS = (("linear_num_value_heads",),)

@@ -3,14 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from formats.architecture.family import (
-    ConfigRules,
-    Experts,
-    Norm,
-    Projection,
-    Router,
-)
+from formats.architecture.columns import ConfigRules, Norm
+from formats.architecture.experts import Experts, Router
 from formats.architecture.flags import Flag, Stated
+from formats.architecture.projection import Projection
 
 _Q, _K, _V, _O = (f"self_attn.{name}_proj" for name in "qkvo")
 QKV = Projection(
