@@ -75,7 +75,7 @@ class LayerMap:
         readers = row.first_projections(config, layer)
         others = [p for p in row.projections(row.blocks(config, layer), count) if p not in readers]
         first = tuple(name for projection in readers for name in _stored(projection))
-        return (first, *map(_stored, others))
+        return (*([first] if first else []), *map(_stored, others))
 
     @property
     def expert_modules(self) -> str:
@@ -203,7 +203,8 @@ def _scale_pairs(family: Family, config: Mapping[str, Any], layer: int) -> Itera
     if family.qkv.name in norm_of:
         readers = family.first_projections(config, layer)
         linears = tuple(name for projection in readers for name in _stored(projection))
-        yield ScalePair(previous=norm_of[family.qkv.name], linears=linears, kind="norm")
+        if linears:
+            yield ScalePair(previous=norm_of[family.qkv.name], linears=linears, kind="norm")
     if blocks.attention:
         for each in family.latent:
             yield ScalePair(previous=norm_of[each.name], linears=_stored(each), kind="norm")

@@ -66,6 +66,11 @@ class Experts:
     types_key: str = ""  # a list: "sparse" for each layer with experts
 
     @property
+    def gated(self) -> bool:
+        """Return True if gate_up makes gate and up, False if up alone."""
+        return len(self.gate_up.members) == 2
+
+    @property
     def router(self) -> str:
         """Return the router's linear."""
         return f"{self.module}.{self.routing.name}"

@@ -204,13 +204,16 @@ class Family:
     def first_projections(
         self, config: Mapping[str, Any], layer: int | None = None
     ) -> tuple[Projection, ...]:
-        """Return the projections that read a layer's first input, as `blocks` describes it."""
+        """Return the projections that read a layer's first input, as `blocks` describes it.
+
+        A layer of experts alone has none: their router reads it.
+        """
         blocks, found = self.blocks(config, layer), ()
         if blocks.state:
             found = self.state_mixer.readers
         if blocks.attention:
             found = (*found, self.qkv)
-        reads_mlp = is_set(self.parallel, config) or not found
+        reads_mlp = is_set(self.parallel, config) or not (found or blocks.experts)
         return (*found, self.gate_up) if reads_mlp else found
 
     @property
@@ -320,15 +323,14 @@ def _lone_block(config: Mapping[str, Any], layer: int) -> Blocks:
     """Return the one block of a layer. Raises CheckpointError for a kind that is not known."""
     kinds = config.get("layer_types")
     kind = kinds[layer] if isinstance(kinds, list) and layer < len(kinds) else None
-    kinds_known = ("linear_attention", "full_attention", "mlp")
+    kinds_known = ("linear_attention", "full_attention", "mlp", "moe")
     if kind not in kinds_known:
         raise CheckpointError(
             f"config.json kind of layer {layer}",
             f"expected one of {', '.join(kinds_known)}, found {kind!r:.100}",
-            "layers of experts without a gate are not supported" if kind == "moe" else "",
         )
-    state, attention, dense = (kind == each for each in kinds_known)
-    return Blocks(state=state, attention=attention, dense=dense)
+    state, attention, dense, experts = (kind == each for each in kinds_known)
+    return Blocks(state=state, attention=attention, dense=dense, experts=experts)
 
 
 def _bias_of(weight: str) -> str:

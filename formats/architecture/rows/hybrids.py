@@ -90,7 +90,7 @@ HYBRIDS = (
     ),
     family_row(
         "NemotronHForCausalLM",
-        "Nemotron-H (without experts)",
+        "Nemotron-H and Nemotron 3",
         "nemotron_h",
         builder="hybrid.nemotron_h",
         **NEMOTRON_H,

@@ -147,6 +147,8 @@ def test_logits_of_quantized_weights_equal_transformers(written, transformers_mo
             pytest.param(name, "awq", marks=pytest.mark.exhaustive)
             for name in ("lfm2", "lfm2_moe", "granite_hybrid", "granite_hybrid_moe", "nemotron_h")
         ),
+        ("nemotron_h_moe", "gptq"),
+        pytest.param("nemotron_h_moe", "awq", marks=pytest.mark.exhaustive),
         pytest.param("gpt2", "awq", marks=pytest.mark.exhaustive),
         pytest.param("falcon", "awq", marks=pytest.mark.exhaustive),
         *(
