@@ -355,6 +355,13 @@ TINY_FAMILIES |= {
             "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
         },
     ),
+    "bamba": (
+        "BambaConfig",
+        {
+            **{name: value for name, value in MAMBA.items() if name != "layer_types"},
+            "attn_layer_indices": [1],
+        },
+    ),
     "falcon_h1": (
         "FalconH1Config",
         {
@@ -406,6 +413,7 @@ ROWS += ("granite_moe_shared", "hunyuan_moe")
 STATES = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"),
     *("granite_hybrid", "granite_hybrid_moe", "falcon_h1", "nemotron_h", "nemotron_h_moe"),
+    "bamba",
 )
 WITHOUT_RANKS = (*STATES, "gemma4")  # ranks are refused
 WITHOUT_ADAPTERS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # latent attention

@@ -368,6 +368,7 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "lfm2_moe": _lfm2_moe,
     "granitemoehybrid": _granite_hybrid,
     "falcon_h1": _mamba,
+    "bamba": _mamba,
     "nemotron_h": _nemotron_h,
     "hunyuan_v1_moe": _hunyuan_moe,
     "llama4_text": _llama4,

@@ -16,6 +16,7 @@ from formats.architecture.rows.parts import (
 )
 from formats.architecture.rows.usual import family_row
 from formats.architecture.states.parts import (
+    BAMBA,
     DELTA_NET,
     FALCON_H1,
     GRANITE_HYBRID,
@@ -88,6 +89,7 @@ HYBRIDS = (
     family_row(
         "FalconH1ForCausalLM", "Falcon-H1", "falcon_h1", builder="hybrid.falcon_h1", **FALCON_H1
     ),
+    family_row("BambaForCausalLM", "Bamba", "bamba", builder="hybrid.bamba", **BAMBA),
     family_row(
         "NemotronHForCausalLM",
         "Nemotron-H and Nemotron 3",

@@ -242,6 +242,17 @@ FALCON_H1 = {
     "fixed": {"attention_bias": False, "mamba_proj_bias": False},
     "last_norm": "model.final_layernorm.weight",
 }
+# Granite's mixers and Falcon-H1's names, without factors; half of a head rotates.
+BAMBA = {
+    **ATTENTION_BIAS,
+    **{name: replace(projection, bias="mlp_bias") for name, projection in _FALCON_MLP.items()},
+    "state_mixer": replace(
+        mamba("mamba", _MAMBA_BIAS, _MAMBA_BIAS, _MAMBA_CONV_BIAS, True),
+        attention_key="attn_layer_indices",
+    ),
+    "norms": FALCON_H1["norms"],
+    "last_norm": "model.final_layernorm.weight",
+}
 _NEMOTRON_EXPERTS = Experts(
     module="mixer",
     **up_and_down(
