@@ -8,9 +8,9 @@ import torch
 from calibrate.digest import combined, tensor_digest, tensors_digest
 from calibrate.layer_map import find_layer_map
 from calibrate.solvers.solving import LayerState
-from formats.architecture.family import check_num_layers
 from formats.architecture.next_token import draft_linears
 from formats.architecture.padding import Padding
+from formats.architecture.variant_check import check_num_layers
 from formats.checkpoint import CheckpointReader, TensorEntry
 from formats.errors import CheckpointError, InputError, one_line
 from formats.inspection.config import check_config

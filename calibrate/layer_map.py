@@ -8,11 +8,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from formats.architecture.family import Experts, Family, Projection
+from formats.architecture.experts import Experts
+from formats.architecture.family import Family
 from formats.architecture.flags import is_set
 from formats.architecture.float_linears import kept_in_float, routing_linears
+from formats.architecture.projection import Projection
 from formats.architecture.refused import check_not_refused
 from formats.architecture.sizes import NUM_EXPERTS_KEYS
+from formats.architecture.variant_check import check_variant
 from formats.errors import CheckpointError, InputError
 from formats.families import FAMILIES
 
@@ -72,7 +75,7 @@ class LayerMap:
         readers = row.first_projections(config, layer)
         others = [p for p in row.projections(row.blocks(config, layer), count) if p not in readers]
         first = tuple(name for projection in readers for name in _stored(projection))
-        return (first, *map(_stored, others))
+        return (*([first] if first else []), *map(_stored, others))
 
     @property
     def expert_modules(self) -> str:
@@ -200,7 +203,8 @@ def _scale_pairs(family: Family, config: Mapping[str, Any], layer: int) -> Itera
     if family.qkv.name in norm_of:
         readers = family.first_projections(config, layer)
         linears = tuple(name for projection in readers for name in _stored(projection))
-        yield ScalePair(previous=norm_of[family.qkv.name], linears=linears, kind="norm")
+        if linears:
+            yield ScalePair(previous=norm_of[family.qkv.name], linears=linears, kind="norm")
     if blocks.attention:
         for each in family.latent:
             yield ScalePair(previous=norm_of[each.name], linears=_stored(each), kind="norm")
@@ -230,5 +234,5 @@ def find_layer_map(config: dict[str, Any]) -> LayerMap:
             f"unknown architecture; known: {', '.join(FAMILIES)}",
             "a family is a row of FAMILIES in formats/families.py",
         )
-    FAMILIES[name].check_config(config)
+    check_variant(FAMILIES[name], config)
     return layer_map(FAMILIES[name].variant(config))

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from formats.architecture.expert_names import other_names
-from formats.architecture.family import Family, Projection
+from formats.architecture.family import Family
+from formats.architecture.projection import Projection
 from formats.errors import CheckpointError
 from formats.families import FAMILIES
 from formats.patterns import regex

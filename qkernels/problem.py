@@ -37,6 +37,7 @@ class Problem:
     chunk: bool = False  # more query rows than a decode step has
     tma_pages: bool = True  # TMA supports their address and strides
     alike: str | None = None  # why experts' weights cannot be one tensor; None: they can
+    gated: bool = True  # experts have a gate
 
 
 @functools.cache

@@ -174,7 +174,9 @@ def module_name(name: str) -> str:
     return name
 
 
-EXPERT = re.compile(r"(.*\.(?:mlp|block_sparse_moe|feed_forward))\.experts\.(\d+)\.(\w+)\.weight")
+EXPERT = re.compile(
+    r"(.*\.(?:mlp|block_sparse_moe|feed_forward|mixer))\.experts\.(\d+)\.(\w+)\.weight"
+)
 
 
 def with_stacked_experts(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -192,6 +194,11 @@ def with_stacked_experts(state: dict[str, torch.Tensor]) -> dict[str, torch.Tens
             module = match[1].replace(".block_sparse_moe", ".mlp") if is_mixtral else match[1]
             found.setdefault(module, {})[int(match[2]), match[3]] = tensor
     for module, each in found.items():
+        if (0, "up_proj") in each and (0, "gate_proj") not in each:
+            for leaf in ("up_proj", "down_proj"):
+                of_leaf = [each[number, leaf] for number in range(len(each) // 2)]
+                rest[f"{module}.experts.{leaf}"] = torch.stack(of_leaf)
+            continue
         is_short = (0, "w1") in each
         gate, up, down = ("w1", "w3", "w2") if is_short else ("gate_proj", "up_proj", "down_proj")
         numbers = range(len(each) // 3)

@@ -344,6 +344,23 @@ TINY_FAMILIES |= {
             "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"],
         },
     ),
+    "nemotron_h_moe": (
+        "NemotronHConfig",
+        {
+            **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 22},
+            **{"head_dim": 32, "chunk_size": 16, "n_routed_experts": 8, "num_experts_per_tok": 3},
+            **{"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 96},
+            **{"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.8},
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        },
+    ),
+    "bamba": (
+        "BambaConfig",
+        {
+            **{name: value for name, value in MAMBA.items() if name != "layer_types"},
+            "attn_layer_indices": [1],
+        },
+    ),
     "falcon_h1": (
         "FalconH1Config",
         {
@@ -394,7 +411,8 @@ ROWS += ("granite_moe_shared", "hunyuan_moe")
 # families whose layers have states
 STATES = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"),
-    *("granite_hybrid", "granite_hybrid_moe", "falcon_h1", "nemotron_h"),
+    *("granite_hybrid", "granite_hybrid_moe", "falcon_h1", "nemotron_h", "nemotron_h_moe"),
+    "bamba",
 )
 WITHOUT_RANKS = (*STATES, "gemma4")  # ranks are refused
 WITHOUT_ADAPTERS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # latent attention

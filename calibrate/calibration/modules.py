@@ -40,9 +40,10 @@ class Experts(nn.ModuleList):
         row, experts = layer_map.family, layer_map.experts
         linears = (*experts.gate_up.linears, *experts.down.linears)
         self.names = [linear.name.rpartition(".")[2] for linear in linears]
+        self.gated = experts.gated
         inner = layer_map.family.sizes(config.to_dict())[experts.down.inputs]
         outer = config.hidden_size
-        shapes = ((outer, inner), (outer, inner), (inner, outer))
+        shapes = (*((outer, inner) for _ in experts.gate_up.linears), (inner, outer))
         super().__init__(
             nn.ModuleDict(
                 {
@@ -66,9 +67,10 @@ class Experts(nn.ModuleList):
             token_T, choice_T = (expert_TC == number).nonzero(as_tuple=True)
             if len(token_T) == 0 and not self.all_tokens:
                 continue
-            gate, up, down = (expert[name] for name in self.names)
+            *first, down = (expert[name] for name in self.names)
             seen_TD = hidden_TD if self.all_tokens else hidden_TD[token_T]
-            found_TD = down(self.activation(gate(seen_TD)) * up(seen_TD))
+            inner_TI = self.activation(first[0](seen_TD))
+            found_TD = down(inner_TI * first[1](seen_TD) if self.gated else inner_TI)
             found_TD = found_TD[token_T] if self.all_tokens else found_TD
             share_T1 = share_TC[token_T, choice_T, None].to(found_TD.dtype)
             output_TD.index_add_(0, token_T, found_TD * share_T1)

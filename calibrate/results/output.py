@@ -12,7 +12,7 @@ from calibrate.layer import FinishedLayer
 from calibrate.results.report import LinearReport
 from calibrate.results.verify import LinearDigest
 from calibrate.solvers.solving import LayerState
-from formats.architecture.family import ATTENTION
+from formats.architecture.columns import ATTENTION
 from formats.checkpoint import CheckpointWriter
 from formats.layouts import Layout
 

@@ -9,7 +9,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from formats.architecture.family import Experts, Family
+from formats.architecture.experts import Experts
+from formats.architecture.family import Family
 from formats.architecture.sizes import num_experts
 from formats.families import FAMILIES
 
@@ -35,7 +36,7 @@ class ExpertNames(NamedTuple):
 def canonical_names(config: Mapping[str, Any], names: Collection[str]) -> dict[str, str]:
     """Map names in the file to names of the family's row; empty if they are the same."""
     experts = experts_apart(config)
-    if experts is None:
+    if experts is None or not experts.gated:  # no tool renames those without a gate
         return {}
     renamed = {name: _canonical(experts, name) for name in names}
     differ = any(name != own for name, own in renamed.items())

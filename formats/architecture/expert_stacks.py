@@ -20,7 +20,9 @@ from typing import Any
 import torch
 
 from formats.architecture.expert_names import LEAVES, MODULES, STACKED, experts_apart
-from formats.architecture.family import EITHER_ORDER, Experts, Projection
+from formats.architecture.experts import Experts
+from formats.architecture.family import EITHER_ORDER
+from formats.architecture.projection import Projection
 from formats.errors import CheckpointError
 from formats.families import FAMILIES
 from formats.files.tensor_entry import TensorEntry

@@ -4,164 +4,24 @@ Needs no torch. Sizes have the names of config.json; "q" and "kv" are head_dim t
 query or KV heads.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from formats.architecture.columns import Blocks, ConfigRules, Norm, Positions
+from formats.architecture.experts import Experts
 from formats.architecture.flags import Flag, is_set
 from formats.architecture.projection import Linear, Projection, Shape
 from formats.architecture.sizes import is_size, named_sizes, num_experts
 from formats.architecture.states.mixer import StateMixer
 from formats.errors import CheckpointError
 
-ATTENTION = "self_attn"  # module of a layer that holds its KV scales
 HEAD = "lm_head.weight"
 # Key that text_part.py adds for files whose float stacks of experts have either order of dims.
 EITHER_ORDER = "expert_stacks_of_either_order"
 MAX_LAYERS = 10_000  # far more than any model has
 # Suffixes of tensors that older writers store although every reader computes them.
 DERIVED = ("rotary_emb.inv_freq",)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Norm:
-    """Norm of a layer. Its kind, and whether it has a bias, are fields of the family."""
-
-    name: str
-    size: str = "hidden_size"
-    # the projection or module that reads it (the first one in a parallel block); empty: after
-    # one
-    feeds: str = ""
-    present: Flag = True
-
-    @property
-    def of_attention(self) -> bool:
-        return self.name.startswith(f"{ATTENTION}.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Router:
-    """Routing of tokens to experts. It stays in float."""
-
-    name: str = "gate"  # below the module
-    # transformers has a Linear, which it would take for quantized unless the file says otherwise
-    is_linear: bool = False
-    # applied to x @ weight; softmax_of_chosen: softmax over the chosen experts' logits only
-    scores: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
-    normalized: Flag = False  # routing weights of the active experts are normalized to sum to 1
-    float32: bool = False  # x @ weight is computed in float32
-    rounded: bool = False  # routing weights are rounded to the activations' dtype
-    bias: bool = False  # of the product
-    correction: str = ""  # tensor below the module that is added to scores for the choice only
-    correction_is_row: bool = False  # it is stored as [1, experts]
-    # Experts form n_group groups; topk_group of them are kept, ranked by a group's best score or by
-    # the sum of its two best.
-    group_score: Literal["", "max", "top2"] = ""
-    grouped: Flag = True  # False: all experts are one group
-    factor_key: str = ""  # key of config.json: factor of the routing weights
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedExpert:
-    """Shared expert, which every token uses."""
-
-    gate_up: Projection
-    down: Projection
-    gate: str = ""  # linear of one output; its sigmoid multiplies the expert's output
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
-    """Mixture of experts that replaces a layer's feed-forward."""
-
-    module: str  # name in the checkpoint; transformers calls it `mlp`
-    gate_up: Projection
-    down: Projection
-    routing: Router
-    shared: SharedExpert | None = None
-    # One tensor holds the matrices of all experts, transposed, with biases; gate and up alternate.
-    # In MXFP4 it is a pair of tensors, not transposed.
-    fused: bool = False
-    # Names below the layer of two tensors that hold gate and up [E, 2 I, H] and down [E, H, I] of
-    # all experts; the reader presents the linears of each (expert_stacks.py).
-    stacks: tuple[str, ...] = ()
-    stacks_transposed: bool = False  # those tensors are [E, H, 2 I] and [E, I, H]
-    # The routing weight multiplies an expert's input instead of its output; a token has one expert.
-    scaled_inputs: bool = False
-    clamped: bool = False  # (up + 1) * gate * sigmoid(swiglu_alpha * gate), within swiglu_limit
-    # Keys of config.json for the layers that keep the dense feed-forward: a list of layers; all
-    # layers before a number; all but every n-th.
-    dense_layers_key: str = ""
-    first_dense_key: str = ""
-    every_key: str = ""
-    types_key: str = ""  # a list: "sparse" for each layer with experts
-
-    @property
-    def router(self) -> str:
-        """Return the router's linear."""
-        return f"{self.module}.{self.routing.name}"
-
-    def stand_in(self, layer: int, config: Mapping[str, Any]) -> bool:
-        """Return True if a layer has experts instead of a dense feed-forward."""
-        if layer in (config.get(self.dense_layers_key) or ()):
-            return False
-        types = config.get(self.types_key)
-        if isinstance(types, list) and layer < len(types) and types[layer] != "sparse":
-            return False
-        if layer < (config.get(self.first_dense_key) or 0):
-            return False
-        return (layer + 1) % (config.get(self.every_key) or 1) == 0
-
-    def tensors(self, config: Mapping[str, Any]) -> dict[str, Shape]:
-        """Return the tensors other than the experts' linears, by their names below the layer."""
-        E = ("num_experts",)
-        shapes: dict[str, Shape] = {f"{self.router}.weight": (E, ("hidden_size",))}
-        if self.routing.bias:
-            shapes[f"{self.router}.bias"] = (E,)
-        if self.routing.correction:
-            row = (("one",), E) if self.routing.correction_is_row else (E,)
-            shapes[f"{self.module}.{self.routing.correction}"] = row
-        if self.fused:
-            C, inner = ("hidden_size",), (self.down.inputs,)
-            both, stem = inner * 2, f"{self.module}.experts"
-            shapes |= {
-                f"{stem}.gate_up_proj": (E, C, both),
-                f"{stem}.gate_up_proj_bias": (E, both),
-                f"{stem}.down_proj": (E, inner, C),
-                f"{stem}.down_proj_bias": (E, C),
-            }
-        if self.shared and self.shared.gate:
-            shapes[f"{self.shared.gate}.weight"] = (("one",), ("hidden_size",))
-        return shapes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Blocks:
-    """Blocks of one layer."""
-
-    attention: bool = True
-    state: bool = False  # a mixer with a state, instead of or next to attention
-    dense: bool = False  # a feed-forward without experts
-    experts: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Positions:
-    """Learned position embeddings, in a table with `offset` rows before position 0."""
-
-    name: str  # name of the table
-    offset: int = 0
-    length_key: str = "max_position_embeddings"  # key of config.json: rows without the offset
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfigRules:
-    """transformers' rules for keys that a config.json leaves out."""
-
-    may_be_null: tuple[str, ...] = ()
-    # Default by key. Without one, KV heads equal heads and head_dim is hidden_size / heads.
-    defaults: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +34,7 @@ class Family:
     builder: str = ""  # module of qserve/model/families that builds it; empty: not served
     qkv: Projection
     o: Projection
-    # Projections of latent attention between qkv, which makes latents, and o (latent_parts.py).
+    # Projections of latent attention between qkv, which makes latents, and o (rows/latent_parts).
     # Queries and values have widths of their own; sizes call those of values "q" and "kv".
     latent: tuple[Projection, ...] = ()
     gate_up: Projection
@@ -261,33 +121,6 @@ class Family:
         """Return True if qserve serves the family."""
         return bool(self.builder)
 
-    def check_config(self, config: Mapping[str, Any]) -> None:
-        """Raise CheckpointError if a key asks for a variant that this project does not compute."""
-        for key, wanted in self.fixed.items():
-            allowed = wanted if isinstance(wanted, tuple) else (wanted,)
-            found = _stated(config, key, allowed[0])
-            if found not in allowed and not (isinstance(wanted, bool) and bool(found) is wanted):
-                expected = " or ".join(map(json.dumps, allowed))
-                raise CheckpointError(
-                    f"config.json {key}",
-                    f"expected {expected}, found {json.dumps(found)!s:.80}: this variant"
-                    f" of {self.architecture} is not supported",
-                    "use a model of the family without it",
-                )
-        count = config.get(self.num_layers_key)
-        if self.lone_blocks and is_size(count):
-            for layer in range(min(count, MAX_LAYERS)):
-                self.blocks(config, layer)
-        for key in self.like_hidden_size:
-            found, wanted = config.get(key), config.get("hidden_size")
-            if found is not None and found != wanted:
-                raise CheckpointError(
-                    f"config.json {key}",
-                    f"expected hidden_size, {wanted}, found {json.dumps(found)!s:.80}: embeddings"
-                    " that are projected are not supported",
-                    "use a model of the family without the projections",
-                )
-
     def draft_layers(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the prefixes of draft layers, which the model itself does not use."""
         first, count = config.get(self.num_layers_key), config.get(self.draft_layers_key)
@@ -371,13 +204,16 @@ class Family:
     def first_projections(
         self, config: Mapping[str, Any], layer: int | None = None
     ) -> tuple[Projection, ...]:
-        """Return the projections that read a layer's first input, as `blocks` describes it."""
+        """Return the projections that read a layer's first input, as `blocks` describes it.
+
+        A layer of experts alone has none: their router reads it.
+        """
         blocks, found = self.blocks(config, layer), ()
         if blocks.state:
             found = self.state_mixer.readers
         if blocks.attention:
             found = (*found, self.qkv)
-        reads_mlp = is_set(self.parallel, config) or not found
+        reads_mlp = is_set(self.parallel, config) or not (found or blocks.experts)
         return (*found, self.gate_up) if reads_mlp else found
 
     @property
@@ -487,40 +323,15 @@ def _lone_block(config: Mapping[str, Any], layer: int) -> Blocks:
     """Return the one block of a layer. Raises CheckpointError for a kind that is not known."""
     kinds = config.get("layer_types")
     kind = kinds[layer] if isinstance(kinds, list) and layer < len(kinds) else None
-    kinds_known = ("linear_attention", "full_attention", "mlp")
+    kinds_known = ("linear_attention", "full_attention", "mlp", "moe")
     if kind not in kinds_known:
         raise CheckpointError(
             f"config.json kind of layer {layer}",
             f"expected one of {', '.join(kinds_known)}, found {kind!r:.100}",
-            "layers of experts without a gate are not supported" if kind == "moe" else "",
         )
-    state, attention, dense = (kind == each for each in kinds_known)
-    return Blocks(state=state, attention=attention, dense=dense)
+    state, attention, dense, experts = (kind == each for each in kinds_known)
+    return Blocks(state=state, attention=attention, dense=dense, experts=experts)
 
 
 def _bias_of(weight: str) -> str:
     return f"{weight.removesuffix('weight')}bias"
-
-
-def _stated(config: Mapping[str, Any], key: str, missing: Any) -> Any:
-    """Return the value of a key, whose dots lead into parts of config.json."""
-    *parts, leaf = key.split(".")
-    for part in parts:
-        config = config.get(part)
-        if not isinstance(config, Mapping):
-            return missing
-    return config.get(leaf, missing)
-
-
-def check_num_layers(config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if config.json states more layers than any model has.
-
-    Readers build lists of that many layers; 10^9 of them take gigabytes.
-    """
-    count = config.get("num_hidden_layers")
-    if isinstance(count, int) and count > MAX_LAYERS:
-        raise CheckpointError(
-            "config.json num_hidden_layers",
-            f"expected {MAX_LAYERS} or less, found {count}",
-            "copy it from the float model",
-        )

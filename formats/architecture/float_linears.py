@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from formats.architecture.family import Experts, Family
+from formats.architecture.experts import Experts
+from formats.architecture.family import Family
 from formats.architecture.sizes import size
 
 

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from formats.architecture.family import Family, Shape
+from formats.architecture.family import Family
+from formats.architecture.projection import Shape
 from formats.architecture.sizes import num_experts
 from formats.checkpoint import TensorEntry
 from formats.families import FAMILIES

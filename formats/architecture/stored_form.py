@@ -313,7 +313,10 @@ _BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe
 
 
 def _nemotron_h(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the kinds of layers, which published files state as a string, and their number."""
+    """Return the kinds of layers, which published files state as a string, and their number.
+
+    Files without experts may state sizes of experts all the same.
+    """
     found, kinds = _mamba(config), config.get("layers_block_type")
     found["head_dim"] = config.get("head_dim", 128)
     pattern = config.get("hybrid_override_pattern")
@@ -322,6 +325,8 @@ def _nemotron_h(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(kinds, list):
         return found
     kinds = [_LAYER_TYPES.get(str(kind), kind) for kind in kinds]
+    if "moe" in kinds:
+        found["mlp_layer_types"] = ["sparse" if kind == "moe" else "dense" for kind in kinds]
     return {**found, "layer_types": kinds, "num_hidden_layers": len(kinds)}
 
 
@@ -363,6 +368,7 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "lfm2_moe": _lfm2_moe,
     "granitemoehybrid": _granite_hybrid,
     "falcon_h1": _mamba,
+    "bamba": _mamba,
     "nemotron_h": _nemotron_h,
     "hunyuan_v1_moe": _hunyuan_moe,
     "llama4_text": _llama4,

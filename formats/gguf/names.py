@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from formats.architecture.family import Family, Projection
+from formats.architecture.family import Family
+from formats.architecture.projection import Projection
 from formats.errors import CheckpointError
 from formats.gguf.architectures import Architecture
 from formats.gguf.container import StoredTensor

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from formats.architecture.family import Family
 from formats.architecture.rope_types import ROPE_DEFAULT, ROPE_TYPES
 from formats.architecture.sizes import check_heads
+from formats.architecture.variant_check import check_variant
 from formats.checkpoint import CONFIG
 from formats.errors import InputError
 from formats.families import FAMILIES, checked_family, known_family
@@ -108,7 +109,7 @@ def _refused_variant(config: Mapping[str, Any]) -> str:
     family = FAMILIES.get(name) if isinstance(name, str) else None
     try:
         if family is not None:
-            family.check_config(config)
+            check_variant(family, config)
     except InputError as error:
         return f"{error.subject}: {error.problem}"
     return ""

@@ -1,6 +1,6 @@
 """Checks of the scales of an 8-bit KV cache. Reads them."""
 
-from formats.architecture.family import ATTENTION
+from formats.architecture.columns import ATTENTION
 from formats.codecs.kv_cache import KEY, KV_SCALE_NAMES, check_kv_scale, find_kv_scales
 from formats.errors import CheckpointError
 from formats.inspection.files import Shards

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from formats.architecture.expert_names import missing_experts
-from formats.architecture.family import DERIVED, Family, Shape
+from formats.architecture.family import DERIVED, Family
+from formats.architecture.projection import Shape
 from formats.architecture.sizes import size
 from formats.checkpoint import CONFIG, TensorEntry
 from formats.families import checked_family, known_family

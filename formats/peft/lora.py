@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from formats.architecture.family import Family, Projection
+from formats.architecture.family import Family
+from formats.architecture.projection import Projection
 from formats.architecture.text_part import text_name
 from formats.checkpoint import TensorEntry, read_header
 from formats.errors import CheckpointError, one_line

@@ -104,8 +104,12 @@ def num_blocks(config: ExpertsConfig, pairs: int, num_experts: int) -> int:
     return (pairs + min(num_experts, pairs) * (config.block_m - 1)) // config.block_m
 
 
-def fits(hidden: int, inner: int) -> str | None:
+def fits(hidden: int, inner: int, gated: bool) -> str | None:
     """Why the kernels cannot tile these sizes; None: they can."""
-    if hidden % 64 or 2 * inner % 64:
-        return f"takes a hidden size divisible by 64 and an inner one by 32, not {hidden}, {inner}"
+    divisor = 32 if gated else 64
+    if hidden % 64 or inner % divisor:
+        return (
+            f"takes a hidden size divisible by 64 and an inner one by {divisor}, not {hidden},"
+            f" {inner}"
+        )
     return None

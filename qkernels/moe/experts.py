@@ -22,10 +22,13 @@ ExpertMatrix = torch.Tensor | Weight
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExpertWeights:
-    """The experts of a layer as a checkpoint has them: `gate_up` is gate's rows above up's."""
+    """The experts of a layer as a checkpoint has them.
+
+    `gate_up` is gate's rows above up's; without a gate it is up.
+    """
 
     top_k: int  # experts of a token
-    gate_up: Sequence[ExpertMatrix]  # of each expert, [2 I, C]
+    gate_up: Sequence[ExpertMatrix]  # of each expert, [2 I, C]; without a gate [I, C]
     down: Sequence[ExpertMatrix]  # [C, I]
     gate_up_bias_EN: torch.Tensor | None = None
     down_bias_EN: torch.Tensor | None = None
@@ -69,6 +72,7 @@ class ExpertsProblem:
     top_k: int
     hidden: int  # C
     inner: int  # I
+    gated: bool = True  # the first product makes gate and up
     dtype: torch.dtype
     device: torch.device
     requested: str | None = None  # kernels that were asked for or forbidden (choice.py)

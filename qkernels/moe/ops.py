@@ -87,6 +87,7 @@ def prepare_experts(
         out_features=hidden,
         in_features=inner,
         alike=fault,
+        gated=weights.glu.gated,
     )
     row = dispatch.choose(EXPERTS, problem)
     prepared = dispatch.module_of(EXPERTS, row.name).prepare_experts(weights, dtype, device)
@@ -94,9 +95,9 @@ def prepare_experts(
 
 
 def _check_shapes(weights: ExpertWeights, hidden: int, inner: int) -> None:
-    count = len(weights.down)
+    count, outputs = len(weights.down), weights.glu.outputs(inner)
     for name, matrices, shape in (
-        ("gate_up", weights.gate_up, (2 * inner, hidden)),
+        ("gate_up", weights.gate_up, (outputs, hidden)),
         ("down", weights.down, (hidden, inner)),
     ):
         found = {shape_of(matrix) for matrix in matrices}
@@ -105,7 +106,7 @@ def _check_shapes(weights: ExpertWeights, hidden: int, inner: int) -> None:
                 f"experts {name}", f"expected {count} of {list(shape)}, found {sorted(found)}"
             )
     for name, bias, width in (
-        ("gate_up bias", weights.gate_up_bias_EN, 2 * inner),
+        ("gate_up bias", weights.gate_up_bias_EN, outputs),
         ("down bias", weights.down_bias_EN, hidden),
     ):
         if bias is not None and bias.shape != (count, width):

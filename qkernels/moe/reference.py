@@ -72,7 +72,12 @@ def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def glu(x_M2I: torch.Tensor, kind: Glu) -> torch.Tensor:
-    """gate * sigmoid(alpha * gate) * (up + offset), where x is [gate, up]."""
+    """gate * sigmoid(alpha * gate) * (up + offset), where x is [gate, up].
+
+    Without a gate x is up [M, I], and the result is the square of its ReLU.
+    """
+    if not kind.gated:
+        return F.relu(x_M2I).square()
     gate, up = x_M2I.chunk(2, dim=-1)
     if kind == SILU:
         return F.silu(gate) * up
@@ -99,6 +104,7 @@ def prepare_experts(
             top_k=weights.top_k,
             hidden=hidden,
             inner=inner,
+            gated=weights.glu.gated,
             dtype=dtype,
             device=device,
         ),

@@ -50,14 +50,26 @@ class Routes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glu:
-    """Activation between an expert's products: gate * sigmoid(alpha * gate) * (up + offset).
+    """Activation between an expert's products.
 
-    The default is silu(gate) * up; the others are gpt-oss's.
+    "swiglu": gate * sigmoid(alpha * gate) * (up + offset). The default is silu(gate) * up; other
+    numbers are gpt-oss's. "relu2": the square of ReLU of up, without a gate.
     """
 
+    kind: Literal["swiglu", "relu2"] = "swiglu"
     alpha: float = 1.0
     offset: float = 0.0
     limit: float | None = None  # gate is cut above it, up outside of it on both sides
 
+    @property
+    def gated(self) -> bool:
+        """Return True if the first product makes gate and up, False if up alone."""
+        return self.kind == "swiglu"
+
+    def outputs(self, inner: int) -> int:
+        """Return the outputs of the first product for `inner` inputs of the second."""
+        return 2 * inner if self.gated else inner
+
 
 SILU = Glu()
+RELU2 = Glu(kind="relu2")

@@ -27,7 +27,7 @@ def triton_experts(problem: Problem) -> str | None:
     if problem.dtype not in HALF_DTYPES:
         return f"takes float16 and bfloat16, not {problem.dtype}"
     hidden, inner = problem.out_features, problem.in_features
-    reason = fits(hidden, inner)
+    reason = fits(hidden, inner, problem.gated)
     if reason is not None:
         return reason
     spec, activation = problem.spec, problem.activation
@@ -70,6 +70,7 @@ def explain_variants(problem: Problem) -> list[tuple[str, str]]:
         top_k=1,
         hidden=problem.out_features,
         inner=problem.in_features,
+        gated=problem.gated,
         sm_count=0,
         shared_bytes=0,
         lacks_sm90=gpu_device.lacks_arch(torch.device(problem.device), "sm_90"),

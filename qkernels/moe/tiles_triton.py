@@ -18,10 +18,11 @@ class ExpertsTile:
     # how a block finds its pairs: in the ids of all pairs, padded to so many; 0: they are sorted
     pairs: int
     experts: int  # at least E, a power of two
-    glu: bool  # the outputs are gate and up, of which the activation makes half as many
+    glu: bool = False  # the outputs are gate and up, of which the activation makes half as many
     alpha: float = 1.0
     offset: float = 0.0
     limit: float = 0.0  # 0: none
+    relu2: bool = False  # the square of ReLU is applied to the outputs
     parts: bool = False  # weighted float32 sums for the consumer: [split, k, M, N]
     weighted: bool = False  # times the pair's share
 
@@ -72,7 +73,9 @@ def store_pairs(
     BM: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The epilogue: gate and up to [P, N / 2], or outputs to [P, N] or parts [split k, M, N]."""
+    """The epilogue: activated gate and up to [P, N / 2], or outputs, which may be activated, to
+    [P, N], or to parts [split k, M, N].
+    """
     if TILE.glu:
         # rounded where torch rounds the product, the activation and their product
         rounded = sums.to(DTYPE).to(tl.float32).reshape(BN // 16, 2, 8, BM).trans(0, 2, 3, 1)
@@ -86,6 +89,11 @@ def store_pairs(
         y_ptrs = y_ptr + pair.to(tl.int64)[None, :] * (N // 2) + n[:, None]
         tl.store(y_ptrs, y.to(DTYPE), mask=valid[None, :])
     else:
+        if TILE.relu2:
+            # rounded where torch rounds the product; the square is rounded as it is stored
+            rounded = sums.to(DTYPE).to(tl.float32)
+            positive = tl.where(rounded < 0, 0.0, rounded)  # propagates NaN
+            sums = positive * positive
         if TILE.weighted:
             share = tl.load(shares_ptr + pair, mask=valid, other=0.0)
             sums = sums * share[None, :]

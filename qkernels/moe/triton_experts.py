@@ -44,7 +44,11 @@ def prepare_experts(
 ) -> PreparedExperts:
     """Both products' weights of all experts, each in one stack."""
     gate_up = stack(
-        weights.gate_up, dtype=dtype, device=device, gated=True, bias_EN=weights.gate_up_bias_EN
+        weights.gate_up,
+        dtype=dtype,
+        device=device,
+        gated=weights.glu.gated,
+        bias_EN=weights.gate_up_bias_EN,
     )
     down = stack(
         weights.down, dtype=dtype, device=device, gated=False, bias_EN=weights.down_bias_EN
@@ -63,6 +67,7 @@ def prepare_experts(
             top_k=weights.top_k,
             hidden=hidden,
             inner=inner,
+            gated=weights.glu.gated,
             dtype=dtype,
             device=device,
         ),
@@ -96,17 +101,17 @@ def experts(
     common = {"top_k": k, "pairs": few, "experts": power_of_two(E)}
     with on_device(x_MC):
         hidden_PI = x_MC.new_empty(M * k, problem.inner)
-        tile = ExpertsTile(glu=True, **common, **_constants(prepared.glu))
+        tile = ExpertsTile(**common, **_constants(prepared.glu))
         _product(x_MC, k, prepared.gate_up, plan.gate_up, lists, shares_Mk, hidden_PI, tile)
         if plan.output == "parts":
             parts = _empty_parts(x_MC, plan.down.split * k, shared_MC)
-            tile = ExpertsTile(glu=False, parts=True, weighted=True, **common)
+            tile = ExpertsTile(parts=True, weighted=True, **common)
             _product(hidden_PI, 1, prepared.down, plan.down, lists, shares_Mk, parts, tile)
             if shared_MC is not None:
                 parts[-1].copy_(shared_MC)
             return SplitKPartials(parts=parts, dtype=x_MC.dtype)
         y_PC = x_MC.new_empty(M * k, C)
-        tile = ExpertsTile(glu=False, weighted=True, **common)
+        tile = ExpertsTile(weighted=True, **common)
         _product(hidden_PI, 1, prepared.down, plan.down, lists, shares_Mk, y_PC, tile)
         out_MC = torch.empty_like(x_MC)
         sum_pairs(y_PC, k, shared_MC, out_MC)
@@ -152,7 +157,10 @@ def _empty_parts(x_MC: torch.Tensor, count: int, shared_MC: torch.Tensor | None)
 
 
 def _constants(glu: Glu) -> dict[str, float]:
-    return {"alpha": glu.alpha, "offset": glu.offset, "limit": glu.limit or 0.0}
+    """Return the constants of the first product's tile."""
+    if not glu.gated:
+        return {"relu2": True}
+    return {"glu": True, "alpha": glu.alpha, "offset": glu.offset, "limit": glu.limit or 0.0}
 
 
 def _product(

@@ -30,6 +30,7 @@ class Layer:
     top_k: int
     hidden: int
     inner: int
+    gated: bool
     sm_count: int
     shared_bytes: int  # what one block may have
     lacks_sm90: str | None  # why this GPU does not run kernels for sm_90
@@ -48,6 +49,8 @@ class Variant:
 def _refuses_few_tokens(layer: Layer) -> str | None:
     if layer.kind != "packed" or layer.spec.bits != 4:
         return "takes 4-bit weights with 16-bit activations"
+    if not layer.gated:
+        return "takes experts with a gate"
     for size in (layer.hidden, layer.inner):
         group = layer.spec.group_length(size)
         if k_step(group) != K_STEP:
@@ -98,7 +101,7 @@ NAMES = tuple(variant.name for variant in VARIANTS)
 
 def layer_of(problem: ExpertsProblem) -> Layer:
     """The problem's experts on its GPU."""
-    names = ("kind", "spec", "num_experts", "top_k", "hidden", "inner")
+    names = ("kind", "spec", "num_experts", "top_k", "hidden", "inner", "gated")
     return Layer(
         **{name: getattr(problem, name) for name in names},
         sm_count=gpu_device.sm_count(problem.device),

@@ -13,7 +13,7 @@ from hashlib import blake2b
 
 import torch
 
-from formats.architecture.family import Projection
+from formats.architecture.projection import Projection
 from formats.errors import CheckpointError
 from formats.in_memory.slices import Rows, take_rows
 from formats.peft.lora import LoraAdapter, adapted_projections, adapted_shapes

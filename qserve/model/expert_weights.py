@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from formats.architecture.family import Experts, Projection
+from formats.architecture.experts import Experts
 from formats.architecture.flags import is_set
+from formats.architecture.projection import Projection
 from formats.architecture.sizes import num_experts
 from formats.codecs import mxfp4
 from formats.errors import CheckpointError
@@ -18,7 +19,7 @@ from formats.in_memory.slices import take_inputs
 from formats.in_memory.weights import merge
 from formats.scheme import Scheme
 from qkernels.moe.experts import ExpertMatrix, ExpertWeights
-from qkernels.moe.routing import SILU, Glu, Routing
+from qkernels.moe.routing import RELU2, SILU, Glu, Routing
 from qserve.model.sharing import Cut
 
 MXFP4 = Scheme(weight=mxfp4.SPEC)  # scheme of a decoded MXFP4 weight
@@ -49,7 +50,7 @@ def expert_weights(weights: Any, prefix: str) -> ExpertWeights:
     """All experts of the layer with this prefix. `weights`: qserve.model.weights.Weights."""
     experts, config = weights.family.experts, weights.config.values
     routing = routing_of(experts, config)
-    glu = SILU
+    glu = SILU if experts.gated else RELU2
     if experts.clamped:
         glu = Glu(alpha=config["swiglu_alpha"], offset=1.0, limit=config["swiglu_limit"])
     stem, E = f"{prefix}.{experts.module}.experts", routing.num_experts

@@ -2,7 +2,7 @@
 
 import torch
 
-from formats.architecture.family import ATTENTION
+from formats.architecture.columns import ATTENTION
 from formats.errors import CheckpointError, InputError
 from qserve.model.cache_spec import CODE_DTYPES, KvFormat
 from qserve.model.decoder import Decoder

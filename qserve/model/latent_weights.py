@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from formats.architecture.latent_parts import KEYS_VALUES
+from formats.architecture.rows.latent_parts import KEYS_VALUES
 from qserve.model.blocks.latent_attention import LatentShape
 
 

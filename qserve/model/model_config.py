@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from formats.architecture.bare_model import INSTEAD_OF_HEAD, SCORE, is_headless
-from formats.architecture.family import Family, check_num_layers
+from formats.architecture.family import Family
 from formats.architecture.flags import is_set
 from formats.architecture.refused import check_not_refused
 from formats.architecture.sizes import check_heads
 from formats.architecture.stored_form import usual_config
 from formats.architecture.text_part import HEAD_WEIGHT, has_text_part, text_config
 from formats.architecture.tied_head import says_tied
+from formats.architecture.variant_check import check_num_layers, check_variant
 from formats.checkpoint import CONFIG, INDEX, SINGLE, CheckpointReader, read_json
 from formats.errors import InputError, one_line
 from formats.families import FAMILIES, served_architectures
@@ -171,7 +172,7 @@ class ModelConfig:
         folder: Path,
     ) -> "ModelConfig":
         """Return the model that transformers' config and config.json (`raw`) describe."""
-        family.check_config(raw)
+        check_variant(family, raw)
         activation = family.activations[0]
         if family.activation_key:
             activation = getattr(config, family.activation_key)

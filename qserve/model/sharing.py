@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from formats.architecture.family import Family, Linear, Projection
+from formats.architecture.family import Family
+from formats.architecture.projection import Linear, Projection
 from formats.errors import InputError
 from formats.in_memory.shares import (
     WIDTHS,

@@ -13,8 +13,9 @@ import torch
 from tqdm import tqdm
 
 from formats.architecture.bare_model import SCORE
-from formats.architecture.family import ATTENTION, Projection, Shape
+from formats.architecture.columns import ATTENTION
 from formats.architecture.flags import is_set
+from formats.architecture.projection import Projection, Shape
 from formats.architecture.sizes import size
 from formats.errors import CheckpointError, InputError
 from formats.in_memory.slices import Rows, take_outputs

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from formats.architecture.family import Projection
 from formats.architecture.padding import WIDENED
+from formats.architecture.projection import Projection
 from formats.architecture.sizes import num_experts, size
 from formats.architecture.stored_form import usual_config
 from formats.checkpoint import CheckpointReader

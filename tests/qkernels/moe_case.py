@@ -34,9 +34,9 @@ def make_experts(
 
     return ExpertWeights(
         top_k=k,
-        gate_up=[matrix(2 * inner, hidden, e) for e in range(E)],
+        gate_up=[matrix(glu.outputs(inner), hidden, e) for e in range(E)],
         down=[matrix(hidden, inner, e) for e in range(E)],
-        gate_up_bias_EN=torch.randn(E, 2 * inner, generator=generator) if bias else None,
+        gate_up_bias_EN=torch.randn(E, glu.outputs(inner), generator=generator) if bias else None,
         down_bias_EN=torch.randn(E, hidden, generator=generator) if bias else None,
         glu=glu,
     )

@@ -40,12 +40,16 @@ class StateMixer:
     others: tuple[StateTensor, ...]
     grouped: bool = False
     layer_type: str = "linear_attention"  # value of layer_types for layers that have it
+    # Key of config.json, instead of layer_types: numbers of the layers with attention instead.
+    attention_key: str = ""
     beside_attention: bool = False  # every layer has both, which read the same norm
 
     def is_in(self, layer: int, config: Mapping[str, Any]) -> bool:
         """Return True if a layer has the mixer."""
         if self.beside_attention:
             return True
+        if self.attention_key:
+            return layer not in (config.get(self.attention_key) or ())
         kinds = config.get("layer_types")
         if isinstance(kinds, list):
             return layer < len(kinds) and kinds[layer] == self.layer_type

@@ -2,10 +2,14 @@
 
 from dataclasses import replace
 
-from formats.architecture.family import Norm, Router, SharedExpert
-from formats.architecture.family_parts import (
+from formats.architecture.columns import Norm
+from formats.architecture.experts import Experts, Router, SharedExpert
+from formats.architecture.flags import Flag, Stated
+from formats.architecture.projection import Projection
+from formats.architecture.rows.parts import (
     ATTENTION_BIAS,
     BEFORE_ATTENTION,
+    GROUPED_ROUTER,
     NAMES,
     O_PROJ,
     QKV,
@@ -13,9 +17,8 @@ from formats.architecture.family_parts import (
     gated,
     norms_before,
     ungated,
+    up_and_down,
 )
-from formats.architecture.flags import Flag, Stated
-from formats.architecture.projection import Projection
 from formats.architecture.states.mixer import StateMixer, StateTensor
 
 _HEADS = (("linear_num_value_heads",),)
@@ -239,6 +242,35 @@ FALCON_H1 = {
     "fixed": {"attention_bias": False, "mamba_proj_bias": False},
     "last_norm": "model.final_layernorm.weight",
 }
+# Granite's mixers and Falcon-H1's names, without factors; half of a head rotates.
+BAMBA = {
+    **ATTENTION_BIAS,
+    **{name: replace(projection, bias="mlp_bias") for name, projection in _FALCON_MLP.items()},
+    "state_mixer": replace(
+        mamba("mamba", _MAMBA_BIAS, _MAMBA_BIAS, _MAMBA_CONV_BIAS, True),
+        attention_key="attn_layer_indices",
+    ),
+    "norms": FALCON_H1["norms"],
+    "last_norm": "model.final_layernorm.weight",
+}
+_NEMOTRON_EXPERTS = Experts(
+    module="mixer",
+    **up_and_down(
+        "mixer.experts.{e}.up_proj", "mixer.experts.{e}.down_proj", "moe_intermediate_size"
+    ),
+    routing=replace(GROUPED_ROUTER, normalized=Stated("norm_topk_prob", True)),
+    shared=SharedExpert(
+        **up_and_down(
+            "mixer.shared_experts.up_proj",
+            "mixer.shared_experts.down_proj",
+            "moe_shared_expert_intermediate_size",
+            "mlp_bias",
+        )
+    ),
+    stacks=("mixer.experts.up_proj", "mixer.experts.down_proj"),
+    types_key="mlp_layer_types",
+)
+# Without experts here; the variant has them.
 NEMOTRON_H = {
     "qkv": replace(
         QKV,
@@ -263,6 +295,8 @@ NEMOTRON_H = {
         "mamba_d_conv": "conv_kernel",
     },
     "draft_prefix": "mtp.",
+    "fixed": {"moe_latent_size": None},
+    "variants": (("mlp_layer_types", {"experts": _NEMOTRON_EXPERTS}),),
     "layer": "backbone.layers.{i}",
     "embedding": "backbone.embeddings.weight",
     "last_norm": "backbone.norm_f.weight",

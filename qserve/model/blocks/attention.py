@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from formats.architecture.family import ATTENTION
+from formats.architecture.columns import ATTENTION
 from formats.errors import CheckpointError, InputError
 from qkernels import ops
 from qkernels.attention.cache import AttentionStep, PagedKv

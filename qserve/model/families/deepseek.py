@@ -4,7 +4,7 @@ Columns of formats/families.py hold what differs: the router's rule, the first l
 experts. config.json decides whether queries come from latents of their own.
 """
 
-from formats.architecture.latent_parts import KV_NORM, Q_NORM, QUERIES
+from formats.architecture.rows.latent_parts import KV_NORM, Q_NORM, QUERIES
 from qserve.model.blocks.latent_attention import LatentAttention, LatentShape
 from qserve.model.blocks.layer import Layer
 from qserve.model.decoder import Decoder

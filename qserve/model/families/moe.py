@@ -42,6 +42,7 @@ def build_mlp(config: ModelConfig, weights: LayerWeights) -> FeedForward:
             up_proj=weights.linear(experts.shared.gate_up, down=experts.shared.down),
             down_proj=weights.linear(experts.shared.down, summed=False),
             activation=activation,
+            gated=experts.gated,
         )
         shared = SharedExpert(mlp, weights.shared_gate())
     return MoeMlp(

@@ -81,7 +81,7 @@ ROTATABLE = (
 )
 OTHERS = (
     *("gemma2", "gemma3", "olmo2", "glm4", "mixtral", "qwen3_moe", "phi3", "granite"),
-    *("opt", "cohere", "gpt_neox", "gpt2", "falcon"),
+    *("opt", "cohere", "gpt_neox", "gpt2", "falcon", "nemotron_h_moe"),
     # much like others
     *(
         pytest.param(family, marks=pytest.mark.exhaustive)

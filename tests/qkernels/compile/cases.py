@@ -411,6 +411,12 @@ EXPERTS = {
     "experts w4a16 M=4096": Case(
         run=lambda: moe.experts(4096, moe.MIXTRAL, "w4a16-sym"), product="wgmma"
     ),
+    "experts without a gate, w4a16 M=8": Case(
+        run=lambda: moe.experts(8, moe.NEMOTRON_3_NANO, "w4a16-sym-g64"), product="wgmma"
+    ),
+    "experts without a gate, bf16 M=512": Case(
+        run=lambda: moe.experts(512, moe.NEMOTRON_3_NANO, None), product="wgmma"
+    ),
     "experts w8a16 M=16": Case(
         run=lambda: moe.experts(16, moe.GPT_OSS, "w8a16-sym-g32"), product="wgmma"
     ),

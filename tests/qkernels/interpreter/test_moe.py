@@ -7,7 +7,7 @@ from formats.scheme import Scheme
 from qkernels import ops, reference
 from qkernels.moe.config import ExpertsConfig, ExpertsPlan
 from qkernels.moe.experts import shape_of
-from qkernels.moe.routing import SILU, Glu, Routes, Routing
+from qkernels.moe.routing import RELU2, SILU, Glu, Routes, Routing
 from qkernels.operands.split_k import reduced
 from tests.qkernels.moe_case import make_experts
 
@@ -210,6 +210,39 @@ def test_biases_and_clamped_activation(device, half, poison, assert_close, M, sh
     weights = make_experts(Scheme.parse("w8a16-sym-g32"), 64, 64, 4, 2, CLAMPED, True, half)
     got, want = run(weights, M, half, device, shared=shared)
     assert_close("gpt-oss", want, reduced(got), 4e-3 * COARSER[half])
+
+
+@pytest.mark.parametrize("M", [1, 5, 33])
+@pytest.mark.parametrize(
+    ("scheme", "inner"),
+    [
+        ("w4a16-sym-g32", 64),
+        ("w4a16-asym-g64", 192),
+        ("w8a8", 192),
+        ("w8a8-fp8-block", 128),
+        (None, 64),
+    ],
+    ids=str,
+)
+def test_experts_without_a_gate(device, half, poison, assert_close, scheme, inner, M):
+    """The square of ReLU; as many outputs as the second product has inputs, an odd tile count."""
+    parsed = None if scheme is None else Scheme.parse(scheme)
+    hidden = 128 if scheme == "w8a8-fp8-block" else 64
+    weights = make_experts(parsed, hidden, inner, 5, 2, RELU2, False, half)
+    got, want = run(weights, M, half, device, shared=True)
+    assert_close(str(scheme), want, reduced(got), 3 * SCHEMES.get(scheme, 2e-3) * COARSER[half])
+
+
+def test_the_square_of_relu_keeps_nan(device, half):
+    """A token that is NaN stays so, and no other token sees it."""
+    weights = make_experts(Scheme.parse("w4a16-sym-g32"), 64, 64, 2, 2, RELU2, True, half)
+    prepared = ops.prepare_experts(weights, half, device, kernel="triton")
+    x = torch.ones(3, 64, dtype=half, device=device)
+    x[1] = float("nan")
+    ids = torch.tensor([[0, 1]] * 3, dtype=torch.int32, device=device)
+    routes = Routes(ids, torch.full((3, 2), 0.5, device=device))
+    out = reduced(ops.experts(x, routes, prepared))
+    assert out[1].isnan().all() and out[[0, 2]].isfinite().all()
 
 
 @pytest.mark.parametrize(("split", "block_n"), [(1, 64), (2, 128)])

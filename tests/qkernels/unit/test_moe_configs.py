@@ -12,7 +12,7 @@ from qkernels.choice import parse_choice
 from qkernels.errors import KernelError
 from qkernels.moe.config import MOST_PARTIALS, MOST_PARTS, num_blocks, sort_chunk
 from qkernels.moe.experts import ExpertWeights
-from qkernels.moe.routing import SILU, Routing
+from qkernels.moe.routing import RELU2, SILU, Routing
 from qkernels.moe.sm90_few_tokens_config import FewTokensConfig, few_tokens_config_fault
 from qkernels.moe.stack import glu_order, stack_fault
 from qkernels.moe.variants import Layer, plan_experts
@@ -23,7 +23,9 @@ MODELS = [(4096, 14336, 8, 2), (2048, 768, 128, 8), (2880, 2880, 32, 4), (4096, 
 SPEC = Scheme.parse("w4a16-sym-g32").weight
 
 
-def plan(M, model=MODELS[1], shared_kb=227, scheme="w4a16-sym", choice=None, lacks_sm90="no"):
+def plan(
+    M, model=MODELS[1], shared_kb=227, scheme="w4a16-sym", choice=None, lacks_sm90="no", gated=True
+):
     """By the kernels for any GPU, unless told otherwise."""
     hidden, inner, E, k = model
     layer = Layer(
@@ -33,6 +35,7 @@ def plan(M, model=MODELS[1], shared_kb=227, scheme="w4a16-sym", choice=None, lac
         top_k=k,
         hidden=hidden,
         inner=inner,
+        gated=gated,
         sm_count=132,
         shared_bytes=shared_kb * 1024,
         lacks_sm90=lacks_sm90,
@@ -171,7 +174,25 @@ def test_what_does_not_fit_is_named():
         ops.experts(torch.randn(3, 32), routes, prepared)
 
 
-def explained_experts(scheme, sizes, requested=None):
+def test_experts_without_a_gate_have_as_many_outputs_as_inputs():
+    up = [round_to_nearest(torch.randn(32, 32), SPEC) for _ in range(2)]
+    prepared = ops.prepare_experts(weights(gate_up=up, glu=RELU2), torch.float32, "cpu")
+    assert not prepared.problem.gated
+    with pytest.raises(KernelError, match=r"experts gate_up: expected 2 of \[32, 32\]"):
+        ops.prepare_experts(weights(glu=RELU2), torch.float32, "cpu")
+
+
+@pytest.mark.parametrize(("inner", "reason"), [(1856, None), (1888, "an inner one by 64")])
+def test_sizes_of_experts_without_a_gate(inner, reason):
+    """Nemotron 3 Nano has 1856; the kernel for few tokens on sm_90 takes experts with a gate."""
+    found = explained_experts("w4a16-sym-g32", (2688, inner), gated=False)[0]
+    assert found.taken == (reason is None)
+    assert reason is None or reason in found.reason
+    variant = plan(1, (2048, 768, 128, 6), lacks_sm90=None, gated=False).variant
+    assert variant == "few" != plan(1, (2048, 768, 128, 6), lacks_sm90=None).variant
+
+
+def explained_experts(scheme, sizes, requested=None, gated=True):
     parsed = Scheme.parse(scheme)
     return explain(
         "experts",
@@ -182,6 +203,7 @@ def explained_experts(scheme, sizes, requested=None):
         out_features=sizes[0],
         in_features=sizes[1],
         requested=requested,
+        gated=gated,
     )
 
 

@@ -147,6 +147,8 @@ def test_logits_of_quantized_weights_equal_transformers(written, transformers_mo
             pytest.param(name, "awq", marks=pytest.mark.exhaustive)
             for name in ("lfm2", "lfm2_moe", "granite_hybrid", "granite_hybrid_moe", "nemotron_h")
         ),
+        ("nemotron_h_moe", "gptq"),
+        pytest.param("nemotron_h_moe", "awq", marks=pytest.mark.exhaustive),
         pytest.param("gpt2", "awq", marks=pytest.mark.exhaustive),
         pytest.param("falcon", "awq", marks=pytest.mark.exhaustive),
         *(
@@ -314,6 +316,12 @@ def without_offset(decoder):
 
 def other_rotation(layer):
     layer.attention.rotary.interleaved = not layer.attention.rotary.interleaved
+
+
+def whole_rotation(layer):
+    """Twice the channels of a head rotate."""
+    rotary = layer.attention.rotary
+    rotary.cos_sin = rotary.cos_sin.repeat_interleave(2, 1)
 
 
 def set_attention(**values):
@@ -523,6 +531,8 @@ WRONG = {
     "values with the weights of keys' norm": ("gemma4", every_layer(values_of_normed_keys)),
     "layers not multiplied, Gemma 4": ("gemma4", every_layer(unscaled)),
     "embeddings not normed": ("bloom", without_embedding_norm),
+    "the whole head rotates, Bamba": ("bamba", lambda d: whole_rotation(d.layers[1])),
+    "norms exchanged, Bamba": ("bamba", swapped("attention_norm", "mlp_norm")),
     "shares of all experts, Hunyuan": ("hunyuan_moe", every_layer(unnormalized)),
     "queries that do not grow": ("ministral3", set_attention(query_scales=None)),
 }

@@ -12,7 +12,8 @@ from qserve.engine.kv_cache import state_snapshots
 from qserve.engine.runner import model_runner
 from qserve.params.sampling_params import SamplingParams
 
-FAMILIES = ["qwen3_next", "qwen3_5", "lfm2", "granite_hybrid", "falcon_h1", "nemotron_h"]
+FAMILIES = ["qwen3_next", "qwen3_5", "lfm2", "granite_hybrid", "falcon_h1"]
+FAMILIES += ["nemotron_h", "nemotron_h_moe", "bamba"]
 MODES = {
     "whole": {},
     "chunked": {"max_num_batched_tokens": 11, "max_num_seqs": 4},

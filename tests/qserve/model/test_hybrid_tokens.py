@@ -31,7 +31,8 @@ from tests.qserve.model.variants import TOKENS, edited, logits, model_maker, rel
 from tests.tiny_families import DELTA, MAMBA, SHORT_CONV, TINY_FAMILIES
 
 DELTA_NETS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
-MAMBAS = ["granite_hybrid", "granite_hybrid_moe", "falcon_h1", "nemotron_h"]
+MAMBAS = ["granite_hybrid", "granite_hybrid_moe", "falcon_h1", "nemotron_h", "nemotron_h_moe"]
+MAMBAS.append("bamba")
 FAMILIES = [*DELTA_NETS, "lfm2", "lfm2_moe", *MAMBAS]
 # what real checkpoints have that the usual tiny models have not
 VARIANTS = {
@@ -87,6 +88,23 @@ VARIANTS = {
         {
             **TINY_FAMILIES["nemotron_h"][1],
             **{"use_bias": True, "mlp_bias": True, "time_step_min": 0.7},
+        },
+    ),
+    "bamba with biases, three layers with attention": (
+        "BambaConfig",
+        {
+            **{name: value for name, value in MAMBA.items() if name != "layer_types"},
+            **{"attn_layer_indices": [0, 1, 3], "num_hidden_layers": 4, "mamba_d_head": "auto"},
+            **{"attention_bias": True, "mamba_proj_bias": True, "mamba_conv_bias": False},
+            **{"mlp_bias": True, "time_step_limit": [0.2, 0.9], "tie_word_embeddings": True},
+        },
+    ),
+    "nemotron 3, one group, all kinds of layers": (
+        "NemotronHConfig",
+        {
+            **TINY_FAMILIES["nemotron_h_moe"][1],
+            **{"n_group": 1, "topk_group": 1, "mlp_bias": True, "norm_topk_prob": False},
+            "layers_block_type": ["moe", "full_attention", "mlp", "linear_attention", "moe"],
         },
     ),
     "qwen3-next without experts, all of a head rotates": (
@@ -150,6 +168,8 @@ def test_logits_equal_transformers(hybrid, name):
         ("falcon_h1", "w4a16-sym-g32", "gptq"),
         ("granite_hybrid_moe", "w4a16-sym-g32", "compressed-tensors"),
         ("nemotron_h", "w4a16-sym-g32", "gptq"),
+        ("nemotron_h_moe", "w4a16-sym-g32", "compressed-tensors"),
+        ("bamba", "w4a16-sym-g32", "gptq"),
         pytest.param("qwen3_next", "w4a16-sym-g32", "gptq", marks=pytest.mark.exhaustive),
         pytest.param("qwen3_5", "w4a16-asym-g32", "awq", marks=pytest.mark.exhaustive),
     ],

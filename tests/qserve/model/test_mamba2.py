@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from formats.errors import InputError
+from calibrate.layer_map import find_layer_map
+from formats.checkpoint import CheckpointReader
+from formats.errors import CheckpointError, InputError
 from qkernels import ops
 from qkernels.mamba2 import reference
 from qserve.llm import LLM
@@ -143,13 +145,14 @@ def test_published_pattern_of_blocks_means_the_same(tiny_model, tmp_path):
     assert torch.equal(logits(folder), logits(tiny_model("nemotron_h")))
 
 
-def test_layers_of_experts_without_a_gate_are_refused(tiny_model, tmp_path):
-    def with_experts(config):
-        config["layers_block_type"][2] = "moe"
+def test_unknown_kind_of_layer_is_refused(tiny_model, tmp_path):
+    def with_unknown(config):
+        del config["layers_block_type"]
+        config.update(hybrid_override_pattern="M*XM")
 
-    folder = edited(tiny_model("nemotron_h"), tmp_path / "moe", config=with_experts)
-    with pytest.raises(InputError, match="kind of layer 2.*'moe'.*without a gate are not supp"):
-        logits(folder)
+    folder = edited(tiny_model("nemotron_h"), tmp_path / "x", config=with_unknown)
+    with pytest.raises(CheckpointError, match="kind of layer 2: expected .*mlp, moe, found 'X'"):
+        find_layer_map(CheckpointReader(folder).config)
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "nemotron_h"])

@@ -1,13 +1,14 @@
-"""Nemotron-H without experts: each layer is Mamba-2, attention without rotation, or a feed-forward.
+"""Nemotron-H and Nemotron 3: each layer is Mamba-2, attention without rotation, a feed-forward, or
+experts with a shared one.
 
-The square of ReLU without a gate.
+Feed-forwards and experts are the square of ReLU without a gate.
 """
 
 import math
 
 from qserve.model.blocks.lone_layer import LoneLayer, NoMixer
 from qserve.model.decoder import Decoder
-from qserve.model.families import llama
+from qserve.model.families import llama, moe
 from qserve.model.families.hybrid import granite
 from qserve.model.model_config import ModelConfig
 from qserve.model.weights import LayerWeights, Weights
@@ -24,6 +25,8 @@ def build_layer(config: ModelConfig, weights: LayerWeights) -> LoneLayer:
         block = granite.build_mamba(config, weights, granite.mamba_shape(config, limits))
     elif blocks.attention:
         block = llama.build_attention(config, weights)
+    elif blocks.experts:
+        block = NoMixer(moe.build_mlp(config, weights))
     else:
         block = NoMixer(llama.build_mlp(config, weights))
     return LoneLayer(norm=llama.build_norm(config, weights, "norm"), block=block)

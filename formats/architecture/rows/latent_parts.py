@@ -9,8 +9,11 @@ way of a latent of their own (`q_a_proj`, `q_b_proj`) if config.json states a q_
 from dataclasses import replace
 from typing import Any
 
-from formats.architecture.family import Norm, Projection, Router, SharedExpert
-from formats.architecture.family_parts import (
+from formats.architecture.columns import Norm
+from formats.architecture.experts import Router, SharedExpert
+from formats.architecture.flags import Equals, Stated
+from formats.architecture.projection import Projection
+from formats.architecture.rows.parts import (
     GROUPED_ROUTER,
     NAMES,
     O_PROJ,
@@ -18,7 +21,6 @@ from formats.architecture.family_parts import (
     gated,
     norms_before,
 )
-from formats.architecture.flags import Equals, Stated
 
 _Q, _Q_A, _Q_B, _KV_A, _KV_B = (
     f"self_attn.{name}"

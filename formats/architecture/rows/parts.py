@@ -3,14 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from formats.architecture.family import (
-    ConfigRules,
-    Experts,
-    Norm,
-    Projection,
-    Router,
-)
+from formats.architecture.columns import ConfigRules, Norm
+from formats.architecture.experts import Experts, Router
 from formats.architecture.flags import Flag, Stated
+from formats.architecture.projection import Projection
 
 _Q, _K, _V, _O = (f"self_attn.{name}_proj" for name in "qkvo")
 QKV = Projection(
@@ -129,18 +125,16 @@ COHERE = {
 
 def ungated(up: str, down: str, bias: Flag) -> dict[str, Any]:
     """Return a feed-forward of two linears with an activation between them."""
+    return {**up_and_down(up, down, "intermediate_size", bias), "gated": False}
+
+
+def up_and_down(up: str, down: str, inner: str, bias: Flag = False) -> dict[str, Projection]:
+    """Return the projections of a feed-forward of two linears with `inner` features."""
     return {
-        "gate_up": Projection(
-            name=up, members=((up, "intermediate_size"),), inputs="hidden_size", bias=bias
-        ),
+        "gate_up": Projection(name=up, members=((up, inner),), inputs="hidden_size", bias=bias),
         "down": Projection(
-            name=down,
-            members=((down, "hidden_size"),),
-            inputs="intermediate_size",
-            split="inputs",
-            bias=bias,
+            name=down, members=((down, "hidden_size"),), inputs=inner, split="inputs", bias=bias
         ),
-        "gated": False,
     }
 
 

@@ -3,8 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
-from formats.architecture.family import Norm, Positions, Projection, Router, SharedExpert
-from formats.architecture.family_parts import (
+from formats.architecture.columns import Norm, Positions
+from formats.architecture.experts import Router, SharedExpert
+from formats.architecture.flags import Equals, Flag
+from formats.architecture.projection import Projection
+from formats.architecture.rows.parts import (
     ATTENTION_BIAS,
     DOWN,
     GATE_UP,
@@ -17,7 +20,6 @@ from formats.architecture.family_parts import (
     norms_before,
     ungated,
 )
-from formats.architecture.flags import Equals, Flag
 
 # Keys of config.json that GPT-2 has instead of the usual ones, by these.
 GPT_KEYS = {

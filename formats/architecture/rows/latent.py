@@ -1,0 +1,15 @@
+"""Rows of families with latent attention."""
+
+from formats.architecture.rows.latent_parts import DEEPSEEK_V2, DEEPSEEK_V3, GLM_LITE
+from formats.architecture.rows.usual import family_row
+
+LATENT = (
+    family_row("DeepseekV2ForCausalLM", "DeepSeek-V2", "deepseek_v2", **DEEPSEEK_V2),
+    family_row(
+        "DeepseekV3ForCausalLM",
+        "DeepSeek-V3 (R1, Moonlight, Kimi-K2)",
+        "deepseek_v3",
+        **DEEPSEEK_V3,
+    ),
+    family_row("Glm4MoeLiteForCausalLM", "GLM-4.7-Flash", "glm4_moe_lite", **GLM_LITE),
+)

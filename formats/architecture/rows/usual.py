@@ -1,0 +1,13 @@
+"""Usual row of a family, which the rows of families.py change."""
+
+from typing import Any
+
+from formats.architecture.family import Family
+from formats.architecture.rows.parts import USUAL
+
+
+def family_row(architecture: str, title: str, model_type: str, **different: Any) -> Family:
+    """Return the usual row with some fields replaced."""
+    return Family(
+        architecture=architecture, title=title, model_type=model_type, **{**USUAL, **different}
+    )
