@@ -8,6 +8,7 @@ from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.latent.expanded import BLOCK_HEADS, heads_of_group
 
 MAX_SPLIT_KV = 32
+LARGE_SHARED = 200_000  # bytes of shared memory of a block: sm_90 and sm_100 have 232,448
 MIN_KEYS_PER_SPLIT = 256  # a shorter split costs more to start and to merge than it saves
 
 
@@ -31,11 +32,13 @@ def default_latent_config(
     max_query_len: int,
     max_context_len: int,
     sm_count: int,
+    shared_bytes: int,
 ) -> LatentConfig:
     """From host numbers alone, so that a CUDA graph captured with the config stays valid."""
-    block_heads = min(BLOCK_HEADS, power_of_two(heads))
-    # 32 rows of a chunk share each entry that they load; 64 spill registers (compiled for sm_90),
-    # and with them entries of 576 would not fit into the shared memory of sm_89
+    # 64 keys and 32 rows of 576 numbers take 115 KB; measured on sm_90 alone.
+    is_large = shared_bytes >= LARGE_SHARED and element_size < 4
+    block_heads = min(2 * BLOCK_HEADS if is_large else BLOCK_HEADS, power_of_two(heads))
+    # 32 rows share each entry that they load; 64 spill registers (compiled for sm_90)
     rows = 16 if max_query_len * block_heads <= 16 or element_size == 4 else 32
     block_q = rows // block_heads
     tiles = max(1, num_requests * -(-max_query_len // block_q) * -(-heads // block_heads))
@@ -49,7 +52,8 @@ def default_latent_config(
     return LatentConfig(
         block_heads=block_heads,
         block_q=block_q,
-        keys=16 if element_size == 4 else 32,
+        # 32 rows, 128 requests of 4,096 keys: 289 us with 64 keys, 447 with 32. 16 rows: 301, 228.
+        keys=16 if element_size == 4 else 64 if is_large and rows == 32 else 32,
         split=split,
         warps=4 if rows == 16 else 8,
         stages=2,
@@ -64,6 +68,7 @@ def latent_boundaries(
     max_requests: int,
     max_tokens: int,
     max_context_len: int,
+    shared_bytes: int,
 ) -> Iterator[tuple[int, int, int]]:
     """Return (requests, tokens of each, keys) that together launch every kernel."""
     first: dict[LatentConfig, tuple[int, int, int]] = {}
@@ -77,6 +82,7 @@ def latent_boundaries(
                     max_query_len=count,
                     max_context_len=keys,
                     sm_count=sm_count,
+                    shared_bytes=shared_bytes,
                 )
                 if keys >= count:
                     first.setdefault(config, (requests, count, keys))

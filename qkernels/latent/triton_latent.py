@@ -1,6 +1,6 @@
 """Latent attention over paged entries, chunks and decode rows in one batch, in Triton.
 
-All heads read the same entries: a program computes block_q query rows of up to 16 heads, stacked
+All heads read the same entries: a program computes block_q query rows of up to 32 heads, stacked
 into the rows of one product, and reads each entry once, as key and as value. Where these are too
 few programs, split-KV divides the context. The host reads nothing from the device: grids follow
 from shapes and the given maxima.
@@ -17,7 +17,7 @@ from qkernels.attention.cache import AttentionStep
 from qkernels.attention.merge_splits import merge_splits
 from qkernels.attention.triton_paged import LOG2_E
 from qkernels.gpu.config import ceil_div, power_of_two
-from qkernels.gpu.device import sm_count
+from qkernels.gpu.device import shared_bytes, sm_count
 from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
 from qkernels.gpu.row_blocks import request_of
@@ -51,6 +51,7 @@ def latent_attention(
             max_query_len=step.max_query_len,
             max_context_len=step.max_context_len,
             sm_count=sm_count(q_THE.device),
+            shared_bytes=shared_bytes(q_THE.device),
         )
     partials = sums = None
     if config.split > 1:

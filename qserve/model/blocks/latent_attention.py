@@ -21,7 +21,7 @@ import torch
 
 from qkernels import ops
 from qkernels.attention.cache import AttentionStep
-from qkernels.gpu.device import sm_count
+from qkernels.gpu.device import shared_bytes, sm_count
 from qkernels.latent.cache import PagedLatents
 from qkernels.latent.config import expanded_boundaries, latent_boundaries
 from qkernels.latent.expanded import MAX_BYTES, absorbed_heads, expanded_rows
@@ -112,6 +112,7 @@ class PagedLatentsSpec(CacheSpec):
             heads=self.shape.heads,
             element_size=dtype.itemsize,
             sm_count=sm_count(device),
+            shared_bytes=shared_bytes(device),
             max_requests=limits.max_num_seqs,
             max_tokens=limits.max_tokens,
             max_context_len=limits.max_model_len,

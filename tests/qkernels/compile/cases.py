@@ -447,6 +447,9 @@ EXPERTS = {
     "latent attention, decode": Case(
         run=lambda: latent_attention([1], 16), quick=SM90, product="mma"
     ),
+    "latent attention, decode of 20 heads": Case(
+        run=lambda: latent_attention([1] * 8, 20), quick=SM90, product="mma"
+    ),
     "latent attention, decode of 128 rows": Case(
         run=lambda: latent_attention([1] * 128, 128), product="mma"
     ),

@@ -66,6 +66,8 @@ SPILLS = (
     (("sm_90",), "collective.one_shot_norm", "norm of ", 1, 0),
     # a row of 16384 channels leaves 64 registers a thread
     (("sm_120",), "collective.one_shot_norm", "norm over 2 ranks, widest", 2, 0),
+    # after the loop, where splits store their sums
+    (("sm_90", "sm_100"), "latent.triton_latent", "latent attention, decode of ", 16, 0),
     # a product of float32 is three of tf32, with parts of both operands in registers
     (tuple(CARDS), "delta_net.triton_chunks", "delta net, prompts in float32", 128, 192),
     (tuple(CARDS), "delta_net.triton_chunks", "delta net, prompts in float16", 8, 0),

@@ -22,11 +22,12 @@ STEPS = {
 
 
 @pytest.mark.parametrize("codes", [None, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("shared", [100_000, 232_448])
 @pytest.mark.parametrize("split", [1, 4])
-@pytest.mark.parametrize("H, L, rope, B", [(16, 64, 16, 16), (5, 48, 24, 8), (20, 32, 16, 32)])
+@pytest.mark.parametrize("H, L, rope, B", [(16, 64, 16, 16), (5, 48, 32, 8), (20, 32, 16, 32)])
 @pytest.mark.parametrize("name", STEPS)
 def test_rows_see_their_entries(
-    name, H, L, rope, B, split, codes, dtype, device, assert_close, tolerance, poison
+    name, H, L, rope, B, split, codes, shared, dtype, device, assert_close, tolerance, poison
 ):
     counts, lengths = STEPS[name]
     sizes = {"H": H, "L": L, "rope": rope, "B": B}
@@ -38,6 +39,7 @@ def test_rows_see_their_entries(
         max_query_len=max(counts),
         max_context_len=max(lengths),
         sm_count=100,
+        shared_bytes=shared,
     )
     got = triton_latent.latent_attention(
         case.q_THE,
@@ -64,7 +66,7 @@ def test_padding_rows_after_the_last_request_change_nothing(device, assert_close
 
 @pytest.mark.parametrize("codes", [None, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("H, L, rope", [(3, 48, 16), (5, 64, 24)])
+@pytest.mark.parametrize("H, L, rope", [(3, 48, 16), (5, 64, 32)])
 def test_entries_and_queries_are_the_references(
     H, L, rope, interleaved, codes, dtype, device, poison
 ):

@@ -61,7 +61,7 @@ def test_arguments_are_checked():
         ops.latent_attention(case.q_THE, case.cache, case.step, latent_width=32, scale=1.0)
 
 
-SIZES = {"heads": 16, "element_size": 2, "sm_count": 132}
+SIZES = {"heads": 16, "element_size": 2, "sm_count": 132, "shared_bytes": 232_448}
 
 
 def test_splits_fill_the_gpu_and_are_worth_a_block():
