@@ -12,7 +12,7 @@ from formats.inspection.inspect import inspect_checkpoint
 from formats.layouts import decode_dense, layout_of, quantized_modules, tensor_names
 from formats.quant_config import QuantConfig, find_block
 from tests.formats.inspection.findings import of_weights
-from tests.formats.made_by.make import digest
+from tests.formats.made_by.makers.digest import digest
 
 FOLDERS = sorted(path.parent for path in (Path(__file__).parent / "made_by").glob("*/made.json"))
 
