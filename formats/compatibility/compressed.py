@@ -20,6 +20,7 @@ from formats.compatibility.terms import (
     any_scheme,
     gptq_bits,
     groups,
+    has_other_input_groups,
     has_packed_embedding,
     is_w4a8,
     packed_asymmetric,
@@ -195,6 +196,18 @@ COMPRESSED_RULES: tuple[Rule, ...] = (
             "takes 8-bit activations with 4-bit weights in experts only",
         ),
         f"{SGLANG_SOURCE}/compressed_tensors/compressed_tensors.py _get_scheme_from_parts",
+        "compressed-tensors",
+    ),
+    row(
+        "ct-block-input-groups",
+        SERVERS,
+        "yes",
+        any_scheme(
+            has_other_input_groups,
+            "rounds inputs in groups as long as the blocks of the weights, not as the file says",
+        ),
+        f"{VLLM_SOURCE}/compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py"
+        f" act_q_group_shape; {SGLANG_SOURCE}/fp8_utils.py, groups of block_size[1]",
         "compressed-tensors",
     ),
     # AutoRound's own block, and the native float8 one
