@@ -52,7 +52,7 @@ def decompressed(folder: Path) -> Weights:
         module, _, field = name.rpartition(".")
         local.setdefault(module, {})[field] = tensor
     return {
-        module: compressor.decompress(fields, scheme)["weight"].float()
+        module: compressor.decompress(fields, scheme)["weight"]
         for module, fields in local.items()
         if "weight_scale" in fields
     }
@@ -104,6 +104,8 @@ OPTIONS: dict[str, tuple[dict[str, object], str]] = {
     "qwen3-moe-w4a16": (in_groups("rtn", weights(4)), "qwen3_moe"),
     "qwen3-moe-nvfp4": ({"modifier": "rtn", "scheme": "NVFP4"}, "qwen3_moe"),
 }
+# inputs stay in 16 bits, so that tests compute the model's logits with the expected weights
+WITH_LOGITS = ("mixtral-w4a16", "qwen3-moe-w4a16", "qwen3-moe-nvfp4")
 FOLDERS = {
     f"llmcompressor-{name}": Golden(
         distribution="llmcompressor",
@@ -111,6 +113,7 @@ FOLDERS = {
         write=llmcompressor,
         options=options,
         model=model,
+        whole=name in WITH_LOGITS,
     )
     for name, (options, model) in OPTIONS.items()
 }
