@@ -20,7 +20,17 @@ from tests.formats.damaged.made_here import MADE_HERE
 
 MADE_BY = Path(__file__).parents[1] / "made_by"
 GOLDEN = sorted(path.parent.name for path in MADE_BY.glob("*/made.json"))
-NAMES = [*GOLDEN, *MADE_HERE]
+# A linear of an expert is damaged, by its name in the folder, instead of one of attention.
+EXPERTS = {
+    f"{name}-expert": (name, f"model.layers.0.{module}.experts.2.up_proj")
+    for name, module in (
+        ("llmcompressor-mixtral-fp8", "block_sparse_moe"),
+        ("llmcompressor-mixtral-w4a16", "block_sparse_moe"),
+        ("llmcompressor-qwen3-moe-nvfp4", "mlp"),
+        ("llmcompressor-qwen3-moe-w4a16", "mlp"),
+    )
+}
+NAMES = [*GOLDEN, *MADE_HERE, *EXPERTS]
 USUAL = "gptqmodel-w4"  # gets every damage by default
 # Damage that every folder gets by default
 COMMON = ("codes missing", "codes empty", "unknown bits")
@@ -37,7 +47,14 @@ PAIRS = [
 
 
 def folder_of(name):
-    return MADE_HERE[name]() if name in MADE_HERE else Folder.read(MADE_BY / name)
+    if name in MADE_HERE:
+        return MADE_HERE[name]()
+    if name not in EXPERTS:
+        return Folder.read(MADE_BY / name)
+    golden, module = EXPERTS[name]
+    folder = Folder.read(MADE_BY / golden)
+    folder.module = module
+    return folder
 
 
 def load_weights(folder):
@@ -52,7 +69,7 @@ def load_weights(folder):
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*GOLDEN, *MADE_HERE])
 def test_undamaged_copy_loads(name, tmp_path):
     """Writing a folder again is no damage, so that the other tests see only what they did."""
     folder = folder_of(name).write(tmp_path / "copy")
