@@ -188,6 +188,19 @@ COMPRESSED_RULES: tuple[Rule, ...] = (
         "compressed-tensors",
     ),
     row(
+        "ct-w4a8-bytes",
+        VLLM,
+        "no",
+        trait(
+            "codes in bytes",
+            "runs codes of under 8 bits on GPUs only where they are packed (pack-quantized), not"
+            " as int8; convert to compressed-tensors, which packs them",
+        ),
+        f"{VLLM_COMPRESSED} _get_scheme_from_parts: CompressedTensorsW4A8Int, whose only kernel is"
+        " Dynamic4bitLinearKernel of CPUs; compressed_tensors_w4a8_fp8.py has weight_packed",
+        "compressed-tensors",
+    ),
+    row(
         "ct-w4a8-sglang",
         SGLANG,
         "no",

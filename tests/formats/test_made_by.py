@@ -37,6 +37,7 @@ CONVERTED = {
     "llmcompressor-w4a16": ALL,
     "llmcompressor-w4a16-asym": ALL,
     "llmcompressor-w4a8": CT,
+    "llmcompressor-w4a8-packed": CT,
     "llmcompressor-w4afp8": CT,
     "llmcompressor-w8a8": INTEGERS,
     "llmcompressor-w8a8-static": CT,

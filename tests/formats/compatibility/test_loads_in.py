@@ -375,6 +375,7 @@ CASES = {
     "stacked-experts": (CT, "w4a16-sym-g32", stacked_experts),
     "renamed-experts": (CT, "w4a16-sym-g32", renamed_experts),
     "ct-w4a8-sglang": (CT, "w4a16-sym-g32", activations("int")),
+    "ct-w4a8-bytes": made_by("llmcompressor-w4a8"),
     "ct-block-input-groups": (CT, "w8a8-fp8-block", other_input_groups),
     "ct-experts-w8a8": (CT, "w8a8", experts),
     "ct-experts-nvfp4": (CT, "w4a16-nvfp4", experts),

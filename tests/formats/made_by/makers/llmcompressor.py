@@ -11,7 +11,10 @@ from safetensors.torch import load_file
 KINDS = {"gptq": "GPTQModifier", "rtn": "QuantizationModifier"}
 
 
-def llmcompressor(source: Path, target: Path, modifier: str, **options: object) -> Weights:
+def llmcompressor(
+    source: Path, target: Path, modifier: str, layout: str | None = None, **options: object
+) -> Weights:
+    """`layout`: how codes are stored; None: as the library chooses."""
     from datasets import Dataset
     from llmcompressor import oneshot
     from llmcompressor.modifiers import quantization
@@ -31,7 +34,7 @@ def llmcompressor(source: Path, target: Path, modifier: str, **options: object) 
         max_seq_length=LENGTH,
         num_calibration_samples=WINDOWS,
     )
-    model.save_pretrained(target, save_compressed=True)
+    model.save_pretrained(target, save_compressed=True, quantization_format=layout)
     return decompressed(target)
 
 
@@ -89,6 +92,10 @@ OPTIONS: dict[str, tuple[dict[str, object], str]] = {
     "w4a16": (in_groups("gptq", weights(4)), "llama"),
     "w4a16-asym": (in_groups("gptq", weights(4, symmetric=False)), "llama"),
     "w4a8": (in_groups("rtn", weights(4), inputs("int")), "llama"),
+    "w4a8-packed": (
+        {**in_groups("rtn", weights(4), inputs("int")), "layout": "pack-quantized"},
+        "llama",
+    ),
     "w4afp8": (in_groups("rtn", weights(4), inputs("float")), "llama"),
     "w8a8": ({"modifier": "rtn", "scheme": "W8A8"}, "llama"),
     "w8a8-static": (in_groups("rtn", **STATIC), "llama"),
