@@ -8,10 +8,13 @@ from makers.golden import Golden, Weights
 from makers.linears import folder_of, linears
 from safetensors.torch import load_file
 
+# GPTQModel reads other formats; its plain kernels do not round the weights to bfloat16
+KERNELS = {"auto_gptq": ("GPTQConfig", "torch"), "auto_awq": ("AwqConfig", "torch_awq")}
+
 
 def autoround(source: Path, target: Path, form: str, **options: object) -> Weights:
+    import transformers
     from auto_round import AutoRound
-    from transformers import AutoModelForCausalLM
 
     rounder = AutoRound(
         str(source),
@@ -24,8 +27,11 @@ def autoround(source: Path, target: Path, form: str, **options: object) -> Weigh
         **options,
     )
     rounder.quantize_and_save(output_dir=str(target), format=form)
-    loaded = AutoModelForCausalLM.from_pretrained(folder_of(target), torch_dtype=torch.float16)
-    return linears(loaded)
+    options = {"dtype": torch.float16, "device_map": "cpu"}
+    if form in KERNELS:
+        config, kernel = KERNELS[form]
+        options["quantization_config"] = getattr(transformers, config)(bits=4, backend=kernel)
+    return linears(transformers.AutoModelForCausalLM.from_pretrained(folder_of(target), **options))
 
 
 def autoround_float(source: Path, target: Path, scheme: str) -> Weights:
@@ -62,12 +68,30 @@ def autoround_float(source: Path, target: Path, scheme: str) -> Weights:
     return expected
 
 
+# bits that differ from the rest, and a linear in float
+MIXED = {
+    **{f"model.layers.0.self_attn.{name}_proj": {"bits": 8} for name in "qkv"},
+    "model.layers.0.mlp.down_proj": {"bits": 8, "group_size": 64},
+    "model.layers.0.self_attn.o_proj": {"bits": 16},
+}
 FOLDERS = {
     **{
         f"auto-round-{name}": Golden(distribution="auto-round", write=autoround, options=options)
         for name, options in {
             "w4": {"form": "auto_round", "bits": 4, "group_size": 32},
+            "w2": {"form": "auto_round", "bits": 2, "group_size": 32},
+            "w3": {"form": "auto_round", "bits": 3, "group_size": 32},
+            "w8": {"form": "auto_round", "bits": 8, "group_size": 32},
+            "w4-asym": {"form": "auto_round", "bits": 4, "group_size": 32, "sym": False},
+            "mixed": {"form": "auto_round", "bits": 4, "group_size": 32, "layer_config": MIXED},
+            "gptq": {"form": "auto_gptq", "bits": 4, "group_size": 32},
             "awq": {"form": "auto_awq", "bits": 4, "group_size": 32, "sym": False},
+            "zeros-as-they-are": {
+                "form": "auto_round:gptqmodel",
+                "bits": 4,
+                "group_size": 32,
+                "sym": False,
+            },
         }.items()
     },
     **{
