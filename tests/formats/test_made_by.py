@@ -32,8 +32,11 @@ CONVERTED = {
     "auto-round-zeros-as-they-are": ALL,
     "autoawq-w4": ALL,
     "bitsandbytes-int8": INTEGERS,
+    "gptqmodel-mixtral-w4": ALL,
+    "gptqmodel-qwen3-moe-w4": ALL,
     "gptqmodel-w3": INTEGERS,
     "gptqmodel-w4": ALL,
+    "gptqmodel-w4-asym": ALL,
     "gptqmodel-w8-asym": INTEGERS,
     "llmcompressor-fp8": CT,
     "llmcompressor-fp8-block": CT,
@@ -58,7 +61,10 @@ CONVERTED = {
 # folder -> linears that the tool was asked to leave in float
 IN_FLOAT = {"auto-round-mixed": 1}
 # act-order, and zero points in GPTQ's layout: the doctor says so
-REFUSED_BY_VLLM = ("auto-round-zeros-as-they-are", "gptqmodel-act-order", "gptqmodel-w8-asym")
+REFUSED_BY_VLLM = (
+    *("auto-round-zeros-as-they-are", "gptqmodel-act-order"),
+    *("gptqmodel-w4-asym", "gptqmodel-w8-asym"),
+)
 each_folder = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 
 

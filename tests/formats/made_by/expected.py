@@ -9,18 +9,24 @@ from safetensors.torch import load_file
 from tests.formats.made_by.makers.digest import digest
 
 FOLDERS = sorted(path.parent for path in Path(__file__).parent.glob("*/made.json"))
-# model_type -> the tool's names of experts' linears, and the family's
-RENAMED = {"mixtral": {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}}
+# parts of experts' names that tools write for Mixtral, and the family's
+MIXTRAL = {
+    ".mlp.": ".block_sparse_moe.",
+    ".gate_proj": ".w1",
+    ".up_proj": ".w3",
+    ".down_proj": ".w2",
+}
 
 
 def family_names(folder: Path, names: list[str]) -> dict[str, str]:
     """Map a linear's name in the folder to its name in the family."""
     config = json.loads((folder / "config.json").read_text())
-    own = RENAMED.get(config["model_type"], {})
-    found = {}
-    for name in names:
-        parent, _, leaf = name.rpartition(".")
-        found[name] = f"{parent}.{own.get(leaf, leaf)}" if ".experts." in name else name
+    found = {name: name for name in names}
+    if config["model_type"] == "mixtral":
+        for name in names:
+            if ".experts." in name:
+                for part, own in MIXTRAL.items():
+                    found[name] = found[name].replace(part, own)
     return found
 
 

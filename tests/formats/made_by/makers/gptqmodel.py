@@ -26,9 +26,15 @@ def gptqmodel(source: Path, target: Path, **options: object) -> Weights:
     return linears(loaded.model.to(torch.float16))
 
 
+MODELS = {"mixtral-w4": "mixtral", "qwen3-moe-w4": "qwen3_moe"}
 FOLDERS = {
-    f"gptqmodel-{name}": Golden(distribution="gptqmodel", write=gptqmodel, options=options)
+    f"gptqmodel-{name}": Golden(
+        distribution="gptqmodel", write=gptqmodel, options=options, model=MODELS.get(name, "llama")
+    )
     for name, options in {
+        "w4-asym": {"bits": 4, "group_size": 32, "sym": False},
+        "mixtral-w4": {"bits": 4, "group_size": 32},
+        "qwen3-moe-w4": {"bits": 4, "group_size": 32},
         "w4": {"bits": 4, "group_size": 32},
         "act-order": {
             "bits": 4,
