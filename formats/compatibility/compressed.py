@@ -193,11 +193,11 @@ COMPRESSED_RULES: tuple[Rule, ...] = (
         "no",
         trait(
             "codes in bytes",
-            "runs codes of under 8 bits on GPUs only where they are packed (pack-quantized), not"
-            " as int8; convert to compressed-tensors, which packs them",
+            "runs 4-bit codes with 8-bit inputs on CUDA only where they are packed"
+            " (pack-quantized), not as int8: converting to compressed-tensors packs them",
         ),
-        f"{VLLM_COMPRESSED} _get_scheme_from_parts: CompressedTensorsW4A8Int, whose only kernel is"
-        " Dynamic4bitLinearKernel of CPUs; compressed_tensors_w4a8_fp8.py has weight_packed",
+        f"{VLLM_COMPRESSED} _get_scheme_from_parts of 0.33.0: CompressedTensorsW4A8Int has kernels"
+        " for CPUs and Intel GPUs; CompressedTensorsW4A8Fp8 has weight_packed",
         "compressed-tensors",
     ),
     row(
