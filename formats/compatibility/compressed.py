@@ -28,6 +28,7 @@ from formats.compatibility.terms import (
     trait,
     when,
 )
+from formats.scheme import FP4_TYPES, MXFP8
 
 COMPRESSED_RULES: tuple[Rule, ...] = (
     # compressed-tensors
@@ -300,6 +301,17 @@ COMPRESSED_RULES: tuple[Rule, ...] = (
             "loads NVFP4 experts and computes garbage from them",
         ),
         "transformers 5.23.0 with compressed-tensors 0.20.0, Qwen3-MoE, run: logits off by 136 %",
+        "compressed-tensors",
+    ),
+    row(
+        "ct-bfloat16",
+        TRANSFORMERS,
+        "yes",
+        any_scheme(
+            lambda s: s.weight.type in FP4_TYPES or s.weight == MXFP8,
+            "in bfloat16 only, to which the library dequantizes: a forward pass in float16 fails",
+        ),
+        "transformers 5.23.0 with compressed-tensors 0.20.0, Llama of llm-compressor, run",
         "compressed-tensors",
     ),
     row(

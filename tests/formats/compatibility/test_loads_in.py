@@ -377,6 +377,7 @@ CASES = {
     "ct-w4a8-sglang": (CT, "w4a16-sym-g32", activations("int")),
     "renamed-experts-vllm": made_by("gptqmodel-mixtral-w4"),
     "renamed-experts-sglang": made_by("llmcompressor-mixtral-w4a16"),
+    "ct-bfloat16": made_by("llmcompressor-nvfp4a16"),
     "ct-w4a8-bytes": made_by("llmcompressor-w4a8"),
     "ct-block-input-groups": (CT, "w8a8-fp8-block", other_input_groups),
     "ct-experts-w8a8": (CT, "w8a8", experts),
