@@ -44,6 +44,7 @@ CONVERTED = {
     "llmcompressor-mixtral-fp8": CT,
     "llmcompressor-mixtral-w4a16": ALL,
     "llmcompressor-nvfp4a16": CT,
+    "llmcompressor-qwen3-5-moe-w4a16": ALL,
     "llmcompressor-qwen3-moe-w4a16": ALL,
     "llmcompressor-w4a16": ALL,
     "llmcompressor-w4a16-asym": ALL,
@@ -70,7 +71,8 @@ each_folder = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: fold
 
 def count_linears(config):
     """4 of attention, and 3 of the feed-forward or of each expert, in the only layer."""
-    return 4 + 3 * config.get("num_experts", config.get("num_local_experts", 1))
+    experts = config.get("num_experts", config.get("num_local_experts", 1))
+    return 4 + 3 * (experts + ("shared_expert_intermediate_size" in config))
 
 
 def check_weights(folder, golden):

@@ -28,6 +28,7 @@ EXPERTS = {
         ("gptqmodel-qwen3-moe-w4", "mlp"),
         ("llmcompressor-mixtral-fp8", "block_sparse_moe"),
         ("llmcompressor-mixtral-w4a16", "block_sparse_moe"),
+        ("llmcompressor-qwen3-5-moe-w4a16", "mlp"),
         ("llmcompressor-qwen3-moe-nvfp4", "mlp"),
         ("llmcompressor-qwen3-moe-w4a16", "mlp"),
     )

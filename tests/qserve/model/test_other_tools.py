@@ -33,6 +33,7 @@ FOLDERS = {
     "hqq-w3": True,
     "hqq-w4": True,
     "llmcompressor-mixtral-w4a16": False,
+    "llmcompressor-qwen3-5-moe-w4a16": False,
     "llmcompressor-qwen3-moe-w4a16": False,
     "llmcompressor-qwen3-moe-nvfp4": False,
 }

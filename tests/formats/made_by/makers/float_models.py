@@ -44,13 +44,19 @@ QWEN3_MOE = {
     "num_experts_per_tok": 2,
     "norm_topk_prob": True,
 }
-# name -> what transformers calls the family, its config
+QWEN3_5_MOE = {
+    **QWEN3_MOE,
+    "layer_types": ["full_attention"],
+    "shared_expert_intermediate_size": 32,
+}
+# name -> transformers' classes of the config and of the model, values of the config
 MODELS = {
-    "llama": ("Llama", LLAMA),
-    "narrow": ("Llama", NARROW),
-    "wide": ("Llama", WIDE),
-    "mixtral": ("Mixtral", MIXTRAL),
-    "qwen3_moe": ("Qwen3Moe", QWEN3_MOE),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", LLAMA),
+    "narrow": ("LlamaConfig", "LlamaForCausalLM", NARROW),
+    "wide": ("LlamaConfig", "LlamaForCausalLM", WIDE),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", MIXTRAL),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", QWEN3_MOE),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", QWEN3_5_MOE),
 }
 WINDOWS, LENGTH = 16, 64
 
@@ -60,10 +66,10 @@ def float_model(folder: Path, name: str) -> None:
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    family, values = MODELS[name]
+    config, model_class, values = MODELS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**values)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.float16)
+    model = getattr(transformers, model_class)(getattr(transformers, config)(**values))
+    model = model.to(torch.float16)
     model.save_pretrained(folder)
     words = {f"w{number}": number for number in range(SMALL["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))

@@ -24,8 +24,12 @@ def llmcompressor(
         {"input_ids": windows().tolist(), "attention_mask": [[1] * LENGTH] * WINDOWS}
     )
     kind = getattr(quantization, KINDS[modifier])
-    # the routers of experts are no linears of their modules, but are ignored by name, too
-    recipe = kind(targets="Linear", ignore=["lm_head", "re:.*mlp.gate$"], **options)
+    # routers, and gates of shared experts, stay in float
+    recipe = kind(
+        targets="Linear",
+        ignore=["lm_head", "re:.*mlp.gate$", "re:.*shared_expert_gate$"],
+        **options,
+    )
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float16)
     oneshot(
         model=model,
@@ -109,10 +113,11 @@ OPTIONS: dict[str, tuple[dict[str, object], str]] = {
     "mixtral-w4a16": (in_groups("rtn", weights(4)), "mixtral"),
     "mixtral-fp8": ({"modifier": "rtn", "scheme": "FP8_DYNAMIC"}, "mixtral"),
     "qwen3-moe-w4a16": (in_groups("rtn", weights(4)), "qwen3_moe"),
+    "qwen3-5-moe-w4a16": (in_groups("rtn", weights(4)), "qwen3_5_moe"),
     "qwen3-moe-nvfp4": ({"modifier": "rtn", "scheme": "NVFP4"}, "qwen3_moe"),
 }
 # inputs stay in 16 bits, so that tests compute the model's logits with the expected weights
-WITH_LOGITS = ("mixtral-w4a16", "qwen3-moe-w4a16", "qwen3-moe-nvfp4")
+WITH_LOGITS = ("mixtral-w4a16", "qwen3-5-moe-w4a16", "qwen3-moe-w4a16", "qwen3-moe-nvfp4")
 FOLDERS = {
     f"llmcompressor-{name}": Golden(
         distribution="llmcompressor",
