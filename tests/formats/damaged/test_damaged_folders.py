@@ -24,6 +24,7 @@ GOLDEN = sorted(path.parent.name for path in MADE_BY.glob("*/made.json"))
 EXPERTS = {
     f"{name}-expert": (name, f"model.layers.0.{module}.experts.2.up_proj")
     for name, module in (
+        ("auto-round-qwen3-moe-w4", "mlp"),
         ("gptqmodel-mixtral-w4", "mlp"),
         ("gptqmodel-qwen3-moe-w4", "mlp"),
         ("llmcompressor-mixtral-fp8", "block_sparse_moe"),

@@ -6,51 +6,52 @@ import torch
 from makers.float_models import LENGTH, WINDOWS, windows
 from makers.golden import Golden, Weights
 from makers.linears import folder_of, linears
+from makers.llmcompressor import decompressed
 from safetensors.torch import load_file
 
 # GPTQModel reads other formats; its plain kernels do not round the weights to bfloat16
 KERNELS = {"auto_gptq": ("GPTQConfig", "torch"), "auto_awq": ("AwqConfig", "torch_awq")}
 
 
-def autoround(source: Path, target: Path, form: str, **options: object) -> Weights:
-    import transformers
+def rounded(source: Path, target: Path, form: str, **options: object) -> Path:
+    """Quantize and return the folder with config.json."""
     from auto_round import AutoRound
 
     rounder = AutoRound(
         str(source),
-        iters=4,
         nsamples=WINDOWS,
         seqlen=LENGTH,
-        batch_size=4,
         dataset=[w[None] for w in windows()],
         device_map="cpu",
         **options,
     )
     rounder.quantize_and_save(output_dir=str(target), format=form)
-    options = {"dtype": torch.float16, "device_map": "cpu"}
+    return folder_of(target)
+
+
+def autoround(source: Path, target: Path, form: str, **options: object) -> Weights:
+    import transformers
+
+    folder = rounded(source, target, form, iters=4, batch_size=4, **options)
+    settings = {"dtype": torch.float16, "device_map": "cpu"}
     if form in KERNELS:
         config, kernel = KERNELS[form]
-        options["quantization_config"] = getattr(transformers, config)(bits=4, backend=kernel)
-    return linears(transformers.AutoModelForCausalLM.from_pretrained(folder_of(target), **options))
+        settings["quantization_config"] = getattr(transformers, config)(bits=4, backend=kernel)
+    return linears(transformers.AutoModelForCausalLM.from_pretrained(folder, **settings))
+
+
+def autoround_compressed(source: Path, target: Path, **options: object) -> Weights:
+    """Its export for llm-compressor's readers."""
+    return decompressed(rounded(source, target, "llm_compressor", iters=0, **options))
 
 
 def autoround_float(source: Path, target: Path, scheme: str) -> Weights:
     """Its formats with float numbers, decompressed by compressed-tensors, whose names they have."""
-    from auto_round import AutoRound
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import preset_name_to_scheme
 
-    rounder = AutoRound(
-        str(source),
-        scheme=scheme,
-        iters=0,
-        nsamples=WINDOWS,
-        seqlen=LENGTH,
-        dataset=[w[None] for w in windows()],
-        device_map="cpu",
-    )
-    rounder.quantize_and_save(output_dir=str(target), format="auto_round")
-    (file,) = folder_of(target).glob("*.safetensors")
+    folder = rounded(source, target, "auto_round", scheme=scheme, iters=0)
+    (file,) = folder.glob("*.safetensors")
     tensors, expected = load_file(file), {}
     names = [name.removesuffix(".weight_scale") for name in tensors if "weight_scale" in name]
     layout = {"MXFP8": "mxfp8-quantized"}.get(scheme, f"{scheme.lower()}-pack-quantized")
@@ -74,10 +75,18 @@ MIXED = {
     "model.layers.0.mlp.down_proj": {"bits": 8, "group_size": 64},
     "model.layers.0.self_attn.o_proj": {"bits": 16},
 }
+# 0.16.1 does not find Mixtral's experts in float files of transformers 5
+EXPERTS = {"qwen3-moe-w4": "qwen3_moe"}
 FOLDERS = {
     **{
-        f"auto-round-{name}": Golden(distribution="auto-round", write=autoround, options=options)
+        f"auto-round-{name}": Golden(
+            distribution="auto-round",
+            write=autoround,
+            options=options,
+            model=EXPERTS.get(name, "llama"),
+        )
         for name, options in {
+            "qwen3-moe-w4": {"form": "auto_round", "bits": 4, "group_size": 32},
             "w4": {"form": "auto_round", "bits": 4, "group_size": 32},
             "w2": {"form": "auto_round", "bits": 2, "group_size": 32},
             "w3": {"form": "auto_round", "bits": 3, "group_size": 32},
@@ -99,5 +108,20 @@ FOLDERS = {
             distribution="auto-round", write=autoround_float, options={"scheme": scheme}
         )
         for scheme in ("FP8_STATIC", "MXFP4", "NVFP4", "MXFP8")
+    },
+    **{
+        f"auto-round-llmcompressor-{name}": Golden(
+            distribution="auto-round",
+            also=("compressed-tensors",),
+            write=autoround_compressed,
+            options=options,
+        )
+        for name, options in {
+            "w4a16": {"scheme": "W4A16", "group_size": 32},
+            "w8a8": {"scheme": "INT8"},
+            "fp8": {"scheme": "FP8_STATIC"},
+            "nvfp4": {"scheme": "NVFP4"},
+            "mxfp4": {"scheme": "MXFP4"},
+        }.items()
     },
 }

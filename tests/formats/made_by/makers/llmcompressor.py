@@ -50,7 +50,7 @@ def decompressed(folder: Path) -> Weights:
     block = json.loads((folder / "config.json").read_text())["quantization_config"]
     (group,) = block["config_groups"].values()
     scheme = QuantizationScheme.model_validate(group)
-    compressor = BaseCompressor.get_value_from_registry(group["format"])
+    compressor = BaseCompressor.get_value_from_registry(group.get("format") or block["format"])
     tensors: dict[str, torch.Tensor] = {}
     for file in folder.glob("*.safetensors"):
         tensors |= load_file(file)
