@@ -38,11 +38,21 @@ NAMES = [*GOLDEN, *MADE_HERE, *EXPERTS]
 USUAL = "gptqmodel-w4"  # gets every damage by default
 # Damage that every folder gets by default
 COMMON = ("codes missing", "codes empty", "unknown bits")
+WITH_KV = "llmcompressor-fp8-kv"  # gets damage of KV scales
+
+
+def is_usual(name, damage):
+    """Return True if a pair runs by default."""
+    if damage.startswith("KV"):
+        return name == WITH_KV
+    return name == USUAL or damage in COMMON
+
+
 PAIRS = [
     pytest.param(
         name,
         damage,
-        marks=[] if name == USUAL or damage in COMMON else [pytest.mark.exhaustive],
+        marks=[] if is_usual(name, damage) else [pytest.mark.exhaustive],
         id=f"{name}-{damage.replace(' ', '-')}",
     )
     for name in NAMES
