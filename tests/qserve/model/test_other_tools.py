@@ -34,7 +34,6 @@ FOLDERS = {
     "hqq-w4": True,
     "llmcompressor-mixtral-w4a16": False,
     "llmcompressor-qwen3-5-moe-w4a16": False,
-    "llmcompressor-qwen3-moe-w4a16": False,
     "llmcompressor-qwen3-moe-nvfp4": False,
 }
 IDS = [3, 17, 20, 5, 9, 60, 41, 30, 8, 1, 2, 50]

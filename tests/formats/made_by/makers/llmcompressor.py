@@ -46,11 +46,16 @@ def decompressed(folder: Path) -> Weights:
     """[N, K] of each linear by compressed-tensors, without a model that could lose experts."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.utils import match_name
 
     block = json.loads((folder / "config.json").read_text())["quantization_config"]
-    (group,) = block["config_groups"].values()
-    scheme = QuantizationScheme.model_validate(group)
-    compressor = BaseCompressor.get_value_from_registry(group.get("format") or block["format"])
+    groups = [
+        (
+            QuantizationScheme.model_validate(group),
+            BaseCompressor.get_value_from_registry(group.get("format") or block["format"]),
+        )
+        for group in block["config_groups"].values()
+    ]
     tensors: dict[str, torch.Tensor] = {}
     for file in folder.glob("*.safetensors"):
         tensors |= load_file(file)
@@ -58,11 +63,18 @@ def decompressed(folder: Path) -> Weights:
     for name, tensor in tensors.items():
         module, _, field = name.rpartition(".")
         local.setdefault(module, {})[field] = tensor
-    return {
-        module: compressor.decompress(fields, scheme)["weight"]
-        for module, fields in local.items()
-        if "weight_scale" in fields
-    }
+    found = {}
+    for module, fields in local.items():
+        if "weight_scale" in fields:
+            scheme, compressor = next(
+                (scheme, compressor)
+                for scheme, compressor in groups
+                if any(
+                    target == "Linear" or match_name(module, target) for target in scheme.targets
+                )
+            )
+            found[module] = compressor.decompress(fields, scheme)["weight"]
+    return found
 
 
 def weights(bits: int, *, symmetric: bool = True, type: str = "int") -> dict[str, object]:
@@ -91,6 +103,23 @@ STATIC = {
     "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
     "inputs": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor"},
 }
+# a layout for each group
+MIXED = {
+    "modifier": "rtn",
+    "config_groups": {
+        "group_0": {"targets": ["re:.*self_attn.*"], "weights": weights(4)},
+        "group_1": {
+            "targets": ["re:.*gate_proj", "re:.*up_proj"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
+            "input_activations": inputs("float"),
+        },
+        "group_2": {
+            "targets": ["re:.*down_proj"],
+            "weights": weights(8, symmetric=False),
+        },
+    },
+}
+KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 # name -> options, model
 OPTIONS: dict[str, tuple[dict[str, object], str]] = {
     "w4a16": (in_groups("gptq", weights(4)), "llama"),
@@ -106,6 +135,8 @@ OPTIONS: dict[str, tuple[dict[str, object], str]] = {
     "fp8": ({"modifier": "rtn", "scheme": "FP8_DYNAMIC"}, "llama"),
     "fp8-static": ({"modifier": "rtn", "scheme": "FP8"}, "llama"),
     "fp8-block": ({"modifier": "rtn", "scheme": "FP8_BLOCK"}, "wide"),
+    "fp8-kv": ({"modifier": "rtn", "scheme": "FP8_DYNAMIC", "kv_cache_scheme": KV}, "llama"),
+    "mixed": (MIXED, "llama"),
     "mxfp8": ({"modifier": "rtn", "scheme": "MXFP8"}, "llama"),
     "mxfp4": ({"modifier": "rtn", "scheme": "MXFP4"}, "llama"),
     "nvfp4": ({"modifier": "rtn", "scheme": "NVFP4"}, "llama"),
@@ -117,7 +148,7 @@ OPTIONS: dict[str, tuple[dict[str, object], str]] = {
     "qwen3-moe-nvfp4": ({"modifier": "rtn", "scheme": "NVFP4"}, "qwen3_moe"),
 }
 # inputs stay in 16 bits, so that tests compute the model's logits with the expected weights
-WITH_LOGITS = ("mixtral-w4a16", "qwen3-5-moe-w4a16", "qwen3-moe-w4a16", "qwen3-moe-nvfp4")
+WITH_LOGITS = ("mixtral-w4a16", "qwen3-5-moe-w4a16", "qwen3-moe-nvfp4")
 FOLDERS = {
     f"llmcompressor-{name}": Golden(
         distribution="llmcompressor",
