@@ -20,6 +20,7 @@ from formats.compatibility.terms import (
     any_scheme,
     gptq_bits,
     groups,
+    has_other_input_groups,
     has_packed_embedding,
     is_w4a8,
     packed_asymmetric,
@@ -27,6 +28,7 @@ from formats.compatibility.terms import (
     trait,
     when,
 )
+from formats.scheme import FP4_TYPES, MXFP8
 
 COMPRESSED_RULES: tuple[Rule, ...] = (
     # compressed-tensors
@@ -187,6 +189,19 @@ COMPRESSED_RULES: tuple[Rule, ...] = (
         "compressed-tensors",
     ),
     row(
+        "ct-w4a8-bytes",
+        VLLM,
+        "no",
+        trait(
+            "codes in bytes",
+            "runs 4-bit codes with 8-bit inputs on CUDA only where they are packed"
+            " (pack-quantized), not as int8: converting to compressed-tensors packs them",
+        ),
+        f"{VLLM_COMPRESSED} _get_scheme_from_parts of 0.33.0: CompressedTensorsW4A8Int has kernels"
+        " for CPUs and Intel GPUs; CompressedTensorsW4A8Fp8 has weight_packed",
+        "compressed-tensors",
+    ),
+    row(
         "ct-w4a8-sglang",
         SGLANG,
         "no",
@@ -195,6 +210,18 @@ COMPRESSED_RULES: tuple[Rule, ...] = (
             "takes 8-bit activations with 4-bit weights in experts only",
         ),
         f"{SGLANG_SOURCE}/compressed_tensors/compressed_tensors.py _get_scheme_from_parts",
+        "compressed-tensors",
+    ),
+    row(
+        "ct-block-input-groups",
+        SERVERS,
+        "yes",
+        any_scheme(
+            has_other_input_groups,
+            "rounds inputs in groups as long as the blocks of the weights, not as the file says",
+        ),
+        f"{VLLM_SOURCE}/compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py"
+        f" act_q_group_shape; {SGLANG_SOURCE}/fp8_utils.py, groups of block_size[1]",
         "compressed-tensors",
     ),
     # AutoRound's own block, and the native float8 one
@@ -274,6 +301,17 @@ COMPRESSED_RULES: tuple[Rule, ...] = (
             "loads NVFP4 experts and computes garbage from them",
         ),
         "transformers 5.23.0 with compressed-tensors 0.20.0, Qwen3-MoE, run: logits off by 136 %",
+        "compressed-tensors",
+    ),
+    row(
+        "ct-bfloat16",
+        TRANSFORMERS,
+        "yes",
+        any_scheme(
+            lambda s: s.weight.type in FP4_TYPES or s.weight == MXFP8,
+            "in bfloat16 only, to which the library dequantizes: a forward pass in float16 fails",
+        ),
+        "transformers 5.23.0 with compressed-tensors 0.20.0, Llama of llm-compressor, run",
         "compressed-tensors",
     ),
     row(

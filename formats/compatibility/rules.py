@@ -4,6 +4,7 @@ Versions: vLLM 0.33.0 (0.25.1 and 0.29.0 where stated), SGLang 0.5.23, transform
 optimum 2.3.0, gptqmodel 7.7.0 and compressed-tensors 0.20.0.
 """
 
+from formats.architecture.expert_names import ExpertNames
 from formats.architecture.float_linears import of_routing
 from formats.architecture.refused import REFUSED
 from formats.compatibility.compressed import COMPRESSED_RULES
@@ -55,6 +56,22 @@ def _unlisted_linear(facts: Facts) -> str:
     prefixes = {each.name.partition(stem)[0] for each in facts.linears if stem in each.name}
     names = (f"{prefix}.{name}" for prefix in prefixes for name in of_routing(family.experts))
     return min((name for name in names if facts.config.scheme_for(name) is not None), default="")
+
+
+def _renamed_mixtral(facts: Facts, effect: str) -> str:
+    """Say which names of Mixtral's experts a server does not know; "": all have the usual names."""
+    names = facts.renamed
+    if names is None or facts.architecture != "MixtralForCausalLM":
+        return ""
+    return (
+        f"{effect} experts called {names.found} (it looks for {names.expected}):"
+        " convert renames them"
+    )
+
+
+def _is_of_another_module(names: ExpertNames | None) -> bool:
+    """Return True if experts are below another module than the family's, such as mlp."""
+    return names is not None and names.found.split(".")[0] != names.expected.split(".")[0]
 
 
 RULES: tuple[Rule, ...] = (
@@ -161,6 +178,20 @@ RULES: tuple[Rule, ...] = (
             f" {f.renamed.expected}) and fills them with random numbers: convert renames them"
         ),
         "transformers/conversion_mapping.py of 5.23.0, run",
+    ),
+    row(
+        "renamed-experts-vllm",
+        VLLM,
+        "no",
+        lambda f: _renamed_mixtral(f, "does not find") if _is_of_another_module(f.renamed) else "",
+        "vllm/model_executor/models/mixtral.py of 0.33.0: hf_to_vllm_mapper renames linears alone",
+    ),
+    row(
+        "renamed-experts-sglang",
+        SGLANG,
+        "no",
+        lambda f: _renamed_mixtral(f, "computes garbage, since it ignores"),
+        "sglang/srt/models/mixtral.py of 0.5.23: load_weights warns of names that it does not know",
     ),
     row(
         "granite-experts",

@@ -117,3 +117,10 @@ def is_w4a8(scheme: Scheme, kind: str) -> bool:
 SHAPE_OF_ZEROS = "expects weight_zero_point in another shape than the library writes"
 LIBRARY = "compressed-tensors 0.20.0, run"
 OPTIMUM = "optimum/gptq/quantizer.py of 2.3.0, transformers/quantizers/quantizer_gptq.py"
+
+
+def has_other_input_groups(scheme: Scheme) -> bool:
+    """Return True for float8 blocks whose inputs are rounded in groups of another length."""
+    weight, inputs = scheme.weight, scheme.activation
+    is_grouped = weight.rows > 1 and inputs is not None and inputs.per == "group"
+    return is_grouped and inputs.group_size != weight.group_size

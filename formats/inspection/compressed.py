@@ -66,6 +66,8 @@ def compressed_linear(
                 check_input_scale(scheme.activation, scale, name)
         except InputError as error:
             findings.caught(error)
+    if scheme.weight.type == "int" and scheme.weight.bits < 8 and "weight_packed" not in found:
+        traits.add("codes in bytes")
     if scheme.weight.symmetric and "weight_zero_point" in found:
         traits.add("weight zeros")
         findings.warning(f"{name}.weight_zero_point", "is there, though the scheme is symmetric")

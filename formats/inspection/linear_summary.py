@@ -24,7 +24,8 @@ class LinearSummary:
     scheme: str  # a scheme's printed form, or the dtype of a float weight
     num_bytes: int  # without the bias
     # "float", "act-order", "mislabelled", "zeros not certain", "symmetric data", "no zeros",
-    # "weight zeros", "unrounded inputs", "input factors": facts that the loading rules read
+    # "weight zeros", "unrounded inputs", "input factors", "codes in bytes": facts that the loading
+    # rules read
     traits: frozenset[str] = frozenset()
 
 

@@ -40,7 +40,7 @@ def _has_scales(decoder: Decoder) -> bool:
         number = next(number for number, has in having.items() if not has)
         raise CheckpointError(
             f"{decoder.config.family.layer.format(i=number)}.{ATTENTION}",
-            "expected a k_scale and a v_scale, as other layers have, found one or none",
+            "expected a k_scale and a v_scale, as other layers have, found none",
             "calibrate again",
         )
     return all(having.values())

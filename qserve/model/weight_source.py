@@ -158,6 +158,13 @@ class WeightSource:
                 check_kv_scale(found[0], scale, self.quant is not None and self.quant.kv_per_head)
                 # One number per layer, or one per KV head [J].
                 scales[kind] = scale.float().reshape(-1).squeeze()
+        stated = self.quant is not None and self.quant.kv_cache is not None
+        if stated and len(scales) == 1:
+            raise CheckpointError(
+                attention,
+                f"expected a k_scale and a v_scale, found {next(iter(scales))} alone",
+                "calibrate again",
+            )
         return scales
 
     def __contains__(self, name: str) -> bool:

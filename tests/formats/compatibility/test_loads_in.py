@@ -98,6 +98,11 @@ def w4a8_fp8_of_another_module(tensors, config):
     activations("float", num_bits=4, group_size=128)({}, other)
 
 
+def other_input_groups(tensors, config):
+    own = config[BLOCK]["config_groups"]["group_0"]
+    own["input_activations"]["group_size"] = 64
+
+
 def weight_zeros(tensors, config):
     tensors[f"{Q0}.weight_zero_point"] = torch.full((8, 2), -2004318072, dtype=torch.int32)
 
@@ -370,6 +375,11 @@ CASES = {
     "stacked-experts": (CT, "w4a16-sym-g32", stacked_experts),
     "renamed-experts": (CT, "w4a16-sym-g32", renamed_experts),
     "ct-w4a8-sglang": (CT, "w4a16-sym-g32", activations("int")),
+    "renamed-experts-vllm": made_by("gptqmodel-mixtral-w4"),
+    "renamed-experts-sglang": made_by("llmcompressor-mixtral-w4a16"),
+    "ct-bfloat16": made_by("llmcompressor-nvfp4a16"),
+    "ct-w4a8-bytes": made_by("llmcompressor-w4a8"),
+    "ct-block-input-groups": (CT, "w8a8-fp8-block", other_input_groups),
     "ct-experts-w8a8": (CT, "w8a8", experts),
     "ct-experts-nvfp4": (CT, "w4a16-nvfp4", experts),
     "ct-experts-asymmetric": (CT, "w4a16-asym-g32", experts),

@@ -98,6 +98,22 @@ def set_scale(value: float) -> Callable[[Folder], None]:
     return change
 
 
+def damage_kv_scale(
+    change: Callable[[torch.Tensor], torch.Tensor | None],
+) -> Callable[[Folder], None]:
+    """Change the first layer's scale of an 8-bit KV cache; None removes it."""
+
+    def damage(folder: Folder) -> None:
+        name = next((name for name in folder.tensors if name.endswith(".k_scale")), None)
+        if name is None:
+            raise NotApplicable
+        after = change(folder.tensors.pop(name).clone())
+        if after is not None:
+            folder.tensors[name] = after
+
+    return damage
+
+
 def change_tensor(
     which: str, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[[Folder], None]:
@@ -181,10 +197,18 @@ def set_everywhere(keys: tuple[str, ...], value: Any) -> Callable[[Folder], None
             for key, each in node.items()
         }
 
+    def of_weights(node: Any) -> Any:
+        """The block without what it says about inputs: float8 blocks allow inputs in any groups."""
+        if isinstance(node, list):
+            return [of_weights(each) for each in node]
+        if not isinstance(node, dict):
+            return node
+        return {key: of_weights(each) for key, each in node.items() if key != "input_activations"}
+
     def change(folder: Folder) -> None:
         before = folder.config[BLOCK]
         folder.config[BLOCK] = changed(before)
-        if folder.config[BLOCK] == before:
+        if of_weights(folder.config[BLOCK]) == of_weights(before):
             raise NotApplicable
 
     return change
@@ -236,6 +260,11 @@ DAMAGES: dict[str, Callable[[Folder], None]] = {
     "groups of negative inputs": set_everywhere(GROUPS, -7),
     "no quantization block": set_block(None),
     "quantization block a number": set_block(7),
+    "KV scale missing": damage_kv_scale(lambda t: None),
+    "KV scale NaN": damage_kv_scale(lambda t: t * math.nan),
+    "KV scale of zero": damage_kv_scale(lambda t: t * 0),
+    "KV scale of no entries": damage_kv_scale(lambda t: t.reshape(-1)[:0]),
+    "KV scales for other heads": damage_kv_scale(lambda t: t.reshape(-1)[:1].repeat(3)),
     "config of other sizes": set_size("hidden_size", 96),
     "config of negative sizes": set_size("hidden_size", -64),
 }

@@ -20,15 +20,39 @@ from tests.formats.damaged.made_here import MADE_HERE
 
 MADE_BY = Path(__file__).parents[1] / "made_by"
 GOLDEN = sorted(path.parent.name for path in MADE_BY.glob("*/made.json"))
-NAMES = [*GOLDEN, *MADE_HERE]
+# A linear of an expert is damaged, by its name in the folder, instead of one of attention.
+EXPERTS = {
+    f"{name}-expert": (name, f"model.layers.0.{module}.experts.2.up_proj")
+    for name, module in (
+        ("auto-round-qwen3-moe-w4", "mlp"),
+        ("gptqmodel-mixtral-w4", "mlp"),
+        ("gptqmodel-qwen3-moe-w4", "mlp"),
+        ("llmcompressor-mixtral-fp8", "block_sparse_moe"),
+        ("llmcompressor-mixtral-w4a16", "block_sparse_moe"),
+        ("llmcompressor-qwen3-5-moe-w4a16", "mlp"),
+        ("llmcompressor-qwen3-moe-nvfp4", "mlp"),
+        ("llmcompressor-qwen3-moe-w4a16", "mlp"),
+    )
+}
+NAMES = [*GOLDEN, *MADE_HERE, *EXPERTS]
 USUAL = "gptqmodel-w4"  # gets every damage by default
 # Damage that every folder gets by default
 COMMON = ("codes missing", "codes empty", "unknown bits")
+WITH_KV = "llmcompressor-fp8-kv"  # gets damage of KV scales
+
+
+def is_usual(name, damage):
+    """Return True if a pair runs by default."""
+    if damage.startswith("KV"):
+        return name == WITH_KV
+    return name == USUAL or damage in COMMON
+
+
 PAIRS = [
     pytest.param(
         name,
         damage,
-        marks=[] if name == USUAL or damage in COMMON else [pytest.mark.exhaustive],
+        marks=[] if is_usual(name, damage) else [pytest.mark.exhaustive],
         id=f"{name}-{damage.replace(' ', '-')}",
     )
     for name in NAMES
@@ -37,7 +61,14 @@ PAIRS = [
 
 
 def folder_of(name):
-    return MADE_HERE[name]() if name in MADE_HERE else Folder.read(MADE_BY / name)
+    if name in MADE_HERE:
+        return MADE_HERE[name]()
+    if name not in EXPERTS:
+        return Folder.read(MADE_BY / name)
+    golden, module = EXPERTS[name]
+    folder = Folder.read(MADE_BY / golden)
+    folder.module = module
+    return folder
 
 
 def load_weights(folder):
@@ -52,7 +83,7 @@ def load_weights(folder):
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*GOLDEN, *MADE_HERE])
 def test_undamaged_copy_loads(name, tmp_path):
     """Writing a folder again is no damage, so that the other tests see only what they did."""
     folder = folder_of(name).write(tmp_path / "copy")

@@ -161,9 +161,11 @@ def test_scales_that_quantize_writes_are_used(docs_5m, tmp_path, name):
     assert change(llm, want) < LIMITS["int8"] + LIMITS["fp8"]
 
 
-def test_a_layer_without_scales_is_named(calibrated):
-    folder = calibrated("int", leave_out=["model.layers.2.self_attn.v_scale"])
-    with pytest.raises(CheckpointError, match=r"layers.2.self_attn.*k_scale and a v_scale"):
+@pytest.mark.parametrize(("left_out", "found"), [(("v",), "k_scale alone"), (("k", "v"), "none")])
+def test_a_layer_without_scales_is_named(calibrated, left_out, found):
+    names = [f"model.layers.2.self_attn.{kind}_scale" for kind in left_out]
+    folder = calibrated("int", leave_out=names)
+    with pytest.raises(CheckpointError, match=rf"layers.2.*k_scale and a v_scale.*found {found}"):
         make(folder)
 
 
