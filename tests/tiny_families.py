@@ -26,6 +26,10 @@ GPT = {
     **{"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "n_inner": 96},
     "num_key_value_heads": 4,
 }
+FALCON_RW = {
+    **{"alibi": True, "parallel_attn": False, "multi_query": False, "bias": True},
+    **{"num_key_value_heads": 4, "tie_word_embeddings": True},
+}
 FALCON = {"ffn_hidden_size": 96, "tie_word_embeddings": True}
 NEOX = {"hidden_act": "gelu", "num_key_value_heads": 4}
 # family -> config class and what it adds; windows shorter than the prompts, so that they matter
@@ -216,6 +220,7 @@ TINY_FAMILIES |= {
     "gpt_bigcode": ("GPTBigCodeConfig", {**GPT, "tie_word_embeddings": True}),
     "gptj": ("GPTJConfig", {**GPT, "rotary_dim": 8}),
     "falcon": ("FalconConfig", FALCON),
+    "falcon_rw": ("FalconConfig", FALCON_RW),
     "arcee": ("ArceeConfig", {}),
     "ernie4_5": ("Ernie4_5Config", {"head_dim": 32, "use_bias": True}),
     "glm": ("GlmConfig", {"head_dim": 32, "pad_token_id": 0}),
@@ -408,7 +413,7 @@ TINY_FAMILIES |= {
 }
 # rows of what other families have, too: a few tests run them
 ROWS = ("gpt_bigcode", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "hunyuan", "olmoe", "dots1")
-ROWS += ("granite_moe_shared", "hunyuan_moe")
+ROWS += ("granite_moe_shared", "hunyuan_moe", "falcon_rw")
 # families whose layers have states
 STATES = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"),

@@ -103,6 +103,7 @@ OTHERS = (
                 "granite_moe_shared",
                 "hunyuan_moe",
                 "bloom",
+                "falcon_rw",
                 "mpt",
                 "llama4",
                 "gemma4",
