@@ -409,11 +409,13 @@ TINY_FAMILIES |= {
             **{"tie_word_embeddings": True, "final_logit_softcapping": 3.0},
         },
     ),
+    "helium": ("HeliumConfig", {"head_dim": 16, "rms_norm_eps": 1e-5}),
     "hunyuan_moe": ("HunYuanMoEV1Config", {"head_dim": 32, "num_experts": 6, "moe_topk": 2}),
 }
 # rows of what other families have, too: a few tests run them
 ROWS = ("gpt_bigcode", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "hunyuan", "olmoe", "dots1")
 ROWS += ("granite_moe_shared", "hunyuan_moe", "falcon_rw")
+ROWS += ("helium",)
 # families whose layers have states
 STATES = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"),

@@ -209,4 +209,14 @@ DENSE = (
         window="layer_types",
         rope="windows",
     ),
+    family_row(
+        "HeliumForCausalLM",
+        "Helium",
+        "helium",
+        builder="llama",
+        qkv=replace(QKV, bias="attention_bias"),
+        **MLP_BIAS,
+        interleaved_rope=True,
+        float32_norms=True,
+    ),
 )

@@ -78,6 +78,7 @@ ROTATABLE = (
     "seed_oss",
     "ministral",
     "ministral3",
+    "helium",
 )
 OTHERS = (
     *("gemma2", "gemma3", "olmo2", "glm4", "mixtral", "qwen3_moe", "phi3", "granite"),
@@ -102,6 +103,7 @@ OTHERS = (
                 "granite_moe",
                 "granite_moe_shared",
                 "hunyuan_moe",
+                "helium",
                 "bloom",
                 "falcon_rw",
                 "mpt",
