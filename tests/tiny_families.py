@@ -410,12 +410,25 @@ TINY_FAMILIES |= {
         },
     ),
     "helium": ("HeliumConfig", {"head_dim": 16, "rms_norm_eps": 1e-5}),
+    "cwm": (
+        "CwmConfig",
+        {
+            **{"head_dim": 32, "sliding_window": 9},
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "rope_parameters": {
+                **{"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0},
+                **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
     "hunyuan_moe": ("HunYuanMoEV1Config", {"head_dim": 32, "num_experts": 6, "moe_topk": 2}),
 }
 # rows of what other families have, too: a few tests run them
 ROWS = ("gpt_bigcode", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "hunyuan", "olmoe", "dots1")
 ROWS += ("granite_moe_shared", "hunyuan_moe", "falcon_rw")
 ROWS += ("helium",)
+ROWS += ("cwm",)
 # families whose layers have states
 STATES = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"),

@@ -219,4 +219,12 @@ DENSE = (
         interleaved_rope=True,
         float32_norms=True,
     ),
+    family_row(
+        "CwmForCausalLM",
+        "CWM",
+        "cwm",
+        builder="llama",
+        **MLP_BIAS,
+        window="layer_types",
+    ),
 )

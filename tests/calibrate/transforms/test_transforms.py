@@ -79,6 +79,7 @@ ROTATABLE = (
     "ministral",
     "ministral3",
     "helium",
+    "cwm",
 )
 OTHERS = (
     *("gemma2", "gemma3", "olmo2", "glm4", "mixtral", "qwen3_moe", "phi3", "granite"),
@@ -104,6 +105,7 @@ OTHERS = (
                 "granite_moe_shared",
                 "hunyuan_moe",
                 "helium",
+                "cwm",
                 "bloom",
                 "falcon_rw",
                 "mpt",

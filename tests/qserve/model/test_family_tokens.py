@@ -542,6 +542,7 @@ WRONG = {
     "the whole head rotates, Bamba": ("bamba", lambda d: whole_rotation(d.layers[1])),
     "norms exchanged, Bamba": ("bamba", swapped("attention_norm", "mlp_norm")),
     "halves taken for neighbours, Helium": ("helium", lambda d: other_rotation(d.layers[0])),
+    "window one longer, CWM": ("cwm", moved_window(1)),
     "shares of all experts, Hunyuan": ("hunyuan_moe", every_layer(unnormalized)),
     "queries that do not grow": ("ministral3", set_attention(query_scales=None)),
 }
