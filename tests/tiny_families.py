@@ -422,6 +422,7 @@ TINY_FAMILIES |= {
             },
         },
     ),
+    "jais2": ("Jais2Config", {}),
     "hunyuan_moe": ("HunYuanMoEV1Config", {"head_dim": 32, "num_experts": 6, "moe_topk": 2}),
 }
 # rows of what other families have, too: a few tests run them
@@ -429,6 +430,7 @@ ROWS = ("gpt_bigcode", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "hunyuan", "o
 ROWS += ("granite_moe_shared", "hunyuan_moe", "falcon_rw")
 ROWS += ("helium",)
 ROWS += ("cwm",)
+ROWS += ("jais2",)
 # families whose layers have states
 STATES = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"),

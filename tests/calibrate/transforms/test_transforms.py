@@ -106,6 +106,7 @@ OTHERS = (
                 "hunyuan_moe",
                 "helium",
                 "cwm",
+                "jais2",
                 "bloom",
                 "falcon_rw",
                 "mpt",

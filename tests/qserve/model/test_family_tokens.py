@@ -543,6 +543,8 @@ WRONG = {
     "norms exchanged, Bamba": ("bamba", swapped("attention_norm", "mlp_norm")),
     "halves taken for neighbours, Helium": ("helium", lambda d: other_rotation(d.layers[0])),
     "window one longer, CWM": ("cwm", moved_window(1)),
+    "ReLU without its square, Jais 2": ("jais2", every_layer(plain_relu)),
+    "layer norms without their biases, Jais 2": ("jais2", without_biases),
     "shares of all experts, Hunyuan": ("hunyuan_moe", every_layer(unnormalized)),
     "queries that do not grow": ("ministral3", set_attention(query_scales=None)),
 }

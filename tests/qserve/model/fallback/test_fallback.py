@@ -38,7 +38,10 @@ RUN = {
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2},
     "bitnet": {},
     "cohere2_moe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "granite_swa": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "granite_swa": {
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "mellum": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "flint": {},
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
