@@ -136,7 +136,9 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name or "sinks" in name:
             # Some families' norms multiply by 1 + weight.
-            adds_one = config_class.startswith(("Gemma", "Qwen3Next", "Qwen3_5", "NemotronC"))
+            adds_one = config_class.startswith(
+                ("Gemma", "VaultGemma", "Qwen3Next", "Qwen3_5", "NemotronC")
+            )
             adds_one &= not config_class.startswith("Gemma4")
             is_norm = "norm" in name and "bias" not in name
             is_one = is_norm and (not adds_one or "linear_attn" in name)

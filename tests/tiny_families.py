@@ -423,6 +423,14 @@ TINY_FAMILIES |= {
         },
     ),
     "jais2": ("Jais2Config", {}),
+    "vaultgemma": (
+        "VaultGemmaConfig",
+        {
+            **GEMMA,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+        },
+    ),
     "hunyuan_moe": ("HunYuanMoEV1Config", {"head_dim": 32, "num_experts": 6, "moe_topk": 2}),
 }
 # rows of what other families have, too: a few tests run them
@@ -431,6 +439,7 @@ ROWS += ("granite_moe_shared", "hunyuan_moe", "falcon_rw")
 ROWS += ("helium",)
 ROWS += ("cwm",)
 ROWS += ("jais2",)
+ROWS += ("vaultgemma",)
 # families whose layers have states
 STATES = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"),

@@ -11,6 +11,7 @@ from formats.architecture.rows.classic_parts import (
 )
 from formats.architecture.rows.parts import (
     ATTENTION_BIAS,
+    BEFORE_ATTENTION,
     COHERE,
     GATE_UP,
     GEMMA,
@@ -239,5 +240,16 @@ DENSE = (
         norms=norms_before("mlp.up_proj"),
         **LAYER_NORM,
         activations=("relu2",),
+    ),
+    family_row(
+        "VaultGemmaForCausalLM",
+        "VaultGemma",
+        "vaultgemma",
+        builder="gemma2",
+        **GEMMA,
+        norms=(
+            BEFORE_ATTENTION,
+            Norm(name="pre_feedforward_layernorm", feeds=GATE_UP.name),
+        ),
     ),
 )

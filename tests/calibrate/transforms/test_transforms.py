@@ -80,6 +80,7 @@ ROTATABLE = (
     "ministral3",
     "helium",
     "cwm",
+    "vaultgemma",
 )
 OTHERS = (
     *("gemma2", "gemma3", "olmo2", "glm4", "mixtral", "qwen3_moe", "phi3", "granite"),
@@ -107,6 +108,7 @@ OTHERS = (
                 "helium",
                 "cwm",
                 "jais2",
+                "vaultgemma",
                 "bloom",
                 "falcon_rw",
                 "mpt",

@@ -545,6 +545,8 @@ WRONG = {
     "window one longer, CWM": ("cwm", moved_window(1)),
     "ReLU without its square, Jais 2": ("jais2", every_layer(plain_relu)),
     "layer norms without their biases, Jais 2": ("jais2", without_biases),
+    "scores not bent, VaultGemma": ("vaultgemma", set_attention(soft_cap=None)),
+    "norms without their 1, VaultGemma": ("vaultgemma", without_offset),
     "shares of all experts, Hunyuan": ("hunyuan_moe", every_layer(unnormalized)),
     "queries that do not grow": ("ministral3", set_attention(query_scales=None)),
 }
