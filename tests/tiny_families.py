@@ -431,6 +431,14 @@ TINY_FAMILIES |= {
             **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
         },
     ),
+    "solar_open": (
+        "SolarOpenConfig",
+        {
+            **{"head_dim": 32, "attention_bias": True, "n_routed_experts": 8},
+            **{"num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2},
+            **GROUPS,
+        },
+    ),
     "hunyuan_moe": ("HunYuanMoEV1Config", {"head_dim": 32, "num_experts": 6, "moe_topk": 2}),
 }
 # rows of what other families have, too: a few tests run them
@@ -440,6 +448,7 @@ ROWS += ("helium",)
 ROWS += ("cwm",)
 ROWS += ("jais2",)
 ROWS += ("vaultgemma",)
+ROWS += ("solar_open",)
 # families whose layers have states
 STATES = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"),

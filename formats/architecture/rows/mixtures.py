@@ -154,4 +154,19 @@ MIXTURES = (
         window="layer_types",
     ),
     family_row("Llama4ForCausalLM", "Llama 4 (text)", "llama4_text", builder="llama4", **LLAMA_4),
+    family_row(
+        "SolarOpenForCausalLM",
+        "Solar Open",
+        "solar_open",
+        builder="moe",
+        qkv=replace(QKV, bias="attention_bias"),
+        experts=experts(
+            "mlp",
+            NAMES,
+            "moe_intermediate_size",
+            replace(GROUPED_ROUTER, normalized=Stated("norm_topk_prob", True)),
+            shared=SharedExpert(**gated("mlp.shared_experts", *NAMES, "shared_experts")),
+        ),
+        norms=norms_before("mlp"),
+    ),
 )

@@ -109,6 +109,7 @@ OTHERS = (
                 "cwm",
                 "jais2",
                 "vaultgemma",
+                "solar_open",
                 "bloom",
                 "falcon_rw",
                 "mpt",

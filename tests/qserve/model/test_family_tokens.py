@@ -547,6 +547,11 @@ WRONG = {
     "layer norms without their biases, Jais 2": ("jais2", without_biases),
     "scores not bent, VaultGemma": ("vaultgemma", set_attention(soft_cap=None)),
     "norms without their 1, VaultGemma": ("vaultgemma", without_offset),
+    "experts chosen without the correction, Solar Open": (
+        "solar_open",
+        every_layer(by_scores_alone),
+    ),
+    "shared expert left out, Solar Open": ("solar_open", every_layer(without_shared)),
     "shares of all experts, Hunyuan": ("hunyuan_moe", every_layer(unnormalized)),
     "queries that do not grow": ("ministral3", set_attention(query_scales=None)),
 }
