@@ -160,6 +160,7 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
 STORED_NAMES = {
     **{"embed_out.": "lm_head.", ".mlp.moe_statics.": ".mlp.gate.moe_statics."},
     **{"backbone.": "model.", ".router.layer.": ".router."},
+    ".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
 }
 # model_type -> what its modules call `mlp`
 MLP_NAMES = dict.fromkeys(("granitemoe", "granitemoeshared"), "block_sparse_moe")

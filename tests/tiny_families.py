@@ -439,6 +439,14 @@ TINY_FAMILIES |= {
             **GROUPS,
         },
     ),
+    "exaone_moe": (
+        "ExaoneMoeConfig",
+        {
+            **{"head_dim": 32, "sliding_window": 9, "num_experts": 8, "num_experts_per_tok": 3},
+            **{"moe_intermediate_size": 32, "num_shared_experts": 2, "sliding_window_pattern": 3},
+            **GROUPS,
+        },
+    ),
     "hunyuan_moe": ("HunYuanMoEV1Config", {"head_dim": 32, "num_experts": 6, "moe_topk": 2}),
 }
 # rows of what other families have, too: a few tests run them
@@ -449,6 +457,7 @@ ROWS += ("cwm",)
 ROWS += ("jais2",)
 ROWS += ("vaultgemma",)
 ROWS += ("solar_open",)
+ROWS += ("exaone_moe",)
 # families whose layers have states
 STATES = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"),

@@ -127,6 +127,8 @@ class LayerRunner:
                 if inside and hasattr(mixture.gate, correction):  # ERNIE's, not in its gate
                     setattr(mixture, correction, mixture.gate.get_submodule(correction))
                     second = (*second, f"{own}.gate.{correction}.")
+                elif correction and hasattr(getattr(mixture, "gate", None), correction):
+                    stored[f"{own}.gate.{correction}"] = f"{experts.module}.{correction}"
                 router = experts.router.rpartition(".")[0]
                 if hasattr(module.get_submodule(router), "weight"):  # GraniteMoE's
                     stored[f"{router}.weight"] = f"{experts.router}.weight"

@@ -169,4 +169,27 @@ MIXTURES = (
         ),
         norms=norms_before("mlp"),
     ),
+    family_row(
+        "ExaoneMoeForCausalLM",
+        "K-EXAONE",
+        "exaone_moe",
+        builder="moe",
+        experts=experts(
+            "mlp",
+            NAMES,
+            "moe_intermediate_size",
+            replace(
+                GROUPED_ROUTER,
+                normalized=Stated("norm_topk_prob", True),
+                correction="e_score_correction_bias",
+            ),
+            shared=SharedExpert(**gated("mlp.shared_experts", *NAMES, "shared_experts")),
+            types_key="mlp_layer_types",
+        ),
+        norms=(*norms_before("mlp"), *HEAD_NORMS),
+        window="layer_types",
+        rope="windows",
+        config_keys={"n_shared_experts": "num_shared_experts"},
+        draft_prefix="mtp.",
+    ),
 )

@@ -110,6 +110,7 @@ OTHERS = (
                 "jais2",
                 "vaultgemma",
                 "solar_open",
+                "exaone_moe",
                 "bloom",
                 "falcon_rw",
                 "mpt",

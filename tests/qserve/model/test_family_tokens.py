@@ -552,6 +552,12 @@ WRONG = {
         every_layer(by_scores_alone),
     ),
     "shared expert left out, Solar Open": ("solar_open", every_layer(without_shared)),
+    "experts chosen without the correction, K-EXAONE": (
+        "exaone_moe",
+        lambda d: by_scores_alone(d.layers[1]),
+    ),
+    "layers that rotate exchanged, K-EXAONE": ("exaone_moe", exchanged_rotations),
+    "window one longer, K-EXAONE": ("exaone_moe", moved_window(1)),
     "shares of all experts, Hunyuan": ("hunyuan_moe", every_layer(unnormalized)),
     "queries that do not grow": ("ministral3", set_attention(query_scales=None)),
 }
