@@ -447,6 +447,10 @@ TINY_FAMILIES |= {
             **GROUPS,
         },
     ),
+    "flex_olmo": (
+        "FlexOlmoConfig",
+        {"num_experts": 6, "num_experts_per_tok": 2, "pad_token_id": 0, "norm_topk_prob": True},
+    ),
     "hunyuan_moe": ("HunYuanMoEV1Config", {"head_dim": 32, "num_experts": 6, "moe_topk": 2}),
 }
 # rows of what other families have, too: a few tests run them
@@ -458,6 +462,7 @@ ROWS += ("jais2",)
 ROWS += ("vaultgemma",)
 ROWS += ("solar_open",)
 ROWS += ("exaone_moe",)
+ROWS += ("flex_olmo",)
 # families whose layers have states
 STATES = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"),

@@ -18,6 +18,7 @@ from formats.architecture.rows.parts import (
     MINIMAX_M2,
     NAMES,
     O_PROJ,
+    OLMO,
     QKV,
     QWEN_DENSE,
     QWEN_ROUTER,
@@ -191,5 +192,13 @@ MIXTURES = (
         rope="windows",
         config_keys={"n_shared_experts": "num_shared_experts"},
         draft_prefix="mtp.",
+    ),
+    family_row(
+        "FlexOlmoForCausalLM",
+        "FlexOlmo",
+        "flex_olmo",
+        builder="olmo2",
+        **{**OLMO, "rules": None},
+        experts=experts("mlp", NAMES, "intermediate_size", QWEN_ROUTER),
     ),
 )

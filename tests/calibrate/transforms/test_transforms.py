@@ -111,6 +111,7 @@ OTHERS = (
                 "vaultgemma",
                 "solar_open",
                 "exaone_moe",
+                "flex_olmo",
                 "bloom",
                 "falcon_rw",
                 "mpt",

@@ -558,6 +558,14 @@ WRONG = {
     ),
     "layers that rotate exchanged, K-EXAONE": ("exaone_moe", exchanged_rotations),
     "window one longer, K-EXAONE": ("exaone_moe", moved_window(1)),
+    "norms of all heads taken for norms of each, FlexOlmo": (
+        "flex_olmo",
+        set_attention(q_norm=None),
+    ),
+    "norms after taken for each other, FlexOlmo": (
+        "flex_olmo",
+        swapped("attention_end.norm", "mlp_end.norm"),
+    ),
     "shares of all experts, Hunyuan": ("hunyuan_moe", every_layer(unnormalized)),
     "queries that do not grow": ("ministral3", set_attention(query_scales=None)),
 }
