@@ -234,5 +234,6 @@ def find_layer_map(config: dict[str, Any]) -> LayerMap:
             f"unknown architecture; known: {', '.join(FAMILIES)}",
             "a family is a row of FAMILIES in formats/families.py",
         )
-    check_variant(FAMILIES[name], config)
-    return layer_map(FAMILIES[name].variant(config))
+    family = FAMILIES[name].variant(config)
+    check_variant(family, config)
+    return layer_map(family)

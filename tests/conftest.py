@@ -139,7 +139,9 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name or "sinks" in name:
             # Some families' norms multiply by 1 + weight.
-            adds_one = config_class.startswith(("Gemma", "Qwen3Next", "Qwen3_5", "NemotronC"))
+            adds_one = config_class.startswith(
+                ("Gemma", "VaultGemma", "Qwen3Next", "Qwen3_5", "NemotronC")
+            )
             adds_one &= not config_class.startswith("Gemma4")
             is_norm = "norm" in name and "bias" not in name
             is_one = is_norm and (not adds_one or "linear_attn" in name)
@@ -161,6 +163,7 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
 STORED_NAMES = {
     **{"embed_out.": "lm_head.", ".mlp.moe_statics.": ".mlp.gate.moe_statics."},
     **{"backbone.": "model.", ".router.layer.": ".router."},
+    ".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
 }
 # model_type -> what its modules call `mlp`
 MLP_NAMES = dict.fromkeys(("granitemoe", "granitemoeshared"), "block_sparse_moe")

@@ -25,6 +25,10 @@ GEMMA = {
 GPT = {
     **{"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "n_inner": 96},
 }
+FALCON_RW = {
+    **{"alibi": True, "parallel_attn": False, "multi_query": False, "bias": True},
+    **{"num_key_value_heads": 4, "tie_word_embeddings": True},
+}
 FALCON = {"ffn_hidden_size": 96, "tie_word_embeddings": True}
 NEOX = {"hidden_act": "gelu"}
 # family -> config class and what it adds; windows shorter than the prompts, so that they matter
@@ -215,6 +219,7 @@ TINY_FAMILIES |= {
     "gpt_bigcode": ("GPTBigCodeConfig", {**GPT, "tie_word_embeddings": True}),
     "gptj": ("GPTJConfig", {**GPT, "rotary_dim": 8}),
     "falcon": ("FalconConfig", FALCON),
+    "falcon_rw": ("FalconConfig", FALCON_RW),
     "arcee": ("ArceeConfig", {}),
     "ernie4_5": ("Ernie4_5Config", {"head_dim": 32, "use_bias": True}),
     "glm": ("GlmConfig", {"head_dim": 32, "pad_token_id": 0}),
@@ -403,11 +408,60 @@ TINY_FAMILIES |= {
             **{"tie_word_embeddings": True, "final_logit_softcapping": 3.0},
         },
     ),
+    "helium": ("HeliumConfig", {"head_dim": 16, "rms_norm_eps": 1e-5}),
+    "cwm": (
+        "CwmConfig",
+        {
+            **{"head_dim": 32, "sliding_window": 9},
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "rope_parameters": {
+                **{"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0},
+                **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "jais2": ("Jais2Config", {}),
+    "vaultgemma": (
+        "VaultGemmaConfig",
+        {
+            **GEMMA,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+        },
+    ),
+    "solar_open": (
+        "SolarOpenConfig",
+        {
+            **{"head_dim": 32, "attention_bias": True, "n_routed_experts": 8},
+            **{"num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2},
+            **GROUPS,
+        },
+    ),
+    "exaone_moe": (
+        "ExaoneMoeConfig",
+        {
+            **{"head_dim": 32, "sliding_window": 9, "num_experts": 8, "num_experts_per_tok": 3},
+            **{"moe_intermediate_size": 32, "num_shared_experts": 2, "sliding_window_pattern": 3},
+            **GROUPS,
+        },
+    ),
+    "flex_olmo": (
+        "FlexOlmoConfig",
+        {"num_experts": 6, "num_experts_per_tok": 2, "pad_token_id": 0, "norm_topk_prob": True},
+    ),
     "hunyuan_moe": ("HunYuanMoEV1Config", {"head_dim": 32, "num_experts": 6, "moe_topk": 2}),
 }
 # rows of what other families have, too: a few tests run them
 ROWS = ("gpt_bigcode", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "hunyuan", "olmoe", "dots1")
-ROWS += ("granite_moe_shared", "hunyuan_moe")
+ROWS += ("granite_moe_shared", "hunyuan_moe", "falcon_rw")
+ROWS += ("helium",)
+ROWS += ("cwm",)
+ROWS += ("jais2",)
+ROWS += ("vaultgemma",)
+ROWS += ("solar_open",)
+ROWS += ("exaone_moe",)
+ROWS += ("flex_olmo",)
 # families whose layers have states
 STATES = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"),

@@ -127,6 +127,8 @@ class LayerRunner:
                 if inside and hasattr(mixture.gate, correction):  # ERNIE's, not in its gate
                     setattr(mixture, correction, mixture.gate.get_submodule(correction))
                     second = (*second, f"{own}.gate.{correction}.")
+                elif correction and hasattr(getattr(mixture, "gate", None), correction):
+                    stored[f"{own}.gate.{correction}"] = f"{experts.module}.{correction}"
                 router = experts.router.rpartition(".")[0]
                 if hasattr(module.get_submodule(router), "weight"):  # GraniteMoE's
                     stored[f"{router}.weight"] = f"{experts.router}.weight"
@@ -223,14 +225,17 @@ class LayerRunner:
         return output[0] if isinstance(output, tuple) else output
 
     def _biases(
-        self, hidden_BSD: torch.Tensor, mask: torch.Tensor, is_bloom: bool
+        self, hidden_BSD: torch.Tensor, mask: torch.Tensor, by_name: bool
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """ALiBi's biases as BLOOM's layers or MPT's take them, with the mask as they take it."""
+        """ALiBi's biases as BLOOM's and Falcon's layers take them, by name, or as MPT's do.
+
+        The mask is as they take it.
+        """
         heads = self.raw_config["num_attention_heads"]
         slopes = torch.tensor(alibi_slopes(heads), device=self.device)
         ids_S = torch.arange(hidden_BSD.shape[1], device=self.device)
         biases_H1S = slopes[:, None, None] * ids_S
-        if is_bloom:
+        if by_name:
             return {"alibi": biases_H1S.repeat(len(hidden_BSD), 1, 1).to(self.dtype)}, mask
         return {"position_bias": biases_H1S}, mask != 0
 

@@ -69,6 +69,7 @@ class Family:
     rotary_dim_key: str = ""  # key of config.json: rotated channels of a head, at theta 10,000
     interleaved_rope: Flag = False  # channels 2 i and 2 i + 1 form a pair, not i and i + half
     alibi: bool = False  # attention has ALiBi's biases (numerics/alibi.py)
+    scaled_alibi: bool = False  # they are multiplied by the scale of scores
     embedding_norm: str = ""  # norm of embeddings, of the family's kind
     embedding_times_root: bool = False  # embeddings are multiplied by sqrt(hidden_size)
     embedding_factor_key: str = ""  # key of config.json: factor of the embeddings

@@ -256,13 +256,16 @@ def _query_rank(default: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
 
 
 def _glm_lite(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_query_rank(768)(config), **_expert_layers(config)}
+
+
+def _expert_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the layers with experts; published files state the number of those without."""
     count, first = config.get("num_hidden_layers"), config.get("first_k_dense_replace", 1)
-    found = _query_rank(768)(config)
-    if config.get("mlp_layer_types") is None and is_size(count) and type(first) is int:
-        layers = range(min(count, MAX_LAYERS))
-        found["mlp_layer_types"] = ["dense" if i < first else "sparse" for i in layers]
-    return found
+    if config.get("mlp_layer_types") is not None or not is_size(count) or type(first) is not int:
+        return {}
+    layers = range(min(count, MAX_LAYERS))
+    return {"mlp_layer_types": ["dense" if i < first else "sparse" for i in layers]}
 
 
 def _lfm2(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -364,6 +367,7 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "deepseek_v2": _query_rank(1536),
     "deepseek_v3": _query_rank(1536),
     "glm4_moe_lite": _glm_lite,
+    "exaone_moe": _expert_layers,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
     "granitemoehybrid": _granite_hybrid,

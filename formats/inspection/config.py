@@ -109,7 +109,7 @@ def _refused_variant(config: Mapping[str, Any]) -> str:
     family = FAMILIES.get(name) if isinstance(name, str) else None
     try:
         if family is not None:
-            check_variant(family, config)
+            check_variant(family.variant(config), config)
     except InputError as error:
         return f"{error.subject}: {error.problem}"
     return ""

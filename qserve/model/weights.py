@@ -501,6 +501,8 @@ class LayerWeights:
             return {}
         num_heads = self._weights.config.values["num_attention_heads"]
         slopes = torch.tensor(alibi_slopes(num_heads), dtype=torch.float32)
+        if self._family.scaled_alibi:
+            slopes *= self._weights.config.head_dim**-0.5
         part = self.sharing.head_rows("num_attention_heads")
         slopes = slopes if part is None else slopes[slice(*part)].clone()
         return {"slopes": slopes.to(self._weights.device)}

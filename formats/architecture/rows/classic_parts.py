@@ -243,7 +243,23 @@ FALCON: dict[str, Any] = {
     "activation_key": "activation",
     "activations": ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu"),
     "inner_key": "ffn_hidden_size",
-    "fixed": {"alibi": False, "parallel_attn": True},
+    "fixed": {"parallel_attn": True},
+    "variants": (
+        (
+            "alibi",  # RW
+            {
+                "alibi": True,
+                "scaled_alibi": True,
+                "rope": "none",
+                "parallel": False,
+                "norms": (
+                    Norm(name="input_layernorm", feeds=_FALCON_QKV),
+                    Norm(name="post_attention_layernorm", feeds=_FALCON_UP),
+                ),
+                "fixed": {"parallel_attn": False, "new_decoder_architecture": False},
+            },
+        ),
+    ),
     "tied": True,
     "layer": "transformer.h.{i}",
     "embedding": "transformer.word_embeddings.weight",

@@ -1,9 +1,10 @@
 """Falcon: attention and feed-forward side by side; one layer norm for both, or one for each.
 
 Columns of formats/families.py hold the rest: queries, keys and values stored by KV head, biases.
+Falcon-RW's feed-forward follows attention, which has ALiBi's biases.
 """
 
-from qserve.model.blocks.layer import ParallelLayer
+from qserve.model.blocks.layer import Layer, ParallelLayer
 from qserve.model.decoder import Decoder
 from qserve.model.families import llama
 from qserve.model.model_config import ModelConfig
@@ -14,7 +15,9 @@ def build(config: ModelConfig, weights: Weights) -> Decoder:
     return llama.build_decoder(config, weights, build_layer)
 
 
-def build_layer(config: ModelConfig, weights: LayerWeights) -> ParallelLayer:
+def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer | ParallelLayer:
+    if not config.values["parallel_attn"]:
+        return llama.build_layer(config, weights)
     norm, *others = (
         llama.build_norm(config, weights, norm.name)
         for norm in config.family.norms

@@ -1,4 +1,5 @@
-"""Gemma 2: norms before and behind attention and feed-forward, scores bent into a range.
+"""Gemma 2 and VaultGemma: scores bent into a range; norms before attention and feed-forward, and in
+Gemma 2 also after them.
 
 Columns of formats/families.py: norms are stored without their 1, embeddings grow by sqrt(C), gates
 go through a GELU, logits are bent into a range, every second layer slides.
@@ -32,11 +33,17 @@ def build_layer(config: ModelConfig, weights: LayerWeights, **head_norms: Any) -
             soft_cap=values["attn_logit_softcapping"],
             **head_norms,
         ),
-        attention_end=BranchEnd(llama.build_norm(config, weights, "post_attention_layernorm")),
+        attention_end=_end(config, weights, "post_attention_layernorm"),
         mlp_norm=llama.build_norm(config, weights, "pre_feedforward_layernorm"),
         mlp=llama.build_mlp(config, weights),
-        mlp_end=BranchEnd(llama.build_norm(config, weights, "post_feedforward_layernorm")),
+        mlp_end=_end(config, weights, "post_feedforward_layernorm"),
     )
+
+
+def _end(config: ModelConfig, weights: LayerWeights, name: str) -> BranchEnd:
+    """Return the end of a branch, with the norm of that name if the model has it."""
+    norm = llama.build_norm(config, weights, name) if weights.has_norm(name) else None
+    return BranchEnd(norm)
 
 
 def check_causal(config: ModelConfig) -> None:

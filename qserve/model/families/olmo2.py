@@ -1,4 +1,4 @@
-"""OLMo 2, OLMo 3 and EXAONE 4: norms behind attention and feed-forward, none before them.
+"""OLMo 2, OLMo 3, FlexOlmo and EXAONE 4: norms after attention and feed-forward, none before them.
 
 Queries and keys are normed, too: all of a token's at once in OLMo, each head's in EXAONE. Windows,
 and which layers rotate and how, stand in config.json and formats/families.py.
@@ -7,7 +7,7 @@ and which layers rotate and how, stand in config.json and formats/families.py.
 from qserve.model.blocks.layer import Layer
 from qserve.model.blocks.norm import BranchEnd, Norm
 from qserve.model.decoder import Decoder
-from qserve.model.families import llama
+from qserve.model.families import llama, moe
 from qserve.model.model_config import ModelConfig
 from qserve.model.weights import LayerWeights, Weights
 
@@ -17,7 +17,7 @@ def build(config: ModelConfig, weights: Weights) -> Decoder:
 
 
 def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
-    eps = config.norm_eps
+    eps, has_experts = config.norm_eps, config.family.experts is not None
     return Layer(
         attention_norm=Norm(None, eps),
         attention=llama.build_attention(
@@ -28,6 +28,6 @@ def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
         ),
         attention_end=BranchEnd(llama.build_norm(config, weights, "post_attention_layernorm")),
         mlp_norm=Norm(None, eps),
-        mlp=llama.build_mlp(config, weights),
+        mlp=(moe if has_experts else llama).build_mlp(config, weights),
         mlp_end=BranchEnd(llama.build_norm(config, weights, "post_feedforward_layernorm")),
     )

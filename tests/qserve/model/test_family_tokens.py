@@ -151,6 +151,7 @@ def test_logits_of_quantized_weights_equal_transformers(written, transformers_mo
         pytest.param("nemotron_h_moe", "awq", marks=pytest.mark.exhaustive),
         pytest.param("gpt2", "awq", marks=pytest.mark.exhaustive),
         pytest.param("falcon", "awq", marks=pytest.mark.exhaustive),
+        pytest.param("falcon_rw", "gptq", marks=pytest.mark.exhaustive),
         *(
             pytest.param(name, "gptq", marks=pytest.mark.exhaustive)
             for name in ("falcon", "gptj", "gpt_bigcode", "arcee", "minimax_m2")
@@ -420,6 +421,10 @@ def exchanged_slopes(layer):
     layer.attention.slopes = layer.attention.slopes.sort(descending=True).values
 
 
+def unscaled_slopes(layer):
+    layer.attention.slopes *= layer.attention.head_dim**0.5
+
+
 def longer_chunk(layer):
     if layer.attention.chunk_size is not None:
         layer.attention.chunk_size += 1
@@ -516,6 +521,9 @@ WRONG = {
     "shared expert left out": ("granite_moe_shared", every_layer(without_shared)),
     "no biases of scores, BLOOM": ("bloom", set_attention(slopes=None)),
     "no biases of scores, MPT": ("mpt", set_attention(slopes=None)),
+    "no biases of scores, Falcon": ("falcon_rw", set_attention(slopes=None)),
+    "biases of scores that are not scaled": ("falcon_rw", every_layer(unscaled_slopes)),
+    "norms exchanged, Falcon": ("falcon_rw", swapped("attention_norm", "mlp_norm")),
     "slopes in another order, BLOOM": ("bloom with 6 heads", every_layer(exchanged_slopes)),
     "slopes in another order, MPT": ("mpt with 6 heads", every_layer(exchanged_slopes)),
     "chunks one longer": ("llama4", every_layer(longer_chunk)),
@@ -533,6 +541,31 @@ WRONG = {
     "embeddings not normed": ("bloom", without_embedding_norm),
     "the whole head rotates, Bamba": ("bamba", lambda d: whole_rotation(d.layers[1])),
     "norms exchanged, Bamba": ("bamba", swapped("attention_norm", "mlp_norm")),
+    "halves taken for neighbours, Helium": ("helium", lambda d: other_rotation(d.layers[0])),
+    "window one longer, CWM": ("cwm", moved_window(1)),
+    "ReLU without its square, Jais 2": ("jais2", every_layer(plain_relu)),
+    "layer norms without their biases, Jais 2": ("jais2", without_biases),
+    "scores not bent, VaultGemma": ("vaultgemma", set_attention(soft_cap=None)),
+    "norms without their 1, VaultGemma": ("vaultgemma", without_offset),
+    "experts chosen without the correction, Solar Open": (
+        "solar_open",
+        every_layer(by_scores_alone),
+    ),
+    "shared expert left out, Solar Open": ("solar_open", every_layer(without_shared)),
+    "experts chosen without the correction, K-EXAONE": (
+        "exaone_moe",
+        lambda d: by_scores_alone(d.layers[1]),
+    ),
+    "layers that rotate exchanged, K-EXAONE": ("exaone_moe", exchanged_rotations),
+    "window one longer, K-EXAONE": ("exaone_moe", moved_window(1)),
+    "norms of all heads taken for norms of each, FlexOlmo": (
+        "flex_olmo",
+        set_attention(q_norm=None),
+    ),
+    "norms after taken for each other, FlexOlmo": (
+        "flex_olmo",
+        swapped("attention_end.norm", "mlp_end.norm"),
+    ),
     "shares of all experts, Hunyuan": ("hunyuan_moe", every_layer(unnormalized)),
     "queries that do not grow": ("ministral3", set_attention(query_scales=None)),
 }
@@ -563,8 +596,12 @@ def test_float16_is_refused_where_activations_leave_its_range(model_of, name):
         ("OPTConfig", {"layer_norm_elementwise_affine": False}),
         ("CohereConfig", {"use_qk_norm": True}),
         ("GPT2Config", {"scale_attn_by_inverse_layer_idx": True}),
-        ("FalconConfig", {"alibi": True}),
+        ("FalconConfig", {"alibi": True, "parallel_attn": True}),
         ("FalconConfig", {"parallel_attn": False}),
+        (
+            "FalconConfig",
+            {"alibi": True, "parallel_attn": False, "new_decoder_architecture": True},
+        ),
         ("OlmoeConfig", {"clip_qkv": 4.0}),
         ("Gemma4TextConfig", {"hidden_size_per_layer_input": 16}),
         ("Gemma4TextConfig", {"attention_k_eq_v": False}),
@@ -577,7 +614,7 @@ def test_a_variant_that_nothing_computes_is_refused(tmp_path, config_class, chan
     if config_class == "Gemma4TextConfig":
         usual = {**TINY_FAMILIES["gemma4"][1], "vocab_size_per_layer_input": 512}
     folder = make_tiny(tmp_path / "model", config_class, {**usual, **changed})
-    (key,) = changed
+    *_, key = changed
     refused = rf"config\.json {key}: expected .*, found .*not supported"
     with pytest.raises(InputError, match=refused):
         LLM(folder, device="cpu", max_model_len=64)

@@ -38,12 +38,15 @@ RUN = {
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2},
     "bitnet": {},
     "cohere2_moe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "cwm": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 2},
-    "exaone_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "granite_swa": {
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "mellum": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "flint": {},
-    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
-QUANTIZED = ["olmo", "bitnet", "cwm", "apertus"]
+QUANTIZED = ["olmo", "bitnet", "granite_swa", "apertus"]
 REFUSED = {
     "bert": "hidden states differ from those of its own attention",
     "diffllama": "a layer calls attention twice",
@@ -122,13 +125,13 @@ def some(names, *usual):
     ]
 
 
-@pytest.mark.parametrize("kind", some(RUN, "olmo", "aria_text", "cwm"))
+@pytest.mark.parametrize("kind", some(RUN, "olmo", "aria_text", "granite_swa"))
 def test_tokens_equal_transformers(made, kind):
     check(made(kind), made(kind))
 
 
 def test_pages_are_given_back_and_computed_again(made):
-    check(made("cwm"), made("cwm"), num_gpu_blocks_override=6, admission="fits")
+    check(made("granite_swa"), made("granite_swa"), num_gpu_blocks_override=6, admission="fits")
 
 
 def test_a_family_with_a_row_on_request(tiny_model):
@@ -163,7 +166,7 @@ def dequantized(folder, source, target):
     return num_changed
 
 
-@pytest.mark.parametrize("kind", some(QUANTIZED, "olmo", "cwm"))
+@pytest.mark.parametrize("kind", some(QUANTIZED, "olmo", "granite_swa"))
 def test_quantized_tokens_equal_those_of_the_codes_values(made, kind, tmp_path, capsys):
     source = made(kind)
     arguments = ["quantize", str(source), "--scheme", "w4a16-sym", "--group-size", "32"]
@@ -228,7 +231,7 @@ def test_a_state_outside_of_the_pages_is_found(made, monkeypatch, dtype):
 
 def test_16_bit_weights_run(made):
     """Their rounding is no difference from transformers' attention."""
-    for kind in ("olmo", "aria_text", "cwm"):
+    for kind in ("olmo", "aria_text", "granite_swa"):
         LLM(str(made(kind)), device="cpu", dtype="bfloat16").close()
 
 
@@ -259,7 +262,7 @@ def test_sleep_and_new_weights_are_refused_and_the_model_goes_on(made):
 
 def test_log_probabilities_of_a_prompt_equal_transformers(made):
     """Logits of all rows of a prompt, not only of the last one."""
-    folder, prompt = made("cwm"), prompts()[0]
+    folder, prompt = made("granite_swa"), prompts()[0]
     llm = LLM(str(folder), device="cpu", dtype="float32", **SETTINGS)
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     found = llm.generate(prompt, params, use_tqdm=False)[0].prompt_logprobs
