@@ -160,6 +160,7 @@ MIXTURES = (
         "Solar Open",
         "solar_open",
         builder="moe",
+        inner_key="moe_intermediate_size",  # no layer has a dense feed-forward
         qkv=replace(QKV, bias="attention_bias"),
         experts=experts(
             "mlp",
