@@ -20,7 +20,7 @@ import torch
 from qkernels import ops
 from qkernels.attention.cache import AttentionStep
 from qkernels.latent.cache import PagedLatents
-from qkernels.latent.expanded import ExpandedChunk
+from qkernels.latent.expanded import ExpandedChunks
 from qkernels.latent.reference import latent_attention as reference
 
 LATENT, ENTRY, PAGE = 512, 576, 16
@@ -123,7 +123,7 @@ def both_ways(
     size = 64
     index = torch.arange(-(-keys // size) * size // PAGE, device=args.device)
     pages = step.block_tables_RX[0].long()
-    chunk = ExpandedChunk(
+    chunks = ExpandedChunks(
         rows=slice(0, count),
         pages_X=pages[index.clamp(max=len(pages) - 1)],
         step=AttentionStep(
@@ -147,7 +147,7 @@ def both_ways(
 
     def expanded() -> torch.Tensor:
         return ops.expanded_latent_attention(
-            q_NHD, cache, chunk, key_up_HPL, value_up_HLV, scale=SCALE
+            q_NHD, cache, chunks, key_up_HPL, value_up_HLV, scale=SCALE
         )
 
     between = (absorbed().float() - expanded().float()).abs().max().item()

@@ -96,17 +96,19 @@ def expanded_boundaries(
     element_size: int,
     sm_count: int,
     min_rows: int,
+    min_pairs: int,
     max_tokens: int,
     max_context_len: int,
 ) -> Iterator[tuple[int, int, int]]:
     """Return (requests, tokens of each, keys) that launch every kernel over expanded keys.
 
-    `width`: of an expanded key and value. `min_rows`: rows from which a chunk is expanded.
+    `width`: of an expanded key and value. `min_rows` of a chunk and `min_pairs` of rows
+    and keys: from which it is expanded.
     """
     first: dict[object, tuple[int, int, int]] = {}
     for count in (*_powers(min_rows, max_tokens), max_tokens):
         for keys in (*_powers(count, max_context_len), max_context_len):
-            if min_rows <= count <= keys:
+            if min_rows <= count <= keys and count * keys >= min_pairs:
                 key = expanded_kernels(
                     heads=heads,
                     width=width,

@@ -1,13 +1,13 @@
-"""Latent attention of one request's chunk over keys and values of heads, made from entries.
+"""Latent attention of long chunks over keys and values of heads, made from entries.
 
     k = [W_UK c | r]        v = c W_UV        out = softmax(q k) v
 
 An expanded key and value cost 2 L (P + V) operations for each head, and then each row P + R + V
 instead of 2 L + R multiplications: less in all from expanded_rows on. The attention is
-paged_attention over keys and values that lie in pages of this call alone. Heads are computed in
-groups whose keys and values take at most MAX_BYTES.
+paged_attention over keys and values that lie in pages of this call alone. All chunks of a step are
+computed together, heads in groups whose keys and values take at most MAX_BYTES.
 
-Legend: N rows of the chunk, H heads, K entries with padding to whole pages, X pages of entries; L
+Legend: N rows of the chunks, H heads, K entries with padding to whole pages, X pages of entries; L
 numbers of a latent, R of a rotated key, P of a query's other part, V of a value; D = P + R, or V
 where that is wider; G heads of a group, B tokens of a page of keys.
 """
@@ -31,12 +31,13 @@ SPEED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpandedChunk:
-    """Rows of one request, and where its entries are; made once for a step."""
+class ExpandedChunks:
+    """Chunks of some requests, and where their entries are; made once for a step."""
 
-    rows: slice  # of the step's T
-    pages_X: torch.Tensor  # int64: the request's pages, then others up to a whole page of keys
-    step: AttentionStep  # of its rows over expanded keys, whose pages are 0, 1, ...
+    rows: slice | torch.Tensor  # of the step's T
+    # int64: each request's pages, then any others up to a whole page of keys
+    pages_X: torch.Tensor
+    step: AttentionStep  # of these rows over expanded keys, whose pages are those of `pages_X`
 
 
 def expanded_rows(*, heads: int, latent: int, nope: int, value: int) -> int | None:
@@ -71,7 +72,7 @@ def key_page_size(page_size: int) -> int:
 def expanded_attention(
     q_NHD: torch.Tensor,
     cache: PagedLatents,
-    chunk: ExpandedChunk,
+    chunks: ExpandedChunks,
     key_up_HPL: torch.Tensor,
     value_up_HLV: torch.Tensor,
     *,
@@ -82,7 +83,7 @@ def expanded_attention(
     N, H, width = q_NHD.shape
     (_, P, L), V = key_up_HPL.shape, value_up_HLV.shape[2]
     D = max(width, V)
-    entries_KE = cache.entries(chunk.pages_X, L, q_NHD.dtype).flatten(0, 1)
+    entries_KE = cache.entries(chunks.pages_X, L, q_NHD.dtype).flatten(0, 1)
     c_KL, r_KR = entries_KE.split([L, width - P], dim=1)
     K, B = entries_KE.shape[0], key_page_size(cache.page_size)
     group = heads_of_group(
@@ -103,7 +104,7 @@ def expanded_attention(
         out_NGD = paged_attention(
             pad(q_NHD[:, heads], (0, D - width)),
             PagedKv(k_pages=k_pages, v_pages=v_pages),
-            chunk.step,
+            chunks.step,
             scale=scale,
             window=None,
         )

@@ -13,7 +13,7 @@ from qkernels.checks import INDEX_DTYPES, check_float, check_tensor, expect_ndim
 from qkernels.errors import KernelError
 from qkernels.latent import rows
 from qkernels.latent.cache import PagedLatents
-from qkernels.latent.expanded import ExpandedChunk, expanded_attention
+from qkernels.latent.expanded import ExpandedChunks, expanded_attention
 from qkernels.operands.codes import CODE_DTYPES
 from qkernels.problem import FLOAT_DTYPES
 
@@ -125,13 +125,13 @@ def latent_attention(
 def expanded_latent_attention(
     q_NHD: torch.Tensor,
     cache: PagedLatents,
-    chunk: ExpandedChunk,
+    chunks: ExpandedChunks,
     key_up_HPL: torch.Tensor,
     value_up_HLV: torch.Tensor,
     *,
     scale: float,
 ) -> torch.Tensor:
-    """Causal attention of a chunk's rows [N, H, P + R] with keys and values of heads: [N, H, V].
+    """Causal attention of chunks' rows [N, H, P + R] with keys and values of heads: [N, H, V].
 
     Equals, but for rounding, latent_attention with queries [q_n W_UK | q_r] and its result times
     W_UV; q_n are the first P numbers of a query, `key_up` is W_UK and `value_up` W_UV. Faster for
@@ -147,8 +147,8 @@ def expanded_latent_attention(
     if not 1 <= P < width:
         raise KernelError(f"{op} key_up", f"expected 1 to {width - 1} keys of a head, found {P}")
     _check_pages(op, cache, L + width - P, q_NHD)
-    check_tensor(f"{op} pages", chunk.pages_X, (None,), (torch.int64,), q_NHD)
-    return expanded_attention(q_NHD, cache, chunk, key_up_HPL, value_up_HLV, scale=scale)
+    check_tensor(f"{op} pages", chunks.pages_X, (None,), (torch.int64,), q_NHD)
+    return expanded_attention(q_NHD, cache, chunks, key_up_HPL, value_up_HLV, scale=scale)
 
 
 def _is_aligned(entry: int, latent: int) -> bool:

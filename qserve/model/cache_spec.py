@@ -46,6 +46,18 @@ class StepLimits:
     max_model_len: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitRule:
+    """Steps in which chunks of many rows are computed apart from other requests.
+
+    A pair is a row and a key that the request has.
+    """
+
+    rows: int  # of a chunk at least
+    pairs: int  # of these chunks at least
+    pairs_of_graph: int  # of these chunks from which a step leaves its CUDA graph for it
+
+
 class Cache(Protocol):
     """Tensors of one layer.
 
@@ -73,13 +85,8 @@ class CacheSpec:
         raise NotImplementedError
 
     @property
-    def split_rows(self) -> int | None:
-        """Rows from which a chunk is computed apart from other requests; None: no chunk is."""
-        return None
-
-    @property
-    def max_graph_pairs(self) -> int | None:
-        """Most rows times keys of a chunk in a CUDA graph, which divides no step; None: any."""
+    def split_rule(self) -> SplitRule | None:
+        """Steps whose long chunks are computed apart from other requests; None: no step is."""
         return None
 
     @property

@@ -27,6 +27,7 @@ from qserve.engine.runner.step_buffers import GraphKey, StepOutputs
 from qserve.engine.runner.warm_up import warm_up_shapes, warm_up_step
 from qserve.engine.scheduling.plan import Drafting
 from qserve.engine.step.device_step import Batch, BatchForm
+from qserve.engine.step.split_step import long_pairs
 from qserve.engine.step.step_input import StepInput
 from qserve.engine.step.transfer import HostCopy, to_device
 from qserve.engine.token_event import TokenLogprobs
@@ -166,10 +167,10 @@ class ModelRunner:
     @functools.cached_property
     def batch_form(self) -> BatchForm:
         """Optional tensors of batches, which depend on what the layers keep."""
-        split_rows = (spec.split_rows for spec in self.cache_specs)
+        rules = (spec.split_rule for spec in self.cache_specs)
         return BatchForm(
             with_states=self.has_states,
-            split_rows=min((rows for rows in split_rows if rows is not None), default=None),
+            split_rule=next((rule for rule in rules if rule is not None), None),
             page_size=self.config.block_size,
         )
 
@@ -327,16 +328,8 @@ class ModelRunner:
 
     def _splits(self, step: StepInput) -> bool:
         """True for a step that is faster divided (split_step.py) than whole in a CUDA graph."""
-        most = self._max_graph_pairs
-        if most is None or step.max_query_len * step.max_context_len <= most:
-            return False
-        pairs_R = np.diff(step.query_starts_R1).astype(np.int64) * step.context_lengths_R
-        return bool(pairs_R.max() > most)
-
-    @functools.cached_property
-    def _max_graph_pairs(self) -> int | None:
-        of_specs = (spec.max_graph_pairs for spec in self.cache_specs)
-        return min((pairs for pairs in of_specs if pairs is not None), default=None)
+        rule = self.batch_form.split_rule
+        return rule is not None and long_pairs(step, rule) >= max(1, rule.pairs_of_graph)
 
     @property
     def is_computing(self) -> bool:

@@ -11,6 +11,7 @@ from qserve.engine.step.split_step import split_step
 from qserve.engine.step.step_input import StepInput
 from qserve.engine.step.transfer import to_device
 from qserve.model.blocks.attention import StepInputs
+from qserve.model.cache_spec import SplitRule
 
 ARRAYS = (
     "token_ids_T",
@@ -28,7 +29,7 @@ class BatchForm:
     """Optional tensors of a model's batches."""
 
     with_states: bool = False  # some layer has a recurrent state
-    split_rows: int | None = None  # rows from which a chunk is computed apart; None: none is
+    split_rule: SplitRule | None = None  # None: no step is divided
     page_size: int
 
 
@@ -46,8 +47,8 @@ class Batch(StepInputs):
         slots_T = step.adapter_slots_T
         states_R = to_device(step.state_slots_R, device) if form.with_states else None
         split = None
-        if form.split_rows is not None:
-            split = split_step(step, device, form.split_rows, form.page_size)
+        if form.split_rule is not None:
+            split = split_step(step, device, form.split_rule, form.page_size)
         return cls(
             **{name: to_device(getattr(step, name), device) for name in ARRAYS},
             state_slots_R=states_R,

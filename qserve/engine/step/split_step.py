@@ -1,61 +1,92 @@
-"""Division of a step's requests: long chunks one by one, the others together.
+"""Division of a step's requests: those with long chunks, and the others.
 
-Layers with latents compute a chunk of many rows over keys of heads, which they expand for one
-request at a time. Legend: T tokens of the step, R requests, X pages.
+Layers with latents compute chunks of many rows over keys of heads, which they expand for these
+requests. Legend: T tokens of the step, R requests, X pages.
 """
 
 import numpy as np
 import torch
 
 from qkernels.attention.cache import AttentionStep
-from qkernels.latent.expanded import ExpandedChunk, key_page_size
+from qkernels.latent.expanded import ExpandedChunks, key_page_size
 from qserve.engine.step.step_input import StepInput
 from qserve.engine.step.transfer import to_device
 from qserve.model.blocks.attention import SplitStep
+from qserve.model.cache_spec import SplitRule
 
 
 def split_step(
-    step: StepInput, device: torch.device, min_rows: int, page_size: int
+    step: StepInput, device: torch.device, rule: SplitRule, page_size: int
 ) -> SplitStep | None:
-    """Divide a step by the rows of its requests; None if none has `min_rows`."""
-    counts_R = np.diff(step.query_starts_R1)
-    is_long_R = counts_R >= min_rows
-    if not is_long_R.any():
+    """Divide a step; None if its long chunks have fewer pairs than the rule asks for."""
+    if long_pairs(step, rule) < max(1, rule.pairs):
         return None
-    expanded = tuple(
-        _expanded_chunk(step, int(request), device, page_size)
-        for request in np.flatnonzero(is_long_R)
-    )
+    counts_R = np.diff(step.query_starts_R1)
+    is_long_R = counts_R >= rule.rows
     others = np.flatnonzero(~is_long_R & (counts_R > 0))
-    rows_T = np.flatnonzero(np.repeat(~is_long_R, counts_R))
     return SplitStep(
-        expanded=expanded,
+        expanded=_expanded(step, np.flatnonzero(is_long_R), device, page_size),
         others=_step_of(step, others, device) if len(others) else None,
-        other_rows=to_device(rows_T, device),
+        other_rows=_rows_of(np.repeat(~is_long_R, counts_R), device),
     )
 
 
-def _expanded_chunk(
-    step: StepInput, request: int, device: torch.device, page_size: int
-) -> ExpandedChunk:
-    start, stop = (int(each) for each in step.query_starts_R1[request : request + 2])
-    context, size = int(step.context_lengths_R[request]), key_page_size(page_size)
-    # Warm-up steps have one request, whose kernels are those of a longer context.
-    keys = context if step.num_requests > 1 else step.max_context_len
-    num_pages = -(-keys // size)  # of keys
-    pages = step.block_tables_RX[request, : -(-keys // page_size)].astype(np.int64)
-    rest = num_pages * size // page_size - len(pages)
-    return ExpandedChunk(
-        rows=slice(start, stop),
-        pages_X=to_device(np.pad(pages, (0, max(0, rest)), mode="edge"), device),
+def long_pairs(step: StepInput, rule: SplitRule) -> int:
+    """Rows times keys of the chunks that have as many rows as the rule asks for."""
+    if step.max_query_len < rule.rows:
+        return 0
+    counts_R = np.diff(step.query_starts_R1).astype(np.int64)
+    pairs_R = counts_R * _keys(step)
+    return int(pairs_R[counts_R >= rule.rows].sum())
+
+
+def _keys(step: StepInput) -> np.ndarray:
+    """Keys of each request. Warm-up steps have one request, and kernels of a longer context."""
+    if step.num_requests == 1:
+        return np.array([step.max_context_len], np.int64)
+    return step.context_lengths_R.astype(np.int64)
+
+
+def _rows_of(chosen_T: np.ndarray, device: torch.device) -> slice | torch.Tensor:
+    """Rows of T: a slice if they follow one another."""
+    rows = np.flatnonzero(chosen_T)
+    if len(rows) and rows[-1] - rows[0] + 1 == len(rows):
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return to_device(rows, device)
+
+
+def _expanded(
+    step: StepInput, chosen: np.ndarray, device: torch.device, page_size: int
+) -> ExpandedChunks:
+    size, keys_R = key_page_size(page_size), _keys(step)[chosen]
+    key_pages_R = -(-keys_R // size)
+    firsts_R = np.cumsum(key_pages_R) - key_pages_R
+    pages = [
+        _filled(step.block_tables_RX[request, : -(-keys // page_size)], count * size // page_size)
+        for request, keys, count in zip(chosen, keys_R, key_pages_R, strict=True)
+    ]
+    # page numbers beyond a request's last are never read
+    tables_RX = firsts_R[:, None] + np.arange(key_pages_R.max())
+    whole = _step_of(step, chosen, device)
+    return ExpandedChunks(
+        rows=_rows_of(
+            np.repeat(np.isin(np.arange(step.num_requests), chosen), np.diff(step.query_starts_R1)),
+            device,
+        ),
+        pages_X=to_device(np.concatenate(pages), device),
         step=AttentionStep(
-            block_tables_RX=to_device(np.arange(num_pages, dtype=np.int32)[None], device),
-            query_starts_R1=to_device(np.array([0, stop - start], np.int32), device),
-            context_lengths_R=to_device(np.array([context], np.int32), device),
-            max_query_len=stop - start,
-            max_context_len=keys,
+            block_tables_RX=to_device(tables_RX.astype(np.int32), device),
+            query_starts_R1=whole.query_starts_R1,
+            context_lengths_R=whole.context_lengths_R,
+            max_query_len=whole.max_query_len,
+            max_context_len=int(keys_R.max()),
         ),
     )
+
+
+def _filled(pages: np.ndarray, count: int) -> np.ndarray:
+    """At least `count` pages: the last is repeated."""
+    return np.pad(pages.astype(np.int64), (0, max(0, count - len(pages))), mode="edge")
 
 
 def _step_of(step: StepInput, chosen: np.ndarray, device: torch.device) -> AttentionStep:

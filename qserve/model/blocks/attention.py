@@ -11,7 +11,7 @@ from formats.errors import CheckpointError, InputError
 from qkernels import ops
 from qkernels.attention.cache import AttentionStep, PagedKv
 from qkernels.gpu.device import lacks_arch, sm_count
-from qkernels.latent.expanded import ExpandedChunk
+from qkernels.latent.expanded import ExpandedChunks
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.limbs import LimbForm
 from qkernels.operands.split_k import Consumer, LinearOutput, reduced, split_heads
@@ -37,11 +37,11 @@ class InputEmbeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitStep:
-    """Requests of a step with latents: chunks of many rows one by one, and the others together."""
+    """Requests of a step with latents: those with many rows, and the others."""
 
-    expanded: tuple[ExpandedChunk, ...]
+    expanded: ExpandedChunks
     others: AttentionStep | None  # None: there are none
-    other_rows: torch.Tensor  # int64, of T
+    other_rows: slice | torch.Tensor  # of T
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class StepInputs(AttentionStep):
     state_slots_R: torch.Tensor | None = None  # int32; None: no layer has a recurrent state
     embeds: InputEmbeds | None = None  # None: each row has its token's embedding
     row_ropes: RowRopes | None = None  # None: each position is one number
-    split: SplitStep | None = None  # None: no chunk has as many rows as its cache spec asks for
+    split: SplitStep | None = None  # None: chunks are too short for it (SplitRule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

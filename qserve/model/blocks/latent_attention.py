@@ -6,7 +6,7 @@ W_UV into the result (absorption).
 
     score = (q_n W_UK) c + q_r r        out = (sum of weights * c) W_UV
 
-Chunks of many rows make them from the entries (expansion), one request after the other:
+Chunks of many rows make them from the entries (expansion):
 
     score = q_n (W_UK c) + q_r r        out = sum of weights * (c W_UV)
 
@@ -30,14 +30,14 @@ from qkernels.operands.split_k import LinearOutput, reduced
 from qserve.model.blocks.attention import SplitStep, StepInputs, check_capturable
 from qserve.model.blocks.linear import Linear, LinearPlan, Product, products_of
 from qserve.model.blocks.rotary import Rotary
-from qserve.model.cache_spec import CacheSpec, KvFormat, StepLimits, WarmUpShape
+from qserve.model.cache_spec import CacheSpec, KvFormat, SplitRule, StepLimits, WarmUpShape
 
 # Of the norms of latents. transformers gives them this default whatever rms_norm_eps is, and its
 # tokens are the ones that tests compare; vLLM passes rms_norm_eps, which differs where it is 1e-5.
 INNER_NORM_EPS = 1e-6
-# Rows times keys times heads that a chunk computes over entries in 1 ms (H100: 84 TFLOP/s). Python
-# launches the kernels of a layer in about as long.
-GRAPH_PAIRS = 36_000_000
+# Rows times keys times heads that are computed over entries in 1 ms (H100: 84 TFLOP/s). Python
+# launches the kernels of a layer in about as long, and those of an expansion in a third of it.
+PAIRS_OF_MS = 36_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,21 +75,19 @@ class PagedLatentsSpec(CacheSpec):
         return PagedLatents.zeros(shape, self.dtype, device)
 
     @property
-    def split_rows(self) -> int | None:
+    def split_rule(self) -> SplitRule | None:
         sizes = self.shape
-        return expanded_rows(
+        rows = expanded_rows(
             heads=sizes.heads, latent=sizes.latent, nope=sizes.nope, value=sizes.value
         )
-
-    @property
-    def max_graph_pairs(self) -> int | None:
-        if self.split_rows is None:
+        if rows is None:
             return None
-        return GRAPH_PAIRS // absorbed_heads(self.shape.heads)
+        pairs = PAIRS_OF_MS // absorbed_heads(sizes.heads)
+        return SplitRule(rows=rows, pairs=pairs // 3, pairs_of_graph=pairs)
 
     @property
     def bytes_to_come(self) -> int:
-        return 0 if self.split_rows is None else MAX_BYTES
+        return 0 if self.split_rule is None else MAX_BYTES
 
     def check_graphs(self, dtype: torch.dtype, device: str) -> None:
         check_capturable(
@@ -117,13 +115,15 @@ class PagedLatentsSpec(CacheSpec):
             max_tokens=limits.max_tokens,
             max_context_len=limits.max_model_len,
         )
-        if self.split_rows is not None and self.split_rows <= limits.max_tokens:
+        rule = self.split_rule
+        if rule is not None and rule.rows <= limits.max_tokens:
             yield from expanded_boundaries(
                 heads=self.shape.heads,
                 width=max(self.shape.nope + self.shape.rope, self.shape.value),
                 element_size=dtype.itemsize,
                 sm_count=sm_count(device),
-                min_rows=self.split_rows,
+                min_rows=rule.rows,
+                min_pairs=rule.pairs,
                 max_tokens=limits.max_tokens,
                 max_context_len=limits.max_model_len,
             )
@@ -229,16 +229,15 @@ class LatentAttention(torch.nn.Module):
         if split.others is not None:
             rows = split.other_rows
             out_THV[rows] = self._absorbed(q_n_THP[rows], q_THE[rows], cache, split.others)
-        for chunk in split.expanded:
-            parts = (q_n_THP[chunk.rows], q_THE[chunk.rows, :, shape.latent :])
-            out_THV[chunk.rows] = ops.expanded_latent_attention(
-                torch.cat(parts, dim=-1),
-                cache,
-                chunk,
-                self.key_up,
-                self.value_up,
-                scale=self.scale,
-            )
+        rows = split.expanded.rows
+        out_THV[rows] = ops.expanded_latent_attention(
+            torch.cat([q_n_THP[rows], q_THE[rows][..., shape.latent :]], dim=-1),
+            cache,
+            split.expanded,
+            self.key_up,
+            self.value_up,
+            scale=self.scale,
+        )
         return out_THV
 
     def _queries(self, q: torch.Tensor) -> torch.Tensor:

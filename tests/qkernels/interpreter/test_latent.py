@@ -10,7 +10,7 @@ from qkernels.attention.cache import AttentionStep
 from qkernels.latent import triton_latent
 from qkernels.latent.cache import PagedLatents
 from qkernels.latent.config import default_latent_config
-from qkernels.latent.expanded import ExpandedChunk, expanded_attention
+from qkernels.latent.expanded import ExpandedChunks, expanded_attention
 from tests.qkernels.latent_case import latent_case
 
 # counts and lengths: decode rows; chunks that begin and go on; both, and a request without rows
@@ -106,7 +106,13 @@ def test_entries_and_queries_are_the_references(
         assert (found[0][2] - found[1][2]).abs().amax() <= (1 if codes == torch.int8 else 32)
 
 
-CHUNKS = {"from the start": (40, 40), "after a context": (9, 83), "one row": (1, 130)}
+# counts and lengths
+CHUNKS = {
+    "from the start": ((40,), (40,)),
+    "after a context": ((9,), (83,)),
+    "one row": ((1,), (130,)),
+    "three requests": ((40, 3, 20), (40, 70, 150)),
+}
 
 
 @pytest.mark.parametrize("max_bytes, codes", [(1, None), (2**28, None), (2**28, torch.int8)])
@@ -123,45 +129,54 @@ def test_expanded_keys_give_what_absorbed_queries_give(
     assert_close,
     tolerance,
 ):
-    """Of the middle request of three; 1 byte: head by head."""
-    count, length = CHUNKS[name]
-    H, L, rope, rows = 5, 64, 16, slice(2, 2 + count)
+    """1 byte: head by head. A request of one row, the second, is not expanded."""
+    counts, lengths = ((each[0], 1, *each[1:]) for each in CHUNKS[name])
+    H, L, rope, T = 5, 64, 16, sum(counts)
     sizes = {"H": H, "L": L, "rope": rope, "B": 16, "dtype": dtype}
-    case = latent_case((2, count, 1), (4, length, 3), **sizes, codes=codes, device=device)
+    case = latent_case(counts, lengths, **sizes, codes=codes, device=device)
     generator = torch.Generator().manual_seed(P)
     key_up = torch.randn(H, P, L, generator=generator).to(dtype)
     value_up = torch.randn(H, L, V, generator=generator).to(dtype)
-    q_n = torch.randn(count + 3, H, P, generator=generator).to(dtype) / 8
+    q_n = torch.randn(T, H, P, generator=generator).to(dtype) / 8
     q_r = case.q_THE[..., L:].cpu()
     absorbed = torch.cat([torch.einsum("thp,hpl->thl", q_n.double(), key_up.double()), q_r], -1)
     out = replace(case, q_THE=absorbed).exact()
+    chunks = chunks_of(case, [r for r in range(len(counts)) if r != 1])
     got = expanded_attention(
-        torch.cat([q_n, q_r], -1)[rows].to(device),
+        torch.cat([q_n, q_r], -1)[chunks.rows].to(device),
         case.cache,
-        chunk_of(case, 1, rows),
+        chunks,
         key_up.to(device),
         value_up.to(device),
         scale=case.scale,
         max_bytes=max_bytes,
     )
-    want = torch.einsum("thl,hlv->thv", out, value_up.double())[rows]
+    want = torch.einsum("thl,hlv->thv", out, value_up.double())[chunks.rows]
     assert_close("out", want, got, 2 * tolerance(dtype))
 
 
-def chunk_of(case, request, rows):
-    """The request's pages, and its last one again until they fill pages of 64 keys."""
-    length, count, device = case.lengths[request], rows.stop - rows.start, case.q_THE.device
-    pages = -(-length // case.cache.page_size)
-    index = torch.arange(-(-length // 64) * 64 // case.cache.page_size).clamp(max=pages - 1)
+def chunks_of(case, chosen):
+    """Of each request its pages, and the last one again until they fill pages of 64 keys."""
+    device = case.q_THE.device
+    starts = [sum(case.counts[:r]) for r in chosen]
+    rows = [torch.arange(s, s + case.counts[r]) for s, r in zip(starts, chosen, strict=True)]
+    key_pages = [-(-case.lengths[r] // 64) for r in chosen]
+    pages = []
+    for r, count in zip(chosen, key_pages, strict=True):
+        last = -(-case.lengths[r] // case.cache.page_size) - 1
+        index = torch.arange(count * 64 // case.cache.page_size).clamp(max=last)
+        pages.append(case.step.block_tables_RX[r, index.to(device)].long())
+    firsts = torch.tensor([sum(key_pages[:i]) for i in range(len(chosen))])
+    counts = torch.tensor([0, *(case.counts[r] for r in chosen)])
     int32 = {"dtype": torch.int32, "device": device}
-    return ExpandedChunk(
-        rows=rows,
-        pages_X=case.step.block_tables_RX[request, index.to(device)].long(),
+    return ExpandedChunks(
+        rows=torch.cat(rows),
+        pages_X=torch.cat(pages),
         step=AttentionStep(
-            block_tables_RX=torch.arange(-(-length // 64), **int32)[None],
-            query_starts_R1=torch.tensor([0, count], **int32),
-            context_lengths_R=torch.tensor([length], **int32),
-            max_query_len=count,
-            max_context_len=length,
+            block_tables_RX=(firsts[:, None] + torch.arange(max(key_pages))).to(**int32),
+            query_starts_R1=counts.cumsum(0).to(**int32),
+            context_lengths_R=torch.tensor([case.lengths[r] for r in chosen], **int32),
+            max_query_len=int(counts.max()),
+            max_context_len=max(case.lengths[r] for r in chosen),
         ),
     )

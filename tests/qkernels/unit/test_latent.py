@@ -105,7 +105,7 @@ def test_rows_from_which_keys_are_expanded():
 def test_warm_up_launches_every_kernel_over_expanded_keys(heads, width):
     sizes = {"heads": heads, "width": width, "element_size": 2, "sm_count": 132}
     most = {"max_tokens": 2048, "max_context_len": 2**17}
-    shapes = list(expanded_boundaries(min_rows=42, **most, **sizes))
+    shapes = list(expanded_boundaries(min_rows=42, min_pairs=10**5, **most, **sizes))
     launched = {expanded_kernels(rows=count, keys=keys, **sizes) for _, count, keys in shapes}
     for rows in (42, 100, 128, 500, 1024, 2048):
         for keys in (2048, 5000, 16384, 40000, 131072):

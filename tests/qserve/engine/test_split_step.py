@@ -1,10 +1,13 @@
 """Steps whose long chunks are computed apart (latent attention): rows, pages and requests."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from qserve.engine.step.device_step import Batch, BatchForm
-from qserve.engine.step.split_step import split_step
+from qserve.engine.step.split_step import long_pairs, split_step
+from qserve.model.cache_spec import SplitRule
 from tests.qserve.engine.make_step import make_step
 
 CPU = torch.device("cpu")
@@ -16,17 +19,19 @@ def step_of(*counts):
     return make_step(list(counts), block_tables_RX=TABLES, context_lengths_R=CONTEXTS)
 
 
+RULE = SplitRule(rows=20, pairs=1, pairs_of_graph=10)
+
+
 def test_long_chunks_and_others():
-    split = split_step(step_of(1, 20, 2, 33), CPU, min_rows=20, page_size=16)
-    first, second = split.expanded
-    assert (first.rows, second.rows) == (slice(1, 21), slice(23, 56))
-    # 70 entries in 5 pages of 16, which fill two pages of 64 keys with three more
-    assert first.pages_X.tolist() == [10, 11, 12, 13, 14, 14, 14, 14]
-    assert first.step.block_tables_RX.tolist() == [[0, 1]]
-    assert first.step.query_starts_R1.tolist() == [0, 20]
-    assert first.step.context_lengths_R.tolist() == [70]
-    assert (first.step.max_query_len, first.step.max_context_len) == (20, 70)
-    assert second.pages_X.tolist() == [30, 31, 32, 32]
+    split = split_step(step_of(1, 20, 2, 33), CPU, RULE, page_size=16)
+    assert split.expanded.rows.tolist() == [*range(1, 21), *range(23, 56)]
+    # 70 entries in 5 pages of 16, which fill two pages of 64 keys with three more; then 33 in 3
+    assert split.expanded.pages_X.tolist() == [10, 11, 12, 13, 14, 14, 14, 14, 30, 31, 32, 32]
+    step = split.expanded.step
+    assert step.block_tables_RX[0].tolist() == [0, 1] and step.block_tables_RX[1, 0] == 2
+    assert step.query_starts_R1.tolist() == [0, 20, 53]
+    assert step.context_lengths_R.tolist() == [70, 33]
+    assert (step.max_query_len, step.max_context_len) == (33, 70)
     others = split.others
     assert others.block_tables_RX.tolist() == TABLES[[0, 2]].tolist()
     assert others.query_starts_R1.tolist() == [0, 1, 3]
@@ -35,15 +40,25 @@ def test_long_chunks_and_others():
     assert split.other_rows.tolist() == [0, 21, 22]
 
 
-def test_steps_that_are_not_divided_or_only_long():
-    assert split_step(step_of(1, 19, 2, 3), CPU, min_rows=20, page_size=16) is None
-    split = split_step(step_of(20, 20, 20, 20), CPU, min_rows=20, page_size=128)
-    assert split.others is None and len(split.expanded) == 4
-    assert split.expanded[1].pages_X.tolist() == [10]  # a page of 128 holds two of 64
-    assert split.expanded[1].step.block_tables_RX.tolist() == [[0, 1]]
+def test_rows_that_follow_one_another_are_a_slice():
+    split = split_step(step_of(1, 2, 20, 33), CPU, RULE, page_size=16)
+    assert (split.expanded.rows, split.other_rows) == (slice(3, 56), slice(0, 3))
+    whole = split_step(step_of(20, 20, 20, 20), CPU, RULE, page_size=128)
+    assert whole.others is None and whole.expanded.rows == slice(0, 80)
+    # a page of 128 entries holds two of 64 keys
+    assert whole.expanded.pages_X.tolist() == [0, 10, 20, 30]
+    assert whole.expanded.step.block_tables_RX[:, 0].tolist() == [0, 1, 3, 4]
+
+
+def test_steps_with_few_pairs_are_not_divided():
+    step = step_of(1, 20, 2, 33)
+    assert long_pairs(step, RULE) == 20 * 70 + 33 * 33
+    assert split_step(step, CPU, replace(RULE, pairs=20 * 70 + 33 * 33 + 1), 16) is None
+    assert long_pairs(step_of(1, 19, 2, 3), RULE) == 0
+    assert split_step(step_of(1, 19, 2, 3), CPU, RULE, page_size=16) is None
 
 
 def test_models_without_latents_have_no_divided_steps():
     step = step_of(1, 20, 2, 33)
     assert Batch.of(step, CPU, BatchForm(page_size=16)).split is None
-    assert Batch.of(step, CPU, BatchForm(page_size=16, split_rows=20)).split is not None
+    assert Batch.of(step, CPU, BatchForm(page_size=16, split_rule=RULE)).split is not None

@@ -99,18 +99,21 @@ def test_long_chunks_expand_keys(model_of, transformers_model, monkeypatch, name
     found = []
     expand = ops.expanded_latent_attention
 
-    def counted(q_NHD, cache, chunk, *rest, **options):  # noqa: N803
-        found.append((q_NHD.shape[0], chunk.step.max_context_len))
-        return expand(q_NHD, cache, chunk, *rest, **options)
+    def counted(q_NHD, cache, chunks, *rest, **options):  # noqa: N803
+        step = chunks.step
+        found.append((len(step.context_lengths_R), step.max_query_len, step.max_context_len))
+        return expand(q_NHD, cache, chunks, *rest, **options)
 
     monkeypatch.setattr(ops, "expanded_latent_attention", counted)
-    llm = LLM(model_of(name), device="cpu", max_model_len=96, max_num_batched_tokens=30)
+    monkeypatch.setattr(latent_attention, "PAIRS_OF_MS", 0)
+    llm = LLM(model_of(name), device="cpu", max_model_len=96, max_num_batched_tokens=64)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
     outputs = [llm.generate(each, params, use_tqdm=False) for each in (prompts[:2], prompts[2:])]
     check_greedy(transformers_model(model_of(name)), prompts, [*outputs[0], *outputs[1]])
-    assert any(rows == context for rows, context in found)
-    assert any(rows < context for rows, context in found)
-    assert min(rows for rows, _ in found) >= 16
+    assert any(rows == context for _, rows, context in found)
+    assert any(rows < context for _, rows, context in found)
+    assert any(requests > 1 for requests, _, _ in found)
+    assert min(rows for _, rows, _ in found) >= 16
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "glm4_moe_lite"])
@@ -119,6 +122,7 @@ def test_entries_in_8_bits(model_of, monkeypatch, name, kind):
     """Logits are those of a float cache whose entries are rounded after they are written: of a
     prompt, and of tokens after it, in chunks that expand keys and rows that do not.
     """
+    monkeypatch.setattr(latent_attention, "PAIRS_OF_MS", 0)
     prompt = [*TOKENS, *TOKENS[5:]]
     coded = LLM(model_of(name), device="cpu", max_model_len=96, kv_cache_dtype=kind)
     got = coded.logits(prompt)
@@ -152,15 +156,14 @@ def test_chunks_of_many_pairs_are_in_no_graph(model_of, monkeypatch):
             return "graph"
 
     runner = LLM(model_of("deepseek_v2"), device="cpu", max_model_len=96).engine.runner
+    assert runner.batch_form.split_rule.pairs_of_graph == latent_attention.PAIRS_OF_MS // 4
     runner.graphs = Graphs()
     step = make_step([1, 30], context_lengths_R=np.array([900, 60], np.int32), max_context_len=900)
     assert runner.graph_key_for(step) == "graph"
-    monkeypatch.setattr(latent_attention, "GRAPH_PAIRS", 4 * 30 * 60)
-    vars(runner).pop("_max_graph_pairs")
-    assert runner.graph_key_for(step) == "graph"
-    monkeypatch.setattr(latent_attention, "GRAPH_PAIRS", 4 * 30 * 60 - 1)
-    vars(runner).pop("_max_graph_pairs")
-    assert runner.graph_key_for(step) is None
+    for most, key in ((30 * 60 + 1, "graph"), (30 * 60, None)):
+        monkeypatch.setattr(latent_attention, "PAIRS_OF_MS", 4 * most)
+        del vars(runner)["batch_form"]
+        assert runner.graph_key_for(step) == key
     runner.graphs = None
 
 
