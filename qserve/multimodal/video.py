@@ -59,15 +59,18 @@ def video_of_frames(stated: Any) -> Video:
 
 def _frames(stated: Any) -> Sequence[np.ndarray]:
     """Return frames as arrays of bytes of one shape. Raises InputError."""
+    frames: Any
     if isinstance(stated, list | tuple):
         is_image = [all(hasattr(each, name) for name in ("size", "convert")) for each in stated]
-        frames: Any = [
+        frames = [
             np.asarray(each.convert("RGB") if is_one else each)
             for each, is_one in zip(stated, is_image, strict=True)
         ]
     else:
         frames = stated.numpy() if hasattr(stated, "numpy") else stated
-    found = {(str(each.dtype), each.shape) for each in frames if isinstance(each, np.ndarray)}
+        frames = frames if isinstance(frames, np.ndarray) and frames.ndim else ()
+    is_array = all(isinstance(each, np.ndarray) for each in frames)
+    found = {(str(each.dtype), each.shape) for each in frames} if is_array else set()
     if len(found) > 1:
         shapes = ", ".join(sorted(str(list(shape)) for _, shape in found))
         raise InputError(SUBJECT, f"expected frames of one size, found {shapes:.200}")

@@ -111,7 +111,7 @@ class Vision:
         return found
 
     def video_inputs(self, videos):
-        """Inputs as transformers' video processor makes them, which test_video_processor.py proves."""
+        """Inputs as transformers makes them, which test_video_processor.py proves."""
         options = json.loads((self.folder / "video_preprocessor_config.json").read_text())
         mean, std = (np.array(options[name]) for name in ("image_mean", "image_std"))
         processor = VideoProcessor(self.folder, self.processor.config.family.video)
