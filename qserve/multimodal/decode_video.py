@@ -134,9 +134,13 @@ def _animation(data: bytes, kind: str, digest: str, limits: DecodeLimits, clock:
         return image
 
     def frames_of(image: Any) -> Iterator[Any]:
-        for number in range(image.n_frames):
+        # Not image.n_frames, which reads all of a GIF file, however many frames it has.
+        for number in range(limits.max_frames + 1):
             clock.check()
-            image.seek(number)
+            try:
+                image.seek(number)
+            except EOFError:
+                return
             check_size(image, limits.max_pixels)
             image.load()
             yield image
@@ -153,10 +157,10 @@ def _animation(data: bytes, kind: str, digest: str, limits: DecodeLimits, clock:
                     return
 
     with _quiet(), opened() as image:
-        _check_count(image.n_frames, limits)
         seconds = [
             frame.info.get("duration", 0) / 1000 or GIF_SECONDS for frame in frames_of(image)
         ]
+        _check_count(len(seconds), limits)
         return Video(
             num_frames=len(seconds),
             fps=len(seconds) / sum(seconds),

@@ -67,16 +67,18 @@ def test_pixels_are_those_of_transformers(tmp_path, kind, is_capped):
         assert clip.seconds_per_group == pytest.approx(2 / metadata.sampled_fps)
 
 
-def test_tokens_are_those_of_the_models_own_processor(vision):
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
+def test_tokens_are_those_of_the_models_own_processor(vision, family):
     pytest.importorskip("torchvision")
-    from transformers import AutoTokenizer, Qwen2VLImageProcessor, Qwen3VLProcessor
-    from transformers import Qwen3VLVideoProcessor as Videos
+    import transformers
 
-    model = vision("qwen3_vl")
-    theirs = Qwen3VLProcessor(
-        Qwen2VLImageProcessor.from_pretrained(model.folder),
-        AutoTokenizer.from_pretrained(model.folder),
-        Videos.from_pretrained(model.folder),
+    model = vision(family)
+    name = {"qwen3_vl": "Qwen3VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor"}[family]
+    videos = getattr(transformers, CLASSES[model.processor.config.family.video])
+    theirs = getattr(transformers, name)(
+        transformers.Qwen2VLImageProcessor.from_pretrained(model.folder),
+        transformers.AutoTokenizer.from_pretrained(model.folder),
+        videos.from_pretrained(model.folder),
     )
     for count, fps in ((30, 10.0), (7, 3.7), (2, 1.0)):
         frames = film(count, 40, 30)
@@ -85,8 +87,13 @@ def test_tokens_are_those_of_the_models_own_processor(vision):
             videos=[frames],
             video_metadata=[{"total_num_frames": count, "fps": fps}],
         )
-        ids, _ = model.prompt(f"look {VIDEO} there", (), ((frames, {"fps": fps}),))
+        given = frames, {"fps": fps}
+        ids, _ = model.prompt(f"look {VIDEO} there", (), (given,))
         assert ids == found["input_ids"][0]
+        wanted, pixels = model.video_inputs((given,)), found["pixel_values_videos"]
+        assert np.allclose(wanted.pop("pixel_values_videos"), pixels, atol=1e-5)
+        for name, value in wanted.items():
+            assert np.allclose(value, np.asarray(list(found[name])))
 
 
 @pytest.mark.parametrize(
