@@ -25,6 +25,7 @@ from calibrate.quality.card import quality_record
 from calibrate.quality.evaluation import Evaluation, read_evaluation
 from calibrate.recipe import (
     Recipe,
+    check_keeps_embeddings,
     check_makes,
     find_recipe,
     integer_activations,
@@ -161,7 +162,7 @@ def quantize_checkpoint(
     if act_order:
         recipe = with_act_order(recipe)
     if model.reader.other_parts:
-        _check_keeps_embeddings(recipe)
+        check_keeps_embeddings(recipe)
     if kv_per_head and kv_cache is None:
         raise InputError("`kv_per_head`", "requires `kv_cache`", "add it")
     if kv_cache is not None:
@@ -397,17 +398,6 @@ def _check_all_experts(model: FloatModel, reads_data: bool) -> None:
             flag,
             "has no effect: scheme and recipe need no data",
             "remove it, or choose a recipe such as gptq",
-        )
-
-
-def _check_keeps_embeddings(recipe: Recipe) -> None:
-    """Raise InputError if a vision tower's rows would not fit the changed embeddings."""
-    if any(transform.on_model is not None for transform in recipe.transforms):
-        raise InputError(
-            f"recipe {recipe.name}",
-            "changes the embeddings of tokens; those of images come from the vision tower, which"
-            " stays as it is",
-            "use another recipe",
         )
 
 

@@ -23,7 +23,13 @@ from torch import nn
 from calibrate.calibration.adapter import put_beside
 from calibrate.calibration.modules import Experts, ScaledMixture, with_linears
 from calibrate.calibration.statistics import BatchSums, HeldOut, InputStatistics
-from calibrate.calibration.vision import Media, WindowMedia
+from calibrate.calibration.vision import (
+    Media,
+    WindowMedia,
+    axis_positions,
+    mutual_mask,
+    with_added,
+)
 from calibrate.devices import Turns
 from calibrate.float_model import FloatModel
 from calibrate.layer_map import LayerMap
@@ -216,8 +222,11 @@ class LayerRunner:
             self._positions[length, kind] = (ids_1S, rotary, self._mask(length, kind))
         position_ids, rotary, mask = self._positions[length, kind]
         if any(each is not None for each in media):
-            rotary = self._axis_rotations(hidden_BSD, media) or rotary
-            mask = self._mutual_mask(length, kind, media, mask)
+            if self._axis_rotary is not None:
+                rotary = self._axis_rotary(hidden_BSD, axis_positions(media, length, self.device))
+            if any(each is not None and each.is_mutual for each in media):
+                window = self.config.sliding_window if kind == "sliding_attention" else length
+                mask = mutual_mask(media, length, window, self.device, self.dtype)
         accepted = inspect.signature(self._layer_class.forward).parameters
         cache_name = "layer_past" if "layer_past" in accepted else "past_key_values"
         others = {"alibi": None} if "alibi" in accepted else {}
@@ -234,51 +243,7 @@ class LayerRunner:
                 **others,
             )
         output = output[0] if isinstance(output, tuple) else output
-        return self._with_added(output, layer, media)
-
-    def _axis_rotations(
-        self, hidden_BSD: torch.Tensor, media: Media
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Cosines and sines of windows with images; None: positions are numbers."""
-        if self._axis_rotary is None:
-            return None
-        plain_3S = torch.arange(hidden_BSD.shape[1]).expand(3, -1)
-        found = [
-            plain_3S if each is None or each.positions_3S is None else each.positions_3S
-            for each in media
-        ]
-        return self._axis_rotary(hidden_BSD, torch.stack(found, dim=1).to(self.device))
-
-    def _mutual_mask(
-        self, length: int, kind: str, media: Media, mask: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """Mask [B, 1, S, S] of windows of which the rows of an image see each other."""
-        if not any(each is not None and each.is_mutual for each in media):
-            return mask
-        ids_S = torch.arange(length)
-        seen_SS = ids_S[:, None] >= ids_S
-        window = self.config.sliding_window if kind == "sliding_attention" else length
-        found = []
-        for each in media:
-            seen = seen_SS
-            if each is not None:
-                blocks_S = each.blocks_S
-                seen = seen | ((blocks_S[:, None] == blocks_S) & (blocks_S >= 0))
-            found.append(seen & (ids_S[:, None] - ids_S < window))
-        seen_B1SS = torch.stack(found)[:, None].to(self.device)
-        mask_B1SS = torch.zeros(seen_B1SS.shape, dtype=self.dtype, device=self.device)
-        return mask_B1SS.masked_fill_(~seen_B1SS, torch.finfo(self.dtype).min)
-
-    def _with_added(self, output_BSD: torch.Tensor, layer: int, media: Media) -> torch.Tensor:
-        """Add the rows of images that belong after this layer."""
-        levels = [() if each is None else each.added_RD for each in media]
-        if not any(layer < len(level) for level in levels):
-            return output_BSD
-        added_BSD = torch.zeros_like(output_BSD)
-        for added_SD, each, level in zip(added_BSD, media, levels, strict=True):
-            if each is not None and layer < len(level):
-                added_SD[each.is_image_S.to(self.device)] = level[layer].to(added_SD)
-        return output_BSD + added_BSD
+        return with_added(output, layer, media)
 
     def _biases(
         self, hidden_BSD: torch.Tensor, mask: torch.Tensor, is_bloom: bool

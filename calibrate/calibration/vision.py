@@ -42,6 +42,49 @@ class WindowMedia:
 Media = Sequence[WindowMedia | None]  # of the windows of a batch; None: a window of text
 
 
+def axis_positions(media: Media, length: int, device: str) -> torch.Tensor:
+    """Return the positions of three axes [3, B, S] of a batch."""
+    plain_3S = torch.arange(length).expand(3, -1)
+    found = [
+        plain_3S if each is None or each.positions_3S is None else each.positions_3S
+        for each in media
+    ]
+    return torch.stack(found, dim=1).to(device)
+
+
+def mutual_mask(
+    media: Media, length: int, window: int, device: str, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the additive mask [B, 1, S, S] of windows of which an image's rows see each other.
+
+    `window`: of sliding attention, else the length.
+    """
+    ids_S = torch.arange(length)
+    distance_SS = ids_S[:, None] - ids_S
+    found = []
+    for each in media:
+        seen_SS = distance_SS >= 0
+        if each is not None:
+            blocks_S = each.blocks_S
+            seen_SS = seen_SS | ((blocks_S[:, None] == blocks_S) & (blocks_S >= 0))
+        found.append(seen_SS & (distance_SS < window))
+    seen_B1SS = torch.stack(found)[:, None].to(device)
+    mask_B1SS = torch.zeros(seen_B1SS.shape, dtype=dtype, device=device)
+    return mask_B1SS.masked_fill_(~seen_B1SS, torch.finfo(dtype).min)
+
+
+def with_added(output_BSD: torch.Tensor, layer: int, media: Media) -> torch.Tensor:
+    """Add the rows of images that belong after a layer to its outputs."""
+    levels = [() if each is None else each.added_RD for each in media]
+    if not any(layer < len(level) for level in levels):
+        return output_BSD
+    added_BSD = torch.zeros_like(output_BSD)
+    for added_SD, each, level in zip(added_BSD, media, levels, strict=True):
+        if each is not None and layer < len(level):
+            added_SD[each.is_image_S.to(added_SD.device)] = level[layer].to(added_SD)
+    return output_BSD + added_BSD
+
+
 class _Reached(Exception):
     """The text model is called: its arguments are known."""
 

@@ -71,8 +71,10 @@ class VideoProcessor:
         size = dict(self.options["size"])
         if self._kind.has_pixel_keys:
             for key, edge in zip(("min_pixels", "max_pixels"), EDGES, strict=True):
-                if self.options.get(key) is not None:
-                    size[edge] = self.options[key]
+                # older files have them inside of `size`
+                stated = self.options.get(key) or size.get(key)
+                if stated is not None:
+                    size[edge] = stated
         self.options["size"] = size
         if not all(type(size.get(edge)) is int and size[edge] > 0 for edge in EDGES):
             raise CheckpointError(

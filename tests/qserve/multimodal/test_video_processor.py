@@ -161,6 +161,11 @@ def test_files_of_the_options(tmp_path):
     (tmp_path / "processor_config.json").unlink()
     own = processor_of(tmp_path, "qwen2", patch_size=8, min_pixels=64, max_pixels=900)
     assert own.options["size"] == {"shortest_edge": 64, "longest_edge": 900}
+    old = {"min_pixels": 64, "max_pixels": 900}
+    own = processor_of(tmp_path, "qwen2", patch_size=8, size=old)
+    assert own.size(4, 90, 90) == processor_of(tmp_path, "qwen2", patch_size=8, **old).size(
+        4, 90, 90
+    )
     with pytest.raises(CheckpointError, match="expected shortest_edge and longest_edge in pixels"):
         processor_of(tmp_path, "qwen3", size={"height": 5, "width": 5})
 
