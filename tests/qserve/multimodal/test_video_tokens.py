@@ -1,5 +1,7 @@
 """Greedy tokens and positions of prompts with videos are transformers', however steps are cut."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -83,6 +85,30 @@ def test_pages_of_another_speed_are_not_shared(model):
         assert found == model.expected(*request) and event.facts.num_cached < 8
     (first, second) = (model.prompt(*request)[1] for request in requests)
     assert [each.num_embeds for each in first] == [each.num_embeds for each in second]
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
+def test_tokens_with_drafts(vision, family):
+    model = vision(family)
+    drafter = {"method": "draft_model", "num_speculative_tokens": 3, "model": str(model.folder)}
+    engine = model.engine(1, speculative_config=json.dumps(drafter), max_num_batched_tokens=16)
+    for _ in range(2):  # the second time on the pages of the first
+        found, _ = model.run(engine, *requests_of())
+        assert found == [model.expected(*request) for request in requests_of()]
+    verifies, *_ = engine.scheduler.speculation.take_counts()
+    assert verifies
+
+
+def test_tokens_after_preemptions(model):
+    requests = requests_of()
+    pages = [-(-len(model.prompt(*request)[0]) // 4) for request in requests]
+    # The prompts fit, but not their outputs.
+    engine = model.engine(
+        num_gpu_blocks_override=sum(pages) + 1, max_num_batched_tokens=64, admission="fits"
+    )
+    found, events = model.run(engine, *requests)
+    assert found == [model.expected(*request) for request in requests]
+    assert sum(event.facts.num_preemptions for event in events)
 
 
 def test_positions_are_those_of_transformers(model):
