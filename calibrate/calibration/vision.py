@@ -165,13 +165,12 @@ class VisionModel:
         ids_1S = inputs["input_ids"].clone()
         ids_1S[0, is_image_S] = self.image_token_id
         found = self._arguments({**inputs, "input_ids": ids_1S})
-        positions = found.get("position_ids")
-        has_axes = self.rotary is not None and positions is not None
+        positions = found.get("position_ids") if self.rotary is not None else None
         return WindowMedia(
             is_image_S=is_image_S,
             rows_RD=found["inputs_embeds"][0][is_image_S.to(self.device)].cpu(),
             added_RD=tuple(each.cpu() for each in found.get("deepstack_visual_embeds") or ()),
-            positions_3S=positions[-3:, 0].cpu() if has_axes else None,
+            positions_3S=None if positions is None else positions[-3:, 0].cpu(),
             is_mutual=self._is_mutual,
         )
 

@@ -186,11 +186,12 @@ class _File:
     def __init__(self, data: bytes, demuxer: str, limits: DecodeLimits, clock: _Clock) -> None:
         try:
             import av
+            import av.stream
         except ImportError as error:
             raise InputError(
                 "video files, except animated GIF and WebP,", "need PyAV", INSTALL
             ) from error
-        self._av = av
+        self._av: Any = av
         self._data, self._demuxer, self._limits, self._clock = data, demuxer, limits, clock
         # Opening decodes some frames: without a limit of its own the decoder would allocate them.
         self._options = {"max_pixels": str(max(limits.max_pixels, OPENED_PIXELS))}
