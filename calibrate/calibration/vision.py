@@ -148,8 +148,7 @@ class VisionModel:
     def rotary(self) -> nn.Module | None:
         """The rotations of positions with three axes; None: positions are numbers."""
         found = getattr(self._text, "rotary_emb", None)
-        has_axes = "mrope_section" in (getattr(self._text.config, "rope_parameters", None) or {})
-        return copy.deepcopy(found) if has_axes else None
+        return copy.deepcopy(found) if hasattr(found, "mrope_section") else None
 
     def media(self, data: CalibrationData) -> list[WindowMedia | None]:
         """Run the tower on the images of each window."""
