@@ -4,6 +4,7 @@ At any time this holds one layer, the calibration data's hidden states and the s
 whatever the model's size. An interrupted run resumes.
 """
 
+import copy
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ from calibrate.quality.card import quality_record
 from calibrate.quality.evaluation import Evaluation, read_evaluation
 from calibrate.recipe import (
     Recipe,
+    check_keeps_embeddings,
     check_makes,
     find_recipe,
     integer_activations,
@@ -51,6 +53,7 @@ from calibrate.texts.data import (
     CalibrationData,
     read_for_model,
 )
+from calibrate.texts.pictured import ChatReader
 from formats.architecture.padding import make_padding
 from formats.checkpoint import (
     DEFAULT_MAX_SHARD_BYTES,
@@ -108,6 +111,7 @@ def quantize_checkpoint(
     progress: bool = True,
     quantizer: str = "qserve-kit",
     settings: Mapping[str, Any] | None = None,
+    chats: ChatReader | None = None,
 ) -> QuantizationReport:
     """Quantize every linear of every decoder layer of `source` and write `target`.
 
@@ -136,8 +140,9 @@ def quantize_checkpoint(
     scales of static activations from the data.
 
     `calibration` is a file, a data set's name, or windows of token ids; None: the shipped texts, if
-    data is needed. `bos`: windows begin as the tokenizer begins a text. `spill` is a folder for the
-    data's hidden states, to save memory. Quality is measured on `eval_text`, or else on
+    data is needed. `chats` reads chats with images, as qserve/multimodal/calibration.py does; None:
+    such data is refused. `bos`: windows begin as the tokenizer begins a text. `spill` is a folder
+    for the data's hidden states, to save memory. Quality is measured on `eval_text`, or else on
     `quality_windows` windows of the package's held-out texts (quality/card.py).
 
     Several devices in `device`, or "all" GPUs, divide the windows and a layer's linears
@@ -156,6 +161,8 @@ def quantize_checkpoint(
     recipe = find_recipe(recipe)
     if act_order:
         recipe = with_act_order(recipe)
+    if model.reader.other_parts:
+        check_keeps_embeddings(recipe)
     if kv_per_head and kv_cache is None:
         raise InputError("`kv_per_head`", "requires `kv_cache`", "add it")
     if kv_cache is not None:
@@ -190,6 +197,7 @@ def quantize_checkpoint(
     model.padding = plan.padding
     evaluation = read_evaluation(model, eval_text, quality_windows, bos)
     if bits is not None:
+        # Mixed bits read texts alone: data with images is refused.
         calibration = read_for_model(model, calibration, samples, sequence_length, seed, bos)
         with clock("choosing bits"):
             free = {n: s for n, s in plan.quantized.items() if not fits_any(overrides, n)}
@@ -210,7 +218,7 @@ def quantize_checkpoint(
     if moe_calibrate_all_experts:
         _check_all_experts(model, reads_data=calibration is not None or needs_data)
     if calibration is not None or needs_data:
-        data = read_for_model(model, calibration, samples, sequence_length, seed, bos)
+        data = read_for_model(model, calibration, samples, sequence_length, seed, bos, chats)
     run_identity = identity(
         model.config,
         model.outer_digest(),
@@ -435,11 +443,20 @@ def _open_stream(
     # transformers is loaded only if a model runs.
     from calibrate.calibration.capture import LayerRunner
     from calibrate.calibration.stream import Stream
+    from calibrate.calibration.vision import VisionModel
 
     embedding = model.get(model.layer_map.embedding)
+    media, rotary = [], None
+    if data is not None and data.pictured:
+        dtype = LayerRunner(model, model.layer_map, devices.first).dtype
+        vision = VisionModel(model, devices.first, dtype)
+        media, rotary = vision.media(data), vision.rotary
     return Stream(
         devices,
-        [LayerRunner(model, model.layer_map, name) for name in devices.names],
+        [
+            LayerRunner(model, model.layer_map, name, copy.deepcopy(rotary))
+            for name in devices.names
+        ],
         embedding,
         model_tensors.get(model.layer_map.embedding, embedding),
         calibration_WS=data.ids_WS if data else None,
@@ -450,6 +467,7 @@ def _open_stream(
         all_experts=all_experts,
         hold_out=recipe.guarded,
         spill=Path(spill) if spill else None,
+        media=media,
     )
 
 
@@ -478,8 +496,6 @@ def _warnings(
     data: CalibrationData | None, model: FloatModel, model_tensors: LayerState
 ) -> tuple[str, ...]:
     warnings = list(data.warnings) if data else []
-    if data and model.reader.other_parts:
-        warnings.append("the vision part stays in float; calibration is on texts without images")
     if model.reader.unties_head:
         warnings.append(
             "config.json states a tied head, but lm_head differs from the embedding: "

@@ -116,6 +116,17 @@ def identity_of(recipe: Recipe) -> str:
     return f"{recipe.name}, source {source}{', corrects' * recipe.corrects}{tuning}"
 
 
+def check_keeps_embeddings(recipe: Recipe) -> None:
+    """Raise InputError if a vision tower's rows would not fit the changed embeddings."""
+    if any(transform.on_model is not None for transform in recipe.transforms):
+        raise InputError(
+            f"recipe {recipe.name}",
+            "changes the embeddings of tokens; those of images come from the vision tower, which"
+            " stays as it is",
+            "use another recipe",
+        )
+
+
 def check_makes(recipe: Recipe, schemes: Iterable[Scheme]) -> None:
     """Raise InputError if a built-in recipe cannot make one of the schemes' weights."""
     for scheme in schemes:

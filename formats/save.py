@@ -326,11 +326,13 @@ def _verdicts(
         for name, own in schemes.items()
     ]
     findings, names = Findings(), reader.config.get("architectures")
+    whole = reader.whole_config.get("architectures")
     choices = check_config(reader.config, findings)
     fused_mixed = check_fused(linears, config, findings)
     errors = [p for p in findings.problems if p.severity == "error" and not p.read_here]
     facts = Facts(
         architecture=names[0] if isinstance(names, list) and len(names) == 1 else "",
+        whole=whole[0] if isinstance(whole, list) and len(whole) == 1 else "",
         method=config.method,
         config=config,
         config_error="",

@@ -21,7 +21,7 @@ from qserve.hub.local import local_adapter, local_config
 from qserve.library.async_control import AsyncControl
 from qserve.library.beam_outputs import BeamSearchOutput, beam_search_output, sampling_params
 from qserve.library.engine_owner import EngineOwner
-from qserve.library.media_prompts import ImagePrompts
+from qserve.library.media_prompts import MediaPrompts
 from qserve.library.outputs import EngineDeadError, OutputBuilder, RequestOutput
 from qserve.library.prompts import PromptType, handling_of, read_prompt
 from qserve.lora.request import LoRARequest
@@ -192,9 +192,9 @@ class AsyncLLM(AsyncControl, EngineOwner):
     def _read(
         self, prompt: PromptType, tokenizer: Tokenizer
     ) -> tuple[str | None, list[int], tuple[MediaItem, ...]]:
-        """Return a prompt's text, token ids and images. Raises InputError."""
+        """Return a prompt's text, token ids and media. Raises InputError."""
         text, ids = read_prompt(prompt, lambda: tokenizer, takes_media=True)
-        return text, *self._images.prepare(prompt, ids, lambda: tokenizer)
+        return text, *self._media.prepare(prompt, ids, lambda: tokenizer)
 
     def _inbox(self, name: str) -> asyncio.Queue:
         """Make the queue for the events of a request. Raises InputError."""
@@ -231,9 +231,9 @@ class AsyncLLM(AsyncControl, EngineOwner):
                 await (await starting).close()
             raise
         client = await starting
-        self._images = ImagePrompts(
+        self._media = MediaPrompts(
             self.config.model,
-            takes_images="image" in client.media_kinds,
+            takes_media="image" in client.media_kinds,
             no_vision=client.no_vision,
         )
         return tokenizer, client

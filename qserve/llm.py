@@ -27,7 +27,7 @@ from qserve.library.llm_pooling import (
     ScoringRequestOutput,
     Vectors,
 )
-from qserve.library.media_prompts import split_images
+from qserve.library.media_prompts import split_media
 from qserve.library.outputs import RequestOutput
 from qserve.library.prompts import PromptType, as_batch
 from qserve.lora.request import LoRARequest
@@ -149,8 +149,9 @@ class LLM(LLMControl, EngineOwner):
 
         `continue_final_message`: the answer continues the last message's text.
         `chat_template_kwargs`: further variables of the template, such as enable_thinking. Content
-        may be a list of parts, of which {"type": "image", "image": a PIL image} is an image, and so
-        is OpenAI's part of type image_url with a data: URL. Raises InputError.
+        may be a list of parts: {"type": "image", "image": a PIL image} is an image, {"type":
+        "video", "video": frames, "fps": N} a video, and so are parts of type image_url and
+        video_url with a data: URL. Raises InputError.
         """
         settings = {
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
@@ -159,14 +160,14 @@ class LLM(LLMControl, EngineOwner):
         }
         conversations = [messages] if messages and isinstance(messages[0], dict) else messages
         tokenizer = self.get_tokenizer()
-        split = [split_images(each) for each in conversations]
+        split = [split_media(each) for each in conversations]
         conversations = [messages for messages, _ in split]
         prompts: list[PromptType] = [
             {
                 "prompt_token_ids": tokenizer.encode_chat(each, **settings),
-                "multi_modal_data": {"image": images},
+                "multi_modal_data": media,
             }
-            for each, images in split
+            for each, media in split
         ]
         outputs = self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
         return [

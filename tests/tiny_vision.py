@@ -29,11 +29,13 @@ TOWER = {
     "num_attention_heads": 2,
     "initializer_range": 0.2,
 }
-# Content is a text or a list of parts; an image is written as its placeholder.
+# Content is a text or a list of parts; an image is written as its placeholder, a video as Qwen's.
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
-    "{% if p.type == 'image' %}PLACEHOLDER{% else %}{{ p.text }}{% endif %}"
+    "{% if p.type == 'image' %}PLACEHOLDER"
+    "{% elif p.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% else %}{{ p.text }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -117,7 +119,16 @@ GRID = {
         "temporal_patch_size": 2,
         "merge_size": 2,
     },
-    "whole": {},
+    "whole": {"video_token_id": "<|video_pad|>"},
+    # Videos of 1024 to 6144 pixels, in all frames (Qwen3) or in each (Qwen2.5).
+    "video": {
+        "image_mean": [0.4, 0.5, 0.5],
+        "image_std": [0.5, 0.6, 0.5],
+        "size": {"shortest_edge": 1024, "longest_edge": 6144},
+        "patch_size": 8,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+    },
 }
 QWEN_TOWER = {
     "hidden_size": 32,
@@ -136,7 +147,13 @@ QWEN_2_5_VL = {
     "config": "Qwen2_5_VLConfig",
     "text_type": "qwen2_5_vl_text",
     "text": {"rope_parameters": {**AXES, "mrope_section": [2, 3, 3]}},
-    "vision": {**QWEN_TOWER, "window_size": 32, "fullatt_block_indexes": [1, 3]},
+    "vision": {
+        **QWEN_TOWER,
+        "window_size": 32,
+        "fullatt_block_indexes": [1, 3],
+        "tokens_per_second": 2,
+    },
+    "video": {**GRID["video"], "size": {"shortest_edge": 256, "longest_edge": 1024}},
 }
 QWEN_3_TOWER = {**QWEN_TOWER, "num_position_embeddings": 16}
 AXES["mrope_interleaved"] = True
@@ -238,6 +255,8 @@ def write_tiny_vision(folder: Path, family: str) -> Path:
     model.save_pretrained(folder)
     processor = {"image_processor_type": row["image_processor"], **row["processor"]}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    if "video" in row:
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(row["video"]))
     return folder
 
 
@@ -256,6 +275,11 @@ def write_tiny_tokenizer(folder: Path, tokens: list[str], placeholder: str) -> d
     config["chat_template"] = CHAT_TEMPLATE.replace("PLACEHOLDER", placeholder)
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return ids
+
+
+def film(num_frames: int, width: int, height: int, seed: int = 0) -> np.ndarray:
+    """Frames [num_frames, height, width, 3], each a picture of its own."""
+    return np.stack([np.asarray(picture(width, height, 99 * seed + n)) for n in range(num_frames)])
 
 
 def picture(width: int, height: int, seed: int = 0):

@@ -11,7 +11,7 @@ import itertools
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,13 @@ from torch import nn
 from calibrate.calibration.adapter import put_beside
 from calibrate.calibration.modules import Experts, ScaledMixture, with_linears
 from calibrate.calibration.statistics import BatchSums, HeldOut, InputStatistics
+from calibrate.calibration.vision import (
+    Media,
+    WindowMedia,
+    axis_positions,
+    mutual_mask,
+    with_added,
+)
 from calibrate.devices import Turns
 from calibrate.float_model import FloatModel
 from calibrate.layer_map import LayerMap
@@ -42,9 +49,17 @@ class LayerRunner:
     """Builds and runs the decoder layers of one model."""
 
     def __init__(
-        self, reader: FloatModel | CheckpointReader, layer_map: LayerMap, device: str
+        self,
+        reader: FloatModel | CheckpointReader,
+        layer_map: LayerMap,
+        device: str,
+        axis_rotary: nn.Module | None = None,
     ) -> None:
-        """Raises CheckpointError if transformers does not know the model's config."""
+        """`axis_rotary`: rotations of positions with three axes, of models that take images.
+
+        Raises CheckpointError if transformers does not know the model's config.
+        """
+        self._axis_rotary = None if axis_rotary is None else axis_rotary.to(device)
         self.layer_map, self.device, self.raw_config = layer_map, device, reader.config
         self._adapter = reader.adapter if isinstance(reader, FloatModel) else None
         raw = dict(reader.config)
@@ -190,10 +205,11 @@ class LayerRunner:
         hidden_BSD: torch.Tensor,
         cache: Any = None,
         grad: bool = False,
+        media: Media = (),
     ) -> torch.Tensor:
         """Run one layer on a batch of whole windows.
 
-        `cache` observes keys and values (kv_range.py).
+        `cache` observes keys and values (kv_range.py). `media`: images of each window; (): none.
         """
         length = hidden_BSD.shape[1]
         kind = self._kind(layer)
@@ -207,6 +223,12 @@ class LayerRunner:
                 rotary = self._rotary(hidden_BSD[:1], ids_1S, *extra)
             self._positions[length, kind] = (ids_1S, rotary, self._mask(length, kind))
         position_ids, rotary, mask = self._positions[length, kind]
+        if any(each is not None for each in media):
+            if self._axis_rotary is not None:
+                rotary = self._axis_rotary(hidden_BSD, axis_positions(media, length, self.device))
+            if any(each is not None and each.is_mutual for each in media):
+                window = self.config.sliding_window if kind == "sliding_attention" else length
+                mask = mutual_mask(media, length, window, self.device, self.dtype)
         accepted = inspect.signature(self._layer_class.forward).parameters
         cache_name = "layer_past" if "layer_past" in accepted else "past_key_values"
         others = {"alibi": None} if "alibi" in accepted else {}
@@ -222,7 +244,8 @@ class LayerRunner:
                 **{cache_name: cache},
                 **others,
             )
-        return output[0] if isinstance(output, tuple) else output
+        output = output[0] if isinstance(output, tuple) else output
+        return with_added(output, layer, media)
 
     def _biases(
         self, hidden_BSD: torch.Tensor, mask: torch.Tensor, by_name: bool
@@ -320,8 +343,13 @@ class HiddenStates:
         runner: LayerRunner,
         spill: Path | None = None,
         before_batch: Callable[[], None] = lambda: None,
+        media: Sequence[WindowMedia | None] = (),
     ) -> None:
-        """Embed the windows. `spill`: folder for the states, to save memory."""
+        """Embed the windows. `spill`: folder for the states, to save memory.
+
+        `media`: images of each window; (): there are none.
+        """
+        self.media = media
         if int(ids_WS.max()) >= embedding_VD.shape[0]:
             raise InputError(
                 "calibration data",
@@ -350,21 +378,24 @@ class HiddenStates:
             rows_SD = rows_SD * torch.tensor(scale, dtype=runner.dtype)
             if positions_SD is not None:
                 rows_SD = rows_SD + positions_SD.to(rows_SD.device)
+            if media and (found := media[number]) is not None:
+                rows_SD[found.is_image_S] = found.rows_RD.to(rows_SD)
             self.states_WSD[number] = runner.normed_embeddings(rows_SD)
         self.batch, self.before_batch = batch_windows(ids_WS.shape[1]), before_batch
 
-    def batches(self) -> Iterator[torch.Tensor]:
-        """Views of whole windows, [B, S, D]."""
-        for batch_BSD in self.states_WSD.split(self.batch):
+    def batches(self) -> Iterator[tuple[torch.Tensor, Media]]:
+        """Views of whole windows, [B, S, D], and their images."""
+        for number, batch_BSD in enumerate(self.states_WSD.split(self.batch)):
             self.before_batch()
-            yield batch_BSD
+            first = number * self.batch
+            yield batch_BSD, self.media[first : first + self.batch]
 
     def advance(
         self, runner: LayerRunner, module: nn.Module, layer: int, cache: Any = None
     ) -> None:
         """Replace the states by the layer's outputs. Raises InputError if one is not finite."""
-        for batch_BSD in self.batches():
-            output_BSD = runner.run(module, layer, batch_BSD.to(runner.device), cache)
+        for batch_BSD, media in self.batches():
+            output_BSD = runner.run(module, layer, batch_BSD.to(runner.device), cache, media=media)
             if not torch.isfinite(output_BSD).all():
                 raise InputError(
                     runner.layer_map.prefix(layer),
@@ -463,31 +494,37 @@ def add_statistics(
                 )
             )
 
-    def run(batch_BSD: torch.Tensor) -> dict[InputStatistics, torch.Tensor]:
+    def run(
+        batch_BSD: torch.Tensor, media: Media, chosen_B: torch.Tensor
+    ) -> dict[InputStatistics, torch.Tensor]:
         """Inputs by statistics. A batch may have no token for an expert."""
         inputs.clear()
-        if len(batch_BSD):
-            runner.run(module, layer, batch_BSD.to(runner.device))
+        if chosen_B.any():
+            kept = batch_BSD if chosen_B.all() else batch_BSD[chosen_B]
+            images = [each for each, is_kept in zip(media, chosen_B, strict=False) if is_kept]
+            runner.run(module, layer, kept.to(runner.device), media=images)
         return dict(inputs)
 
-    def run_reference(batch_BSD: torch.Tensor | None) -> dict[InputStatistics, torch.Tensor]:
+    def run_reference(
+        batch_BSD: torch.Tensor | None, media: Media, chosen_B: torch.Tensor
+    ) -> dict[InputStatistics, torch.Tensor]:
         """The float model's inputs, of linears that read the same tokens in both models."""
-        found = {} if batch_BSD is None else run(batch_BSD)
+        found = {} if batch_BSD is None else run(batch_BSD, media, chosen_B)
         return {stats: x for stats, x in found.items() if not stats.is_routed}
 
     references = iter(reference.batches()) if reference is not None else None
     numbers = itertools.count() if numbers is None else numbers
-    for batch_BSD, number in zip(hidden.batches(), numbers, strict=False):
+    for (batch_BSD, media), number in zip(hidden.batches(), numbers, strict=False):
         held_B = held_out_windows(len(batch_BSD), number * hidden.batch, held_every)
-        reference_BSD = None if references is None else next(references)
-        fitted = held_B.logical_not() if held_B.any() else slice(None)
-        expected = run_reference(None if reference_BSD is None else reference_BSD[fitted])
-        found = run(batch_BSD[fitted])
+        reference_BSD = None if references is None else next(references)[0]
+        expected = run_reference(reference_BSD, media, ~held_B)
+        found = run(batch_BSD, media, ~held_B)
         sums = {s: BatchSums.of(x, expected.get(s)) for s, x in found.items() if x.numel()}
         held: dict[InputStatistics, HeldOut] = {}
         if held_B.any():
-            expected = run_reference(None if reference_BSD is None else reference_BSD[held_B])
-            held = {s: HeldOut.of(x, expected.get(s)) for s, x in run(batch_BSD[held_B]).items()}
+            expected = run_reference(reference_BSD, media, held_B)
+            apart = run(batch_BSD, media, held_B)
+            held = {s: HeldOut.of(x, expected.get(s)) for s, x in apart.items()}
         for stats in shared:
             # The turn of an expert without a token passes all the same.
             with nullcontext() if turns is None else turns.of(stats, number):

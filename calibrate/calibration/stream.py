@@ -23,6 +23,7 @@ from calibrate.calibration.capture import (
 )
 from calibrate.calibration.kv_range import KvRange, KvScales, RoundedKv
 from calibrate.calibration.statistics import InputStatistics
+from calibrate.calibration.vision import WindowMedia
 from calibrate.devices import Devices, Turns
 from calibrate.layer import FinishedLayer
 from calibrate.quality.agreement import Agreement, compare_logits
@@ -65,6 +66,7 @@ class Stream:
         all_experts: bool = False,
         hold_out: bool = False,
         spill: Path | None = None,
+        media: Sequence[WindowMedia | None] = (),
     ) -> None:
         """One runner per device. `rewritten_VD` is the quantized model's embedding; `spill` is a
         folder to save memory.
@@ -72,9 +74,10 @@ class Stream:
         `with_reference`: statistics include the distance of the inputs from the float model's.
         `kv_cache`: the evaluation of the quantized model reads keys and values from such a cache,
         with `kv_per_head` scaled per KV head. `all_experts`: statistics cover every token at every
-        expert. `hold_out`: statistics keep some windows apart, to compare solutions by.
+        expert. `hold_out`: statistics keep some windows apart, to compare solutions by. `media`:
+        images of the calibration windows; (): none have any.
         """
-        self.devices, self.evaluation_WS = devices, evaluation_WS
+        self.devices, self.evaluation_WS, self._media = devices, evaluation_WS, media
         self.kv_cache, self.kv_per_head, self.all_experts = kv_cache, kv_per_head, all_experts
         windows = 0 if calibration_WS is None else len(calibration_WS)
         self._held_every = min(HELD_EVERY, windows) if hold_out and windows > 1 else 0
@@ -87,17 +90,21 @@ class Stream:
             ids_WS: torch.Tensor | None,
             rows_of_lanes: list[torch.Tensor],
             table_VD: torch.Tensor,
+            media: Sequence[WindowMedia | None] = (),
         ) -> HiddenStates | None:
             rows = rows_of_lanes[lane]
             if ids_WS is None or not len(rows):
                 return None
-            return HiddenStates(ids_WS[rows], table_VD, runners[lane], spill, devices.check)
+            own = [media[row] for row in rows.tolist()] if media else ()
+            return HiddenStates(ids_WS[rows], table_VD, runners[lane], spill, devices.check, own)
 
         self._lanes = [
             Lane(
                 runner=runner,
-                calibration=embed(lane, calibration_WS, self._calibration_rows, rewritten_VD),
-                reference=embed(lane, reference_WS, self._calibration_rows, rewritten_VD),
+                calibration=embed(
+                    lane, calibration_WS, self._calibration_rows, rewritten_VD, media
+                ),
+                reference=embed(lane, reference_WS, self._calibration_rows, rewritten_VD, media),
                 after=embed(lane, evaluation_WS, self._evaluation_rows, rewritten_VD),
                 before=embed(lane, evaluation_WS, self._evaluation_rows, embedding_VD),
             )
@@ -153,6 +160,7 @@ class Stream:
             self._all_windows(lambda lane: lane.reference),
             tuning,
             seed,
+            self._media,
         )
 
     def advance(self, layer: int, original: LayerState, finished: FinishedLayer) -> KvScales | None:

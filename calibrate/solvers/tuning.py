@@ -16,6 +16,7 @@ from torch import nn
 from torch.func import functional_call
 
 from calibrate.calibration.capture import LayerRunner
+from calibrate.calibration.vision import Media
 from calibrate.layer import FinishedLayer
 from calibrate.solvers.norms import TrainableNorms
 from calibrate.solvers.solving import LayerState, Tuning
@@ -88,11 +89,12 @@ def tune_layer(
     targets_WSD: torch.Tensor,
     tuning: Tuning,
     seed: int = 0,
+    media: Media = (),
 ) -> FinishedLayer:
     """Adjust the codes of a solved layer until its outputs for `inputs_WSD` fit `targets_WSD`.
 
-    `loaded` is the layer in float, after its transforms. If the result is no better on the held-out
-    windows, the layer is returned unchanged.
+    `loaded` is the layer in float, after its transforms. `media`: images of each window. If the
+    result is no better on the held-out windows, the layer is returned unchanged.
     """
     state = {name: tensor.float() for name, tensor in finished.apply(loaded).items()}
     module = runner.build(layer, state)
@@ -118,7 +120,10 @@ def tune_layer(
         def call(*args: object, **kwargs: object) -> object:
             return functional_call(module, weights, args, kwargs)
 
-        found_BSD = runner.run(call, layer, inputs_WSD[rows].to(runner.device), grad=True)
+        inputs_BSD = inputs_WSD[rows].to(runner.device)
+        chosen = range(windows)[rows] if isinstance(rows, slice) else rows.tolist()
+        images = [media[window] for window in chosen] if media else ()
+        found_BSD = runner.run(call, layer, inputs_BSD, grad=True, media=images)
         wanted_BSD = targets_WSD[rows].to(runner.device)
         return (found_BSD.float() - wanted_BSD.float()).square().mean() * scale
 

@@ -4,7 +4,7 @@ Texts are shuffled by the seed and cut into excerpts of about a window. One exce
 comes first, then a second of each, so that few windows still show many texts. The beginning of a
 text is preceded by BOS. Excerpts are joined and cut into windows, which begin as the model's
 tokenizer begins a text; the remainder is dropped. The same source, tokenizer and seed give the same
-ids; the report records their hash.
+ids; the report records their hash. With images among the texts, pictured.py makes the windows.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ import json
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,23 @@ import torch
 from calibrate.float_model import FloatModel
 from calibrate.texts.documents import read_documents
 from calibrate.texts.evaluate import CHARS_PER_TOKEN, Excerpt, make_windows, text_opening
+from calibrate.texts.pictured import (
+    Chat,
+    ChatReader,
+    PicturedWindow,
+    has_images,
+    pictured_windows,
+    pictures_digest,
+)
 from formats.errors import InputError, one_line
 
 DEFAULT_SAMPLES = 128
 DEFAULT_LENGTH = 2048
 SHIPPED_TEXTS = Path(__file__).parent / "texts.jsonl"
+WITHOUT_IMAGES = (
+    "the vision part stays in float; calibration is on texts without images: give chats with images"
+    " as calibration data"
+)
 log = logging.getLogger(__name__)
 
 
@@ -37,12 +49,20 @@ class CalibrationData:
     source: str
     seed: int
     warnings: tuple[str, ...] = ()
+    pictured: tuple[PicturedWindow, ...] = ()  # of each window; (): there are no images
+    chats: ChatReader | None = None  # read these images
+
+    @property
+    def num_images(self) -> int:
+        return sum(len(window.images) for window in self.pictured)
 
     @property
     def sha256(self) -> str:
-        """Hash of the ids as little-endian int64, and of their shape."""
+        """Hash of the ids as little-endian int64, of their shape, and of images."""
         digest = hashlib.sha256(json.dumps(list(self.ids_WS.shape)).encode())
         digest.update(self.ids_WS.contiguous().numpy().astype("<i8").tobytes())
+        if self.pictured:
+            digest.update(pictures_digest(self.pictured).encode())
         return digest.hexdigest()
 
     def facts(self) -> dict[str, Any]:
@@ -52,6 +72,7 @@ class CalibrationData:
             "windows": self.ids_WS.shape[0],
             "sequence_length": self.ids_WS.shape[1],
             "seed": self.seed,
+            **({"images": self.num_images} if self.pictured else {}),
             "sha256": self.sha256,  # last: errors name the first difference, and a hash says least
         }
 
@@ -64,11 +85,12 @@ def read_calibration(
     sequence_length: int = DEFAULT_LENGTH,
     seed: int = 0,
     bos: bool = True,
+    chats: ChatReader | None = None,
 ) -> CalibrationData:
     """Windows from a file, or from a data set by name; None: the texts shipped with the package.
 
-    `bos` False: a window has BOS only where a text starts. Raises InputError if the source is
-    unreadable or does not fill one window.
+    `bos` False: a window has BOS only where a text starts. `chats` reads chats with images; None:
+    they are refused. Raises InputError if the source is unreadable or does not fill one window.
     """
     warnings = []
     if source is None:
@@ -78,20 +100,51 @@ def read_calibration(
         )
     documents = read_documents(source or str(SHIPPED_TEXTS))
     random.Random(seed).shuffle(documents)
-    ids_WS = make_windows(
-        excerpts(
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False, verbose=False)
+
+    num_chars, opening = CHARS_PER_TOKEN * sequence_length, text_opening(tokenizer) if bos else ()
+    pictured: tuple[PicturedWindow, ...] = ()
+    if source is not None and any(map(has_images, documents)):
+        if chats is None:
+            raise InputError(
+                source, "has images, which are not read here", "remove the chats with images"
+            )
+        folder, reader = Path(source).absolute().parent, chats
+        pieces = excerpts(
             documents,
-            CHARS_PER_TOKEN * sequence_length,
+            num_chars,
             seed,
             lambda chat: render(chat, tokenizer),
-        ),
-        lambda text: tokenizer.encode(text, add_special_tokens=False, verbose=False),
-        tokenizer.bos_token_id,
-        sequence_length,
-        samples,
-        opening=text_opening(tokenizer) if bos else (),
-        source="shipped texts" if source is None else source,
-    )
+            lambda chat: reader.read(chat, folder) if has_images(chat) else None,
+        )
+        bos_id = tokenizer.bos_token_id
+        ids_WS, pictured, num_too_long = pictured_windows(
+            pieces,
+            encode,
+            _endless_excerpts(num_chars, seed),
+            before=opening or ([] if bos_id is None else [bos_id]),
+            opening=opening,
+            length=sequence_length,
+            count=samples,
+            source=source,
+        )
+        if num_too_long:
+            warnings.append(
+                f"{num_too_long} chats were left out, whose images exceed a window of"
+                f" {sequence_length} tokens"
+            )
+    else:
+        ids_WS = make_windows(
+            excerpts(documents, num_chars, seed, lambda chat: render(chat, tokenizer)),
+            encode,
+            tokenizer.bos_token_id,
+            sequence_length,
+            samples,
+            opening=opening,
+            source="shipped texts" if source is None else source,
+        )
     if len(ids_WS) < samples:
         warnings.append(f"the calibration data fills {len(ids_WS)} windows, not {samples}")
     return CalibrationData(
@@ -99,16 +152,28 @@ def read_calibration(
         source="shipped texts" if source is None else source,
         seed=seed,
         warnings=tuple(warnings),
+        pictured=pictured,
+        chats=chats if pictured else None,
     )
 
 
+def _endless_excerpts(num_chars: int, seed: int) -> Iterator[Excerpt]:
+    """Yield excerpts of the shipped texts again and again."""
+    while True:
+        yield from excerpts(read_documents(str(SHIPPED_TEXTS)), num_chars, seed)
+
+
 def excerpts(
-    documents: Sequence[Any], num_chars: int, seed: int = 0, render: Callable[[Any], str] = str
-) -> Iterator[Excerpt]:
+    documents: Sequence[Any],
+    num_chars: int,
+    seed: int = 0,
+    render: Callable[[Any], str] = str,
+    read: Callable[[Any], Chat | None] = lambda chat: None,
+) -> Iterator[Excerpt | Any]:
     """Excerpts of about `num_chars` that together are all of the texts, one of each text in turn.
 
     The seed chooses the order of a text's excerpts. A chat is one excerpt, made by `render`: its
-    beginning identifies it.
+    beginning identifies it. A chat for which `read` returns something is that instead.
     """
     order = random.Random(seed)
     queues = [_pieces(each, num_chars) if isinstance(each, str) else [each] for each in documents]
@@ -120,7 +185,7 @@ def excerpts(
             if isinstance(piece, Excerpt):
                 yield piece
             else:
-                yield Excerpt(text=render(piece), begins=True)
+                yield read(piece) or Excerpt(text=render(piece), begins=True)
         queues = [pieces for pieces in queues if pieces]
 
 
@@ -167,6 +232,7 @@ def read_for_model(
     sequence_length: int,
     seed: int,
     bos: bool,
+    chats: ChatReader | None = None,
 ) -> CalibrationData:
     """`read_calibration` with a model's tokenizer, in windows that it can read; logs warnings."""
     if isinstance(calibration, CalibrationData):
@@ -178,7 +244,10 @@ def read_for_model(
         sequence_length=min(sequence_length, model.num_positions or DEFAULT_LENGTH),
         seed=seed,
         bos=bos,
+        chats=chats,
     )
+    if model.reader.other_parts and not data.pictured:
+        data = replace(data, warnings=(*data.warnings, WITHOUT_IMAGES))
     for warning in data.warnings:
         log.warning("%s", warning)
     return data

@@ -47,10 +47,15 @@ class Facts:
     algorithms: tuple[str, ...] = ()  # from a modelopt block; else empty
     stacked: str = ""  # experts in one tensor of other codes than float8; empty: none
     renamed: ExpertNames | None = None  # an expert whose name is not the family's; None: none
+    whole: str = ""  # architecture of config.json as stored: of a vision-language model the whole
 
     @property
     def traits(self) -> set[str]:
         return {trait for linear in self.linears for trait in linear.traits}
+
+    @property
+    def has_quantized_experts(self) -> bool:
+        return any(".experts." in each.name and "float" not in each.traits for each in self.linears)
 
     @property
     def schemes(self) -> list[Scheme]:

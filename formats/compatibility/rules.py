@@ -204,6 +204,16 @@ RULES: tuple[Rule, ...] = (
         "transformers 5.23.0 and compressed-tensors, run on granitemoe",
     ),
     row(
+        "vision-experts",
+        TRANSFORMERS,
+        "no",
+        when(
+            lambda f: f.whole.startswith("Qwen3VLMoe") and f.has_quantized_experts,
+            "looks for float tensors of all experts of a layer, and fills them with random numbers",
+        ),
+        "transformers 5.23.0 and compressed-tensors, run on qwen3_vl_moe",
+    ),
+    row(
         "unlisted-linears",
         TRANSFORMERS,
         "no",
@@ -220,12 +230,7 @@ RULES: tuple[Rule, ...] = (
         SERVERS,
         "no",
         when(
-            lambda f: (
-                f.architecture.startswith("GraniteMoe")
-                and any(
-                    ".experts." in each.name and "float" not in each.traits for each in f.linears
-                )
-            ),
+            lambda f: f.architecture.startswith("GraniteMoe") and f.has_quantized_experts,
             "expects the experts of a layer in one tensor (block_sparse_moe.input_linear), not a"
             " linear for each",
         ),

@@ -7,7 +7,7 @@ rest is still reported. Legend: N outputs, K inputs, G groups.
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -154,6 +154,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
         check_tokenizer(folder, findings)
     except CheckpointError as error:
         findings.caught(error)
+    whole = _architecture(config)
     shards = read_shards(folder, findings)
     if has_text_part(config):
         shards.keep_text_part()
@@ -190,13 +191,12 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
     check_kv_scales(quant, shards, findings)
     check_values(shards, findings)
     total_bytes = sum(entry.num_bytes for entry in shards.entries.values())
-    names = config.get("architectures")
-    names = [str(name) for name in names] if isinstance(names, list) else []
     method = _format_name(block, shards)
     block = block if isinstance(block, dict) else {}
     errors = [problem for problem in findings.problems if problem.severity == "error"]
     facts = Facts(
-        architecture=names[0] if len(names) == 1 else "",
+        architecture=_architecture(config),
+        whole=whole,
         method=method,
         config=quant,
         config_error=config_error,
@@ -223,7 +223,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
         findings.warning(error.subject, error.problem, error.remedy)
     return Inspection(
         folder=str(named),
-        architecture=names[0] if names else "",
+        architecture=next(iter(_architectures(config)), ""),
         format=method,
         scheme=_headline(linears) if quant else "",
         kv_cache=quant.kv_cache if quant else None,
@@ -378,6 +378,17 @@ def _quantized_linear(
             ),
         )
     return compressed_linear(name, shards, scheme, quant, findings)
+
+
+def _architectures(config: Mapping[str, Any]) -> list[str]:
+    names = config.get("architectures")
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    """Return the architecture of config.json; "": it states none, or several."""
+    names = _architectures(config)
+    return names[0] if len(names) == 1 else ""
 
 
 def _format_name(block: Any, shards: Shards) -> str:

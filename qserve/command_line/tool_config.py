@@ -59,8 +59,9 @@ class QuantizeConfig(HubSettings):
     )
     calibration: str | None = setting(
         None,
-        "calibration texts: plain text; JSON, JSON Lines or parquet with text or messages; "
-        "or the name or folder of a data set (default: a small set in the package)",
+        "calibration texts: plain text; JSON, JSON Lines or parquet with text or messages,"
+        " which may have images; or the name or folder of a data set (default: a"
+        " small set in the package)",
     )
     samples: int = setting(128, "calibration windows", low=1)
     sequence_length: int = setting(2048, "length of a calibration window in tokens", low=2)

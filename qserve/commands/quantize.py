@@ -28,6 +28,7 @@ def quantize(model: str, config: QuantizeConfig) -> int:
         has_no_row,
         quantize_fallback,
     )
+    from qserve.multimodal.calibration import CalibrationChats
 
     config = with_recipe_file(config)
     fits_groups = config.group_size == AUTO_GROUPS
@@ -112,6 +113,7 @@ def quantize(model: str, config: QuantizeConfig) -> int:
             spill=config.spill,
             settings=recipe_settings(config),
             fit_groups=fits_groups,
+            chats=CalibrationChats(model),
             **settings,
         )
     print(report.to_text())

@@ -93,6 +93,7 @@ class InputProcessor:
         )
         if handling.media and self._model.vision is not None and self._model.vision.axis_pairs:
             request.rope_positions, request.rope_shift = positions_of(handling.media)
+            self._check_positions(subject, int(request.rope_positions.max()))
         if params.has_filter:
             request.token_filter = token_filter(request, self._model.vocab_size)
         if handling.beam_search is not None:
@@ -113,6 +114,16 @@ class InputProcessor:
         if min(token_ids) < 0 or max(token_ids) >= vocab_size:
             wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
             raise InputError(subject, f"token id {wrong} is not in 0..{vocab_size - 1}")
+
+    def _check_positions(self, subject: str, last: int) -> None:
+        """Raise InputError for frames beyond the positions that have a rotation."""
+        if last >= self._max_model_len:
+            raise InputError(
+                subject,
+                f"has a video whose time reaches position {last}; the model has"
+                f" {self._max_model_len}",
+                "send a shorter video, or raise --max-model-len",
+            )
 
     def _check_media(self, subject: str, items: Sequence[MediaItem], num_tokens: int) -> None:
         check_media(subject, items, num_tokens)

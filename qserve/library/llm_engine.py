@@ -10,7 +10,7 @@ from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
 from qserve.engine.start_phases import phase
 from qserve.hub.local import local_adapter, local_config
-from qserve.library.media_prompts import ImagePrompts
+from qserve.library.media_prompts import MediaPrompts
 from qserve.library.outputs import EngineDeadError, OutputBuilder, RequestOutput
 from qserve.library.prompts import PromptType, handling_of, read_prompt
 from qserve.lora.request import LoRARequest
@@ -28,9 +28,9 @@ class LLMEngine:
         self.engine = Engine(config)
         self._tokenizer: Tokenizer | None = None
         model = self.engine.model_config
-        self._images = ImagePrompts(
+        self._media = MediaPrompts(
             self.engine.config.model,
-            takes_images=model.vision is not None,
+            takes_media=model.vision is not None,
             no_vision=model.no_vision,
         )
         self._builders: dict[str, OutputBuilder] = {}
@@ -75,7 +75,7 @@ class LLMEngine:
             )
         text, ids = read_prompt(prompt, self.get_tokenizer, takes_media=True)
         lora = local_adapter(lora_request, self.engine.config)
-        ids, media = self._images.prepare(prompt, ids, self.get_tokenizer)
+        ids, media = self._media.prepare(prompt, ids, self.get_tokenizer)
         handling = handling_of(prompt, priority, lora, media)
         params = with_bad_words(params, self.get_tokenizer)
         tokenizer = self.get_tokenizer() if params.detokenize else None

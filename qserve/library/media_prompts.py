@@ -1,13 +1,15 @@
-"""Images in prompts of the Python API: multi_modal_data, and the parts of messages."""
+"""Images and videos in prompts of the Python API: multi_modal_data, and the parts of messages."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from formats.errors import InputError
 from qserve.multimodal.decode import decode_image
+from qserve.multimodal.decode_video import DecodeLimits, decode_video
 from qserve.multimodal.settings import MediaLimits
 from qserve.multimodal.sources import read_data_url
+from qserve.multimodal.video import OPTIONS, Video, video_of_frames
 
 if TYPE_CHECKING:
     from qserve.multimodal.media import MediaItem
@@ -15,45 +17,56 @@ if TYPE_CHECKING:
     from qserve.text.tokenizer import Tokenizer
 
 MEDIA = "multi_modal_data"
+EXPECTED = "expected {'image': an image or a list of them, 'video': a video or a list of them}"
 # type of a message's part -> its key of an image
 IMAGE_PARTS = {"image": "image", "image_pil": "image_pil"}
-IMAGE_URL = "image_url"  # OpenAI's part, with a data: URL
+# types of parts with a data: URL -> the kind of media
+URL_PARTS = {"image_url": "image", "video_url": "video"}
+VIDEO = "video"
 
 
-class ImagePrompts:
-    """Prompts with images for one model. Any thread may use it."""
+class Media(NamedTuple):
+    """Images and videos of one prompt, each kind in the order of its placeholders."""
 
-    def __init__(self, folder: str, *, takes_images: bool, no_vision: str) -> None:
-        """`no_vision`: remedy for a model that takes no images here; "": it has no tower."""
+    images: list[Any]  # of PIL
+    videos: list[Video]
+
+
+class MediaPrompts:
+    """Prompts with images and videos for one model. Any thread may use it."""
+
+    def __init__(self, folder: str, *, takes_media: bool, no_vision: str) -> None:
+        """`no_vision`: remedy for a model that takes no media here; "": it has no tower."""
         self._folder = folder
-        self._takes_images, self._no_vision = takes_images, no_vision
+        self._takes_media, self._no_vision = takes_media, no_vision
         self._processor: MediaProcessor | None = None
         self._lock = threading.Lock()
 
     def prepare(
         self, prompt: Any, ids: list[int], get_tokenizer: "Callable[[], Tokenizer]"
     ) -> "tuple[list[int], tuple[MediaItem, ...]]":
-        """Return token ids with an image's tokens for each placeholder, and the media items.
+        """Return token ids with the tokens of each placeholder's medium, and the media items.
 
         Raises InputError.
         """
-        images = images_of(prompt)
-        if not images:
+        images, videos = media_of(prompt)
+        if not images and not videos:
             return ids, ()
         from qserve.multimodal.processor import image_digest  # loads Pillow
 
         with self._lock:
-            processor = self._load(get_tokenizer)
-            return processor.prepare(ids, images, [image_digest(image) for image in images])
+            processor = self._load(get_tokenizer, "images" if images else "videos")
+            digests = [image_digest(image) for image in images]
+            return processor.prepare(ids, images, digests, videos)
 
-    def _load(self, get_tokenizer: "Callable[[], Tokenizer]") -> "MediaProcessor":
-        """Load the image processor, once. Raises InputError for a model without a tower."""
+    def _load(self, get_tokenizer: "Callable[[], Tokenizer]", media: str) -> "MediaProcessor":
+        """Load the processors, once. Raises InputError for a model without a tower."""
         if self._processor is None:
             from qserve.multimodal.processor import MediaProcessor  # loads transformers
 
-            if not self._takes_images:
+            if not self._takes_media:
                 raise InputError(
-                    "images",
+                    media,
                     f"are not taken by {self._folder}",
                     self._no_vision or "use a vision-language model with its vision tower",
                 )
@@ -61,57 +74,91 @@ class ImagePrompts:
         return self._processor
 
 
-def images_of(prompt: Any) -> list[Any]:
-    """Return the images of a prompt's multi_modal_data. Raises InputError."""
+def media_of(prompt: Any) -> Media:
+    """Return the media of a prompt's multi_modal_data. Raises InputError."""
     stated = prompt.get(MEDIA) if isinstance(prompt, Mapping) else None
     if stated is None:
-        return []
-    if not isinstance(stated, Mapping) or set(stated) - {"image"}:
+        return Media([], [])
+    if not isinstance(stated, Mapping) or set(stated) - {"image", VIDEO}:
         found = sorted(map(str, stated)) if isinstance(stated, Mapping) else type(stated).__name__
-        raise InputError(MEDIA, f"expected {{'image': an image or a list of them}}, found {found}")
+        raise InputError(MEDIA, f"{EXPECTED}, found {found}")
     images = stated.get("image")
     images = list(images) if isinstance(images, list | tuple) else [images]
-    return [_checked(MEDIA, image) for image in images if image is not None]
+    return Media(
+        [_checked(MEDIA, image) for image in images if image is not None],
+        list(map(_video_of, _videos_of(stated.get(VIDEO)))),
+    )
 
 
-def split_images(
+def _videos_of(stated: Any) -> list[Any]:
+    """Return one video or a list of them as a list.
+
+    A list of images or of arrays of three dimensions is one video; so is a pair with options.
+    """
+    if stated is None or not isinstance(stated, list):
+        return [] if stated is None else [stated]
+    is_one = any(hasattr(each, "convert") or getattr(each, "ndim", 0) == 3 for each in stated)
+    return [stated] if is_one else stated
+
+
+def _video_of(stated: Any) -> Video:
+    return stated if isinstance(stated, Video) else video_of_frames(stated)
+
+
+def split_media(
     messages: Sequence[Mapping[str, Any]],
-) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Return messages whose image parts have no image, and the images. Raises InputError."""
-    images: list[Any] = []
-    return [_without_images(message, images) for message in messages], images
+) -> tuple[list[dict[str, Any]], dict[str, list[Any]]]:
+    """Return messages whose media parts have no media, and multi_modal_data. Raises InputError."""
+    media: dict[str, list[Any]] = {"image": [], VIDEO: []}
+    return [_without_media(message, media) for message in messages], media
 
 
-def _without_images(message: Mapping[str, Any], images: list[Any]) -> dict[str, Any]:
+def _without_media(message: Mapping[str, Any], media: dict[str, list[Any]]) -> dict[str, Any]:
     content = message.get("content")
     if not isinstance(content, list | tuple):
         return dict(message)
     parts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
-        key = IMAGE_PARTS.get(kind) if isinstance(kind, str) else None
-        if kind == IMAGE_URL:
-            images.append(_image_of(part.get(IMAGE_URL)))
-        elif key is not None:
-            images.append(_checked(f"messages part of type {kind!r}", part.get(key)))
-        else:
+        found = _medium_of(kind, part) if isinstance(kind, str) else None
+        if found is None:
             parts.append(part)
             continue
-        parts.append({"type": "image"})
+        name, medium = found
+        media[name].append(medium)
+        parts.append({"type": name})
     return {**message, "content": parts}
 
 
-def _image_of(value: Any) -> Any:
-    """Decode the image of a part of type image_url. Raises InputError."""
+def _medium_of(kind: str, part: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """Return the kind of media of a part and its content; None: another part."""
+    if kind in URL_PARTS:
+        return URL_PARTS[kind], _decoded(kind, part.get(kind))
+    if kind == VIDEO:
+        options = {name: part[name] for name in OPTIONS if part.get(name) is not None}
+        return VIDEO, video_of_frames((part.get(VIDEO), options))
+    if kind in IMAGE_PARTS:
+        subject = f"messages part of type {kind!r}"
+        return "image", _checked(subject, part.get(IMAGE_PARTS[kind]))
+    return None
+
+
+def _decoded(part: str, value: Any) -> Any:
+    """Decode the image or the video of a part with a URL. Raises InputError."""
+    kind = URL_PARTS[part]
     url = value.get("url") if isinstance(value, Mapping) else value
     if not isinstance(url, str) or not url[:5].lower() == "data:":
         raise InputError(
-            "messages part of type 'image_url'",
+            f"messages part of type {part!r}",
             f"expected a data: URL, found {url!r:.100}",
-            "fetch the image, and give it as {'type': 'image', 'image': ...}",
+            f"fetch it, and give it as {{'type': {kind!r}, {kind!r}: ...}}",
         )
     limits = MediaLimits()
-    return decode_image(read_data_url(url, limits.max_bytes), limits.max_pixels)
+    data = read_data_url(url, limits.num_bytes(kind), kind)
+    if kind == VIDEO:
+        most = DecodeLimits(max_pixels=limits.max_pixels, seconds=limits.video_seconds)
+        return decode_video(data, most)
+    return decode_image(data, limits.max_pixels)
 
 
 def _checked(subject: str, image: Any) -> Any:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from formats.errors import InputError
-from qserve.library.media_prompts import MEDIA, images_of
+from qserve.library.media_prompts import MEDIA, media_of
 from qserve.lora.request import LoRARequest
 from qserve.params.handling import Handling
 from qserve.text.tokenizer import Tokenizer
@@ -17,7 +17,7 @@ class TextPrompt(TypedDict):
     """A text. It shares KV pages only with prompts of the same `cache_salt`."""
 
     prompt: str
-    multi_modal_data: NotRequired[Mapping[str, Any]]  # {"image": PIL images, by placeholder}
+    multi_modal_data: NotRequired[Mapping[str, Any]]  # {"image": PIL images, "video": frames}
     cache_salt: NotRequired[str]
 
 
@@ -48,7 +48,7 @@ def read_prompt(
         if unknown or not given:
             found = ", ".join(sorted(map(str, prompt)))
             raise InputError("prompt", f"expected a dict with prompt or prompt_token_ids: {found}")
-        if not takes_media and images_of(prompt):
+        if not takes_media and any(media_of(prompt)):
             raise InputError(MEDIA, "is not supported by this call", "use generate or LLM.chat")
         text = prompt.get("prompt")
         if "prompt_token_ids" in given:

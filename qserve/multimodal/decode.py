@@ -35,10 +35,10 @@ def decode_image(data: bytes, max_pixels: int) -> "Image":
             # Pillow's own limit, and broken metadata, about which it would write to stderr.
             warnings.simplefilter("ignore")
             with PIL.Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                _check_size(image, max_pixels)
+                check_size(image, max_pixels)
                 image.load()
-                _check_size(image, max_pixels)
-                return _as_shown(image)
+                check_size(image, max_pixels)
+                return as_shown(image)
     except PIL.Image.DecompressionBombError:
         raise _too_large(max_pixels) from None
     except PIL.UnidentifiedImageError:
@@ -52,7 +52,7 @@ def decode_image(data: bytes, max_pixels: int) -> "Image":
         raise InputError(SUBJECT, "is broken or truncated", f"send a whole {names} file") from None
 
 
-def _check_size(image: "Image", max_pixels: int) -> None:
+def check_size(image: "Image", max_pixels: int) -> None:
     width, height = image.size
     if width < 1 or height < 1:
         raise InputError(SUBJECT, "has no pixels")
@@ -64,7 +64,7 @@ def _too_large(max_pixels: int, found: str = "") -> InputError:
     return InputError(SUBJECT, f"has more than {max_pixels} pixels{found}", "send a smaller one")
 
 
-def _as_shown(image: "Image") -> "Image":
+def as_shown(image: "Image") -> "Image":
     import PIL.Image
     import PIL.ImageOps
 

@@ -17,12 +17,12 @@ class VisionFamily:
     """Tokens, tensor names and layout of one architecture."""
 
     architecture: str  # in config.json of the whole model
-    kinds: frozenset[str] = frozenset({"image"})  # of media.KINDS
     image_token_keys: tuple[str, ...] = ("image_token_id",)  # in config.json; the first found
     # key of the token that a chat template writes for an image; "": the image token itself
     placeholder_key: str = ""
     layout: str  # row of layouts.LAYOUTS: the tokens that an image becomes
     encoder: str  # row of tower.ENCODERS: how the tower is called
+    video: str = ""  # row of video_processor.KINDS; "": it takes no videos
     # number of pairs of channels of each axis where the text model's positions have three axes and
     # config.json does not say it; (): positions are numbers
     axis_pairs: tuple[int, ...] = ()
@@ -32,6 +32,11 @@ class VisionFamily:
     joins_newlines: bool = False
     # prefix of a tensor's name in the file -> in transformers' model; the first match counts
     prefixes: Mapping[str, str]
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Kinds of media that prompts may have."""
+        return frozenset({"image", "video"} if self.video else {"image"})
 
 
 IDEFICS_3 = {
@@ -90,6 +95,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             axis_pairs=(16, 24, 24),
             layout="grid",
             encoder="grid",
+            video="qwen2",
             prefixes=QWEN,
         ),
         *(
@@ -99,6 +105,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
                 has_interleaved_axes=True,
                 layout="grid",
                 encoder="grid",
+                video="qwen3",
                 prefixes=QWEN,
             )
             for name in ("Qwen3VL", "Qwen3VLMoe")
@@ -110,6 +117,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
                 has_interleaved_axes=True,
                 layout="grid",
                 encoder="grid",
+                video="qwen3",
                 prefixes=QWEN,
             )
             for name in ("Qwen3_5", "Qwen3_5Moe")
@@ -126,6 +134,7 @@ class VisionConfig:
     values: Mapping[str, Any]  # of config.json of the whole model, with transformers' defaults
     image_token_id: int
     placeholder_id: int  # the token of an unexpanded image
+    video_token_id: int | None = None  # also of an unexpanded video; None: it takes no videos
 
     @property
     def axis_pairs(self) -> tuple[int, ...]:
@@ -135,11 +144,11 @@ class VisionConfig:
         ropes = self.values["text_config"].get("rope_parameters") or {}
         return tuple(ropes.get("mrope_section") or self.family.axis_pairs)
 
-    @property
-    def fill_id(self) -> int:
-        """Token at the positions of embeddings: the image token, or 0 if it has no embedding."""
+    def fill_id(self, kind: str = "image") -> int:
+        """Token at the positions of embeddings: that of the kind, or 0 if it has no embedding."""
+        token = self.video_token_id if kind == "video" else self.image_token_id
         vocab_size = self.values["text_config"]["vocab_size"]
-        return self.image_token_id if self.image_token_id < vocab_size else 0
+        return token if token is not None and token < vocab_size else 0
 
     @property
     def num_levels(self) -> int:
@@ -162,6 +171,7 @@ class VisionConfig:
             values=values,
             image_token_id=image,
             placeholder_id=_token(values, (key,)) if key else image,
+            video_token_id=_token(values, ("video_token_id",)) if family.video else None,
         )
 
 

@@ -1,4 +1,4 @@
-"""Fetching of an image over http or https, from allowed hosts with checked addresses alone.
+"""Fetching of media over http or https, from allowed hosts with checked addresses alone.
 
 A name is resolved once for each hop, every address that it has is checked, and the connection goes
 to the checked address. A redirect is a new URL, which is checked like the first one.
@@ -23,7 +23,7 @@ REDIRECTS = (301, 302, 303, 307, 308)
 MAX_REDIRECTS = 5
 MAX_URL_CHARS = 8192
 SLICE_BYTES = 2**16
-HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "qserve"}
+HEADERS = {"Accept": "image/*, video/*", "Accept-Encoding": "identity", "User-Agent": "qserve"}
 # Addresses inside of which is another address that may not be public, besides IPv4-mapped ones.
 TUNNELS = tuple(
     map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32", "::/96"))
@@ -33,22 +33,22 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class FetchError(InputError):
-    """An image that was not fetched."""
+    """A file that was not fetched."""
 
     def __init__(self, problem: str, remedy: str = "") -> None:
-        super().__init__("image URL", problem, remedy or "send the image as a data: URL")
+        super().__init__("media URL", problem, remedy or "send it as a data: URL")
 
 
-def fetch(url: str, limits: MediaLimits, ends: float) -> bytes:
+def fetch(url: str, limits: MediaLimits, ends: float, kind: str = "image") -> bytes:
     """Return what a URL has, after redirects. Raises FetchError.
 
-    `ends`: when it must be there, by time.monotonic().
+    `kind`: of media.KINDS. `ends`: when it must be there, by time.monotonic().
     """
     for _ in range(MAX_REDIRECTS + 1):
         parts, host, port = _checked_url(url, limits.hosts)
         address = _checked_address(host, port, limits.hosts, ends)
         try:
-            found = _get(parts, host, port, address, limits.max_bytes, ends)
+            found = _get(parts, host, port, address, limits.num_bytes(kind), ends)
         except FetchError:
             raise
         except (OSError, http.client.HTTPException, ValueError):
@@ -79,7 +79,7 @@ def _checked_url(url: str, hosts: Sequence[AllowedHost]) -> tuple[SplitResult, s
     if not any(each.matches(host, port) for each in hosts):
         raise FetchError(
             f"{host:.100}, port {port}, is not allowed by {FLAG}",
-            "send the image as a data: URL, or have the host added to the flag",
+            "send it as a data: URL, or have the host added to the flag",
         )
     return parts, host, port
 
@@ -95,7 +95,7 @@ def _checked_address(host: str, port: int, hosts: Sequence[AllowedHost], ends: f
         if not (is_listed or is_public(address)):
             raise FetchError(
                 f"{host:.100} has an address that is not public",
-                f"send the image as a data: URL, or have the address added to {FLAG}",
+                f"send it as a data: URL, or have the address added to {FLAG}",
             )
     return addresses[0]
 

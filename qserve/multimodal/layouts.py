@@ -1,4 +1,7 @@
-"""Layouts: the tokens that an image becomes, and which of them have embeddings. Loads no torch."""
+"""Layouts: the tokens that an image or a video becomes, and which of them have embeddings.
+
+Loads no torch.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,6 +12,7 @@ import numpy as np
 
 from qserve.multimodal.families import VisionConfig
 from qserve.multimodal.media import Feature, MediaItem
+from qserve.multimodal.video_processor import Clip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +22,7 @@ class Run:
     length: int  # number of image tokens
     features: tuple[Feature, ...]
     grid: tuple[int, ...] = ()
+    frame_step: float = 1.0  # of MediaItem
     # texts of tokens without an embedding, by their place among the tokens
     other_tokens: Mapping[int, str] = field(default_factory=dict)
 
@@ -25,6 +30,8 @@ class Run:
 Piece = str | Run  # a text around items, or an item
 # of what an image processor returned for one image, and config.json
 Layout = Callable[[Mapping[str, Any], Mapping[str, Any]], Iterator[Piece]]
+# of the frames of one video, and config.json
+VideoLayout = Callable[[Clip, Mapping[str, Any]], Iterator[Piece]]
 
 FAKE, GLOBAL = "<fake_token_around_image>", "<global-img>"
 
@@ -122,6 +129,35 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
+def _whole_clip(clip: Clip, values: Mapping[str, Any]) -> Iterator[Piece]:
+    """Qwen2.5-VL: one item, whose first axis has the time."""
+    per_second = np.float32(values["vision_config"]["tokens_per_second"])
+    step = float(per_second * np.float32(clip.seconds_per_group))
+    yield _clip_run(np.concatenate(clip.patches_GPV), clip.grid, values, step)
+
+
+def _stamped_groups(clip: Clip, values: Mapping[str, Any]) -> Iterator[Piece]:
+    """Qwen3-VL, Qwen3.5: each group of frames is an item after a text with its time."""
+    for seconds, patches_PV in zip(clip.seconds, clip.patches_GPV, strict=True):
+        yield f"<{seconds:.1f} seconds><|vision_start|>"
+        yield _clip_run(patches_PV, (1, *clip.grid[1:]), values)
+        yield "<|vision_end|>"
+
+
+def _clip_run(
+    patches: np.ndarray, grid: tuple[int, ...], values: Mapping[str, Any], step: float = 1.0
+) -> Run:
+    merged = _merged(grid, values)
+    features = (
+        Feature.of("pixel_values", patches),
+        Feature.of("image_grid_thw", np.array(grid, np.int64)),
+    )
+    return Run(length=math.prod(merged), features=features, grid=merged, frame_step=step)
+
+
+VIDEO_LAYOUTS: dict[str, VideoLayout] = {"qwen2": _whole_clip, "qwen3": _stamped_groups}
+
+
 def processor_options(layout: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return options of the image processor that the model's own processor sets."""
     if layout == "tiles":
@@ -140,6 +176,8 @@ def check_features(item: MediaItem, vision: VisionConfig) -> str:
     for name, stated in expected.items():
         if found[name] != stated:
             return f"expected {name} as {_text(stated)}, found {_text(found[name])}"
+    if item.frame_step != 1.0 and vision.family.video != "qwen2":
+        return f"expected frame_step 1, found {item.frame_step}"
     if item.is_mutual != vision.family.is_mutual:
         return f"expected is_mutual {vision.family.is_mutual}, found {item.is_mutual}"
     if item.num_embeds != num_embeds:

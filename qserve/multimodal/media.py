@@ -1,5 +1,6 @@
 """MediaItem: one image, video or sound of a prompt. Loads no torch."""
 
+import hashlib
 import math
 import re
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ KINDS = ("image", "video", "audio")
 DIGEST = re.compile(r"[0-9a-f]{64}")  # of SHA-256: a shorter one makes wrong cache hits likely
 
 
+MAX_FRAME_STEP = 1e6
 FEATURE_DTYPES = ("uint8", "int64", "float32")
 
 
@@ -69,6 +71,7 @@ class MediaItem:
     is_mutual: bool = False  # its embeddings attend to each other in both directions
     # frames, rows and columns of its embeddings, where positions have three axes; else ()
     grid: tuple[int, ...] = ()
+    frame_step: float = 1.0  # distance of two frames on the first axis
     # inputs of the encoder; empty only where no encoder runs
     features: tuple[Feature, ...] = field(default=(), compare=False, repr=False)
 
@@ -94,6 +97,11 @@ class MediaItem:
             raise ParameterError(
                 "media grid", f"expected 3 numbers of product {self.length}, found {self.grid}"
             )
+        if not 0 <= self.frame_step < MAX_FRAME_STEP:
+            raise ParameterError(
+                "media frame_step",
+                f"expected 0 to {MAX_FRAME_STEP:.0f}, found {self.frame_step}",
+            )
 
     @property
     def num_embeds(self) -> int:
@@ -118,6 +126,15 @@ class MediaItem:
         has a fixed length or a separator, so that no two items have equal bytes.
         """
         return f"\0{self.kind}\0{self.digest}\0{self.offset - start}\0".encode()
+
+
+def digest_of(*fields: str | bytes | memoryview) -> str:
+    """Return a SHA-256 of fields, each with its length, so that no two lists are equal bytes."""
+    hashed = hashlib.sha256()
+    for each in fields:
+        data = each.encode() if isinstance(each, str) else each
+        hashed.update(len(data).to_bytes(8, "little") + data)
+    return hashed.hexdigest()
 
 
 def check_media(subject: str, items: Sequence[MediaItem], num_tokens: int) -> None:

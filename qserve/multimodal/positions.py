@@ -1,7 +1,8 @@
 """Positions of three axes (M-RoPE): frame, row and column of an embedding. Loads no torch.
 
-A text token has three equal positions. An item that begins at position p has p + frame, p + row and
-p + column; the token after it has p + the larger of its rows and columns.
+A text token has three equal positions. An item that begins at position p has p + frame * step, p +
+row and p + column; the token after it has p + the larger of its rows and columns. All of this is as
+transformers counts it, also where the frames of a long video go beyond the token after them.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,10 @@ def positions_of(items: Sequence[MediaItem]) -> tuple[np.ndarray, int]:
     for item in items:
         found.append(np.tile(np.arange(end, item.offset) + shift, (3, 1)))
         first, (_, rows, columns) = item.offset + shift, item.grid
-        found.append(first + np.indices(item.grid).reshape(3, -1))
+        places = np.indices(item.grid).reshape(3, -1)
+        # in float32, as in transformers: another rounding is another position
+        places[0] = places[0].astype(np.float32) * np.float32(item.frame_step)
+        found.append(first + places)
         shift += max(rows, columns) - item.length
         end = item.end
     return np.concatenate(found, axis=1) if found else np.zeros((3, 0), np.int64), shift

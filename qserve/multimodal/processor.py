@@ -1,20 +1,22 @@
-"""MediaProcessor: images and a prompt with placeholders to token ids and media items.
+"""MediaProcessor: images, videos and a prompt with placeholders to token ids and media items.
 
-transformers' image processor of the model's folder makes the pixels, with Pillow. Their rescaling
-is left to the encoder, so that an image travels as bytes.
+transformers' image processor of the model's folder makes the pixels of images, with Pillow; those
+of videos are video_processor.py's. Their rescaling is left to the encoder, so that they travel as
+bytes.
 """
 
-import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from formats.checkpoint import CONFIG, read_json
 from formats.errors import CheckpointError, InputError, one_line
 from qserve.multimodal.families import VisionConfig
-from qserve.multimodal.layouts import LAYOUTS, Run, processor_options
-from qserve.multimodal.media import MediaItem
+from qserve.multimodal.layouts import LAYOUTS, VIDEO_LAYOUTS, Piece, Run, processor_options
+from qserve.multimodal.media import MediaItem, digest_of
+from qserve.multimodal.video import Video
+from qserve.multimodal.video_processor import VideoLimits, VideoProcessor
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -25,9 +27,14 @@ Encode = Callable[[str, bool], list[int]]  # a text, and whether special tokens 
 
 
 class MediaProcessor:
-    """Image processor and placeholders of one vision-language model."""
+    """Processors and placeholders of one vision-language model."""
 
-    def __init__(self, folder: str | Path, encode: Encode) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        encode: Encode,
+        video_limits: VideoLimits = VideoLimits(),  # noqa: B008  # immutable
+    ) -> None:
         """`encode`: the model's tokenizer. Raises InputError."""
         self.folder = str(folder)
         config = VisionConfig.of(read_json(Path(folder) / CONFIG))
@@ -40,6 +47,8 @@ class MediaProcessor:
         self.config, self._encode = config, encode
         self._image_processor = load_image_processor(folder)
         self._options = _options(self._image_processor)
+        kind, self._video_limits = config.family.video, video_limits
+        self._video_processor = VideoProcessor(folder, kind) if kind else None
         # token -> number of newlines that it is, where they are joined with those of an image
         self._newlines: dict[int, int] = {}
         if config.family.joins_newlines:
@@ -47,40 +56,67 @@ class MediaProcessor:
         self._token_ids: dict[str, int] = {}  # of texts of tokens without an embedding
 
     def prepare(
-        self, prompt: str | Sequence[int], images: Sequence["Image"], digests: Sequence[str]
+        self,
+        prompt: str | Sequence[int],
+        images: Sequence["Image"],
+        digests: Sequence[str],
+        videos: Sequence[Video] = (),
     ) -> tuple[list[int], tuple[MediaItem, ...]]:
-        """Return token ids with an image's tokens for each placeholder, and the media items.
+        """Return token ids with the tokens of each placeholder's medium, and the media items.
 
         `digests`: SHA-256 of each image, in hexadecimal. Raises InputError.
         """
         ids = self._encode(prompt, True) if isinstance(prompt, str) else list(prompt)
-        num_placeholders = ids.count(self.config.placeholder_id)
-        if num_placeholders != len(images):
+        config = self.config
+        if videos and self._video_processor is None:
             raise InputError(
-                "prompt",
-                f"has {num_placeholders} placeholders for {len(images)} images",
-                f"write token {self.config.placeholder_id} once for each image, or use a chat"
-                " template",
+                "videos",
+                f"are not taken by {config.family.architecture}",
+                "give frames as images",
             )
+        _check_placeholders(ids, config.placeholder_id, "images", len(images))
+        if config.video_token_id is not None:
+            _check_placeholders(ids, config.video_token_id, "videos", len(videos))
         if len(digests) != len(images):
             raise InputError("digests", f"expected {len(images)}, found {len(digests)}")
         found: list[int] = []
         items: list[MediaItem] = []
-        pairs = zip(images, digests, strict=True)
+        pairs, clips = zip(images, digests, strict=True), iter(videos)
         for token in ids:
-            if token == self.config.placeholder_id:
-                self._expand(*next(pairs), found, items)
+            if token == config.placeholder_id:
+                self._expand_image(*next(pairs), found, items)
+            elif token == config.video_token_id:
+                self._expand_video(next(clips), found, items)
             elif self._newlines.get(token) and found and found[-1] in self._newlines and items:
                 self._append_text("", found, self._newlines[token])
             else:
                 found.append(token)
         return found, tuple(items)
 
-    def _expand(
+    def _expand_image(
         self, image: "Image", digest: str, token_ids: list[int], items: list[MediaItem]
     ) -> None:
         """Append the tokens and the items of an image."""
         pieces = LAYOUTS[self.config.family.layout](self._processed(image), self.config.values)
+        self._expand("image", pieces, (digest, self._options), token_ids, items)
+
+    def _expand_video(self, video: Video, token_ids: list[int], items: list[MediaItem]) -> None:
+        """Append the tokens and the items of a video."""
+        assert self._video_processor is not None
+        clip = self._video_processor.prepare(video, self._video_limits)
+        pieces = VIDEO_LAYOUTS[self.config.family.video](clip, self.config.values)
+        options = self._video_processor.text + repr(self._video_limits)
+        self._expand("video", pieces, (video.digest, options), token_ids, items)
+
+    def _expand(
+        self,
+        kind: str,
+        pieces: Iterable[Piece],
+        digested: tuple[str, ...],
+        token_ids: list[int],
+        items: list[MediaItem],
+    ) -> None:
+        """Append the tokens and the items of pieces. `digested`: the content and all options."""
         text, number = "", 0
         for piece in pieces:
             if not isinstance(piece, Run):
@@ -88,16 +124,17 @@ class MediaProcessor:
                 continue
             self._append_text(text, token_ids)
             text = ""
-            ids, is_embed = self._tokens_of(piece)
+            ids, is_embed = self._tokens_of(piece, self.config.fill_id(kind))
             items.append(
                 MediaItem(
-                    kind="image",
-                    digest=_digest(digest, self._options, str(number)),
+                    kind=kind,
+                    digest=digest_of(*digested, str(number)),
                     offset=len(token_ids),
                     length=piece.length,
                     is_embed=is_embed,
                     is_mutual=self.config.family.is_mutual,
                     grid=piece.grid,
+                    frame_step=piece.frame_step,
                     features=piece.features,
                 )
             )
@@ -115,9 +152,9 @@ class MediaProcessor:
                 text = "\n" * self._newlines[token_ids.pop()] + text
         token_ids += self._encode(text, False)
 
-    def _tokens_of(self, run: Run) -> tuple[list[int], bytes]:
+    def _tokens_of(self, run: Run, fill_id: int) -> tuple[list[int], bytes]:
         """Return the tokens of an item, and its mask of embeddings."""
-        ids, is_embed = [self.config.fill_id] * run.length, bytearray(b"\1" * run.length)
+        ids, is_embed = [fill_id] * run.length, bytearray(b"\1" * run.length)
         for place, text in run.other_tokens.items():
             if text not in self._token_ids:
                 found = self._encode(text, False)
@@ -149,6 +186,17 @@ class MediaProcessor:
                 f"of {width} x {height} pixels cannot be processed: {one_line(error)}",
                 "send one of another size",
             ) from error
+
+
+def _check_placeholders(ids: list[int], token: int, name: str, count: int) -> None:
+    """Raise InputError unless a prompt has a placeholder for each image or video."""
+    found = ids.count(token)
+    if found != count:
+        raise InputError(
+            "prompt",
+            f"has {found} placeholders for {count} {name}",
+            f"write token {token} once for each of the {name}, or use a chat template",
+        )
 
 
 def _newline_tokens(encode: Encode) -> dict[int, int]:
@@ -183,18 +231,9 @@ def load_image_processor(folder: str | Path) -> Any:
 
 def image_digest(image: "Image") -> str:
     """Return the SHA-256 of an image's pixels, in hexadecimal."""
-    return _digest("pixels", repr(image.size), image.convert("RGBA").tobytes())
+    return digest_of("pixels", repr(image.size), image.convert("RGBA").tobytes())
 
 
 def _options(processor: Any) -> str:
     """Return all options of an image processor as a text."""
     return json.dumps(processor.to_dict(), sort_keys=True, default=str)
-
-
-def _digest(*fields: str | bytes) -> str:
-    """Return a SHA-256 of fields, each with its length, so that no two lists are equal bytes."""
-    hashed = hashlib.sha256()
-    for each in fields:
-        data = each.encode() if isinstance(each, str) else each
-        hashed.update(len(data).to_bytes(8, "little") + data)
-    return hashed.hexdigest()

@@ -1,4 +1,4 @@
-"""MediaReader: from the URLs of a conversation's images to token ids and media items.
+"""MediaReader: from the URLs of a conversation's images and videos to token ids and media items.
 
 It blocks, for seconds with large images, so it runs in a worker process of the server.
 """
@@ -6,21 +6,24 @@ It blocks, for seconds with large images, so it runs in a worker process of the 
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from formats.errors import CheckpointError, InputError
 from qserve.multimodal.decode import decode_image
+from qserve.multimodal.decode_video import DecodeLimits, decode_video
 from qserve.multimodal.media import MediaItem
 from qserve.multimodal.settings import LIMIT_FLAG, MediaLimits
 from qserve.multimodal.sources import read_source
+from qserve.multimodal.video import Video
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from qserve.multimodal.processor import MediaProcessor
 
-MAX_FEATURE_BYTES = 56 * 2**20  # of one prompt; a message to the engine has at most 64 MiB
-MAX_SOURCE_BYTES = 128 * 2**20  # files of one prompt's images
+MAX_FEATURE_BYTES = 88 * 2**20  # of one prompt; a message to the engine has at most 96 MiB
+MAX_SOURCE_BYTES = 128 * 2**20  # files of one prompt
+MAX_FRAME_PIXELS = 2**25  # of one frame of a video file, before scaling
 
 
 class ReadImage(NamedTuple):
@@ -28,75 +31,101 @@ class ReadImage(NamedTuple):
     digest: str  # SHA-256 of the file, in hexadecimal
 
 
-ReadImages = dict[str, ReadImage]  # by URL
+class MediaUrl(NamedTuple):
+    kind: str  # image or video
+    url: str
+
+
+ReadMedia = dict[MediaUrl, ReadImage | Video]
 
 
 class MediaReader:
-    """Images of requests to one vision-language model."""
+    """Images and videos of requests to one vision-language model."""
 
     def __init__(
-        self, folder: str, encode: Callable[[str, bool], list[int]], limits: MediaLimits
+        self,
+        folder: str,
+        encode: Callable[[str, bool], list[int]],
+        limits: MediaLimits,
+        kinds: Sequence[str] = ("image",),
     ) -> None:
-        """`encode`: the model's tokenizer. The image processor is loaded with the first image."""
-        self._folder, self._encode, self.limits = folder, encode, limits
+        """`encode`: the model's tokenizer. `kinds`: of media that the model takes.
+
+        The processors are loaded with the first image or video.
+        """
+        self._folder, self._encode, self.limits, self.kinds = folder, encode, limits, kinds
         self._processor: MediaProcessor | None = None
 
     def load(self) -> "MediaProcessor":
-        """Load the model's image processor, which takes seconds. Raises InputError."""
+        """Load the model's processors, which takes seconds. Raises InputError."""
         if self._processor is None:
             from qserve.multimodal.processor import MediaProcessor  # loads torch
+            from qserve.multimodal.video_processor import VideoLimits
 
-            self._processor = MediaProcessor(self._folder, self._encode)
+            most = VideoLimits(self.limits.max_video_frames, self.limits.max_video_pixels)
+            self._processor = MediaProcessor(self._folder, self._encode, most)
         return self._processor
 
     def prepare(
-        self, token_ids: Sequence[int], urls: Sequence[str], known: ReadImages
+        self, token_ids: Sequence[int], urls: Sequence[MediaUrl], known: ReadMedia
     ) -> tuple[list[int], tuple[MediaItem, ...]]:
-        """Return token ids with each image's tokens, and the media items. Raises InputError.
+        """Return token ids with each medium's tokens, and the media items. Raises InputError.
 
-        `known`: images of the request that have been read; others are added.
+        `known`: media of the request that have been read; others are added.
         """
-        most = self.limits.max_images
-        if len(urls) > most:
-            raise InputError(
-                "messages",
-                f"expected at most {most} images, found {len(urls)}",
-                f"send fewer; the server's flag is {LIMIT_FLAG}",
-            )
+        for kind, most in (("image", self.limits.max_images), ("video", self.limits.max_videos)):
+            count = sum(url.kind == kind for url in urls)
+            if count > most:
+                raise InputError(
+                    "messages",
+                    f"expected at most {most} {kind}s, found {count}",
+                    f"send fewer; the server's flag is {LIMIT_FLAG}",
+                )
         self._read([url for url in dict.fromkeys(urls) if url not in known], known)
-        chosen = [known[url] for url in urls]
-        ids, items = self._processed(token_ids, chosen)
+        ids, items = self._processed(token_ids, [(url.kind, known[url]) for url in urls])
         size = sum(len(each.data) for item in items for each in item.features)
         if size > MAX_FEATURE_BYTES:
             raise InputError(
-                "images",
+                "images and videos",
                 f"become {size} bytes of pixels, at most {MAX_FEATURE_BYTES} in one request",
-                "send fewer or smaller images",
+                "send fewer or smaller ones",
             )
         return ids, items
 
-    def _read(self, urls: Sequence[str], known: ReadImages) -> None:
+    def _read(self, urls: Sequence[MediaUrl], known: ReadMedia) -> None:
         ends = time.monotonic() + self.limits.fetch_seconds
         room = MAX_SOURCE_BYTES
         pixels = self.limits.max_pixels  # of all images: they are in memory together
         for url in urls:
-            data = read_source(url, self.limits, ends)
+            data = read_source(url.url, self.limits, ends, url.kind)
             room -= len(data)
             if room < 0:
                 raise InputError(
-                    "images", f"have more than {MAX_SOURCE_BYTES} bytes together", "send fewer"
+                    "images and videos",
+                    f"have more than {MAX_SOURCE_BYTES} bytes together",
+                    "send fewer",
                 )
+            if url.kind == "video":
+                most = min(self.limits.max_pixels, MAX_FRAME_PIXELS)
+                seconds = self.limits.video_seconds
+                known[url] = decode_video(data, DecodeLimits(max_pixels=most, seconds=seconds))
+                continue
             image = decode_image(data, pixels)
             pixels -= image.width * image.height
             # MediaProcessor adds its options, and frames each field by its length.
             known[url] = ReadImage(image, hashlib.sha256(data).hexdigest())
 
     def _processed(
-        self, token_ids: Sequence[int], images: Sequence[ReadImage]
+        self, token_ids: Sequence[int], media: Sequence[tuple[str, ReadImage | Video]]
     ) -> tuple[list[int], tuple[MediaItem, ...]]:
+        images = [cast(ReadImage, each) for kind, each in media if kind == "image"]
+        videos = [cast(Video, each) for kind, each in media if kind == "video"]
         try:
             return self.load().prepare(
-                token_ids, [each.image for each in images], [each.digest for each in images]
+                token_ids,
+                [each.image for each in images],
+                [each.digest for each in images],
+                videos,
             )
         except CheckpointError:
             raise

@@ -1,4 +1,4 @@
-"""MediaSettings: the flags about images in requests, and MediaLimits, what they allow.
+"""MediaSettings: the flags about images and videos in requests, and MediaLimits, what they allow.
 
 Loads no torch.
 """
@@ -17,7 +17,8 @@ WEB_PORTS = (80, 443)  # of an allowed host that is stated without a port
 HOST = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 FLAG = "--allowed-media-domains"
 LIMIT_FLAG = "--limit-mm-per-prompt"
-MAX_IMAGES = 16
+MAX_IMAGES, MAX_VIDEOS = 16, 2
+LIMIT_FORM = 'image=N, video=N, or {"image": N, "video": N}'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,66 +57,96 @@ def is_address(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaLimits:
-    """Sources and sizes of the images that requests may have."""
+    """Sources and sizes of the images and videos that requests may have."""
 
     hosts: tuple[AllowedHost, ...] = ()  # (): nothing is fetched
     local_path: str | None = None  # None: no file URLs
     max_images: int = MAX_IMAGES  # of one prompt
     max_bytes: int = 20 * 2**20  # of one image's file
     max_pixels: int = 2**26  # of one image
-    fetch_seconds: float = 10.0  # for all images of one prompt
+    fetch_seconds: float = 10.0  # for all images and videos of one prompt
+    max_videos: int = MAX_VIDEOS  # of one prompt
+    max_video_bytes: int = 64 * 2**20  # of one video's file
+    max_video_frames: int = 768  # that are chosen of one video
+    max_video_pixels: int = 3 * 2**23  # of all chosen frames of one video, after scaling
+    video_seconds: float = 30.0  # for decoding one video
+
+    def num_bytes(self, kind: str) -> int:
+        """Largest file of a kind of media."""
+        return self.max_video_bytes if kind == "video" else self.max_bytes
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: a class may have one such base only
 class MediaSettings:
-    """Settings of images in requests."""
+    """Settings of images and videos in requests."""
 
     allowed_media_domains: list[str] = setting(
         [],
-        "hosts from which images of requests may be fetched: HOST, HOST:PORT, *.example.com, or *"
-        " for all; addresses that are not public must be listed themselves; default: none, so that"
-        " images come as data: URLs",
+        "hosts from which images and videos of requests may be fetched: HOST, HOST:PORT,"
+        " *.example.com, or * for all; addresses that are not public must be listed themselves;"
+        " default: none, so that they come as data: URLs",
         many=True,
     )
     allowed_local_media_path: str | None = setting(
         None, "folder whose files requests may name as file: URLs; default: none"
     )
     limit_mm_per_prompt: str | None = setting(
-        None, f'most images of one prompt, as image=N or {{"image": N}}; default: {MAX_IMAGES}'
+        None,
+        f"most images and videos of one prompt, as {LIMIT_FORM}; default: {MAX_IMAGES} images and"
+        f" {MAX_VIDEOS} videos",
     )
     max_media_bytes: int = setting(20 * 2**20, "largest file of one image in bytes", low=1)
     max_image_pixels: int = setting(
         2**26, "most pixels of one image, checked before it is decoded", low=1, high=2**28
     )
     media_fetch_timeout: float = setting(
-        10.0, "seconds that fetching all images of one request may take", low=0.001
+        10.0, "seconds that fetching all images and videos of one request may take", low=0.001
+    )
+    max_video_bytes: int = setting(64 * 2**20, "largest file of one video in bytes", low=1)
+    max_video_frames: int = setting(
+        768, "most frames of one video that the model sees", low=1, high=2**14
+    )
+    max_video_pixels: int = setting(
+        3 * 2**23,
+        "most pixels of these frames together; those of longer or larger videos are scaled down",
+        low=1,
+        high=3 * 2**23,
+    )
+    video_decode_timeout: float = setting(
+        30.0, "seconds that decoding one video may take", low=0.001, high=60.0
     )
     num_media_workers: int = setting(
-        1, "processes that fetch and decode the images of requests", low=1, high=64
+        1, "processes that fetch and decode the images and videos of requests", low=1, high=64
     )
 
     @property
     def media_limits(self) -> MediaLimits:
-        """Parsed settings of images. Raises InputError."""
+        """Parsed settings of images and videos. Raises InputError."""
         folder = self.allowed_local_media_path
         if folder is not None and not Path(folder).is_dir():
             raise InputError("--allowed-local-media-path", f"{folder} is not a folder")
+        counts = _counts(self.limit_mm_per_prompt)
         return MediaLimits(
             hosts=tuple(map(AllowedHost.parse, self.allowed_media_domains)),
             local_path=folder,
-            max_images=_num_images(self.limit_mm_per_prompt),
+            max_images=counts.get("image", MAX_IMAGES),
             max_bytes=self.max_media_bytes,
             max_pixels=self.max_image_pixels,
             fetch_seconds=self.media_fetch_timeout,
+            max_videos=counts.get("video", MAX_VIDEOS),
+            max_video_bytes=self.max_video_bytes,
+            max_video_frames=self.max_video_frames,
+            max_video_pixels=self.max_video_pixels,
+            video_seconds=self.video_decode_timeout,
         )
 
 
-def _num_images(text: str | None) -> int:
-    """Parse image=N or {"image": N}. Other kinds of media may have a limit, too."""
+def _counts(text: str | None) -> dict[str, int]:
+    """Parse the most media of each kind. Raises InputError."""
     from qserve.multimodal.media import KINDS  # loads numpy
 
     if text is None:
-        return MAX_IMAGES
+        return {}
     found: object
     try:
         if text.lstrip().startswith("{"):
@@ -131,6 +162,6 @@ def _num_images(text: str | None) -> int:
         or any(type(count) is not int or count < 0 for count in found.values())
     ):
         raise InputError(
-            LIMIT_FLAG, f'expected image=N or {{"image": N}}, found {text!r:.200}', "write image=4"
+            LIMIT_FLAG, f"expected {LIMIT_FORM}, found {text!r:.200}", "write image=4,video=1"
         )
-    return found.get("image", MAX_IMAGES)
+    return found

@@ -1,4 +1,4 @@
-"""Bytes of an image by its URL: data:, http(s):, or file: below an allowed folder."""
+"""Bytes of an image or a video by its URL: data:, http(s):, or file: below an allowed folder."""
 
 import base64
 import binascii
@@ -12,51 +12,56 @@ from formats.errors import InputError
 from qserve.multimodal.fetch import fetch
 from qserve.multimodal.settings import FLAG, MediaLimits
 
-SUBJECT = "image URL"
+SUBJECT = "media URL"
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]{0,20}(?=:)")
 DATA_HEAD = re.compile(r"data:([^,;]{0,100})((?:;[^,;]{0,100}){0,8}?)(;base64)?,", re.IGNORECASE)
-TYPES = ("", "image/", "application/octet-stream")  # prefixes of a data: URL's type
+# prefixes of a data: URL's type; a URL may have none
+TYPES = {
+    "image": ("image/", "application/octet-stream"),
+    "video": ("video/", "image/gif", "image/webp", "application/octet-stream"),
+}
 LOCAL_FLAG = "--allowed-local-media-path"
 SPACES = str.maketrans("", "", " \t\r\n")
 
 
-def read_source(url: str, limits: MediaLimits, ends: float) -> bytes:
+def read_source(url: str, limits: MediaLimits, ends: float, kind: str = "image") -> bytes:
     """Return the bytes that a URL names. Raises InputError.
 
-    `ends`: when they must be there, by time.monotonic().
+    `kind`: image or video. `ends`: when they must be there, by time.monotonic().
     """
     found = SCHEME.match(url)
     scheme = found[0].lower() if found else ""
     if scheme == "data":
-        return read_data_url(url, limits.max_bytes)
+        return read_data_url(url, limits.num_bytes(kind), kind)
     if scheme in ("http", "https"):
         if not limits.hosts:
             raise InputError(
                 SUBJECT,
-                "this server fetches no images",
-                f"send the image as a data: URL, or start the server with {FLAG}",
+                "this server fetches no media",
+                f"send it as a data: URL, or start the server with {FLAG}",
             )
-        return fetch(url, limits, ends)
+        return fetch(url, limits, ends, kind)
     if scheme == "file":
         if limits.local_path is None:
             raise InputError(
                 SUBJECT,
                 "this server reads no local files",
-                f"send the image as a data: URL, or start the server with {LOCAL_FLAG}",
+                f"send it as a data: URL, or start the server with {LOCAL_FLAG}",
             )
-        return _read_file(url, limits.local_path, limits.max_bytes)
+        return _read_file(url, limits.local_path, limits.num_bytes(kind))
     raise InputError(
         SUBJECT, f"expected data:, http:, https: or file:, found {url[:50]!r}", "use a data: URL"
     )
 
 
-def read_data_url(url: str, max_bytes: int) -> bytes:
+def read_data_url(url: str, max_bytes: int, kind: str = "image") -> bytes:
     """Return the bytes in a data: URL. Raises InputError."""
     head = DATA_HEAD.match(url)
     if head is None or not head[3]:
-        raise InputError(SUBJECT, "expected data:image/TYPE;base64, and base64 text", "encode it")
-    if head[1] and not head[1].lower().startswith(TYPES[1:]):
-        raise InputError(SUBJECT, f"expected the type of an image, found {head[1]!r}")
+        raise InputError(SUBJECT, f"expected data:{kind}/TYPE;base64, and base64 text", "encode it")
+    if head[1] and not head[1].lower().startswith(TYPES[kind]):
+        a_kind = "an image" if kind == "image" else f"a {kind}"
+        raise InputError(SUBJECT, f"expected the type of {a_kind}, found {head[1]!r}")
     if len(url) - head.end() > max_bytes * 3:  # also if each character is escaped as in URLs
         raise _too_large(max_bytes)
     text = url[head.end() :]
@@ -70,20 +75,20 @@ def read_data_url(url: str, max_bytes: int) -> bytes:
     except (binascii.Error, ValueError):
         raise InputError(SUBJECT, "is not valid base64", "encode the file's bytes") from None
     if not found:
-        raise InputError(SUBJECT, "is empty", "send the bytes of an image file")
+        raise InputError(SUBJECT, "is empty", "send the bytes of a file")
     if len(found) > max_bytes:
         raise _too_large(max_bytes)
     return found
 
 
 def _too_large(max_bytes: int) -> InputError:
-    return InputError(SUBJECT, f"has more than {max_bytes} bytes", "send a smaller image")
+    return InputError(SUBJECT, f"has more than {max_bytes} bytes", "send a smaller one")
 
 
 def _read_file(url: str, folder: str, max_bytes: int) -> bytes:
     """Read a file below a folder; links may not lead out of it."""
     refused = InputError(
-        SUBJECT, f"names no regular file below {LOCAL_FLAG}", "send the image as a data: URL"
+        SUBJECT, f"names no regular file below {LOCAL_FLAG}", "send it as a data: URL"
     )
     try:
         parts = urlsplit(url)

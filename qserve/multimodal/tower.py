@@ -7,16 +7,18 @@ import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from formats.errors import CheckpointError
 from formats.files.tensor_entry import TensorEntry
 from formats.table import names_text
 from qserve.multimodal.families import VisionConfig, VisionFamily
-from qserve.multimodal.media import MediaItem
+from qserve.multimodal.media import Feature, MediaItem
 from qserve.multimodal.processor import load_image_processor
+from qserve.multimodal.video_processor import VideoProcessor
 
 # Arrays of the items of one call, by the name of their feature.
 Inputs = Mapping[str, list[torch.Tensor]]
@@ -85,11 +87,18 @@ class Tower(torch.nn.Module):
     """The vision part of a model, which turns items into embeddings."""
 
     def __init__(
-        self, config: VisionConfig, model: Any, normalizer: "Normalizer", dtype: torch.dtype
+        self,
+        config: VisionConfig,
+        model: Any,
+        normalizers: Mapping[str, "Normalizer"],
+        dtype: torch.dtype,
     ) -> None:
-        """`model`: transformers' whole model; its text part is unused."""
+        """`model`: transformers' whole model; its text part is unused.
+
+        `normalizers`: by kind of media.
+        """
         super().__init__()
-        self.config, self.normalizer, self.dtype = config, normalizer, dtype
+        self.config, self.normalizers, self.dtype = config, normalizers, dtype
         self.model = model
 
     @classmethod
@@ -111,7 +120,11 @@ class Tower(torch.nn.Module):
             _fill_(model, config.family, entries, str(folder))
         model = model.to(device=device, dtype=dtype).requires_grad_(False)
         model.eval()
-        return cls(config, model, Normalizer.of(load_image_processor(folder), device), dtype)
+        normalizers = {"image": Normalizer.of(load_image_processor(folder), device)}
+        if config.family.video:
+            options = VideoProcessor(folder, config.family.video).options
+            normalizers["video"] = Normalizer.of_video(options, device)
+        return cls(config, model, normalizers, dtype)
 
     @property
     def workspace_bytes(self) -> int:
@@ -126,35 +139,60 @@ class Tower(torch.nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.normalizer.mean.device
+        return self.normalizers["image"].mean.device
 
     @torch.inference_mode()
     def encode(self, items: Sequence[MediaItem]) -> list[torch.Tensor]:
         """Return the embeddings [M, C] of each item."""
+        frames = [(index, frame) for index, item in enumerate(items) for frame in frames_of(item)]
         groups: dict[tuple, list[int]] = {}
-        for index, item in enumerate(items):
-            shapes = tuple((each.name, each.shape) for each in item.features)
-            groups.setdefault(shapes, []).append(index)
+        for number, (_, frame) in enumerate(frames):
+            shapes = frame.kind, *((each.name, each.shape) for each in frame.features)
+            groups.setdefault(shapes, []).append(number)
         found: dict[int, torch.Tensor] = {}
-        for indices in groups.values():
-            size = max(len(each.data) for each in items[indices[0]].features)
+        for numbers in groups.values():
+            size = max(len(each.data) for each in frames[numbers[0]][1].features)
             count = max(1, MAX_VALUES // size)
-            for start in range(0, len(indices), count):
-                chosen = indices[start : start + count]
-                rows = self._encode_alike([items[index] for index in chosen])
+            for start in range(0, len(numbers), count):
+                chosen = numbers[start : start + count]
+                rows = self._encode_alike([frames[number][1] for number in chosen])
                 found.update(zip(chosen, rows, strict=True))
-        return [found[index] for index in range(len(items))]
+        of_items: list[list[torch.Tensor]] = [[] for _ in items]
+        for number, (index, _) in enumerate(frames):
+            of_items[index].append(found[number])
+        return [rows[0] if len(rows) == 1 else torch.cat(rows) for rows in of_items]
 
-    def _encode_alike(self, items: Sequence[MediaItem]) -> Sequence[torch.Tensor]:
-        """Encode items whose features have equal shapes, in one call."""
+    def _encode_alike(self, frames: Sequence["Frame"]) -> Sequence[torch.Tensor]:
+        """Encode frames of one kind whose features have equal shapes, in one call."""
         inputs: dict[str, list[torch.Tensor]] = {}
-        for item in items:
-            for feature in item.features:
+        for frame in frames:
+            for feature in frame.features:
                 tensor = torch.from_numpy(feature.array().copy()).to(self.device)
                 if feature.dtype == "uint8":
-                    tensor = self.normalizer(tensor).to(self.dtype)
+                    tensor = self.normalizers[frame.kind](tensor).to(self.dtype)
                 inputs.setdefault(feature.name, []).append(tensor)
         return ENCODERS[self.config.family.encoder](self.model, inputs)
+
+
+class Frame(NamedTuple):
+    """An image, or a group of frames of a video, which a tower sees together."""
+
+    kind: str  # of media.KINDS
+    features: tuple[Feature, ...]
+
+
+def frames_of(item: MediaItem) -> list[Frame]:
+    """Return the frames of an item: no tower sees one of them while it encodes another."""
+    count = item.grid[0] if item.grid else 1
+    if count == 1:
+        return [Frame(item.kind, item.features)]
+    features = {each.name: each.array() for each in item.features}
+    _, rows, columns = features["image_grid_thw"].tolist()
+    grid = Feature.of("image_grid_thw", np.array([1, rows, columns]))
+    return [
+        Frame(item.kind, (Feature.of("pixel_values", patches), grid))
+        for patches in np.split(features["pixel_values"], count)
+    ]
 
 
 class Normalizer:
@@ -171,6 +209,19 @@ class Normalizer:
         if processor.do_normalize:
             mean, std = processor.image_mean, processor.image_std
         return cls(factor, *(torch.tensor(each, device=device)[:, None] for each in (mean, std)))
+
+    @classmethod
+    def of_video(cls, options: Mapping[str, Any], device: torch.device) -> "Normalizer":
+        """Read the options of a video processor, whose factor is part of mean and deviation."""
+        factor = options["rescale_factor"] if options["do_rescale"] else 1.0
+        if not options["do_normalize"]:
+            mean, std = torch.zeros(3, 1, device=device), torch.ones(3, 1, device=device)
+            return cls(factor, mean, std)
+        mean, std = (
+            torch.tensor(options[name], device=device)[:, None] * (1.0 / factor)
+            for name in ("image_mean", "image_std")
+        )
+        return cls(1.0, mean, std)
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
         """`pixels`: uint8, with the channels in the first dimension, or as parts of the last."""

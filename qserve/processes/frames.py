@@ -8,7 +8,7 @@ import socket
 
 HEADER_BYTES = 4
 SLICE_BYTES = 2**16
-MAX_PAYLOAD_BYTES = 64 * 2**20  # a prompt of a million tokens is about 5 MB
+MAX_PAYLOAD_BYTES = 96 * 2**20  # a prompt of a million tokens is about 5 MB, a video up to 75 MB
 
 
 class MessageError(Exception):

@@ -134,6 +134,8 @@ FLAGS = {
         *("--response-store", "--response-store-bytes", "--response-store-days"),
         *("--allowed-media-domains", "--allowed-local-media-path", "--limit-mm-per-prompt"),
         *("--max-media-bytes", "--max-image-pixels", "--media-fetch-timeout"),
+        *("--max-video-bytes", "--max-video-frames", "--max-video-pixels"),
+        "--video-decode-timeout",
         "--num-media-workers",
         *("--enable-auto-tool-choice", "--no-enable-auto-tool-choice"),
         *("--tool-call-parser", "--reasoning-parser"),

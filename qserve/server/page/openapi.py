@@ -106,10 +106,10 @@ def _parts(kinds: tuple[str, ...], further: tuple[str, ...] = ()) -> dict:
     return {"anyOf": [{"type": "string"}, _array(part, 0, MAX_PARTS)]}
 
 
-def _parts_with_images(image: dict) -> dict:
-    """Text, or parts of which some are images."""
+def _parts_with_media(*media: dict) -> dict:
+    """Text, or parts of which some are images or videos."""
     text, parts = _parts(INPUT_KINDS)["anyOf"]
-    return {"anyOf": [text, parts | {"items": {"anyOf": [parts["items"], image]}}]}
+    return {"anyOf": [text, parts | {"items": {"anyOf": [parts["items"], *media]}}]}
 
 
 _DETAIL = {"enum": [*DETAILS, None]}
@@ -125,6 +125,14 @@ _CHAT_IMAGE = {
     },
     "required": ["type", "image_url"],
 }
+_CHAT_VIDEO = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "video_url"},
+        "video_url": {"type": "object", "properties": {"url": _TEXT}, "required": ["url"]},
+    },
+    "required": ["type", "video_url"],
+}
 _RESPONSE_IMAGE = {
     "type": "object",
     "properties": {"type": {"const": "input_image"}, "image_url": _TEXT, "detail": _DETAIL},
@@ -132,9 +140,9 @@ _RESPONSE_IMAGE = {
 }
 
 
-def _pictured(message: dict, image: dict) -> dict:
-    """A message of a user, which may have images."""
-    own = {"role": {"const": USER}, "content": _parts_with_images(image)}
+def _pictured(message: dict, *media: dict) -> dict:
+    """A message of a user, which may have images or videos."""
+    own = {"role": {"const": USER}, "content": _parts_with_media(*media)}
     return message | {"properties": message["properties"] | own}
 
 
@@ -171,7 +179,7 @@ def _chat_message() -> dict:
         {"type": "object", "properties": properties, "required": ["role"]}
         for properties in (result, answer)
     ]
-    return {"anyOf": [message, _pictured(message, _CHAT_IMAGE), *further]}
+    return {"anyOf": [message, _pictured(message, _CHAT_IMAGE, _CHAT_VIDEO), *further]}
 
 
 def _tool_choice() -> dict:

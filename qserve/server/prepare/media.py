@@ -1,4 +1,4 @@
-"""Images of requests on one server: the limits, or why they are refused."""
+"""Images and videos of requests on one server: the limits, or why they are refused."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -13,7 +13,9 @@ from qserve.server.requests.served_model import TEXT_ONLY
 from qserve.text.tokenizer import Tokenizer
 
 # In a process that takes no images, of a server where others do.
-IN_OTHER_PROCESSES = 'takes an image only in a part whose "type" is written without escapes'
+IN_OTHER_PROCESSES = (
+    'takes images and videos only in a part whose "type" is written without escapes'
+)
 
 
 class EngineFacts(Protocol):
@@ -29,11 +31,12 @@ class EngineFacts(Protocol):
 class MediaAccess(NamedTuple):
     limits: MediaLimits | None  # None: images are refused
     refusal: str = TEXT_ONLY  # after the model's name
+    kinds: tuple[str, ...] = ("image",)  # of media that the model takes
 
     @classmethod
     def of(cls, engine: EngineFacts, settings: MediaSettings) -> "MediaAccess":
         if "image" in engine.media_kinds:
-            return cls(settings.media_limits)
+            return cls(settings.media_limits, kinds=tuple(engine.media_kinds))
         if engine.no_vision:
             return cls(None, f"reads text only on this server: {engine.no_vision}")
         return cls(None)
@@ -42,11 +45,11 @@ class MediaAccess(NamedTuple):
         """Start the processes that read images; none if images are refused."""
         if self.limits is None:
             return []
-        own = msgspec.structs.replace(setup, media=self.limits)
+        own = msgspec.structs.replace(setup, media=self.limits, media_kinds=self.kinds)
         return [WorkerClient(own, arguments) for _ in range(number)]
 
     def reader(self, tokenizer: Tokenizer) -> MediaReader | None:
         """A reader for this process; None: images are refused."""
         if self.limits is None:
             return None
-        return MediaReader(tokenizer.folder, tokenizer.encode, self.limits)
+        return MediaReader(tokenizer.folder, tokenizer.encode, self.limits, self.kinds)

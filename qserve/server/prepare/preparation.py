@@ -4,7 +4,8 @@ Parsing and templates hold the GIL, so a thread helps only for short bodies. Lon
 worker process; the shortest are prepared by the caller, since a thread switch would take longer
 than the work. If the model has a chat template, requests that may run it go to a worker process of
 their own, whatever their length: a template may never terminate, and a process can be killed.
-Bodies with images go to further processes, which may wait for other servers and decode large files.
+Bodies with images or videos go to further processes, which may wait for other servers and decode
+large files.
 """
 
 import asyncio
@@ -15,13 +16,14 @@ from typing import Any, Protocol, TypeVar
 from qserve.lora.request import LoRARequest
 from qserve.server.http.turns import Turns
 from qserve.server.prepare.jobs import ANSWERS, JOBS, WITHOUT_TEMPLATE
+from qserve.server.prepare.worker import VIDEO_TYPES
 from qserve.server.requests.job import Arrival, Job
 from qserve.server.requests.served_model import ServedModel
 
 SHORT_BYTES = 2**11  # preparing takes 0.1 to 0.6 ms, 4 ms in the worst case found
 LARGE_BYTES = 2**15  # 32 KiB make 2,000 short messages, which take 15 ms to prepare
-# Each type of a part with an image, as it is in JSON.
-IMAGE_TYPES = (b'"image', b'"input_image"')
+# Beginnings of each type of a part with an image or a video, as it is in JSON.
+MEDIA_TYPES = (b'"image', b'"input_image"', *VIDEO_TYPES)
 NUM_THREADS = 3  # one client can use two
 
 Result = TypeVar("Result")
@@ -54,7 +56,7 @@ class Preparation:
     ) -> None:
         """`worker` takes large bodies, `renderer` those that may run the chat template.
 
-        `media` take bodies with images, one each.
+        `media` take bodies with images or videos, one each.
         """
         self._worker, self._renderer, self._media = worker, renderer, media
         self._idle, self._seen = list(media), Turns(max(1, len(media)))
@@ -68,7 +70,7 @@ class Preparation:
 
         Raises ApiError and InputError.
         """
-        if self._media and route not in WITHOUT_TEMPLATE and has_images(body):
+        if self._media and route not in WITHOUT_TEMPLATE and has_media(body):
             return await _in_turn(
                 self._seen, client, lambda: self._read_media(route, body, arrival, model.adapters)
             )
@@ -125,9 +127,9 @@ def prepare(
     return JOBS[route](model, body, arrival)
 
 
-def has_images(body: bytes | bytearray) -> bool:
-    """Return True if a body may have a part with an image."""
-    return any(each in body for each in IMAGE_TYPES)
+def has_media(body: bytes | bytearray) -> bool:
+    """Return True if a body may have a part with an image or a video."""
+    return any(each in body for each in MEDIA_TYPES)
 
 
 async def _in_turn(turns: Turns, client: str, start: Callable[[], Awaitable[Result]]) -> Result:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qserve.lora.request import LoRARequest
+from qserve.multimodal.decode_video import NUM_THREADS
 from qserve.processes import frames
 from qserve.processes.child_process import start_child
 from qserve.server.http.errors import ApiError
@@ -26,6 +27,7 @@ from qserve.server.requests.job import Arrival, Job
 
 CPU_SECONDS = 10.0  # processor time for a body, and more for each MiB of it
 CPU_SECONDS_PER_MIB = 6.0
+VIDEO_TYPES = (b'"video', b'"input_video"')  # beginnings of a part's type, in JSON
 PREPARE_SECONDS = 120.0  # wall-clock limit for one body
 START_SECONDS = 120.0
 MAX_GROWTH = 128 * 2**20  # bytes of growth after which a process is replaced
@@ -76,6 +78,9 @@ class WorkerClient:
     ) -> Job | bytes:
         """Return the job of a body, or the whole answer; one call at a time. Raises ApiError."""
         seconds = CPU_SECONDS + CPU_SECONDS_PER_MIB * len(body) / 2**20
+        if self._setup.media is not None and any(each in body for each in VIDEO_TYPES):
+            limits = self._setup.media
+            seconds += limits.max_videos * limits.video_seconds * NUM_THREADS
         message = Prepare(route=route, arrival=arrival, adapters=dict(adapters), seconds=seconds)
         child = None
         try:
@@ -102,7 +107,7 @@ class WorkerClient:
                 remedy = (
                     "Shorten it; if it is short, the model's chat template does not terminate."
                     if self._setup.media is None
-                    else "Send fewer or smaller images."
+                    else "Send fewer or smaller images or videos."
                 )
                 raise ApiError(
                     400, f"The body took more than {seconds:.0f} s to prepare. {remedy}"

@@ -23,7 +23,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     auto_tool_parser: str | None
     reasoning_parser: str | None
     structured_output_strict: bool
-    media: MediaLimits | None = None  # None: images are refused
+    media: MediaLimits | None = None  # None: images and videos are refused
+    media_kinds: tuple[str, ...] = ()  # that the model takes
     without_media: str = TEXT_ONLY
 
 

@@ -74,7 +74,7 @@ def _limit_memory() -> None:
 def _load(setup: Setup) -> ServedModel:
     tokenizer, media = Tokenizer(setup.folder, setup.tokenizer_folder), None
     if setup.media is not None:
-        media = MediaReader(setup.folder, tokenizer.encode, setup.media)
+        media = MediaReader(setup.folder, tokenizer.encode, setup.media, setup.media_kinds)
         media.load()  # its address space is not counted as that of a body
     return ServedModel(
         names=setup.names,

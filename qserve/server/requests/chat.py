@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from qserve.multimodal.media import MediaItem
-from qserve.multimodal.reader import ReadImages
+from qserve.multimodal.reader import MediaUrl, ReadMedia
 from qserve.output_parsing.output_parser import HARMONY, ParseSettings
 from qserve.params.sampling_params import SamplingParams
 from qserve.server.http.errors import ApiError
@@ -30,9 +30,9 @@ NUM_END_TOKENS = 16  # of the prompt, searched for the start and end of reasonin
 BROKEN_ARGUMENTS = "not a JSON object, read as {}"
 SYSTEM = ("system", "developer")
 USER, TOOL = "user", "tool"
-# fields of a chat that do not work with images: the reason
-NOT_WITH_IMAGES = {
-    "truncate_prompt_tokens": "would cut images",
+# fields of a chat that do not work with images and videos: the reason
+NOT_WITH_MEDIA = {
+    "truncate_prompt_tokens": "would cut images and videos",
     "use_beam_search": "runs on text only",
 }
 
@@ -162,7 +162,7 @@ def chat_tokens(
     use: ToolUse,
     *,
     checks_length: bool = True,
-    known: ReadImages | None = None,
+    known: ReadMedia | None = None,
 ) -> ChatTokens:
     """Tokens of a conversation before truncation. Raises ApiError and InputError.
 
@@ -200,17 +200,17 @@ def chat_tokens(
     return ChatTokens(ids=ids, media=media)
 
 
-def _checked_urls(model: ServedModel, request: ChatCompletionRequest) -> list[str]:
-    """URLs of all images. Raises ApiError for a model or a field that works with text only."""
+def _checked_urls(model: ServedModel, request: ChatCompletionRequest) -> list[MediaUrl]:
+    """URLs of all media. Raises ApiError for a model or a field that works with text only."""
     urls = []
     for index, message in enumerate(request.messages):
         for number, part in enumerate(message.content or ()):
-            if part.is_image and part.image_url is not None:
-                model.check_takes_images(f"messages.{index}.content.{number}")
-                urls.append(part.image_url)
-    for name, reason in NOT_WITH_IMAGES.items() if urls else ():
+            if part.media_url is not None:
+                model.check_takes(f"messages.{index}.content.{number}", part.kind)
+                urls.append(MediaUrl(part.kind, part.media_url))
+    for name, reason in NOT_WITH_MEDIA.items() if urls else ():
         if getattr(request, name) not in (None, False):
-            raise ApiError(400, f"{name}: {reason}. Remove it, or the images.", name)
+            raise ApiError(400, f"{name}: {reason}. Remove it, or these.", name)
     return urls
 
 
@@ -242,7 +242,7 @@ def _cut_chat_tokens(
     """
     asked = request.max_completion_tokens or request.max_tokens or 1
     found: dict[int, ChatTokens] = {}  # by number of messages
-    known: ReadImages = {}
+    known: ReadMedia = {}
 
     def tokens_of(messages: list[Message]) -> ChatTokens:
         shorter = request.model_copy(update={"messages": messages})

@@ -1,4 +1,4 @@
-"""Parts of a message's content: text, images, an earlier answer's refusal or reasoning."""
+"""Parts of a message's content: text, images, videos, an earlier answer's refusal or reasoning."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -16,12 +16,15 @@ IMAGE_FIELDS = {
     "input_image": ("image_url",),
     "image": ("url", "image"),
 }
+# types of video parts of a chat -> the field with the URL, as above
+VIDEO_FIELDS = {
+    "video_url": ("video_url",),
+    "input_video": ("video_url",),
+    "video": ("url", "video"),
+}
 DETAILS = ("auto", "low", "high", "original")  # of an image; without effect
 # types of other parts that clients know -> what to send instead
 OTHER_MEDIA = {
-    "video_url": "send frames of the video as images",
-    "input_video": "send frames of the video as images",
-    "video": "send frames of the video as images",
     "input_audio": "send its text",
     "audio_url": "send its text",
     "audio": "send its text",
@@ -82,10 +85,30 @@ def _image(value: Any) -> Any:
     return {"type": kind, "text": "", "image_url": found, "detail": detail}
 
 
+def _video(value: Any) -> Any:
+    """Convert a video part to the common form: its URL in `video_url`."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(kind, str) or kind not in VIDEO_FIELDS:
+        return value
+    fields = VIDEO_FIELDS[kind]
+    found = next((value[name] for name in fields if value.get(name) is not None), None)
+    if isinstance(found, dict):
+        found = found.get("url")
+    if not isinstance(found, str) or not found:
+        raise PydanticCustomError(
+            "part", f"expected a part of type {kind} with a URL in {fields[0]}"
+        )
+    return {"type": kind, "text": "", "video_url": found}
+
+
 def _check_kind(kind: str, known: tuple[str, ...], image: str) -> str:
     if kind in OTHER_MEDIA:
         raise PydanticCustomError("part", f"{kind} is not supported; {OTHER_MEDIA[kind]}")
-    if kind not in (*known, *IMAGE_FIELDS):
+    if kind in VIDEO_FIELDS and image == "input_image":
+        raise PydanticCustomError(
+            "part", f"{kind} is not supported here; send it to /v1/chat/completions as video_url"
+        )
+    if kind not in (*known, *IMAGE_FIELDS, *VIDEO_FIELDS):
         text = "input_text" if image == "input_image" else "text"
         raise PydanticCustomError("part", f"expected a part of type {text} or {image}")
     return kind
@@ -103,13 +126,28 @@ class Part(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     type: str
-    text: str  # empty for an image
+    text: str  # empty for an image or a video
     image_url: str | None = None
+    video_url: str | None = None
     detail: str | None = None  # of an image
 
     @property
     def is_image(self) -> bool:
         return self.type in IMAGE_FIELDS
+
+    @property
+    def kind(self) -> str:
+        """One of media.KINDS, or text."""
+        if self.is_image:
+            return "image"
+        return "video" if self.type in VIDEO_FIELDS else "text"
+
+    @property
+    def media_url(self) -> str | None:
+        """The URL of an image or a video."""
+        if self.is_image:
+            return self.image_url
+        return self.video_url if self.kind == "video" else None
 
     @property
     def has_detail(self) -> bool:
@@ -126,7 +164,11 @@ class ResponsePart(Part):
 
 
 TextPart = Annotated[
-    ChatPart, BeforeValidator(_refusal), BeforeValidator(_thinking), BeforeValidator(_image)
+    ChatPart,
+    BeforeValidator(_refusal),
+    BeforeValidator(_thinking),
+    BeforeValidator(_image),
+    BeforeValidator(_video),
 ]
 InputPart = Annotated[ResponsePart, BeforeValidator(_refusal), BeforeValidator(_image)]
 
@@ -134,8 +176,10 @@ InputPart = Annotated[ResponsePart, BeforeValidator(_refusal), BeforeValidator(_
 def check_parts_of_role(role: str, parts: Sequence[Part] | None) -> None:
     """Raise PydanticCustomError for a part that messages of this role cannot have."""
     for part in parts or ():
-        if part.is_image and role not in (USER, TOOL):
-            raise PydanticCustomError("part", "expected images in messages of role user or tool")
+        if part.media_url and role not in (USER, TOOL):
+            raise PydanticCustomError(
+                "part", f"expected {part.kind}s in messages of role user or tool"
+            )
         if role != ASSISTANT and part.type in (REFUSAL, THINKING):
             raise PydanticCustomError(
                 "part", f"expected parts of type {part.type} in messages of role assistant alone"

@@ -331,9 +331,11 @@ def _prompts(model: ServedModel, request: InputRequest, config: PoolingConfig) -
         ]
     check_messages(request.messages)
     for index, message in enumerate(request.messages):
-        if message.image_urls:
+        if message.has_media:
             name = f"messages.{index}.content"
-            raise ApiError(400, f"{name}: images are not embedded. Send text only.", name)
+            raise ApiError(
+                400, f"{name}: images and videos are not embedded. Send text only.", name
+            )
     tokens = model.tokenizer.encode_chat(
         [message.for_template for message in request.messages],
         add_generation_prompt=bool(request.add_generation_prompt),

@@ -70,7 +70,7 @@ EXPECTED = {
     "model_type": AN_OBJECT,
     "string_type": A_TEXT,
 }
-CONTENT_FORMS = "text, or a list of parts of type text and image_url"
+CONTENT_FORMS = "text, or a list of parts of type text, image_url and video_url"
 PROMPT_FORMS = "text, token ids, or a list of either"
 
 
@@ -184,8 +184,8 @@ class Message(Body):
         return self.refusal is not None and self.role == ASSISTANT
 
     @property
-    def image_urls(self) -> list[str]:
-        return [part.image_url for part in self.content or () if part.image_url and part.is_image]
+    def has_media(self) -> bool:
+        return any(part.media_url for part in self.content or ())
 
     @property
     def all_reasoning(self) -> str | None:
@@ -200,13 +200,13 @@ class Message(Body):
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates expect it; texts are joined by newlines, as in vLLM.
 
-        With images its content is a list of parts, and each image is a part without its URL.
+        With images or videos its content is a list of parts, and theirs have no URL.
         """
         parts = [part for part in self.content or () if part.type != THINKING]
         content: str | list[dict[str, str]]
-        if any(part.is_image for part in parts):
+        if any(part.media_url for part in parts):
             content = [
-                {"type": "image"} if part.is_image else {"type": "text", "text": part.text}
+                {"type": part.kind} if part.media_url else {"type": "text", "text": part.text}
                 for part in parts
             ]
         else:

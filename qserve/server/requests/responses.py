@@ -435,7 +435,7 @@ def responses_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival)
         )
     for param, part in request.parts:
         if part.is_image:
-            model.check_takes_images(param)
+            model.check_takes(param)
     chat = request.as_chat()
     is_cut = request.truncation == "auto"
     if is_cut and chat.truncate_prompt_tokens is not None:

@@ -9,6 +9,7 @@ from qserve.server.http.errors import ApiError
 from qserve.text.tokenizer import Tokenizer
 
 TEXT_ONLY = "reads text only. Remove the image, or use a vision-language model"
+OTHER_FORMS = {"video": "frames of it as images"}  # of media that a model does not take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,7 @@ class ServedModel:
     reasoning_parser: str | None = None  # one of REASONING_PARSERS
     structured_output_strict: bool = False  # refuse schemas that cannot be enforced
     adapters: Mapping[str, LoRARequest] = field(default_factory=dict)  # by name
-    media: MediaReader | None = None  # None: images are refused
+    media: MediaReader | None = None  # None: images and videos are refused
     without_media: str = TEXT_ONLY  # the reason and the remedy, after the model's name
 
     def check_name(self, name: str | None) -> None:
@@ -36,11 +37,16 @@ class ServedModel:
                 "model",
             )
 
-    def check_takes_images(self, param: str) -> None:
-        """Raise ApiError(400) if images are refused. `param`: field with the first image."""
+    def check_takes(self, param: str, kind: str = "image") -> None:
+        """Raise ApiError(400) if a kind of media is refused. `param`: field with the first one."""
         if self.media is None:
+            why = self.without_media.replace(TEXT_ONLY, TEXT_ONLY.replace("image", kind))
+            raise ApiError(400, f"{param}: the model {self.names[0]!r} {why}.", param)
+        if kind not in self.media.kinds:
             raise ApiError(
-                400, f"{param}: the model {self.names[0]!r} {self.without_media}.", param
+                400,
+                f"{param}: the model {self.names[0]!r} takes no {kind}. Send {OTHER_FORMS[kind]}.",
+                param,
             )
 
     def adapter(self, name: str | None) -> LoRARequest | None:

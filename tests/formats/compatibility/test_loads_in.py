@@ -148,6 +148,22 @@ def granite_experts(tensors, config):
         tensors[own] = tensors.pop(name)
 
 
+def vision_experts(tensors, config):
+    quantized, text = config.pop(BLOCK), {**config, "num_experts": 1}
+    text |= {"model_type": "qwen3_vl_moe_text", "moe_intermediate_size": text["intermediate_size"]}
+    del text["architectures"]
+    config.clear()
+    config |= {
+        "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+        "model_type": "qwen3_vl_moe",
+        "text_config": text,
+        BLOCK: quantized,
+    }
+    for name in [name for name in tensors if name.startswith("model.")]:
+        own = name.replace("model.", "model.language_model.", 1)
+        tensors[own.replace(".mlp.", ".mlp.experts.0.")] = tensors.pop(name)
+
+
 def unplaced(tensors, config):
     for layer in range(2):
         tensors[f"model.layers.{layer}.mlp.extra.weight"] = torch.ones(4)
@@ -308,6 +324,7 @@ CASES = {
     ),
     "granite-experts-apart": (CT, "w4a16-sym-g32", granite_experts),
     "granite-experts": (CT, "w4a16-sym-g32", granite_experts),
+    "vision-experts": (CT, "w4a16-sym-g32", vision_experts),
     "unlisted-linears": (CT, "w4a16-sym-g32", hybrid_experts),
     "delta-net": ("gptq", "w4a16-sym-g32", config_of(architectures=["Qwen3_5ForCausalLM"])),
     "own-act-order": ("gptq", "w4a16-sym-g32", act_order),

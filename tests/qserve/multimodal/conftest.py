@@ -1,5 +1,7 @@
 """Tiny vision-language models, and what transformers answers about pictures."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,8 @@ from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
 from qserve.multimodal.layouts import processor_options
 from qserve.multimodal.processor import MediaProcessor, image_digest
+from qserve.multimodal.video import video_of_frames
+from qserve.multimodal.video_processor import VideoProcessor
 from qserve.params.handling import Handling
 from qserve.params.sampling_params import SamplingParams
 from qserve.text.tokenizer import Tokenizer
@@ -37,18 +41,19 @@ class Vision:
         """Placeholder of an image in a prompt."""
         return VISION_FAMILIES[self.folder.name]["placeholder"]
 
-    def prompt(self, text, images=()):
-        """Token ids and media items."""
+    def prompt(self, text, images=(), videos=()):
+        """Token ids and media items. `videos`: as video_of_frames takes them."""
         digests = [image_digest(image) for image in images]
-        return self.processor.prepare(text, images, digests)
+        return self.processor.prepare(text, images, digests, list(map(video_of_frames, videos)))
 
-    def expected(self, text, images=()):
+    def expected(self, text, images=(), videos=()):
         """Greedy tokens of transformers, whose own image processor normalizes the pixels."""
         key = text, *(image_digest(image) for image in images)
+        key += tuple(video_of_frames(video).digest for video in videos)
         if key not in self._known:
-            ids, _ = self.prompt(text, images)
-            inputs = self.inputs(ids, images)
-            if "mm_token_type_ids" in inputs and ids[-1] == self.model.config.image_token_id:
+            ids, _ = self.prompt(text, images, videos)
+            inputs = self.inputs(ids, images, videos)
+            if "mm_token_type_ids" in inputs and inputs["mm_token_type_ids"][0, -1]:
                 # With a cache, transformers then counts each axis on from the last row's.
                 self._known[key] = self._without_cache(ids, inputs)
                 return self._known[key]
@@ -84,7 +89,7 @@ class Vision:
         chosen_T = logits_TV[torch.arange(len(tokens)), torch.tensor(tokens)]
         return (best_T - chosen_T) / (best_T - logits_TV.mean(-1))
 
-    def inputs(self, ids, images):
+    def inputs(self, ids, images, videos=()):
         found = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids))}
         if images:
             layout = self.processor.config.family.layout
@@ -93,13 +98,32 @@ class Vision:
             pixels = self._pixels(images=given, **options)
             pixels.pop("rows", None), pixels.pop("cols", None)
             found |= {name: torch.from_numpy(np.array(value)) for name, value in pixels.items()}
-            if layout == "grid":
-                is_image = torch.tensor([ids]) == self.model.config.image_token_id
-                found["mm_token_type_ids"] = is_image.int()
             if layout == "framed_square":
                 del found["num_crops"]
                 is_image = torch.tensor([ids]) == self.model.config.image_token_id
                 found["token_type_ids"] = is_image.int()
+        if videos:
+            found |= self.video_inputs(videos)
+        if self.processor.config.family.layout == "grid" and (images or videos):
+            config, ids_1N = self.model.config, found["input_ids"]
+            kinds_1N = (ids_1N == config.image_token_id) + 2 * (ids_1N == config.video_token_id)
+            found["mm_token_type_ids"] = kinds_1N.int()
+        return found
+
+    def video_inputs(self, videos):
+        """Inputs as transformers makes them, which test_video_processor.py proves."""
+        options = json.loads((self.folder / "video_preprocessor_config.json").read_text())
+        mean, std = (np.array(options[name]) for name in ("image_mean", "image_std"))
+        processor = VideoProcessor(self.folder, self.processor.config.family.video)
+        clips = [processor.prepare(video_of_frames(video)) for video in videos]
+        pixels = np.concatenate([np.concatenate(clip.patches_GPV) for clip in clips]) / 255
+        pixels = (pixels.reshape(len(pixels), 3, -1) - mean[:, None]) / std[:, None]
+        found = {
+            "pixel_values_videos": torch.tensor(pixels.reshape(len(pixels), -1)).float(),
+            "video_grid_thw": torch.tensor([clip.grid for clip in clips]),
+        }
+        if self.processor.config.family.video == "qwen2":
+            found["second_per_grid_ts"] = torch.tensor([clip.seconds_per_group for clip in clips])
         return found
 
     def engine(self, steps_in_flight=0, **settings):
@@ -114,11 +138,11 @@ class Vision:
         return Engine(config, steps_in_flight=steps_in_flight)
 
     def run(self, engine, *requests):
-        """Greedy tokens of requests (text, images) that run together, and their last events."""
+        """Greedy tokens of requests (text, images, videos) that run together, their last events."""
         params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
         tokens, last = {}, {}
-        for number, (text, images) in enumerate(requests):
-            ids, media = self.prompt(text, images)
+        for number, request in enumerate(requests):
+            ids, media = self.prompt(*request)
             engine.add_request(str(number), ids, params, handling=Handling(media=media))
             tokens[str(number)] = []
         while engine.has_work():

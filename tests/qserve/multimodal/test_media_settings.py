@@ -25,6 +25,14 @@ def test_most_images_of_a_prompt(text, expected):
     assert ServerConfig(limit_mm_per_prompt=text).media_limits.max_images == expected
 
 
+def test_limits_of_videos():
+    config = ServerConfig(limit_mm_per_prompt="video=7", max_video_bytes=5, video_decode_timeout=9)
+    limits = config.media_limits
+    assert (limits.max_videos, limits.max_images, limits.video_seconds) == (7, 16, 9)
+    assert (limits.num_bytes("video"), limits.num_bytes("image")) == (5, 20 * 2**20)
+    assert ServerConfig(limit_mm_per_prompt="image=7").media_limits.max_videos == 2
+
+
 @pytest.mark.parametrize(
     "fields",
     [

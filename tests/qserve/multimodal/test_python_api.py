@@ -88,7 +88,8 @@ def test_text_of_a_placeholder_in_a_message_is_no_image(model, llm):
     ("data", "words"),
     [
         ({"image": "cat.png"}, "expected a PIL image, found str"),
-        ({"video": []}, "found .'video'."),
+        ({"sound": []}, "found .'sound'."),
+        ({"video": [7]}, "video: expected a list of PIL images or an array .*, found int"),
         ([picture(2, 2)], "found list"),
         ({"image": [picture(2, 2)] * 2}, "has 1 placeholders for 2 images"),
     ],

@@ -15,6 +15,7 @@ from transformers import AutoModelForImageTextToText
 from calibrate.pipeline import quantize_checkpoint
 from formats.checkpoint import CheckpointReader
 from formats.convert import convert_checkpoint
+from formats.errors import InputError
 from formats.files.whole_writer import open_writer
 from formats.inspection.inspect import inspect_checkpoint
 from formats.layouts import decode_linear
@@ -55,6 +56,11 @@ def check_tower(source, folder):
 
 def codes(folder):
     """Weights of the linears in float, by the text model's names."""
+    return {name: weight.dequantize() for name, weight in packed(folder).items()}
+
+
+def packed(folder):
+    """Quantized weights, by the text model's names."""
     reader = CheckpointReader(folder)
     config, found = QuantConfig.from_dict(reader.config[BLOCK]), {}
     for name in CheckpointReader(folder).entries:
@@ -64,7 +70,7 @@ def codes(folder):
                 module,
                 {leaf: reader.get(f"{module}.{leaf}") for leaf in reader.children(module)},
                 config,
-            ).dequantize()
+            )
     return found
 
 
@@ -198,3 +204,17 @@ def test_a_head_that_is_not_tied_any_more_is_stated_twice(vision, tmp_path):
         stated = json.loads((staged / "config.json").read_text())
     wanted = config["tie_word_embeddings"]
     assert stated["tie_word_embeddings"] == stated["text_config"]["tie_word_embeddings"] == wanted
+
+
+def test_quantized_experts_that_transformers_does_not_find(vision, quantized, tmp_path):
+    """It looks for one float tensor of all experts, as the published files have."""
+    found = inspect_checkpoint(quantized("qwen3_vl_moe")).loads_in
+    verdicts = {verdict.program: verdict for verdict in found}
+    assert verdicts["transformers"].answer == "no" and verdicts["vLLM"].answer == "yes"
+    assert "float tensors of all experts" in verdicts["transformers"].reason
+    found = inspect_checkpoint(quantized("qwen3_vl")).loads_in
+    assert {verdict.program: verdict.answer for verdict in found}["transformers"] == "yes"
+    weights = packed(quantized("qwen3_vl_moe"))
+    arguments = tmp_path / "new", vision("qwen3_vl_moe").folder, weights
+    with pytest.raises(InputError, match="float tensors of all experts"):
+        save_quantized(*arguments, format="compressed-tensors", readers=["transformers"])

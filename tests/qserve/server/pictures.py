@@ -131,7 +131,7 @@ class FakeProcessor:
     def __init__(self, placeholder: int) -> None:
         self.placeholder, self.images = placeholder, []
 
-    def prepare(self, ids, images, digests):
+    def prepare(self, ids, images, digests, videos=()):
         assert ids.count(self.placeholder) == len(images) == len(digests)
         self.images += images
         found, items = [], []

@@ -243,7 +243,7 @@ REQUESTS = {
         {"parts": [part(data_url(png(200, 200 - i))) for i in range(2)]},
         f"has more than {PIXELS - 200 * 200} pixels",
     ),
-    "video": ({"parts": [{"type": "video_url", "video_url": {"url": "x"}}]}, "video_url is not"),
+    "video": ({"parts": [{"type": "video_url", "video_url": {"url": "x"}}]}, "takes no video"),
     "audio": ({"parts": [{"type": "input_audio", "input_audio": {}}]}, "input_audio is not"),
     "file id": ({"parts": [{"type": "image_url", "file_id": "f"}]}, "file_id: this server"),
     "unknown detail": (

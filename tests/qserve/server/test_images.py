@@ -387,7 +387,7 @@ def test_the_size_of_images_is_kept(served):
 def test_images_are_not_embedded(served, error):
     server, processor = served
     message = error(server.post("/pooling", {"messages": [user(chat_image(A))]}), 400)["message"]
-    assert message == "messages.0.content: images are not embedded. Send text only."
+    assert message == "messages.0.content: images and videos are not embedded. Send text only."
     assert not processor.images
 
 

@@ -146,11 +146,11 @@ def _chat(
         for number, block in enumerate(blocks):
             param = f"messages.{index}.content.{number}"
             if block.type == IMAGE:
-                model.check_takes_images(param)
+                model.check_takes(param)
             if block.type == TOOL_RESULT:
                 for place, each in enumerate(block.content or ()):
                     if each.type == IMAGE:
-                        model.check_takes_images(f"{param}.content.{place}")
+                        model.check_takes(f"{param}.content.{place}")
     has_later_system = any(role == SYSTEM for role, _ in turns[1:])
     messages = chat_messages(
         request.system or (),

@@ -1,0 +1,223 @@
+"""VisionModel: transformers' vision-language model up to its first decoder layer.
+
+It makes the inputs of the layers for a window with images: rows of the vision tower instead of
+embeddings of tokens, positions of three axes, and rows that are added after the first layers
+(deepstack). Legend: S tokens of a window, R of them with rows of the tower, D hidden size.
+"""
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from calibrate.float_model import FloatModel
+from calibrate.texts.data import CalibrationData
+from formats.errors import CheckpointError, one_line
+from formats.table import names_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowMedia:
+    """Inputs of the layers for one window with images, next to its tokens."""
+
+    is_image_S: torch.Tensor  # bool
+    rows_RD: torch.Tensor  # instead of the embeddings of these tokens
+    added_RD: tuple[torch.Tensor, ...]  # to the outputs of the first layers
+    positions_3S: torch.Tensor | None  # None: positions are numbers
+    is_mutual: bool  # the rows of an image see each other in both directions
+
+    @property
+    def blocks_S(self) -> torch.Tensor:
+        """Number of the image of each token, -1 for text: neighbours without text are one image."""
+        starts_S = self.is_image_S & ~self.is_image_S.roll(1).index_fill(0, torch.tensor(0), False)
+        return torch.where(self.is_image_S, starts_S.cumsum(0), -1)
+
+
+Media = Sequence[WindowMedia | None]  # of the windows of a batch; None: a window of text
+
+
+def axis_positions(media: Media, length: int, device: str) -> torch.Tensor:
+    """Return the positions of three axes [3, B, S] of a batch."""
+    plain_3S = torch.arange(length).expand(3, -1)
+    found = [
+        plain_3S if each is None or each.positions_3S is None else each.positions_3S
+        for each in media
+    ]
+    return torch.stack(found, dim=1).to(device)
+
+
+def mutual_mask(
+    media: Media, length: int, window: int, device: str, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the additive mask [B, 1, S, S] of windows of which an image's rows see each other.
+
+    `window`: of sliding attention, else the length.
+    """
+    ids_S = torch.arange(length)
+    distance_SS = ids_S[:, None] - ids_S
+    found = []
+    for each in media:
+        seen_SS = distance_SS >= 0
+        if each is not None:
+            blocks_S = each.blocks_S
+            seen_SS = seen_SS | ((blocks_S[:, None] == blocks_S) & (blocks_S >= 0))
+        found.append(seen_SS & (distance_SS < window))
+    seen_B1SS = torch.stack(found)[:, None].to(device)
+    mask_B1SS = torch.zeros(seen_B1SS.shape, dtype=dtype, device=device)
+    return mask_B1SS.masked_fill_(~seen_B1SS, torch.finfo(dtype).min)
+
+
+def with_added(output_BSD: torch.Tensor, layer: int, media: Media) -> torch.Tensor:
+    """Add the rows of images that belong after a layer to its outputs."""
+    levels = [() if each is None else each.added_RD for each in media]
+    if not any(layer < len(level) for level in levels):
+        return output_BSD
+    added_BSD = torch.zeros_like(output_BSD)
+    for added_SD, each, level in zip(added_BSD, media, levels, strict=True):
+        if each is not None and layer < len(level):
+            added_SD[each.is_image_S.to(added_SD.device)] = level[layer].to(added_SD)
+    return output_BSD + added_BSD
+
+
+class _Reached(Exception):
+    """The text model is called: its arguments are known."""
+
+
+class _Zeros(nn.Module):
+    """Embeddings of tokens, which are unused here."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.width = width
+        self.weight = nn.Parameter(torch.zeros(1, width, dtype=dtype))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.weight.new_zeros(*ids.shape, self.width)
+
+
+class VisionModel:
+    """The vision tower of a folder, in transformers' model without the text model's layers."""
+
+    def __init__(self, model: FloatModel, device: str, dtype: torch.dtype) -> None:
+        """Raises CheckpointError if transformers cannot load it."""
+        folder = model.folder
+        try:
+            config = transformers.AutoConfig.from_pretrained(
+                folder, trust_remote_code=False, local_files_only=True
+            )
+            _shorten_(config.get_text_config())
+            with _quiet():
+                loaded, facts = transformers.AutoModel.from_pretrained(
+                    folder,
+                    config=config,
+                    dtype=dtype,
+                    output_loading_info=True,
+                    trust_remote_code=False,
+                    local_files_only=True,
+                )
+        except Exception as error:  # exceptions of model classes are not documented
+            raise CheckpointError(
+                str(folder),
+                f"transformers cannot load the vision tower: {one_line(error)}",
+                "calibrate on texts without images",
+            ) from error
+        text = "language_model" if hasattr(loaded, "language_model") else "text_model"
+        missing = [name for name in facts["missing_keys"] if not name.startswith(f"{text}.")]
+        if missing:
+            raise CheckpointError(
+                names_text(sorted(missing)),
+                f"tensors of the vision tower are missing from {folder}",
+                "copy them from the original model",
+            )
+        self.image_token_id = _image_token_id(config)
+        self._text = loaded.get_submodule(text)
+        self._text.layers = nn.ModuleList()
+        loaded.set_input_embeddings(_Zeros(config.get_text_config().hidden_size, dtype))
+        # Without the dtype: the frequencies of rotations stay in float32.
+        self._model = loaded.to(device).train(False).requires_grad_(False)
+        self._is_mutual = "token_type_ids" in inspect.signature(loaded.forward).parameters
+        self.device, self.dtype = device, dtype
+
+    @property
+    def rotary(self) -> nn.Module | None:
+        """The rotations of positions with three axes; None: positions are numbers."""
+        found = getattr(self._text, "rotary_emb", None)
+        return copy.deepcopy(found) if hasattr(found, "mrope_section") else None
+
+    def media(self, data: CalibrationData) -> list[WindowMedia | None]:
+        """Run the tower on the images of each window."""
+        return [
+            self._media(window.is_image_S, data.chats.inputs(window, ids_S))
+            if data.chats is not None and window.images
+            else None
+            for window, ids_S in zip(data.pictured, data.ids_WS, strict=True)
+        ]
+
+    @torch.no_grad()
+    def _media(self, is_image_S: torch.Tensor, inputs: dict[str, torch.Tensor]) -> WindowMedia:
+        ids_1S = inputs["input_ids"].clone()
+        ids_1S[0, is_image_S] = self.image_token_id
+        found = self._arguments({**inputs, "input_ids": ids_1S})
+        positions = found.get("position_ids") if self.rotary is not None else None
+        return WindowMedia(
+            is_image_S=is_image_S,
+            rows_RD=found["inputs_embeds"][0][is_image_S.to(self.device)].cpu(),
+            added_RD=tuple(each.cpu() for each in found.get("deepstack_visual_embeds") or ()),
+            positions_3S=None if positions is None else positions[-3:, 0].cpu(),
+            is_mutual=self._is_mutual,
+        )
+
+    def _arguments(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Return the arguments with which the model calls its text model."""
+        seen: dict[str, Any] = {}
+
+        def reached(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen.update(kwargs)
+            raise _Reached
+
+        hook = self._text.register_forward_pre_hook(reached, with_kwargs=True)
+        floats = {name: each for name, each in inputs.items() if each.is_floating_point()}
+        moved = {name: each.to(self.device) for name, each in inputs.items()}
+        moved |= {name: each.to(self.device, self.dtype) for name, each in floats.items()}
+        try:
+            self._model(**moved, use_cache=False)
+        except _Reached:
+            return seen
+        finally:
+            hook.remove()
+        raise AssertionError("the model did not call its text model")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from listing the tensors of the layers, which are not loaded."""
+    logs, is_shown = transformers.logging, transformers.logging.is_progress_bar_enabled()
+    level = logs.get_verbosity()
+    logs.set_verbosity_error()
+    logs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logs.set_verbosity(level)
+        if is_shown:
+            logs.enable_progress_bar()
+
+
+def _shorten_(text: Any) -> None:
+    """Leave one layer in the config of a text model: its weights are not used."""
+    text.num_hidden_layers = 1
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:1]
+    if getattr(text, "mlp_only_layers", None):
+        text.mlp_only_layers = []
+
+
+def _image_token_id(config: Any) -> int:
+    found = getattr(config, "image_token_id", None)
+    return config.image_token_index if found is None else found

@@ -1,0 +1,177 @@
+"""Calibration windows of chats with images.
+
+The images of a chat stay in one window: a chat that does not fit into the rest of a window begins
+the next one, and the rest is filled with the shipped texts. A longer chat is cut, after its last
+image. Legend: W windows, S tokens of a window.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from calibrate.texts.evaluate import Excerpt
+from formats.errors import InputError
+
+# types of a message's parts that are images
+IMAGE_PARTS = ("image", "image_url", "input_image")
+
+
+class Chat(Protocol):
+    """A chat as tokens."""
+
+    @property
+    def ids(self) -> Sequence[int]: ...
+
+    @property
+    def is_image(self) -> Sequence[bool]:
+        """True for tokens whose embeddings come from the vision tower."""
+        ...
+
+    @property
+    def images(self) -> Sequence[Any]:
+        """Images of Pillow, in order."""
+        ...
+
+
+class ChatReader(Protocol):
+    """Reads chats with images for one model."""
+
+    def read(self, messages: Sequence[Mapping[str, Any]], folder: Path) -> Chat:
+        """Return a chat; paths of images begin in `folder`. Raises InputError."""
+        ...
+
+    def inputs(self, window: "PicturedWindow", ids_S: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return arguments of transformers' model for one window with images."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PicturedWindow:
+    """Images of one window; a window of text has none."""
+
+    is_image_S: torch.Tensor  # bool
+    images: tuple[Any, ...]  # of Pillow
+
+
+def has_images(document: Any) -> bool:
+    """Return True for a chat of which some part is an image."""
+    messages = document if isinstance(document, list) else ()
+    contents = [each.get("content") for each in messages if isinstance(each, dict)]
+    parts = [part for each in contents if isinstance(each, list) for part in each]
+    return any(isinstance(part, dict) and part.get("type") in IMAGE_PARTS for part in parts)
+
+
+def pictures_digest(windows: Sequence[PicturedWindow]) -> str:
+    """Return the SHA-256 of the places and the pixels of all images, in hexadecimal."""
+    digest = hashlib.sha256()
+    for window in windows:
+        digest.update(window.is_image_S.numpy().tobytes())
+        for image in window.images:
+            digest.update(repr(image.size).encode() + image.convert("RGB").tobytes())
+    return digest.hexdigest()
+
+
+class _Windows:
+    """Windows that are being filled."""
+
+    def __init__(self, length: int, opening: Sequence[int]) -> None:
+        """`opening`: ids at the beginning of a window that does not begin with a text."""
+        self.length, self.opening = length, list(opening)
+        self.ids_WS: list[list[int]] = []
+        self.pictured: list[PicturedWindow] = []
+        self._ids: list[int] = []
+        self._is_image: list[bool] = []
+        self._images: list[Any] = []
+
+    @property
+    def room(self) -> int:
+        """Tokens that are missing in the window."""
+        return self.length - len(self._ids)
+
+    @property
+    def has_images(self) -> bool:
+        return bool(self._images)
+
+    def add_text(self, ids: Sequence[int], begins: bool) -> int:
+        """Add the beginning of a text, and return how many of its ids fit."""
+        if not self._ids and not begins:
+            self._add(self.opening)
+        count = min(len(ids), self.room)
+        self._add(ids[:count])
+        return count
+
+    def add_chat(self, ids: Sequence[int], is_image: Sequence[bool], images: Iterable[Any]) -> None:
+        self._images += images
+        self._add(ids, is_image)
+
+    def _add(self, ids: Sequence[int], is_image: Sequence[bool] = ()) -> None:
+        self._ids += ids
+        self._is_image += is_image or [False] * len(ids)
+        if self.room:
+            return
+        self.ids_WS.append(self._ids)
+        window = PicturedWindow(is_image_S=torch.tensor(self._is_image), images=tuple(self._images))
+        self.pictured.append(window)
+        self._ids, self._is_image, self._images = [], [], []
+
+
+def pictured_windows(
+    pieces: Iterable[Excerpt | Chat],
+    encode: Callable[[str], list[int]],
+    fillers: Iterator[Excerpt],
+    *,
+    before: Sequence[int],
+    opening: Sequence[int],
+    length: int,
+    count: int,
+    source: str,
+) -> tuple[torch.Tensor, tuple[PicturedWindow, ...], int]:
+    """Return ids [W, S], the images of each window, and the number of chats that were too long.
+
+    `before`: ids in front of each text and chat. `opening`: see make_windows. `fillers`: endless
+    texts for the rest of windows. Raises InputError if no image is in a window.
+    """
+    windows, num_too_long = _Windows(length, opening), 0
+
+    def add_text(text: Excerpt, most: int | None = None) -> None:
+        ids = [*(before if text.begins else ()), *encode(text.text)][:most]
+        begins = text.begins
+        while ids and len(windows.ids_WS) < count:
+            ids, begins = ids[windows.add_text(ids, begins) :], False
+
+    def fill() -> None:
+        done = len(windows.ids_WS)
+        while len(windows.ids_WS) == done:
+            add_text(next(fillers), windows.room)
+
+    for piece in pieces:
+        if len(windows.ids_WS) >= count:
+            break
+        if isinstance(piece, Excerpt):
+            add_text(piece)
+            continue
+        ids, is_image = list(piece.ids), list(piece.is_image)
+        if list(before) != ids[: len(before)]:
+            ids, is_image = [*before, *ids], [*([False] * len(before)), *is_image]
+        last = max((place for place, found in enumerate(is_image) if found), default=-1)
+        if last >= length:
+            num_too_long += 1
+            continue
+        if len(ids) > windows.room and windows.room < length:
+            fill()
+            if len(windows.ids_WS) >= count:
+                break
+        windows.add_chat(ids[:length], is_image[:length], piece.images)
+    if windows.has_images and len(windows.ids_WS) < count:
+        fill()
+    if not any(window.images for window in windows.pictured):
+        raise InputError(
+            source,
+            f"none of its images fits into a window of {length} tokens with its chat",
+            "raise the sequence length, or give smaller images",
+        )
+    return torch.tensor(windows.ids_WS), tuple(windows.pictured), num_too_long

@@ -1,0 +1,167 @@
+"""CalibrationChats: chats with images of calibration data, for transformers' model.
+
+`qserve quantize` gives it to calibrate, which reads the rest of the data itself.
+"""
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from formats.errors import InputError, one_line
+from qserve.multimodal.decode import decode_image
+from qserve.multimodal.layouts import processor_options
+from qserve.multimodal.sources import read_data_url
+from qserve.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+    from qserve.multimodal.processor import MediaProcessor
+
+SUBJECT = "calibration data"
+# types of parts that are images -> fields with a URL, a path or base64, the first found
+IMAGE_FIELDS = {
+    "image_url": ("image_url",),
+    "input_image": ("image_url",),
+    "image": ("image", "url", "path"),
+}
+MAX_PATH_CHARS = 4096
+MAX_BYTES, MAX_PIXELS = 2**28, 2**28
+
+
+class PicturedChat(NamedTuple):
+    ids: list[int]
+    is_image: list[bool]  # tokens whose embeddings come from the vision tower
+    images: "list[Image]"
+
+
+class Window(Protocol):
+    """Images of one window of calibration data."""
+
+    @property
+    def is_image_S(self) -> "torch.Tensor": ...
+
+    @property
+    def images(self) -> "tuple[Image, ...]": ...
+
+
+class CalibrationChats:
+    """Chats with images for one vision-language model."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """The model's processor is loaded with the first chat."""
+        self._folder = folder
+        self._loaded: tuple[Tokenizer, MediaProcessor, Any] | None = None
+
+    def read(self, messages: Sequence[Mapping[str, Any]], folder: Path) -> PicturedChat:
+        """Return a chat; paths of images begin in `folder`. Raises InputError."""
+        from qserve.multimodal.processor import image_digest  # loads transformers
+
+        images: list[Image] = []
+        plain = [_without_images(each, folder, images) for each in messages]
+        tokenizer, processor, _ = self._load()
+        try:
+            ids = tokenizer.encode_chat(plain, add_generation_prompt=False)
+        except InputError:
+            raise
+        except Exception as error:  # a template raises exceptions of any kind
+            raise InputError(SUBJECT, f"the chat template rejects it: {one_line(error)}") from None
+        ids, items = processor.prepare(ids, images, list(map(image_digest, images)))
+        is_image = np.zeros(len(ids), bool)
+        for item in items:
+            is_image[item.embed_positions()] = True
+        return PicturedChat(ids, is_image.tolist(), images)
+
+    def inputs(self, window: Window, ids_S: "torch.Tensor") -> "dict[str, torch.Tensor]":
+        """Return arguments of transformers' model for one window with images."""
+        import torch
+
+        _, processor, pixels_of = self._load()
+        config = processor.config
+        layout = config.family.layout
+        # A sample of Idefics is a list of images.
+        images = [list(window.images)] if layout == "tiles" else list(window.images)
+        found = pixels_of(images=images, **processor_options(layout, config.values))
+        inputs = {
+            name: torch.from_numpy(np.array(value))
+            for name, value in found.items()
+            if name not in ("rows", "cols", "num_crops")
+        }
+        kinds_1S = window.is_image_S[None].int()
+        if layout == "grid":
+            inputs["mm_token_type_ids"] = kinds_1S
+        if config.family.is_mutual:
+            inputs["token_type_ids"] = kinds_1S
+        return {
+            **inputs,
+            "input_ids": ids_S[None],
+            "attention_mask": torch.ones(1, len(ids_S), dtype=torch.long),
+        }
+
+    def _load(self) -> "tuple[Tokenizer, MediaProcessor, Any]":
+        if self._loaded is None:
+            from qserve.multimodal.processor import MediaProcessor, load_image_processor
+
+            tokenizer = Tokenizer(str(self._folder))
+            processor = MediaProcessor(self._folder, tokenizer.encode)
+            self._loaded = tokenizer, processor, load_image_processor(self._folder)
+        return self._loaded
+
+
+def _without_images(
+    message: Mapping[str, Any], folder: Path, images: "list[Image]"
+) -> dict[str, Any]:
+    """Return a message whose parts with images have none, and append the images."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    parts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in IMAGE_FIELDS:
+            images.append(_image_of(part, IMAGE_FIELDS[kind], folder))
+            part = {"type": "image"}
+        parts.append(part)
+    return {**message, "content": parts}
+
+
+def _image_of(part: Mapping[str, Any], fields: Sequence[str], folder: Path) -> "Image":
+    """Decode the image of a part. Raises InputError."""
+    found = next((part[name] for name in fields if part.get(name) is not None), None)
+    if isinstance(found, Mapping):
+        found = found.get("url")
+    if not isinstance(found, str) or not found:
+        raise InputError(
+            SUBJECT,
+            f"has a part of type {part['type']} without a path, a data: URL or base64 in"
+            f" {fields[0]}",
+        )
+    try:
+        return decode_image(_bytes_of(found, folder), MAX_PIXELS)
+    except InputError as error:
+        raise InputError(f"{SUBJECT} image {found:.100}", error.problem, error.remedy) from None
+
+
+def _bytes_of(text: str, folder: Path) -> bytes:
+    if text[:5].lower() == "data:":
+        return read_data_url(text, MAX_BYTES)
+    if text[:7].lower() in ("http://", "https:/"):
+        raise InputError("URL", "is not fetched", "download it, and give its path")
+    if len(text) <= MAX_PATH_CHARS:
+        path = folder / text.removeprefix("file://")
+        try:
+            if path.is_file():
+                return path.read_bytes()
+        except (OSError, ValueError) as error:
+            raise InputError("file", f"cannot be read: {one_line(error)}") from None
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise InputError(
+            "text", f"is no file below {folder}, no data: URL and no base64", "correct the path"
+        ) from None

@@ -1,0 +1,300 @@
+"""Decoding of a video file: with PyAV, and with Pillow for an animated GIF or WebP.
+
+Before anything is decoded the file's first bytes choose one demuxer, and the decoders are a short
+list: a video library has hundreds, some of which open other files. The number of frames, their
+pixels and the time are bounded. No text of a library is in an error.
+"""
+
+import contextlib
+import io
+import math
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from formats.errors import InputError
+from qserve.multimodal.decode import INSTALL as INSTALL_PILLOW
+from qserve.multimodal.decode import as_shown, check_size
+from qserve.multimodal.media import digest_of
+from qserve.multimodal.video import SUBJECT, Video
+
+if TYPE_CHECKING:
+    import av
+    import av.container
+
+FORMATS = "MP4, MOV, WebM, MKV, AVI, GIF, WebP"
+INSTALL = "install the extra: pip install 'qserve-kit[video]'"
+# demuxer -> the first bytes of its files, from an offset
+DEMUXERS = {
+    "mov": (4, (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")),
+    "matroska": (0, (b"\x1aE\xdf\xa3",)),
+    "avi": (8, (b"AVI ",)),
+}
+ANIMATIONS = {"GIF": (0, (b"GIF87a", b"GIF89a")), "WEBP": (8, (b"WEBP",))}
+DECODERS = "h264,hevc,vp8,vp9,libvpx,libvpx-vp9,libdav1d,av1,mpeg4,mjpeg"
+HIDES_FRAMES = ("vp8", "libvpx")  # some of its packets have a frame that is not shown
+MAX_FILE_FRAMES = 2**17  # over an hour at 30 frames a second
+GIF_SECONDS = 0.1  # of a frame without a duration, as browsers show it
+NUM_THREADS = 4
+OPENED_PIXELS = 2**26  # of a frame whose size is told in an error; larger ones count as broken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeLimits:
+    max_pixels: int  # of a frame
+    seconds: float  # for all frames of a video
+    max_frames: int = MAX_FILE_FRAMES
+
+
+def decode_video(data: bytes, limits: DecodeLimits) -> Video:
+    """Return the video of a file, whose frames are decoded when they are read. Raises InputError.
+
+    The time counts now and while frames are read.
+    """
+    clock = _Clock(limits.seconds)
+    digest = digest_of("file", data)
+    animation, demuxer = _kind_of(data, ANIMATIONS), _kind_of(data, DEMUXERS)
+    if animation is not None:
+        with _errors(), clock.running():
+            return _animation(data, animation, digest, limits, clock)
+    if demuxer is None:
+        raise InputError(SUBJECT, f"expected one of {FORMATS}", "convert it")
+    file = _File(data, demuxer, limits, clock)
+    with _errors(), clock.running():
+        return file.video(digest)
+
+
+def _kind_of(data: bytes, known: dict[str, tuple[int, tuple[bytes, ...]]]) -> str | None:
+    for name, (offset, marks) in known.items():
+        if any(data[offset : offset + len(mark)] == mark for mark in marks):
+            return name
+    return None
+
+
+class _Clock:
+    """Time that is left for one video."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self._left, self._ends = seconds, seconds, 0.0
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        self._ends = time.monotonic() + self._left
+        try:
+            yield
+        finally:
+            self._left = self._ends - time.monotonic()
+
+    def check(self) -> None:
+        """Raise InputError when it is over."""
+        if time.monotonic() > self._ends:
+            raise InputError(
+                SUBJECT, f"takes more than {self.seconds:g} s to decode", "send a shorter one"
+            )
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    """Turn every error of a library into an InputError without its text."""
+    try:
+        yield
+    except InputError:
+        raise
+    except MemoryError:
+        raise InputError(SUBJECT, "needs too much memory", "send a smaller one") from None
+    except Exception:  # a broken file raises any exception of its decoder
+        raise InputError(
+            SUBJECT,
+            "is broken, truncated, too large or of an unknown codec",
+            f"send a whole {FORMATS} file",
+        ) from None
+
+
+def _check_count(count: int, limits: DecodeLimits) -> None:
+    if count > limits.max_frames:
+        raise InputError(SUBJECT, f"has more than {limits.max_frames} frames", "send a shorter one")
+    if count < 1:
+        raise InputError(SUBJECT, "has no frames")
+
+
+def _animation(data: bytes, kind: str, digest: str, limits: DecodeLimits, clock: _Clock) -> Video:
+    """Return the video of an animated image."""
+    try:
+        import PIL.Image
+    except ImportError as error:
+        raise InputError("animated images", "need Pillow", INSTALL_PILLOW) from error
+
+    def opened() -> Any:
+        image = PIL.Image.open(io.BytesIO(data), formats=(kind,))
+        check_size(image, limits.max_pixels)
+        return image
+
+    def frames_of(image: Any) -> Iterator[Any]:
+        # Not image.n_frames, which reads all of a GIF file, however many frames it has.
+        for number in range(limits.max_frames + 1):
+            clock.check()
+            try:
+                image.seek(number)
+            except EOFError:
+                return
+            check_size(image, limits.max_pixels)
+            image.load()
+            yield image
+
+    def read(indices: Sequence[int]) -> Iterator[np.ndarray]:
+        with _errors(), clock.running(), _quiet(), opened() as image:
+            wanted = iter(indices)
+            index = next(wanted, None)
+            for number, frame in enumerate(frames_of(image)):
+                while number == index:
+                    yield np.asarray(as_shown(frame.copy()))
+                    index = next(wanted, None)
+                if index is None:
+                    return
+
+    with _quiet(), opened() as image:
+        seconds = [
+            frame.info.get("duration", 0) / 1000 or GIF_SECONDS for frame in frames_of(image)
+        ]
+        _check_count(len(seconds), limits)
+        return Video(
+            num_frames=len(seconds),
+            fps=len(seconds) / sum(seconds),
+            height=image.height,
+            width=image.width,
+            digest=digest,
+            do_sample_frames=True,
+            read=read,
+        )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # Pillow's own limit, and broken metadata, about which it would write to stderr.
+        warnings.simplefilter("ignore")
+        yield
+
+
+class _File:
+    """A video file in memory."""
+
+    def __init__(self, data: bytes, demuxer: str, limits: DecodeLimits, clock: _Clock) -> None:
+        try:
+            import av
+            import av.stream
+        except ImportError as error:
+            raise InputError(
+                "video files, except animated GIF and WebP,", "need PyAV", INSTALL
+            ) from error
+        self._av: Any = av
+        self._data, self._demuxer, self._limits, self._clock = data, demuxer, limits, clock
+        # Opening decodes some frames: without a limit of its own the decoder would allocate them.
+        self._options = {"max_pixels": str(max(limits.max_pixels, OPENED_PIXELS))}
+        self._height = self._width = 0
+
+    def video(self, digest: str) -> Video:
+        """Count the frames and decode the first one."""
+        with self._opened() as container:
+            stream = self._stream(container)
+            rate = stream.average_rate or stream.guessed_rate
+            count = self._count(container, stream)
+        _check_count(count, self._limits)
+        fps = float(rate) if rate else 0.0
+        first = next(self._decoded([0]), None)
+        if first is None:
+            raise InputError(SUBJECT, "has no frames")
+        self._height, self._width = first.shape[:2]
+        return Video(
+            num_frames=count,
+            fps=fps if 0 < fps < math.inf else None,
+            height=self._height,
+            width=self._width,
+            digest=digest,
+            do_sample_frames=True,
+            read=self._read,
+        )
+
+    def _opened(self) -> "av.container.InputContainer":
+        return self._av.open(
+            io.BytesIO(self._data),
+            format=self._demuxer,
+            options=self._options,
+            container_options={"codec_whitelist": DECODERS, "protocol_whitelist": "none"},
+        )
+
+    def _stream(self, container: Any) -> Any:
+        """Return the first video stream, prepared for decoding."""
+        cover = self._av.stream.Disposition.attached_pic  # a picture of the file, no video
+        found = [each for each in container.streams.video if cover not in each.disposition]
+        if not found:
+            raise InputError(SUBJECT, "has no frames", "send a file with a video stream")
+        context = found[0].codec_context
+        if context.name not in DECODERS.split(","):
+            raise InputError(SUBJECT, f"has an unknown codec; known are {DECODERS}", "convert it")
+        self._check_pixels(context.width, context.height)
+        # Decoders count the margins of a frame.
+        context.options = {"max_pixels": str(2 * self._limits.max_pixels + 2**16)}
+        context.thread_type, context.thread_count = "AUTO", NUM_THREADS
+        return found[0]
+
+    def _check_pixels(self, width: int, height: int) -> None:
+        most = self._limits.max_pixels
+        if width * height > most:
+            raise InputError(
+                SUBJECT, f"has frames of more than {most} pixels: {width} x {height}", "scale it"
+            )
+
+    def _count(self, container: Any, stream: Any) -> int:
+        """Return the number of frames, in most files without decoding them."""
+        count = 0
+        is_decoded = stream.codec_context.name in HIDES_FRAMES
+        for packet in container.demux(stream):
+            self._clock.check()
+            count += len(packet.decode()) if is_decoded else packet.size > 0
+            if count > self._limits.max_frames:
+                break
+        return count
+
+    def _read(self, indices: Sequence[int]) -> Iterator[np.ndarray]:
+        """Yield frames; the last one stands for those that a truncated file lacks."""
+        frame, number = None, 0
+        with _errors(), self._clock.running():
+            for frame in self._decoded(indices):
+                number += 1
+                yield frame
+            if frame is None:
+                raise InputError(SUBJECT, "has no frames")
+            for _ in range(len(indices) - number):
+                yield frame
+
+    def _decoded(self, indices: Sequence[int]) -> Iterator[np.ndarray]:
+        """Yield those of the frames that the file has."""
+        wanted = iter(indices)
+        index = next(wanted, None)
+        with self._opened() as container:
+            for number, frame in enumerate(container.decode(self._stream(container))):
+                self._clock.check()
+                if number != index:
+                    continue
+                pixels = self._pixels(frame)
+                while number == index:
+                    yield pixels
+                    index = next(wanted, None)
+                if index is None:
+                    return
+
+    def _pixels(self, frame: Any) -> np.ndarray:
+        """Return a frame upright, of the first one's size."""
+        self._check_pixels(frame.width, frame.height)
+        quarters = round(frame.rotation / 90) % 4
+        width, height = self._width or 0, self._height or 0
+        if quarters % 2:
+            width, height = height, width
+        size = {"width": width, "height": height} if width else {}
+        pixels = frame.reformat(format="rgb24", **size).to_ndarray()
+        return np.ascontiguousarray(np.rot90(pixels, quarters))

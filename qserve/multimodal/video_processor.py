@@ -1,0 +1,316 @@
+"""VideoProcessor: chooses, scales and cuts frames as transformers' video processors of Qwen do.
+
+Those need torchvision, and use only torch's part of it, so they are not called here.
+Legend: G groups of frames, H and W height and width, P patches of a group, V values of a patch.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from formats.checkpoint import read_json
+from formats.errors import CheckpointError, InputError
+from qserve.multimodal.video import SUBJECT, Video
+
+# Files with the options, the first found counts, and the key inside of them; "": the whole file.
+FILES = (
+    ("processor_config.json", "video_processor"),
+    ("video_preprocessor_config.json", ""),
+    ("preprocessor_config.json", ""),
+)
+UNKNOWN_FPS = 24.0  # as in transformers
+DEFAULT_FPS = 2.0  # frames that are chosen for a second, where the options do not say it
+MAX_RATIO = 200  # of the sides
+RESAMPLING = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
+COMMON: dict[str, Any] = {
+    "do_resize": True,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "resample": 3,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "fps": None,
+    "num_frames": None,
+    "min_frames": 4,
+    "max_frames": 768,
+    "cap_pixels_per_frame": None,
+}
+EDGES = ("shortest_edge", "longest_edge")  # keys of `size`, which has numbers of pixels
+
+
+class VideoLimits(NamedTuple):
+    """Limits beside the model's own. None: no other."""
+
+    max_frames: int | None = None  # that are chosen
+    max_pixels: int | None = None  # of all chosen frames together, after scaling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clip:
+    """Chosen frames of one video, as inputs of the encoder."""
+
+    seconds: tuple[float, ...]  # mean time of each group
+    seconds_per_group: float
+    patches_GPV: np.ndarray  # uint8
+    grid: tuple[int, int, int]  # groups, rows and columns of patches
+
+
+class VideoProcessor:
+    """Options of one model's video processor."""
+
+    def __init__(self, folder: str | Path, kind: str) -> None:
+        """`kind`: a row of KINDS. Raises InputError."""
+        self._kind = KINDS[kind]
+        self.options = {**COMMON, **self._kind.defaults, **_stated_options(Path(folder))}
+        size = dict(self.options["size"])
+        if self._kind.has_pixel_keys:
+            for key, edge in zip(("min_pixels", "max_pixels"), EDGES, strict=True):
+                # older files have them inside of `size`
+                stated = self.options.get(key) or size.get(key)
+                if stated is not None:
+                    size[edge] = stated
+        self.options["size"] = size
+        if not all(type(size.get(edge)) is int and size[edge] > 0 for edge in EDGES):
+            raise CheckpointError(
+                f"{folder} size of videos",
+                f"expected {' and '.join(EDGES)} in pixels, found {size!r:.200}",
+                "copy video_preprocessor_config.json from the original model",
+            )
+
+    @property
+    def text(self) -> str:
+        """All options."""
+        return json.dumps(self.options, sort_keys=True, default=str)
+
+    def prepare(self, video: Video, limits: VideoLimits = VideoLimits()) -> Clip:  # noqa: B008
+        """Choose, scale and cut frames. Raises InputError."""
+        group, patch = self.options["temporal_patch_size"], self.options["patch_size"]
+        indices = self.sample(video, limits.max_frames)
+        height, width = self.size(len(indices), video.height, video.width, limits.max_pixels)
+        fps = video.fps or UNKNOWN_FPS
+        sampled_fps = len(indices) / video.num_frames * fps if self._samples(video) else fps
+        rows, columns = height // patch, width // patch
+        num_groups = -(-len(indices) // group)
+        patches_GPV = np.empty((num_groups, rows * columns, 3 * group * patch**2), np.uint8)
+        frames = (self._scaled(frame, height, width) for frame in video.read(indices))
+        for number, chosen in enumerate(_groups(frames, group)):
+            patches_GPV[number] = _patches(chosen, patch, self.options["merge_size"])
+        times = [index / fps for index in indices]
+        times += [times[-1]] * (num_groups * group - len(times))
+        return Clip(
+            seconds=tuple(
+                (first + last) / 2
+                for first, last in zip(times[::group], times[group - 1 :: group], strict=True)
+            ),
+            seconds_per_group=group / sampled_fps,
+            patches_GPV=patches_GPV,
+            grid=(num_groups, rows, columns),
+        )
+
+    def sample(self, video: Video, most: int | None = None) -> list[int]:
+        """Return the indices of the frames that the model sees."""
+        if not self._samples(video):
+            return list(range(video.num_frames))
+        total, options = video.num_frames, self.options
+        highest = options["max_frames"] if most is None else min(most, options["max_frames"])
+        if options["num_frames"] is not None:
+            count = options["num_frames"]
+        else:
+            count = total / (video.fps or UNKNOWN_FPS) * (options["fps"] or DEFAULT_FPS)
+        return self._kind.sample(total, count, options["min_frames"], highest, options)
+
+    def size(
+        self, num_frames: int, height: int, width: int, most: int | None = None
+    ) -> tuple[int, int]:
+        """Return the height and width to which frames are scaled. Raises InputError."""
+        unit = self.options["patch_size"] * self.options["merge_size"]
+        if self.options["do_resize"]:
+            height, width = self._kind.size(num_frames, (height, width), unit, self.options, most)
+        if height % unit or width % unit:
+            raise InputError(
+                SUBJECT,
+                f"expected sides that are multiples of {unit}, found {width} x {height}",
+                "scale the frames",
+            )
+        return height, width
+
+    def _samples(self, video: Video) -> bool:
+        stated = video.do_sample_frames
+        return bool(self.options["do_sample_frames"] if stated is None else stated)
+
+    def _scaled(self, frame: np.ndarray, height: int, width: int) -> np.ndarray:
+        """Scale a frame as torchvision does on a CPU; another rounding is another pixel."""
+        if frame.shape[:2] == (height, width):
+            return frame
+        import torch
+
+        mode = RESAMPLING.get(self.options["resample"])
+        if mode is None:
+            raise CheckpointError(
+                "resample of the video processor",
+                f"expected {' or '.join(map(str, RESAMPLING))}, found {self.options['resample']!r}",
+            )
+        plain = torch.from_numpy(np.array(frame)).permute(2, 0, 1).contiguous()[None]
+        found = torch.nn.functional.interpolate(
+            plain, size=(height, width), mode=mode, align_corners=False, antialias=True
+        )
+        return found[0].permute(1, 2, 0).numpy()
+
+
+def _stated_options(folder: Path) -> dict[str, Any]:
+    """Return the options in the first file of FILES that has them."""
+    for name, key in FILES:
+        if (folder / name).is_file():
+            found = read_json(folder / name)
+            found = found.get(key) if key else found
+            if isinstance(found, dict):
+                return {name: value for name, value in found.items() if value is not None}
+    return {}
+
+
+def _groups(frames: Iterator[np.ndarray], length: int) -> Iterator[np.ndarray]:
+    """Yield stacks of `length` frames; the last frame fills up the last of them."""
+    chosen: list[np.ndarray] = []
+    for frame in frames:
+        chosen.append(frame)
+        if len(chosen) == length:
+            yield np.stack(chosen)
+            chosen = []
+    if chosen:
+        yield np.stack(chosen + [chosen[-1]] * (length - len(chosen)))
+
+
+def _patches(frames: np.ndarray, patch: int, merge: int) -> np.ndarray:
+    """Cut frames [group, H, W, 3] to patches [P, V], those of one embedding next to each other."""
+    group, height, width, _ = frames.shape
+    rows, columns = height // (patch * merge), width // (patch * merge)
+    cut = frames.reshape(group, rows, merge, patch, columns, merge, patch, 3)
+    cut = cut.transpose(1, 4, 2, 5, 7, 0, 3, 6)
+    return cut.reshape(-1, 3 * group * patch**2)
+
+
+def _sample_evenly(
+    total: int, count: float, low: int, high: int, options: Mapping[str, Any]
+) -> list[int]:
+    """Qwen3-VL: from the first frame to the last one."""
+    chosen = min(max(int(count), low), high, total)
+    return np.linspace(0, total - 1, chosen).round().astype(int).tolist()
+
+
+def _sample_groups(
+    total: int, count: float, low: int, high: int, options: Mapping[str, Any]
+) -> list[int]:
+    """Qwen2.5-VL: whole groups at equal distances from the first frame on."""
+    group = options["temporal_patch_size"]
+    chosen = math.floor(min(max(count, low), high // group * group, total) / group) * group
+    if chosen < group:
+        return list(range(min(total, high)))
+    return np.arange(0, total, total / chosen)[:chosen].astype(int).tolist()
+
+
+Sides = tuple[int, int]
+
+
+def _size_of_all(
+    num_frames: int, sides: Sides, unit: int, options: Mapping[str, Any], most: int | None
+) -> Sides:
+    """Qwen3-VL: `size` bounds the pixels of all frames together."""
+    low, high = (options["size"][edge] for edge in EDGES)
+    group = options["temporal_patch_size"]
+    times = max(num_frames, group)
+    if options["cap_pixels_per_frame"]:
+        cap = min(options["max_video_tokens"] * unit**2, high // times)
+        high = max(cap, int(low * 1.05)) * times
+    if most is not None:
+        high = min(high, most)
+    if min(sides) < unit and max(sides) <= MAX_RATIO * min(sides):
+        scale = max(unit / side for side in sides)
+        sides = int(sides[0] * scale), int(sides[1] * scale)
+    return _fitted(sides, unit, min(low, high), high, times, round(times / group) * group)
+
+
+def _size_of_each(
+    num_frames: int, sides: Sides, unit: int, options: Mapping[str, Any], most: int | None
+) -> Sides:
+    """Qwen2.5-VL: `size` bounds the pixels of each frame."""
+    low, high = (options["size"][edge] for edge in EDGES)
+    if options["cap_pixels_per_frame"]:
+        total = int(options["max_video_tokens"] * unit**2 * 0.9)
+        share = total * options["temporal_patch_size"] // num_frames
+        high = max(min(high, share), int(low * 1.05))
+    if most is not None:
+        high = min(high, max(1, most // num_frames))
+    return _fitted(sides, unit, min(low, high), high, 1, 1)
+
+
+def _fitted(sides: Sides, unit: int, low: int, high: int, times: int, counted: int) -> Sides:
+    """Scale sides to multiples of `unit` so that the area, multiplied, is from `low` to `high`.
+
+    `times`: the factor of the area; `counted`: that of the area that is compared.
+    Raises InputError.
+    """
+    if max(sides) > MAX_RATIO * min(sides):
+        raise InputError(
+            SUBJECT, f"expected sides of at most {MAX_RATIO}:1, found {sides[1]} x {sides[0]}"
+        )
+    rounded = [round(side / unit) * unit for side in sides]
+    area, whole = counted * math.prod(rounded), times * math.prod(sides)
+    if area > high:
+        shrink = math.sqrt(whole / high)
+        rounded = [max(unit, math.floor(side / shrink / unit) * unit) for side in sides]
+    elif area < low:
+        grow = math.sqrt(low / whole)
+        rounded = [math.ceil(side * grow / unit) * unit for side in sides]
+    return rounded[0], rounded[1]
+
+
+# number of frames, wanted number, least, most, options -> indices
+Sample = Callable[[int, float, int, int, Mapping[str, Any]], list[int]]
+# number of frames, height and width, multiple, options, most pixels of all -> height and width
+Size = Callable[[int, Sides, int, Mapping[str, Any], int | None], Sides]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VideoKind:
+    """One video processor of transformers."""
+
+    defaults: Mapping[str, Any]
+    sample: Sample
+    size: Size
+    has_pixel_keys: bool = False  # it reads min_pixels and max_pixels
+
+
+KINDS: dict[str, VideoKind] = {
+    "qwen2": VideoKind(
+        defaults={
+            "size": {"shortest_edge": 128 * 28**2, "longest_edge": 768 * 28**2},
+            "patch_size": 14,
+            "do_sample_frames": False,
+            "max_video_tokens": 128000,
+            "image_mean": (0.48145466, 0.4578275, 0.40821073),
+            "image_std": (0.26862954, 0.26130258, 0.27577711),
+        },
+        sample=_sample_groups,
+        size=_size_of_each,
+        has_pixel_keys=True,
+    ),
+    "qwen3": VideoKind(
+        defaults={
+            "size": {"shortest_edge": 128 * 32**2, "longest_edge": 768 * 32**2},
+            "patch_size": 16,
+            "do_sample_frames": True,
+            "fps": 2,
+            "max_video_tokens": 768,
+            "image_mean": (0.5, 0.5, 0.5),
+            "image_std": (0.5, 0.5, 0.5),
+        },
+        sample=_sample_evenly,
+        size=_size_of_all,
+    ),
+}

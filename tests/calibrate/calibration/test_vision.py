@@ -1,0 +1,209 @@
+"""Calibration with images: every layer gets what transformers' own model gets."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
+
+from calibrate.calibration.capture import HiddenStates, LayerRunner, collect_statistics
+from calibrate.calibration.vision import VisionModel
+from calibrate.float_model import FloatModel
+from calibrate.pipeline import quantize_checkpoint
+from calibrate.recipe import RECIPES
+from calibrate.texts.data import WITHOUT_IMAGES, read_for_model
+from formats.checkpoint import CheckpointReader
+from formats.errors import CheckpointError, InputError
+from formats.scheme import Scheme
+from qserve.cli import main
+from qserve.multimodal.calibration import CalibrationChats
+from tests.tiny_vision import VISION_FAMILIES, picture, write_tiny_vision
+
+# tiles; a mask in both directions; positions of three axes and deepstack
+DEFAULT = ("smolvlm", "gemma3", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = [
+    pytest.param(name, marks=() if name in DEFAULT else pytest.mark.exhaustive)
+    for name in VISION_FAMILIES
+]
+SCHEME = Scheme.parse("w4a16-sym-g32")
+LENGTH, WINDOWS = 96, 8
+
+
+@pytest.fixture(scope="module")
+def calibration(tmp_path_factory):
+    """A file with chats about images next to it, and plain texts."""
+    folder = tmp_path_factory.mktemp("calibration")
+    rows = []
+    for number in range(12):
+        picture(30 + 7 * number, 60 - 3 * number, number).save(folder / f"{number}.png")
+        asked = {"type": "text", "text": "what is this? " * (1 + number % 3)}
+        image = {"type": "image_url", "image_url": {"url": f"{number}.png"}}
+        turns = [{"role": "user", "content": [image, asked]}]
+        rows.append({"messages": [*turns, {"role": "assistant", "content": "blocks"}]})
+        rows.append({"text": f"page {number} of the table has some plain text " * 12})
+    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return str(folder / "chats.jsonl")
+
+
+class Case:
+    """One tiny model, its calibration data, and what the layers get."""
+
+    def __init__(self, folder, source):
+        self.folder, self.chats, self.model = folder, CalibrationChats(folder), FloatModel(folder)
+        self.data = read_for_model(
+            self.model, source, WINDOWS, LENGTH, seed=0, bos=True, chats=self.chats
+        )
+        self.vision = VisionModel(self.model, "cpu", torch.float32)
+        self.media = self.vision.media(self.data)
+        self.runner = LayerRunner(self.model, self.model.layer_map, "cpu", self.vision.rotary)
+
+    def hidden(self, media=None):
+        embedding = self.model.get(self.model.layer_map.embedding)
+        media = self.media if media is None else media
+        return HiddenStates(self.data.ids_WS, embedding, self.runner, media=media)
+
+    def expected(self, hook_of):
+        """transformers' logits of each window, and what `hook_of` (text model, list) noted."""
+        model = AutoModelForImageTextToText.from_pretrained(self.folder, dtype=torch.float32)
+        text = getattr(model.model, "language_model", None) or model.model.text_model
+        seen, logits = [], []
+        hook_of(text, seen)
+        for window, ids_S in zip(self.data.pictured, self.data.ids_WS, strict=True):
+            inputs = {"input_ids": ids_S[None]}
+            if window.images:
+                inputs = self.chats.inputs(window, ids_S)
+                is_image_1S = window.is_image_S[None]
+                ids_1S = inputs["input_ids"].masked_fill(is_image_1S, self.vision.image_token_id)
+                inputs["input_ids"] = ids_1S
+            with torch.no_grad():
+                logits.append(model.eval()(**inputs).logits[0])
+        return torch.stack(logits), seen
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory, calibration):
+    made = {}
+
+    def make(family):
+        if family not in made:
+            folder = tmp_path_factory.mktemp("vision") / family
+            made[family] = Case(write_tiny_vision(folder, family), calibration)
+        return made[family]
+
+    return make
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_get_what_transformers_gives_them(case, family):
+    case = case(family)
+    assert case.data.num_images >= 4 and not all(window.images for window in case.data.pictured)
+
+    def note(text, seen):
+        text.layers[0].register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append(args[0] if args else kwargs["hidden_states"]),
+            with_kwargs=True,
+        )
+
+    logits_WSV, first = case.expected(note)
+    hidden = case.hidden()
+    assert torch.equal(hidden.states_WSD, torch.cat(first))
+    for layer in range(case.model.num_layers):
+        module = case.runner.build(layer, case.model.layer(layer, "cpu"))
+        hidden.advance(case.runner, module, layer)
+    norm_D = case.model.get(case.model.layer_map.last_norm)
+    found = [
+        case.runner.final_logits(states, norm_D, case.model.head()) for states in hidden.states_WSD
+    ]
+    assert torch.allclose(torch.stack(found), logits_WSV, atol=1e-4)
+    blind = case.hidden([None] * WINDOWS)
+    assert not torch.allclose(blind.states_WSD, torch.cat(first), atol=1e-2)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_statistics_are_of_the_inputs_with_images(case, family):
+    """The inputs of the second layer depend on mask, positions and deepstack."""
+    case = case(family)
+
+    def note(text, seen):
+        text.layers[1].self_attn.o_proj.register_forward_pre_hook(
+            lambda _, args: seen.append(args[0][0])
+        )
+
+    _, inputs = case.expected(note)
+    x_TK = torch.cat(inputs)
+    hidden = case.hidden()
+    first, second = (case.runner.build(layer, case.model.layer(layer, "cpu")) for layer in (0, 1))
+    hidden.batch = 2  # batches of windows with images and of texts
+    hidden.advance(case.runner, first, 0)
+    stats = collect_statistics(case.runner, second, 1, hidden)["self_attn.o_proj"]
+    want_KK = x_TK.T @ x_TK
+    assert stats.num_tokens == len(x_TK)
+    assert torch.allclose(stats.moment_KK, want_KK, atol=1e-3 * float(want_KK.abs().max()))
+
+
+@pytest.mark.parametrize("recipe", ["gptq", "gptaq", "awq", "autoround"])
+def test_quantize_with_images(case, tmp_path, recipe, monkeypatch):
+    case, calls = case("qwen3_vl"), []
+    run = LayerRunner.run
+
+    def noted(self, module, layer, hidden_BSD, *rest, media=(), **named):
+        calls.append((len(hidden_BSD), media, named.get("grad", False)))
+        return run(self, module, layer, hidden_BSD, *rest, media=media, **named)
+
+    monkeypatch.setattr(LayerRunner, "run", noted)
+    reports = [
+        quantize_checkpoint(
+            case.folder, tmp_path / str(number), scheme=SCHEME, recipe=recipe, calibration=data
+        )
+        for number, data in enumerate((case.data, replace(case.data, pictured=(), chats=None)))
+    ]
+    assert [report.calibration.get("images") for report in reports] == [case.data.num_images, None]
+    assert all(len(media) in (0, count) for count, media, _ in calls)
+    seen = [is_trained for _, media, is_trained in calls if any(media)]
+    assert seen and any(seen) == (RECIPES[recipe].tuning is not None)
+    before, after = (load_file(tmp_path / str(n) / "model.safetensors") for n in (1, 0))
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert any(name.endswith("weight_packed") for name in changed)
+    tower = CheckpointReader(case.folder).other_parts
+    kept = CheckpointReader(tmp_path / "0").other_parts
+    assert tower.keys() == kept.keys()
+    assert all(torch.equal(entry.read(), kept[name].read()) for name, entry in tower.items())
+
+
+def test_the_command_reads_images(case, calibration, tmp_path, caplog):
+    folder, flags = case("qwen3_vl").folder, ["--samples", "4", "--sequence-length", "96"]
+    flags += ["--scheme", "w4a16-sym-g32", "--recipe", "gptq", "--quality-windows", "0"]
+    for name, source, images in (("with", calibration, True), ("without", None, False)):
+        more = ["--calibration", source] if source else []
+        assert main(["quantize", str(folder), "-o", str(tmp_path / name), *flags, *more]) == 0
+        report = json.loads((tmp_path / name / "quantization_report.json").read_text())
+        assert ("images" in report["calibration"]) == images
+        assert (WITHOUT_IMAGES in report["warnings"]) != images
+    assert WITHOUT_IMAGES in caplog.text
+
+
+def test_what_reads_texts_alone_refuses_images(case, calibration, tmp_path):
+    folder, target = case("qwen3_vl").folder, tmp_path / "new"
+    for settings, words in (
+        ({"calibration": calibration}, "chats.jsonl: has images, which are not read here"),
+        ({"calibration": calibration, "bits": 4.5, "chats": case("qwen3_vl").chats}, "has images"),
+        ({"recipe": "rotate"}, "recipe rotate: changes the embeddings of tokens; those of images"),
+    ):
+        with pytest.raises(InputError, match=words):
+            quantize_checkpoint(folder, target, **{"scheme": SCHEME, "recipe": "gptq", **settings})
+        assert not target.exists()
+
+
+def test_a_tower_without_a_tensor_is_refused(case, tmp_path):
+    source = case("qwen3_vl")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in source.folder.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    state = load_file(folder / "model.safetensors")
+    del state["model.visual.merger.linear_fc1.weight"]
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"visual\.merger\.linear_fc1\.weight: .*are missing"):
+        VisionModel(FloatModel(folder), "cpu", torch.float32)
