@@ -451,6 +451,14 @@ TINY_FAMILIES |= {
         "FlexOlmoConfig",
         {"num_experts": 6, "num_experts_per_tok": 2, "pad_token_id": 0, "norm_topk_prob": True},
     ),
+    "afmoe": (
+        "AfmoeConfig",
+        {
+            **{"head_dim": 32, "sliding_window": 9, "num_experts": 8, "num_experts_per_tok": 3},
+            **{"moe_intermediate_size": 32, "num_shared_experts": 2, "route_scale": 1.8},
+            **{"num_dense_layers": 1, "global_attn_every_n_layers": 2, "mup_enabled": True},
+        },
+    ),
     "hunyuan_moe": ("HunYuanMoEV1Config", {"head_dim": 32, "num_experts": 6, "moe_topk": 2}),
 }
 # rows of what other families have, too: a few tests run them
@@ -463,6 +471,7 @@ ROWS += ("vaultgemma",)
 ROWS += ("solar_open",)
 ROWS += ("exaone_moe",)
 ROWS += ("flex_olmo",)
+ROWS += ("afmoe",)
 # families whose layers have states
 STATES = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"),
@@ -470,4 +479,5 @@ STATES = (
     "bamba",
 )
 WITHOUT_RANKS = (*STATES, "gemma4")  # ranks are refused
-WITHOUT_ADAPTERS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # latent attention
+# latent attention, or four linears in one matrix
+WITHOUT_ADAPTERS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "afmoe")

@@ -259,6 +259,17 @@ def _glm_lite(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**_query_rank(768)(config), **_expert_layers(config)}
 
 
+def _afmoe(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what transformers fills in: the kinds of layers, and one layer without experts."""
+    count, every = config.get("num_hidden_layers"), config.get("global_attn_every_n_layers", 4)
+    found: dict[str, Any] = {"num_dense_layers": config.get("num_dense_layers", 1)}
+    if config.get("layer_types") is None and is_size(count) and is_size(every):
+        kinds = ("full_attention", "sliding_attention")
+        layers = range(min(count, MAX_LAYERS))
+        found["layer_types"] = [kinds[bool((layer + 1) % every)] for layer in layers]
+    return found
+
+
 def _expert_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the layers with experts; published files state the number of those without."""
     count, first = config.get("num_hidden_layers"), config.get("first_k_dense_replace", 1)
@@ -368,6 +379,7 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "deepseek_v3": _query_rank(1536),
     "glm4_moe_lite": _glm_lite,
     "exaone_moe": _expert_layers,
+    "afmoe": _afmoe,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
     "granitemoehybrid": _granite_hybrid,

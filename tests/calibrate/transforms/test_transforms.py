@@ -112,6 +112,7 @@ OTHERS = (
                 "solar_open",
                 "exaone_moe",
                 "flex_olmo",
+                "afmoe",
                 "bloom",
                 "falcon_rw",
                 "mpt",
