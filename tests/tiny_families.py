@@ -459,6 +459,15 @@ TINY_FAMILIES |= {
             **{"num_dense_layers": 1, "global_attn_every_n_layers": 2, "mup_enabled": True},
         },
     ),
+    "minicpm3": (
+        "MiniCPM3Config",
+        {
+            **{"kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16},
+            **{"v_head_dim": 40, "q_lora_rank": 96, "num_key_value_heads": 4},
+            **{"scale_emb": 3, "scale_depth": 0.8, "dim_model_base": 32, "mlp_bias": True},
+            "tie_word_embeddings": True,
+        },
+    ),
     "hunyuan_moe": ("HunYuanMoEV1Config", {"head_dim": 32, "num_experts": 6, "moe_topk": 2}),
 }
 # rows of what other families have, too: a few tests run them
@@ -472,6 +481,7 @@ ROWS += ("solar_open",)
 ROWS += ("exaone_moe",)
 ROWS += ("flex_olmo",)
 ROWS += ("afmoe",)
+ROWS += ("minicpm3",)
 # families whose layers have states
 STATES = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"),
@@ -480,4 +490,4 @@ STATES = (
 )
 WITHOUT_RANKS = (*STATES, "gemma4")  # ranks are refused
 # latent attention, or four linears in one matrix
-WITHOUT_ADAPTERS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "afmoe")
+WITHOUT_ADAPTERS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "afmoe")

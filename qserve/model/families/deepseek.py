@@ -1,12 +1,14 @@
-"""DeepSeek-V2 and V3, Moonlight, Kimi-K2 and GLM-4.7-Flash: latent attention and experts.
+"""DeepSeek-V2 and V3, Moonlight, Kimi-K2, GLM-4.7-Flash and MiniCPM3: latent attention.
 
 Columns of formats/families.py hold what differs: the router's rule, the first layers, which have no
-experts. config.json decides whether queries come from latents of their own.
+experts, as all of MiniCPM3's, whose branches have a factor. config.json decides whether queries
+come from latents of their own.
 """
 
 from formats.architecture.rows.latent_parts import KV_NORM, Q_NORM, QUERIES
 from qserve.model.blocks.latent_attention import LatentAttention, LatentShape
 from qserve.model.blocks.layer import Layer
+from qserve.model.blocks.norm import BranchEnd
 from qserve.model.decoder import Decoder
 from qserve.model.families import llama, moe
 from qserve.model.model_config import ModelConfig
@@ -19,11 +21,15 @@ def build(config: ModelConfig, weights: Weights) -> Decoder:
 
 
 def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
+    depth, has_experts = config.values.get("scale_depth"), config.family.experts is not None
+    end = BranchEnd(factor=1.0 if depth is None else depth * config.num_layers**-0.5)
     return Layer(
         attention_norm=llama.build_norm(config, weights, "input_layernorm"),
         attention=build_attention(config, weights),
+        attention_end=end,
         mlp_norm=llama.build_norm(config, weights, "post_attention_layernorm"),
-        mlp=moe.build_mlp(config, weights),
+        mlp=(moe if has_experts else llama).build_mlp(config, weights),
+        mlp_end=end,
     )
 
 

@@ -113,6 +113,7 @@ OTHERS = (
                 "exaone_moe",
                 "flex_olmo",
                 "afmoe",
+                "minicpm3",
                 "bloom",
                 "falcon_rw",
                 "mpt",

@@ -584,6 +584,10 @@ WRONG = {
         "afmoe",
         swapped("attention_norm", "attention_end.norm"),
     ),
+    "halves taken for neighbours, MiniCPM3": ("minicpm3", lambda d: other_rotation(d.layers[0])),
+    "branches not multiplied, MiniCPM3": ("minicpm3", every_layer(no_branch_factor)),
+    "embeddings not multiplied, MiniCPM3": ("minicpm3", plain_embedding),
+    "logits not divided, MiniCPM3": ("minicpm3", set_decoder(logits_divisor=1.0)),
     "shares of all experts, Hunyuan": ("hunyuan_moe", every_layer(unnormalized)),
     "queries that do not grow": ("ministral3", set_attention(query_scales=None)),
 }
