@@ -468,6 +468,14 @@ TINY_FAMILIES |= {
             "tie_word_embeddings": True,
         },
     ),
+    "mistral4": (
+        "Mistral4Config",
+        {
+            **LATENT,
+            **{"q_lora_rank": 96, **GROUPS},
+            "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.6},
+        },
+    ),
     "hunyuan_moe": ("HunYuanMoEV1Config", {"head_dim": 32, "num_experts": 6, "moe_topk": 2}),
 }
 # rows of what other families have, too: a few tests run them
@@ -482,6 +490,7 @@ ROWS += ("exaone_moe",)
 ROWS += ("flex_olmo",)
 ROWS += ("afmoe",)
 ROWS += ("minicpm3",)
+ROWS += ("mistral4",)
 # families whose layers have states
 STATES = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"),
@@ -490,4 +499,4 @@ STATES = (
 )
 WITHOUT_RANKS = (*STATES, "gemma4")  # ranks are refused
 # latent attention, or four linears in one matrix
-WITHOUT_ADAPTERS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "afmoe")
+WITHOUT_ADAPTERS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "mistral4", "afmoe")

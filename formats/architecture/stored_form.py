@@ -393,6 +393,7 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "exaone_moe": _expert_layers,
     "afmoe": _afmoe,
     "minicpm3": _minicpm3,
+    "mistral4": _query_rank(1024),
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
     "granitemoehybrid": _granite_hybrid,

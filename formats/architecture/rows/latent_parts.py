@@ -112,6 +112,23 @@ GLM_LITE: dict[str, Any] = {
     ),
     "fixed": {**_FIXED, "topk_method": "noaux_tc"},
 }
+MISTRAL_4: dict[str, Any] = {
+    **LATENT,
+    "experts": experts(
+        "mlp",
+        NAMES,
+        "moe_intermediate_size",
+        Router(
+            normalized=Stated("norm_topk_prob", True),
+            group_score="top2",
+            factor_key="routed_scaling_factor",
+        ),
+        shared=_SHARED,
+        first_dense_key="first_k_dense_replace",
+    ),
+    "draft_layers_key": "",
+    "fixed": {"attention_bias": False},
+}
 MINICPM_3: dict[str, Any] = {
     **LATENT,
     **MLP_BIAS,

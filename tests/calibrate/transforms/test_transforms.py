@@ -114,6 +114,7 @@ OTHERS = (
                 "flex_olmo",
                 "afmoe",
                 "minicpm3",
+                "mistral4",
                 "bloom",
                 "falcon_rw",
                 "mpt",

@@ -588,6 +588,9 @@ WRONG = {
     "branches not multiplied, MiniCPM3": ("minicpm3", every_layer(no_branch_factor)),
     "embeddings not multiplied, MiniCPM3": ("minicpm3", plain_embedding),
     "logits not divided, MiniCPM3": ("minicpm3", set_decoder(logits_divisor=1.0)),
+    "queries that do not grow, Mistral 4": ("mistral4", set_attention(query_scales=None)),
+    "halves taken for neighbours, Mistral 4": ("mistral4", every_layer(other_rotation)),
+    "shares of all experts, Mistral 4": ("mistral4", lambda d: unnormalized(d.layers[1])),
     "shares of all experts, Hunyuan": ("hunyuan_moe", every_layer(unnormalized)),
     "queries that do not grow": ("ministral3", set_attention(query_scales=None)),
 }
