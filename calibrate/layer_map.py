@@ -182,7 +182,7 @@ def layer_map(family: Family) -> LayerMap:
         # a router reads the residual stream, a norm after a linear stands in its way, and so does
         # what multiplies values channel by channel; a layer norm subtracts the mean of channels
         rotatable=family.norm_kind == "rms"
-        and not (family.experts or family.state_mixer or family.gated_attention)
+        and not (family.experts or family.state_mixer or family.gated_attention or family.latent)
         and all(n.feeds or n.size == "head_dim" for n in family.norms),
         family=family,
         embedding=family.embedding,

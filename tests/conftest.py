@@ -134,6 +134,10 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
     # A published config.json has the keys that its class declares.
     usual = {key: value for key, value in TINY.items() if hasattr(make_config(), key)}
     config = make_config(**{**usual, **extra})
+    if config_class == "Mistral4Config":  # transformers lists it next to models that see
+        transformers.AutoModelForCausalLM.register(
+            type(config), transformers.Mistral4ForCausalLM, exist_ok=True
+        )
     torch.manual_seed(5)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():

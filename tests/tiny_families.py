@@ -450,6 +450,31 @@ TINY_FAMILIES |= {
         "FlexOlmoConfig",
         {"num_experts": 6, "num_experts_per_tok": 2, "pad_token_id": 0, "norm_topk_prob": True},
     ),
+    "afmoe": (
+        "AfmoeConfig",
+        {
+            **{"head_dim": 32, "sliding_window": 9, "num_experts": 8, "num_experts_per_tok": 3},
+            **{"moe_intermediate_size": 32, "num_shared_experts": 2, "route_scale": 1.8},
+            **{"num_dense_layers": 1, "global_attn_every_n_layers": 2, "mup_enabled": True},
+        },
+    ),
+    "minicpm3": (
+        "MiniCPM3Config",
+        {
+            **{"kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16},
+            **{"v_head_dim": 40, "q_lora_rank": 96, "num_key_value_heads": 4},
+            **{"scale_emb": 3, "scale_depth": 0.8, "dim_model_base": 32, "mlp_bias": True},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mistral4": (
+        "Mistral4Config",
+        {
+            **LATENT,
+            **{"q_lora_rank": 96, **GROUPS},
+            "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.6},
+        },
+    ),
     "hunyuan_moe": ("HunYuanMoEV1Config", {"head_dim": 32, "num_experts": 6, "moe_topk": 2}),
 }
 # rows of what other families have, too: a few tests run them
@@ -462,6 +487,9 @@ ROWS += ("vaultgemma",)
 ROWS += ("solar_open",)
 ROWS += ("exaone_moe",)
 ROWS += ("flex_olmo",)
+ROWS += ("afmoe",)
+ROWS += ("minicpm3",)
+ROWS += ("mistral4",)
 # families whose layers have states
 STATES = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"),
@@ -469,4 +497,5 @@ STATES = (
     "bamba",
 )
 WITHOUT_RANKS = (*STATES, "gemma4")  # ranks are refused
-WITHOUT_ADAPTERS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # latent attention
+# latent attention, or four linears in one matrix
+WITHOUT_ADAPTERS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "mistral4", "afmoe")

@@ -43,7 +43,9 @@ class Family:
     state_mixer: StateMixer | None = None  # None: all layers have attention
     # Each layer has one block, which layer_types says: a mixer of either kind or a feed-forward.
     lone_blocks: bool = False
-    gated_attention: bool = False  # q_proj makes each head's queries, then a gate of its output
+    # The output of attention has a gate: q_proj makes each head's queries, then its gate; or a
+    # linear of its own makes the gates, after q.
+    gated_attention: bool = False
     sinks: str = ""  # tensor of a layer: attention sinks, one score per head
     layer_scalar: str = ""  # tensor of a layer: a factor of what it returns
     value_norm: bool = False  # values are normed by head, without weights
@@ -71,7 +73,7 @@ class Family:
     alibi: bool = False  # attention has ALiBi's biases (numerics/alibi.py)
     scaled_alibi: bool = False  # they are multiplied by the scale of scores
     embedding_norm: str = ""  # norm of embeddings, of the family's kind
-    embedding_times_root: bool = False  # embeddings are multiplied by sqrt(hidden_size)
+    embedding_times_root: Flag = False  # embeddings are multiplied by sqrt(hidden_size)
     embedding_factor_key: str = ""  # key of config.json: factor of the embeddings
     positions: Positions | None = None  # learned, added to embeddings; None: no such table
     logits_divisor_key: str = ""  # logits are divided by it
@@ -169,7 +171,7 @@ class Family:
 
     def embedding_factor(self, config: Mapping[str, Any]) -> float:
         """Return the factor of the embeddings."""
-        if self.embedding_times_root:
+        if is_set(self.embedding_times_root, config):
             return config["hidden_size"] ** 0.5
         return config.get(self.embedding_factor_key, 1.0)
 

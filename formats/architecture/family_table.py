@@ -9,7 +9,7 @@ from formats.architecture.states.mixer import Kind
 from formats.families import FAMILIES
 
 KINDS = (
-    *("dense", "experts", "latent attention and experts"),
+    *("dense", "experts", "latent attention"),
     *get_args(Kind),
 )
 

@@ -259,6 +259,29 @@ def _glm_lite(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**_query_rank(768)(config), **_expert_layers(config)}
 
 
+def _minicpm3(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the divisor of logits, and the widths that transformers fills in."""
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    found = _query_rank(768)(config)
+    base = config.get("dim_model_base", 256) or hidden
+    if is_size(hidden) and is_size(base):
+        found["logits_divisor"] = hidden / base
+    if config.get("v_head_dim") is None and is_size(hidden) and is_size(heads):
+        found["v_head_dim"] = hidden // heads
+    return found
+
+
+def _afmoe(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what transformers fills in: the kinds of layers, and one layer without experts."""
+    count, every = config.get("num_hidden_layers"), config.get("global_attn_every_n_layers", 4)
+    found: dict[str, Any] = {"num_dense_layers": config.get("num_dense_layers", 1)}
+    if config.get("layer_types") is None and is_size(count) and is_size(every):
+        kinds = ("full_attention", "sliding_attention")
+        layers = range(min(count, MAX_LAYERS))
+        found["layer_types"] = [kinds[bool((layer + 1) % every)] for layer in layers]
+    return found
+
+
 def _expert_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the layers with experts; published files state the number of those without."""
     count, first = config.get("num_hidden_layers"), config.get("first_k_dense_replace", 1)
@@ -368,6 +391,9 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "deepseek_v3": _query_rank(1536),
     "glm4_moe_lite": _glm_lite,
     "exaone_moe": _expert_layers,
+    "afmoe": _afmoe,
+    "minicpm3": _minicpm3,
+    "mistral4": _query_rank(1024),
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
     "granitemoehybrid": _granite_hybrid,

@@ -52,6 +52,7 @@ class EngineParts:
         check_fallback(config, model)
         check_invariance(config, model)
         state_limits.check_latents(config, model)
+        state_limits.check_adapters(config, model)
         check_ranks(model, config.tensor_parallel_size, config.pipeline_parallel_size)
         workers = WorkerGroup(config, model, max_model_len)
         try:

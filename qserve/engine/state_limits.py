@@ -1,4 +1,4 @@
-"""Settings that models with recurrent states, or with latent attention, do not support yet.
+"""Settings that models with recurrent states, latent or gated attention do not support yet.
 
 A state summarizes all tokens before it. Features that roll back, share a prefix, or move a request
 would need copies of it. Latents are in pages, as keys are.
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from formats.errors import InputError
+from qkernels.lora.config import MAX_SLICES
 from qserve.config import EngineConfig
 from qserve.engine.kv_cache.state_slots import StatePool
 from qserve.engine.kv_cache.state_snapshots import StateSnapshots
@@ -86,6 +87,18 @@ def check_latents(config: EngineConfig, model: ModelConfig) -> None:
     if model.family.latent:
         other = f"{model.family.architecture}, which has latent attention"
         check_limits(LATENT_LIMITS, config, other)
+
+
+def check_adapters(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise InputError for adapters of a model with more linears in a product than they take."""
+    family = model.family
+    if config.enable_lora and len(family.qkv.linears) > MAX_SLICES:
+        raise InputError(
+            "--enable-lora",
+            f"does not work with {family.architecture}: {len(family.qkv.linears)} linears of its"
+            f" attention run as one matrix, and adapters take {MAX_SLICES}",
+            "remove it, or serve another model",
+        )
 
 
 def check_states(config: EngineConfig, model: ModelConfig) -> None:

@@ -275,6 +275,8 @@ def _ropes(
             in_all = family.rope != "windows" or config.sliding_window is None
             rotates = in_all or window is not None
         parameters = by_type[config.layer_types[number]] if by_type else stated
+        if family.latent:  # all channels of the rotated part do
+            parameters = {**parameters, "partial_rotary_factor": 1.0}
         is_full = family.of_layer(number, vars(config)) is not family
         rope = RopeConfig.from_dict(
             parameters,

@@ -1,6 +1,12 @@
 """Rows of families with latent attention."""
 
-from formats.architecture.rows.latent_parts import DEEPSEEK_V2, DEEPSEEK_V3, GLM_LITE
+from formats.architecture.rows.latent_parts import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GLM_LITE,
+    MINICPM_3,
+    MISTRAL_4,
+)
 from formats.architecture.rows.usual import family_row
 
 LATENT = (
@@ -12,4 +18,6 @@ LATENT = (
         **DEEPSEEK_V3,
     ),
     family_row("Glm4MoeLiteForCausalLM", "GLM-4.7-Flash", "glm4_moe_lite", **GLM_LITE),
+    family_row("MiniCPM3ForCausalLM", "MiniCPM3", "minicpm3", **MINICPM_3),
+    family_row("Mistral4ForCausalLM", "Mistral 4 (text)", "mistral4", **MISTRAL_4),
 )

@@ -14,7 +14,9 @@ from formats.architecture.experts import Router, SharedExpert
 from formats.architecture.flags import Equals, Stated
 from formats.architecture.projection import Projection
 from formats.architecture.rows.parts import (
+    GATE_UP,
     GROUPED_ROUTER,
+    MLP_BIAS,
     NAMES,
     O_PROJ,
     experts,
@@ -39,8 +41,8 @@ DIRECT = replace(
 )
 
 
-def _norms(latents: Projection) -> tuple[Norm, ...]:
-    first, second = norms_before("mlp")
+def _norms(latents: Projection, feed_forward: str = "mlp") -> tuple[Norm, ...]:
+    first, second = norms_before(feed_forward)
     of_values = Norm(name=KV_NORM, size="kv_lora_rank", feeds=_KV_B)
     of_queries = Norm(name=Q_NORM, size="q_lora_rank", feeds=_Q_B)
     both = (of_queries, of_values) if latents is LATENTS else (of_values,)
@@ -109,4 +111,42 @@ GLM_LITE: dict[str, Any] = {
         types_key="mlp_layer_types",
     ),
     "fixed": {**_FIXED, "topk_method": "noaux_tc"},
+}
+MISTRAL_4: dict[str, Any] = {
+    **LATENT,
+    "experts": experts(
+        "mlp",
+        NAMES,
+        "moe_intermediate_size",
+        Router(
+            normalized=Stated("norm_topk_prob", True),
+            group_score="top2",
+            factor_key="routed_scaling_factor",
+        ),
+        shared=_SHARED,
+        first_dense_key="first_k_dense_replace",
+    ),
+    "draft_layers_key": "",
+    "fixed": {"attention_bias": False},
+}
+MINICPM_3: dict[str, Any] = {
+    **LATENT,
+    **MLP_BIAS,
+    "norms": _norms(LATENTS, GATE_UP.name),
+    "variants": (
+        (
+            Equals("q_lora_rank", None),
+            {
+                "qkv": DIRECT,
+                "latent": (KEYS_VALUES,),
+                "norms": _norms(DIRECT, GATE_UP.name),
+            },
+        ),
+    ),
+    "interleaved_rope": False,
+    "draft_layers_key": "",
+    "embedding_factor_key": "scale_emb",
+    "logits_divisor_key": "logits_divisor",  # stored_form.py derives it
+    "fixed": {"attention_bias": False},
+    "tied": True,
 }

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from formats.architecture.columns import Norm
 from formats.architecture.experts import Router, SharedExpert
 from formats.architecture.flags import Equals, Stated
 from formats.architecture.rows.classic_parts import (
@@ -13,6 +14,7 @@ from formats.architecture.rows.classic_parts import (
 )
 from formats.architecture.rows.parts import (
     ATTENTION_BIAS,
+    BEFORE_ATTENTION,
     GROUPED_ROUTER,
     HEAD_NORMS,
     MINIMAX_M2,
@@ -201,5 +203,41 @@ MIXTURES = (
         builder="olmo2",
         **{**OLMO, "rules": None},
         experts=experts("mlp", NAMES, "intermediate_size", QWEN_ROUTER),
+    ),
+    family_row(
+        "AfmoeForCausalLM",
+        "AFMoE (Trinity)",
+        "afmoe",
+        builder="afmoe",
+        qkv=replace(QKV, members=(QKV.members[0], ("self_attn.gate_proj", "q"), *QKV.members[1:])),
+        gated_attention=True,
+        experts=experts(
+            "mlp",
+            NAMES,
+            "moe_intermediate_size",
+            Router(
+                name="router.gate",
+                is_linear=True,
+                scores="sigmoid",
+                normalized=True,
+                correction="expert_bias",
+                factor_key="route_scale",
+            ),
+            shared=SharedExpert(**gated("mlp.shared_experts", *NAMES, "shared_experts")),
+            first_dense_key="num_dense_layers",
+        ),
+        norms=(
+            BEFORE_ATTENTION,
+            Norm(name="post_attention_layernorm"),
+            Norm(name="pre_mlp_layernorm", feeds="mlp"),
+            Norm(name="post_mlp_layernorm"),
+            *HEAD_NORMS,
+        ),
+        float32_norms=True,
+        embedding_times_root="mup_enabled",
+        window="layer_types",
+        rope="windows",
+        fixed={"attention_bias": False},
+        config_keys={"n_shared_experts": "num_shared_experts"},
     ),
 )

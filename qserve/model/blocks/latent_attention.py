@@ -147,6 +147,7 @@ class LatentAttention(torch.nn.Module):
         key_up: torch.Tensor,  # W_UK [H, P, L]
         value_up: torch.Tensor,  # W_UV [H, L, V]
         scale: float,  # of scores
+        query_scales: torch.Tensor | None = None,  # float32 [positions]
         kernel: str | None = None,  # selected or excluded by name
     ) -> None:
         super().__init__()
@@ -156,6 +157,7 @@ class LatentAttention(torch.nn.Module):
         self.register_buffer("kv_norm", kv_norm)
         self.register_buffer("key_up", key_up)
         self.register_buffer("value_up", value_up)
+        self.register_buffer("query_scales", query_scales)
 
     def cache_spec(self, kv_format: KvFormat, page_size: int) -> PagedLatentsSpec:
         """Return the spec of the layer's pages."""
@@ -185,7 +187,10 @@ class LatentAttention(torch.nn.Module):
         shape = self.shape
         made = reduced(self.qkv_proj(x_TC, plan))
         q, made_TE = made.split([made.shape[1] - shape.entry, shape.entry], dim=1)
-        q_n_THP, q_r_THR = self._queries(q).split([shape.nope, shape.rope], dim=-1)
+        q_THD = self._queries(q)
+        if self.query_scales is not None:
+            q_THD = q_THD * self.query_scales[step.positions_T, None, None].to(q_THD.dtype)
+        q_n_THP, q_r_THR = q_THD.split([shape.nope, shape.rope], dim=-1)
         q_THE = ops.rope_write_latents_(
             q_r_THR,
             made_TE,

@@ -425,6 +425,13 @@ def unscaled_slopes(layer):
     layer.attention.slopes *= layer.attention.head_dim**0.5
 
 
+def open_gates(layer):
+    """Each gate is a half: sigmoid(0)."""
+    attention = layer.attention
+    queries = attention.num_heads * attention.head_dim
+    attention.qkv_proj.weight[queries : 2 * queries] = 0
+
+
 def longer_chunk(layer):
     if layer.attention.chunk_size is not None:
         layer.attention.chunk_size += 1
@@ -566,6 +573,24 @@ WRONG = {
         "flex_olmo",
         swapped("attention_end.norm", "mlp_end.norm"),
     ),
+    "gates of attention left out, AFMoE": ("afmoe", every_layer(open_gates)),
+    "experts chosen without the correction, AFMoE": (
+        "afmoe",
+        lambda d: by_scores_alone(d.layers[1]),
+    ),
+    "layers that rotate exchanged, AFMoE": ("afmoe", exchanged_rotations),
+    "embeddings not multiplied by a root, AFMoE": ("afmoe", plain_embedding),
+    "norms before and after exchanged, AFMoE": (
+        "afmoe",
+        swapped("attention_norm", "attention_end.norm"),
+    ),
+    "halves taken for neighbours, MiniCPM3": ("minicpm3", lambda d: other_rotation(d.layers[0])),
+    "branches not multiplied, MiniCPM3": ("minicpm3", every_layer(no_branch_factor)),
+    "embeddings not multiplied, MiniCPM3": ("minicpm3", plain_embedding),
+    "logits not divided, MiniCPM3": ("minicpm3", set_decoder(logits_divisor=1.0)),
+    "queries that do not grow, Mistral 4": ("mistral4", set_attention(query_scales=None)),
+    "halves taken for neighbours, Mistral 4": ("mistral4", every_layer(other_rotation)),
+    "shares of all experts, Mistral 4": ("mistral4", lambda d: unnormalized(d.layers[1])),
     "shares of all experts, Hunyuan": ("hunyuan_moe", every_layer(unnormalized)),
     "queries that do not grow": ("ministral3", set_attention(query_scales=None)),
 }
@@ -580,6 +605,13 @@ def test_a_wrong_reading_is_seen(model_of, wrong):
     with torch.inference_mode():
         plant(llm.engine.runner.decoder)
     assert relative(llm.logits(TOKENS), right) > 1e-3
+
+
+def test_adapters_of_four_linears_in_one_matrix_are_refused(model_of):
+    with pytest.raises(
+        InputError, match="--enable-lora: does not work with Afmoe.*adapters take 3"
+    ):
+        LLM(model_of("afmoe"), device="cpu", max_model_len=64, enable_lora=True)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "glm4", "deepseek_v3"])

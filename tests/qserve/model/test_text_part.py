@@ -64,7 +64,22 @@ def gemma4():
     )
 
 
-WHOLE = {"gemma 4": gemma4, "gemma 3": gemma, "mistral 3": mistral, "llama 4": llama4}
+def mistral4():
+    """Mistral Small 4: its text model has latent attention and experts."""
+    return transformers.Mistral3Config(
+        text_config={**TEXT, **TINY_FAMILIES["mistral4"][1], "model_type": "mistral4"},
+        vision_config={**VISION, "model_type": "pixtral", "head_dim": 16},
+        image_token_index=511,
+    )
+
+
+WHOLE = {
+    "gemma 4": gemma4,
+    "gemma 3": gemma,
+    "mistral 3": mistral,
+    "mistral 4": mistral4,
+    "llama 4": llama4,
+}
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,6 @@ SIZES = {
 # model type -> what its config needs besides; each has something of its own
 RUN = {
     "olmo": {},  # norms without factors
-    "afmoe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "apertus": {"hidden_act": "silu"},
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2},
     "bitnet": {},
@@ -44,6 +43,7 @@ RUN = {
     },
     "mellum": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "flint": {},
+    "granitemoe_swa": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 QUANTIZED = ["olmo", "bitnet", "granite_swa", "apertus"]

@@ -1,0 +1,28 @@
+"""AFMoE (Trinity): experts, norms before and after attention and feed-forward, gates of attention.
+
+Columns of formats/families.py hold the rest: the router's rule, layers with windows, which rotate,
+and the linear that makes the gates.
+"""
+
+from qserve.model.blocks.layer import Layer
+from qserve.model.blocks.norm import BranchEnd
+from qserve.model.decoder import Decoder
+from qserve.model.families import llama, moe
+from qserve.model.model_config import ModelConfig
+from qserve.model.weights import LayerWeights, Weights
+
+
+def build(config: ModelConfig, weights: Weights) -> Decoder:
+    return llama.build_decoder(config, weights, build_layer)
+
+
+def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
+    head_norms = {f"{name}_norm": weights.norm(f"self_attn.{name}_norm") for name in "qk"}
+    return Layer(
+        attention_norm=llama.build_norm(config, weights, "input_layernorm"),
+        attention=llama.build_attention(config, weights, **head_norms),
+        attention_end=BranchEnd(llama.build_norm(config, weights, "post_attention_layernorm")),
+        mlp_norm=llama.build_norm(config, weights, "pre_mlp_layernorm"),
+        mlp=moe.build_mlp(config, weights),
+        mlp_end=BranchEnd(llama.build_norm(config, weights, "post_mlp_layernorm")),
+    )
