@@ -40,7 +40,7 @@ HIDES_FRAMES = ("vp8", "libvpx")  # some of its packets have a frame that is not
 MAX_FILE_FRAMES = 2**17  # over an hour at 30 frames a second
 GIF_SECONDS = 0.1  # of a frame without a duration, as browsers show it
 NUM_THREADS = 4
-OPENED_PIXELS = 2**26  # of a frame whose size is told in an error; larger ones count as broken
+OPENED_PIXELS = 2**26  # of a frame whose size an error reports; larger ones count as broken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +261,7 @@ class _File:
         return count
 
     def _read(self, indices: Sequence[int]) -> Iterator[np.ndarray]:
-        """Yield frames; the last one stands for those that a truncated file lacks."""
+        """Yield frames; the last one replaces those that a truncated file lacks."""
         frame, number = None, 0
         with _errors(), self._clock.running():
             for frame in self._decoded(indices):

@@ -45,7 +45,7 @@ EDGES = ("shortest_edge", "longest_edge")  # keys of `size`, which has numbers o
 
 
 class VideoLimits(NamedTuple):
-    """Limits beside the model's own. None: no other."""
+    """Limits in addition to the model's own. None: no other."""
 
     max_frames: int | None = None  # that are chosen
     max_pixels: int | None = None  # of all chosen frames together, after scaling
@@ -270,7 +270,7 @@ def _fitted(sides: Sides, unit: int, low: int, high: int, times: int, counted: i
     return rounded[0], rounded[1]
 
 
-# number of frames, wanted number, least, most, options -> indices
+# number of frames, requested number, least, most, options -> indices
 Sample = Callable[[int, float, int, int, Mapping[str, Any]], list[int]]
 # number of frames, height and width, multiple, options, most pixels of all -> height and width
 Size = Callable[[int, Sides, int, Mapping[str, Any], int | None], Sides]

@@ -1,7 +1,7 @@
 """OLMo 2, OLMo 3, FlexOlmo and EXAONE 4: norms after attention and feed-forward, none before them.
 
-Queries and keys are normed, too: all of a token's at once in OLMo, each head's in EXAONE. Windows,
-and which layers rotate and how, stand in config.json and formats/families.py.
+Queries and keys are normed, too: all of a token's together in OLMo, those of each head in EXAONE.
+config.json and formats/architecture/rows state windows, and which layers rotate and how.
 """
 
 from qserve.model.blocks.layer import Layer

@@ -1,4 +1,4 @@
-"""Windows of chats with images: images stay whole, windows are full, the hash tells pixels."""
+"""Windows of chats with images: images stay whole, windows are full, the hash depends on pixels."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ class Chat(NamedTuple):
 
 
 def chat(before, rows, after, picture=PICTURE):
-    """A chat of `before` tokens, an image of `rows` and `after` tokens; its ids tell the parts."""
+    """A chat of `before` tokens, an image of `rows` and `after` tokens; the parts differ in ids."""
     ids = [BOS, *[2] * (before - 1), *[3] * rows, *[4] * after]
     return Chat(ids, [each == 3 for each in ids], [picture])
 

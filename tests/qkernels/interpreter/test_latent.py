@@ -156,7 +156,7 @@ def test_expanded_keys_give_what_absorbed_queries_give(
 
 
 def chunks_of(case, chosen):
-    """Of each request its pages, and the last one again until they fill pages of 64 keys."""
+    """Pages of each request, the last one repeated until they fill pages of 64 keys."""
     device = case.q_THE.device
     starts = [sum(case.counts[:r]) for r in chosen]
     rows = [torch.arange(s, s + case.counts[r]) for s, r in zip(starts, chosen, strict=True)]

@@ -92,7 +92,7 @@ def test_greedy_tokens_of_codes(model_of, transformers_model, tmp_path, monkeypa
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "glm4_moe_lite"])
 def test_long_chunks_expand_keys(model_of, transformers_model, monkeypatch, name):
-    """Beside decodes and short chunks, after a context, and from pages that were there."""
+    """Next to decodes and short chunks, after a context, and from pages that were there."""
     rng = random.Random(8)
     prompts = [[rng.randrange(3, 512) for _ in range(n)] for n in (70, 3, 40, 5)]
     prompts.append(prompts[0][:33] + prompts[2][:20])

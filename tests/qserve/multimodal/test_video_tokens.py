@@ -32,7 +32,7 @@ def model(request, vision):
 
 
 def requests_of():
-    """One video, an odd number of frames beside an image, two videos of odd sizes, text alone."""
+    """One video, an odd number of frames next to an image, two videos of odd sizes, text alone."""
     slow, odd = (film(30, 40, 30, 1), {"fps": 10.0}), (film(7, 70, 21, 2), {"fps": 3.7})
     few = [picture(33, 50, seed) for seed in (5, 6)]
     whole = (film(5, 48, 16, 3), {"fps": 1.5, "do_sample_frames": False})
@@ -125,7 +125,7 @@ def test_positions_are_those_of_transformers(model):
 
 
 def test_frames_of_one_item_are_encoded_alone(vision):
-    """A long video does not need the memory of all its frames at once."""
+    """A long video does not need the memory of all its frames together."""
     model = vision("qwen2_5_vl")
     _, (item,) = model.prompt(VIDEO, (), ((film(12, 40, 30), {"fps": 2.0}),))
     frames = frames_of(item)

@@ -14,7 +14,7 @@ TURNED = b"".join(
 
 
 def ramp(num_frames: int, width: int = 64, height: int = 48) -> np.ndarray:
-    """Frames of one colour each, which tells their number: 8 * number in red."""
+    """Frames of one colour each, which encodes their number: 8 * number in red."""
     frames = np.full((num_frames, height, width, 3), 100, np.uint8)
     frames[..., 0] = np.arange(num_frames, dtype=np.uint8)[:, None, None] * 8
     return frames

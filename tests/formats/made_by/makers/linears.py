@@ -1,4 +1,4 @@
-"""What the linears of a loaded model compute."""
+"""Effective weights of the linears of a loaded model."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ def effective(layer: torch.nn.Module, width: int) -> torch.Tensor:
 
 
 def linears(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What each linear of a loaded model computes, by name."""
+    """Effective weight of each linear of a loaded model, by name."""
     return {
         name[name.index("model.layers") :]: effective(module, width_of(module))
         for name, module in projections(model).items()
