@@ -1,6 +1,6 @@
 """AFMoE (Trinity): experts, norms before and after attention and feed-forward, gates of attention.
 
-Columns of formats/families.py hold the rest: the router's rule, layers with windows, which rotate,
+Columns of the family's row hold the rest: the router's rule, layers with windows, which rotate,
 and the linear that makes the gates.
 """
 

@@ -1,7 +1,7 @@
 """Command R (Cohere, Cohere 2) and Phi: attention and feed-forward side by side, which read one
 layer norm.
 
-Columns of formats/families.py hold the rest: rotations of neighbours, windows, the logits' factor.
+Columns of the family's row hold the rest: rotations of neighbours, windows, the logits' factor.
 """
 
 from qserve.model.blocks.layer import ParallelLayer

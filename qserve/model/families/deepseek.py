@@ -1,6 +1,6 @@
 """DeepSeek-V2 and V3, Moonlight, Kimi-K2, GLM-4.7-Flash, Mistral 4, MiniCPM3: latent attention.
 
-Columns of formats/families.py hold what differs: the router's rule, the first layers, which have no
+Columns of the family's row hold what differs: the router's rule, the first layers, which have no
 experts, as all of MiniCPM3's, whose branches have a factor. config.json decides whether queries
 come from latents of their own, and whether they grow with their position.
 """

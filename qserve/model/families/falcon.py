@@ -1,6 +1,6 @@
 """Falcon: attention and feed-forward side by side; one layer norm for both, or one for each.
 
-Columns of formats/families.py hold the rest: queries, keys and values stored by KV head, biases.
+Columns of the family's row hold the rest: queries, keys and values stored by KV head, biases.
 Falcon-RW's feed-forward follows attention, which has ALiBi's biases.
 """
 

@@ -1,7 +1,7 @@
 """Gemma 2 and VaultGemma: scores bent into a range; norms before attention and feed-forward, and in
 Gemma 2 also after them.
 
-Columns of formats/families.py: norms are stored without their 1, embeddings grow by sqrt(C), gates
+Columns of the family's row: norms are stored without their 1, embeddings grow by sqrt(C), gates
 go through a GELU, logits are bent into a range, every second layer slides.
 """
 

@@ -1,7 +1,7 @@
 """Gemma 4 (text, dense): Gemma 3 with wider heads in layers that see all keys, in which keys before
 their norm are the values, too; a norm of values without weights; a factor on what a layer returns.
 
-Columns of formats/families.py hold the two kinds of layers; the row has no per-layer embeddings.
+Columns of the family's row hold the two kinds of layers; the row has no per-layer embeddings.
 """
 
 from dataclasses import replace

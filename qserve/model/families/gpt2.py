@@ -1,7 +1,7 @@
 """GPT-2, GPT-BigCode, GPT-J, BLOOM and MPT: layer norms, a feed-forward without a gate.
 
 GPT-J has one norm, which attention and feed-forward read side by side; the others have two. Columns
-of formats/families.py hold the rest: learned positions, rotations of neighbours, ALiBi's biases, a
+of the family's row hold the rest: learned positions, rotations of neighbours, ALiBi's biases, a
 norm of embeddings, matrices in one.
 """
 

@@ -1,6 +1,6 @@
 """GPT-NeoX and Pythia: two layer norms side by side, queries, keys and values stored by head.
 
-Columns of formats/families.py hold what else differs from Llama: names, biases, a feed-forward
+Columns of the family's row hold what else differs from Llama: names, biases, a feed-forward
 without a gate.
 """
 

@@ -1,7 +1,7 @@
 """Granite 3 and 4 (dense, and mixtures of experts): Llama with factors on embeddings, on what
 layers add, on scores and on logits.
 
-Those of embeddings and logits are columns of formats/families.py.
+Those of embeddings and logits are columns of the family's row.
 """
 
 from qserve.model.blocks.layer import Layer

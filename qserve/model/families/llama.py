@@ -1,7 +1,7 @@
 """Llama, Mistral, Ministral, Qwen2, Phi-3, SmolLM3, Seed-OSS, StarCoder 2, Nemotron, Gemma,
 StableLM, Arcee, ERNIE 4.5 and GLM.
 
-Columns of formats/families.py hold what differs: biases, windows, layers without rotation, ties,
+Columns of the family's row hold what differs: biases, windows, layers without rotation, ties,
 matrices that are one on disk, kinds of norms, activations, feed-forwards without a gate.
 
 The other families are made of the same parts: each says what it has instead of Llama's.

@@ -2,7 +2,7 @@
 queries and keys after the rotation; the others see all keys, with queries that grow with the
 logarithm of their position. One expert of a token, which reads its input times the routing weight.
 
-Columns of formats/families.py hold the layers that rotate and those with experts.
+Columns of the family's row hold the layers that rotate and those with experts.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, MiniMax-M2, gpt-oss, GLM-4.5 and dots.llm1: experts in
 place of a feed-forward.
 
-Columns of formats/families.py hold what differs: the router's rule, the shared expert, the layers
+Columns of the family's row hold what differs: the router's rule, the shared expert, the layers
 without experts, norms over heads.
 """
 

@@ -1,6 +1,6 @@
 """OPT: layer norms with biases, learned positions instead of rotations, a feed-forward of ReLU.
 
-Columns of formats/families.py hold what differs from Llama but for the norms' names.
+Columns of the family's row hold what differs from Llama but for the norms' names.
 """
 
 from qserve.model.blocks.layer import Layer

@@ -1,6 +1,6 @@
 """Falcon-H1: attention and Mamba-2 read the same norm in each layer, and fixed factors everywhere.
 
-Factors of embeddings and logits are columns of formats/families.py. A factor before a linear
+Factors of embeddings and logits are columns of the family's row. A factor before a linear
 without bias is applied after it.
 """
 

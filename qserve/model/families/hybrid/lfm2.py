@@ -1,6 +1,6 @@
 """LFM2 and LFM2-MoE: short convolutions, and attention in some layers; norms over heads.
 
-Columns of formats/families.py hold what differs: names, the width of the feed-forward, experts.
+Columns of the family's row hold what differs: names, the width of the feed-forward, experts.
 """
 
 from qserve.model.blocks.layer import Layer

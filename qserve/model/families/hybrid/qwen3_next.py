@@ -1,6 +1,6 @@
 """Qwen3-Next and Qwen3.5 (text): gated delta nets, and attention with a gate in every fourth layer.
 
-Columns of formats/families.py hold what differs: how the nets' projections are stored, experts.
+Columns of the family's row hold what differs: how the nets' projections are stored, experts.
 Norms are stored without their 1, but for that inside of a net; a quarter of a head rotates.
 """
 
