@@ -4,8 +4,8 @@
 
 An expanded key and value cost 2 L (P + V) operations for each head, and then each row P + R + V
 instead of 2 L + R multiplications: less in all from expanded_rows on. The attention is
-paged_attention over keys and values that lie in pages of this call alone. All chunks of a step are
-computed together, heads in groups whose keys and values take at most MAX_BYTES.
+paged_attention over keys and values that lie in pages of this call alone. Chunks of up to
+MAX_KEYS keys are computed together, heads in groups whose keys and values take at most MAX_BYTES.
 
 Legend: N rows of the chunks, H heads, K entries with padding to whole pages, X pages of entries; L
 numbers of a latent, R of a rotated key, P of a query's other part, V of a value; D = P + R, or V
@@ -24,6 +24,8 @@ from qkernels.latent.cache import PagedLatents
 
 BLOCK_HEADS = 16  # heads of a program over entries: the least rows of a tensor core's product
 MAX_BYTES = 2**28  # of the keys and values of a group of heads
+MAX_KEYS = 2**18  # of several requests, which fit into MAX_BYTES for one head of 256 numbers
+KEYS_OF_PIECE = 8192  # whose entries are decoded together
 KEYS_OF_PAGE = 64
 # Operations of attention over keys of heads take about a quarter of the time of those over
 # entries (sm_90; qserve/notes/latent_attention.md).
@@ -78,14 +80,16 @@ def expanded_attention(
     *,
     scale: float,
     max_bytes: int = MAX_BYTES,
+    max_keys: int = KEYS_OF_PIECE,
 ) -> torch.Tensor:
-    """Implement ops.expanded_latent_attention; `max_bytes` bounds the memory of keys and values."""
+    """Implement ops.expanded_latent_attention.
+
+    `max_bytes` bounds the memory of keys and values, `max_keys` that of entries.
+    """
     N, H, width = q_NHD.shape
-    (_, P, L), V = key_up_HPL.shape, value_up_HLV.shape[2]
+    V = value_up_HLV.shape[2]
     D = max(width, V)
-    entries_KE = cache.entries(chunks.pages_X, L, q_NHD.dtype).flatten(0, 1)
-    c_KL, r_KR = entries_KE.split([L, width - P], dim=1)
-    K, B = entries_KE.shape[0], key_page_size(cache.page_size)
+    K, B = len(chunks.pages_X) * cache.page_size, key_page_size(cache.page_size)
     group = heads_of_group(
         heads=H, keys=K, width=D, element_size=q_NHD.element_size(), max_bytes=max_bytes
     )
@@ -93,11 +97,19 @@ def expanded_attention(
     for first in range(0, H, group):
         heads = slice(first, first + group)
         k_GKD, v_GKD = q_NHD.new_empty((2, group, K, D))
-        c_GKL = c_KL.expand(group, K, L)
-        torch.bmm(c_GKL, key_up_HPL[heads].mT, out=k_GKD[..., :P])
-        k_GKD[..., P:width] = r_KR
+        first_key = 0
+        for pages_X in chunks.pages_X.split(max(1, max_keys // cache.page_size)):
+            keys = slice(first_key, first_key + len(pages_X) * cache.page_size)
+            first_key = keys.stop
+            entries_KE = cache.entries(pages_X, key_up_HPL.shape[2], q_NHD.dtype).flatten(0, 1)
+            _expand_(
+                k_GKD[:, keys, :width],
+                v_GKD[:, keys, :V],
+                entries_KE,
+                key_up_HPL[heads],
+                value_up_HLV[heads],
+            )
         k_GKD[..., width:] = 0
-        torch.bmm(c_GKL, value_up_HLV[heads], out=v_GKD[..., :V])
         k_pages, v_pages = (
             each.unflatten(1, (K // B, B)).permute(1, 2, 0, 3) for each in (k_GKD, v_GKD)
         )
@@ -110,3 +122,18 @@ def expanded_attention(
         )
         out_NHV[:, heads] = out_NGD[..., :V]
     return out_NHV
+
+
+def _expand_(
+    k_GKD: torch.Tensor,
+    v_GKV: torch.Tensor,
+    entries_KE: torch.Tensor,
+    key_up_GPL: torch.Tensor,
+    value_up_GLV: torch.Tensor,
+) -> None:
+    """Make the keys [W_UK c | r] and values c W_UV of entries [c | r]."""
+    G, P, L = key_up_GPL.shape
+    c_GKL = entries_KE[:, :L].expand(G, -1, -1)
+    torch.bmm(c_GKL, key_up_GPL.mT, out=k_GKD[..., :P])
+    k_GKD[..., P:] = entries_KE[:, L:]
+    torch.bmm(c_GKL, value_up_GLV, out=v_GKV)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from qkernels.attention.cache import AttentionStep
-from qkernels.latent.expanded import ExpandedChunks, key_page_size
+from qkernels.latent.expanded import MAX_KEYS, ExpandedChunks, key_page_size
 from qserve.engine.step.step_input import StepInput
 from qserve.engine.step.transfer import to_device
 from qserve.model.blocks.attention import SplitStep
@@ -25,7 +25,10 @@ def split_step(
     is_long_R = counts_R >= rule.rows
     others = np.flatnonzero(~is_long_R & (counts_R > 0))
     return SplitStep(
-        expanded=_expanded(step, np.flatnonzero(is_long_R), device, page_size),
+        expanded=tuple(
+            _expanded(step, group, device, page_size)
+            for group in _groups(np.flatnonzero(is_long_R), _keys(step))
+        ),
         others=_step_of(step, others, device) if len(others) else None,
         other_rows=_rows_of(np.repeat(~is_long_R, counts_R), device),
     )
@@ -45,6 +48,19 @@ def _keys(step: StepInput) -> np.ndarray:
     if step.num_requests == 1:
         return np.array([step.max_context_len], np.int64)
     return step.context_lengths_R.astype(np.int64)
+
+
+def _groups(chosen: np.ndarray, keys_R: np.ndarray) -> list[np.ndarray]:
+    """Requests in groups of up to MAX_KEYS keys, or of one request."""
+    groups: list[list[int]] = []
+    total = MAX_KEYS
+    for request in chosen.tolist():
+        total += int(keys_R[request])
+        if total > MAX_KEYS:
+            groups.append([])
+            total = int(keys_R[request])
+        groups[-1].append(request)
+    return [np.array(group) for group in groups]
 
 
 def _rows_of(chosen_T: np.ndarray, device: torch.device) -> slice | torch.Tensor:

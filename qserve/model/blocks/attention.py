@@ -39,7 +39,7 @@ class InputEmbeds:
 class SplitStep:
     """Requests of a step with latents: those with many rows, and the others."""
 
-    expanded: ExpandedChunks
+    expanded: tuple[ExpandedChunks, ...]
     others: AttentionStep | None  # None: there are none
     other_rows: slice | torch.Tensor  # of T
 

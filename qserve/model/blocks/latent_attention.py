@@ -87,7 +87,7 @@ class PagedLatentsSpec(CacheSpec):
 
     @property
     def bytes_to_come(self) -> int:
-        return 0 if self.split_rule is None else MAX_BYTES
+        return 0 if self.split_rule is None else MAX_BYTES * 5 // 4  # and entries of a piece
 
     def check_graphs(self, dtype: torch.dtype, device: str) -> None:
         check_capturable(
@@ -234,15 +234,16 @@ class LatentAttention(torch.nn.Module):
         if split.others is not None:
             rows = split.other_rows
             out_THV[rows] = self._absorbed(q_n_THP[rows], q_THE[rows], cache, split.others)
-        rows = split.expanded.rows
-        out_THV[rows] = ops.expanded_latent_attention(
-            torch.cat([q_n_THP[rows], q_THE[rows][..., shape.latent :]], dim=-1),
-            cache,
-            split.expanded,
-            self.key_up,
-            self.value_up,
-            scale=self.scale,
-        )
+        for chunks in split.expanded:
+            parts = (q_n_THP[chunks.rows], q_THE[chunks.rows][..., shape.latent :])
+            out_THV[chunks.rows] = ops.expanded_latent_attention(
+                torch.cat(parts, dim=-1),
+                cache,
+                chunks,
+                self.key_up,
+                self.value_up,
+                scale=self.scale,
+            )
         return out_THV
 
     def _queries(self, q: torch.Tensor) -> torch.Tensor:

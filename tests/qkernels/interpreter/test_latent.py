@@ -129,7 +129,7 @@ def test_expanded_keys_give_what_absorbed_queries_give(
     assert_close,
     tolerance,
 ):
-    """1 byte: head by head. A request of one row, the second, is not expanded."""
+    """1 byte: head by head. The second request, of one row, is not expanded."""
     counts, lengths = ((each[0], 1, *each[1:]) for each in CHUNKS[name])
     H, L, rope, T = 5, 64, 16, sum(counts)
     sizes = {"H": H, "L": L, "rope": rope, "B": 16, "dtype": dtype}
@@ -150,6 +150,7 @@ def test_expanded_keys_give_what_absorbed_queries_give(
         value_up.to(device),
         scale=case.scale,
         max_bytes=max_bytes,
+        max_keys=48,
     )
     want = torch.einsum("thl,hlv->thv", out, value_up.double())[chunks.rows]
     assert_close("out", want, got, 2 * tolerance(dtype))

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from qserve.engine.step import split_step as module
 from qserve.engine.step.device_step import Batch, BatchForm
 from qserve.engine.step.split_step import long_pairs, split_step
 from qserve.model.cache_spec import SplitRule
@@ -24,10 +25,11 @@ RULE = SplitRule(rows=20, pairs=1, pairs_of_graph=10)
 
 def test_long_chunks_and_others():
     split = split_step(step_of(1, 20, 2, 33), CPU, RULE, page_size=16)
-    assert split.expanded.rows.tolist() == [*range(1, 21), *range(23, 56)]
+    (expanded,) = split.expanded
+    assert expanded.rows.tolist() == [*range(1, 21), *range(23, 56)]
     # 70 entries in 5 pages of 16, which fill two pages of 64 keys with three more; then 33 in 3
-    assert split.expanded.pages_X.tolist() == [10, 11, 12, 13, 14, 14, 14, 14, 30, 31, 32, 32]
-    step = split.expanded.step
+    assert expanded.pages_X.tolist() == [10, 11, 12, 13, 14, 14, 14, 14, 30, 31, 32, 32]
+    step = expanded.step
     assert step.block_tables_RX[0].tolist() == [0, 1] and step.block_tables_RX[1, 0] == 2
     assert step.query_starts_R1.tolist() == [0, 20, 53]
     assert step.context_lengths_R.tolist() == [70, 33]
@@ -42,12 +44,26 @@ def test_long_chunks_and_others():
 
 def test_rows_that_follow_one_another_are_a_slice():
     split = split_step(step_of(1, 2, 20, 33), CPU, RULE, page_size=16)
-    assert (split.expanded.rows, split.other_rows) == (slice(3, 56), slice(0, 3))
+    assert (split.expanded[0].rows, split.other_rows) == (slice(3, 56), slice(0, 3))
     whole = split_step(step_of(20, 20, 20, 20), CPU, RULE, page_size=128)
-    assert whole.others is None and whole.expanded.rows == slice(0, 80)
+    assert whole.others is None and whole.expanded[0].rows == slice(0, 80)
     # a page of 128 entries holds two of 64 keys
-    assert whole.expanded.pages_X.tolist() == [0, 10, 20, 30]
-    assert whole.expanded.step.block_tables_RX[:, 0].tolist() == [0, 1, 3, 4]
+    assert whole.expanded[0].pages_X.tolist() == [0, 10, 20, 30]
+    assert whole.expanded[0].step.block_tables_RX[:, 0].tolist() == [0, 1, 3, 4]
+
+
+def test_requests_with_many_keys_are_apart(monkeypatch):
+    """A request alone may have more keys than a group."""
+    monkeypatch.setattr(module, "MAX_KEYS", 60)
+    contexts = np.array([20, 40, 70, 33], np.int32)
+    step = make_step([20] * 4, block_tables_RX=TABLES, context_lengths_R=contexts)
+    split = split_step(step, CPU, RULE, page_size=16)
+    assert [each.rows for each in split.expanded] == [slice(0, 40), slice(40, 60), slice(60, 80)]
+    assert [each.step.context_lengths_R.tolist() for each in split.expanded] == [
+        [20, 40],
+        [70],
+        [33],
+    ]
 
 
 def test_steps_with_few_pairs_are_not_divided():
