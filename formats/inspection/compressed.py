@@ -66,7 +66,9 @@ def compressed_linear(
                 check_input_scale(scheme.activation, scale, name)
         except InputError as error:
             findings.caught(error)
-    if scheme.weight.type == "int" and scheme.weight.bits < 8 and "weight_packed" not in found:
+    has_8bit_inputs = scheme.activation is not None and scheme.activation.bits == 8
+    is_below_8 = scheme.weight.type == "int" and scheme.weight.bits < 8
+    if is_below_8 and has_8bit_inputs and "weight_packed" not in found:
         traits.add("codes in bytes")
     if scheme.weight.symmetric and "weight_zero_point" in found:
         traits.add("weight zeros")

@@ -124,6 +124,7 @@ KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "s
 OPTIONS: dict[str, tuple[dict[str, object], str]] = {
     "w4a16": (in_groups("gptq", weights(4)), "llama"),
     "w4a16-asym": (in_groups("gptq", weights(4, symmetric=False)), "llama"),
+    "w8a16": (in_groups("rtn", weights(8)), "llama"),
     "w4a8": (in_groups("rtn", weights(4), inputs("int")), "llama"),
     "w4a8-packed": (
         {**in_groups("rtn", weights(4), inputs("int")), "layout": "pack-quantized"},
@@ -138,7 +139,9 @@ OPTIONS: dict[str, tuple[dict[str, object], str]] = {
     "fp8-kv": ({"modifier": "rtn", "scheme": "FP8_DYNAMIC", "kv_cache_scheme": KV}, "llama"),
     "mixed": (MIXED, "llama"),
     "mxfp8": ({"modifier": "rtn", "scheme": "MXFP8"}, "llama"),
+    "mxfp8a16": ({"modifier": "rtn", "scheme": "MXFP8A16"}, "llama"),
     "mxfp4": ({"modifier": "rtn", "scheme": "MXFP4"}, "llama"),
+    "mxfp4a16": ({"modifier": "rtn", "scheme": "MXFP4A16"}, "llama"),
     "nvfp4": ({"modifier": "rtn", "scheme": "NVFP4"}, "llama"),
     "nvfp4a16": ({"modifier": "rtn", "scheme": "NVFP4A16"}, "llama"),
     "mixtral-w4a16": (in_groups("rtn", weights(4)), "mixtral"),
