@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from calibrate.calibration.capture import HiddenStates, LayerRunner
+from calibrate.calibration.capture import HiddenStates
+from calibrate.calibration.layer_runner import LayerRunner
 from calibrate.float_model import FloatModel
 from calibrate.solvers.solving import LayerState
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy
 
-from calibrate.calibration.capture import LayerRunner
+from calibrate.calibration.layer_runner import LayerRunner
 from calibrate.float_model import FloatModel
 from calibrate.loss_gradient import LayerGradient, layer_gradients
 from calibrate.texts.data import CalibrationData

@@ -441,7 +441,7 @@ def _open_stream(
     devices: Devices,
 ) -> Any:
     # transformers is loaded only if a model runs.
-    from calibrate.calibration.capture import LayerRunner
+    from calibrate.calibration.layer_runner import LayerRunner
     from calibrate.calibration.stream import Stream
     from calibrate.calibration.vision import VisionModel
 

@@ -15,13 +15,12 @@ import torch
 
 from calibrate.calibration.capture import (
     HiddenStates,
-    LayerRunner,
-    Rounding,
     add_statistics,
     batch_windows,
     empty_statistics,
 )
 from calibrate.calibration.kv_range import KvRange, KvScales, RoundedKv
+from calibrate.calibration.layer_runner import LayerRunner, Rounding
 from calibrate.calibration.statistics import InputStatistics
 from calibrate.calibration.vision import WindowMedia
 from calibrate.devices import Devices, Turns

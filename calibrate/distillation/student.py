@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from calibrate.calibration.capture import LayerRunner, Rounding
+from calibrate.calibration.layer_runner import LayerRunner, Rounding
 from calibrate.layer import FinishedLayer
 from calibrate.layer_map import find_layer_map
 from calibrate.solvers.norms import TrainableNorms

@@ -15,7 +15,8 @@ import torch
 from torch.nn import functional
 from tqdm import tqdm
 
-from calibrate.calibration.capture import HiddenStates, LayerRunner, held_out_windows
+from calibrate.calibration.capture import HiddenStates, held_out_windows
+from calibrate.calibration.layer_runner import LayerRunner
 from calibrate.calibration.stream import HELD_EVERY
 from calibrate.distillation.student import Student
 from calibrate.float_model import FloatModel

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from calibrate.calibration.capture import LayerRunner
+from calibrate.calibration.layer_runner import LayerRunner
 from calibrate.calibration.vision import Media
 from calibrate.layer import FinishedLayer
 from calibrate.solvers.norms import TrainableNorms

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from calibrate.calibration.capture import HiddenStates, LayerRunner, collect_statistics
+from calibrate.calibration.capture import HiddenStates, collect_statistics
+from calibrate.calibration.layer_runner import LayerRunner
 from calibrate.float_model import FloatModel
 from calibrate.layer import load_transforms
 from calibrate.pipeline import _rewrite_model

@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from calibrate.calibration.capture import LayerRunner
+from calibrate.calibration.layer_runner import LayerRunner
 from calibrate.float_model import FloatModel
 from calibrate.pipeline import quantize_checkpoint
 from calibrate.texts.data import CalibrationData

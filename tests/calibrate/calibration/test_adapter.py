@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from calibrate.calibration.adapter import put_beside
-from calibrate.calibration.capture import LayerRunner
+from calibrate.calibration.layer_runner import LayerRunner
 from calibrate.float_model import FloatModel
 from calibrate.pipeline import quantize_checkpoint
 from formats.checkpoint import CheckpointReader

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from calibrate.calibration.capture import HiddenStates, LayerRunner, collect_statistics
+from calibrate.calibration.capture import HiddenStates, collect_statistics
+from calibrate.calibration.layer_runner import LayerRunner
 from calibrate.calibration.vision import VisionModel
 from calibrate.float_model import FloatModel
 from calibrate.pipeline import quantize_checkpoint

@@ -3,12 +3,8 @@
 import pytest
 import torch
 
-from calibrate.calibration.capture import (
-    HiddenStates,
-    LayerRunner,
-    add_statistics,
-    empty_statistics,
-)
+from calibrate.calibration.capture import HiddenStates, add_statistics, empty_statistics
+from calibrate.calibration.layer_runner import LayerRunner
 from calibrate.calibration.statistics import MOST_HELD, HeldOut, InputStatistics
 from calibrate.float_model import FloatModel
 from calibrate.pipeline import quantize_checkpoint

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from calibrate.calibration.capture import HiddenStates, LayerRunner
+from calibrate.calibration.capture import HiddenStates
+from calibrate.calibration.layer_runner import LayerRunner
 from calibrate.float_model import FloatModel
 from calibrate.layer import quantize_layer
 from calibrate.recipe import RECIPES, Recipe

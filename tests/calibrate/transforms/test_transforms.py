@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from calibrate.calibration.activations import fake_quantize_tokens
-from calibrate.calibration.capture import HiddenStates, LayerRunner, collect_statistics
+from calibrate.calibration.capture import HiddenStates, collect_statistics
+from calibrate.calibration.layer_runner import LayerRunner
 from calibrate.calibration.statistics import InputStatistics
 from calibrate.layer_map import find_layer_map
 from calibrate.solvers import rtn

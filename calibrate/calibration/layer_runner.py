@@ -1,0 +1,315 @@
+"""Run a float model one decoder layer at a time, with transformers' layer classes.
+
+A layer is built from its class and config.json without memory (meta device), gets its tensors, runs
+over the hidden states of all windows, and is dropped. Positions and masks are passed explicitly:
+the full model is never built. Legend: W windows, S tokens of a window, D hidden size, V vocabulary.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from calibrate.calibration.adapter import put_beside
+from calibrate.calibration.modules import Experts, ScaledMixture, with_linears
+from calibrate.calibration.vision import (
+    Media,
+    axis_positions,
+    mutual_mask,
+    with_added,
+)
+from calibrate.float_model import FloatModel
+from calibrate.layer_map import LayerMap
+from formats.architecture.flags import is_set
+from formats.checkpoint import CheckpointReader
+from formats.errors import CheckpointError, one_line
+from formats.numerics.alibi import alibi_slopes
+
+Rounding = Callable[[torch.Tensor], torch.Tensor]  # applied to a linear's input
+
+
+class LayerRunner:
+    """Builds and runs the decoder layers of one model."""
+
+    def __init__(
+        self,
+        reader: FloatModel | CheckpointReader,
+        layer_map: LayerMap,
+        device: str,
+        axis_rotary: nn.Module | None = None,
+    ) -> None:
+        """`axis_rotary`: rotations of positions with three axes, of models that take images.
+
+        Raises CheckpointError if transformers does not know the model's config.
+        """
+        self._axis_rotary = None if axis_rotary is None else axis_rotary.to(device)
+        self.layer_map, self.device, self.raw_config = layer_map, device, reader.config
+        self._adapter = reader.adapter if isinstance(reader, FloatModel) else None
+        raw = dict(reader.config)
+        architecture = raw["architectures"][0]
+        try:
+            config = transformers.AutoConfig.for_model(raw.pop("model_type"), **raw)
+            model_class = getattr(transformers, architecture)
+        except (KeyError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                str(reader.folder / "config.json"),
+                f"transformers {transformers.__version__} cannot read it: {one_line(error)}",
+                "calibration runs the float model's layers; use the recipe rtn, which does not",
+            ) from None
+        row = layer_map.family
+        # Only the plain attention implementation has soft caps, sinks, ALiBi, GPT-J's rotation.
+        capped = getattr(config, "attn_logit_softcapping", None) is not None
+        self.eager = capped or bool(row.sinks or row.rotary_dim_key or row.alibi)
+        config._attn_implementation = "eager" if self.eager else "sdpa"
+        self.config = config
+        module = importlib.import_module(model_class.__module__)
+        family = architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+        kinds = ("DecoderLayer", "TextDecoderLayer", "Layer", "Block")
+        classes = [f"{family}{kind}" for kind in kinds]
+        self._layer_class = next(getattr(module, name) for name in classes if hasattr(module, name))
+        self._mamba_factors = getattr(module, "compute_mup_vector", None)
+        self._rotary = None
+        # Layers with rotary_dim_key have tables of their own.
+        if row.rotates(vars(config)) and not row.rotary_dim_key:
+            # That of a model which also sees pictures has a name of its own.
+            rotary = getattr(module, f"{family}RotaryEmbedding", None)
+            rotary = rotary or getattr(module, f"{family}TextRotaryEmbedding")
+            self._rotary = rotary(config).to(device)
+        # A CPU computes in float32; a GPU in the model's own 16 bits, with float32 statistics.
+        stored = reader.entries[layer_map.embedding].dtype
+        self.dtype = stored if torch.device(device).type == "cuda" else torch.float32
+        self._positions: dict[tuple[int, str], Any] = {}
+        # The embeddings of positions [S, D], of models that learn them.
+        self.positions_SD: torch.Tensor | None = None
+        if row.positions is not None:
+            table = reader.get(row.positions.name)[row.positions.offset :]
+            self.positions_SD = table.to(device, self.dtype)
+        self._embedding_norm: nn.Module | None = None
+        if row.embedding_norm:
+            bias = reader.get(row.embedding_norm_bias) if row.norm_bias else None
+            self._embedding_norm = self._norm(reader.get(row.embedding_norm), bias)
+        self._last_norm_bias = reader.get(row.last_norm_bias) if row.norm_bias else None
+        self._head_bias = reader.get(row.head_bias_name) if row.head_bias else None
+
+    def build(
+        self,
+        layer: int,
+        state: Mapping[str, torch.Tensor],
+        activation: Rounding | Mapping[str, Rounding] | None = None,
+        all_experts: bool = False,
+    ) -> nn.Module:
+        """Build the layer as a module with the tensors `state`, in the computing dtype.
+
+        `activation` is applied to the input of every linear, such as fake_quantize_tokens, or only
+        to the linears that it names. `all_experts`: every token passes through every expert, so
+        that hooks see it there; the layer's output is that of the experts that the router chose.
+        """
+        with torch.device("meta"):
+            module = with_linears(self._make_layer(layer))
+            second: tuple[str, ...] = ()  # prefixes of names of modules that have two
+            stored: dict[str, str] = {}  # the checkpoint's names of tensors that have others here
+            if self.layer_map.has_own_linears(self.raw_config, layer):
+                experts = self.layer_map.experts
+                own = experts.module if hasattr(module, experts.module) else "mlp"
+                mixture = module.get_submodule(own)
+                mixture.experts = Experts(
+                    self.layer_map, self.config, self.raw_config, all_tokens=all_experts
+                )
+                if experts.scaled_inputs:
+                    mixture = ScaledMixture(mixture)
+                    setattr(module, own, mixture)
+                setattr(module, experts.module, mixture)
+                # If a module has two names, the checkpoint's name counts.
+                second = () if experts.module == own else (f"{own}.",)
+                correction, _, inside = experts.routing.correction.partition(".")
+                if inside and hasattr(mixture.gate, correction):  # ERNIE's, not in its gate
+                    setattr(mixture, correction, mixture.gate.get_submodule(correction))
+                    second = (*second, f"{own}.gate.{correction}.")
+                elif correction and hasattr(getattr(mixture, "gate", None), correction):
+                    stored[f"{own}.gate.{correction}"] = f"{experts.module}.{correction}"
+                router = experts.router.rpartition(".")[0]
+                if hasattr(module.get_submodule(router), "weight"):  # GraniteMoE's
+                    stored[f"{router}.weight"] = f"{experts.router}.weight"
+        built = {n: w for n, w in module.state_dict().items() if not n.startswith(second)}
+        wanted = {name: stored.get(name, name) for name in built}
+        missing = [name for name in wanted.values() if name not in state]
+        if missing:
+            raise CheckpointError(f"{self.layer_map.prefix(layer)}.{missing[0]}", "is missing")
+        for name, own in wanted.items():
+            if state[own].shape != built[name].shape:
+                raise CheckpointError(
+                    f"{self.layer_map.prefix(layer)}.{own}",
+                    f"config.json states {list(built[name].shape)}, found {list(state[own].shape)}",
+                    "fix config.json",
+                )
+        given = {name: state[own].to(self.device, self.dtype) for name, own in wanted.items()}
+        module.load_state_dict(given, assign=True, strict=not second)
+        if any(buffer.is_meta for buffer in module.buffers()):
+            self._fill_buffers(module, layer)
+        if self._adapter is not None:
+            prefix = self.layer_map.prefix(layer)
+            put_beside(module, prefix, self._adapter, self.dtype, self.device)
+        if activation is not None:
+            for group in self.layer_map.inputs(self.raw_config, layer):
+                for name in group:
+                    rounding = activation if callable(activation) else activation.get(name)
+                    if rounding is not None:
+                        module.get_submodule(name).register_forward_pre_hook(
+                            lambda _, args, rounding=rounding: (rounding(args[0]),)
+                        )
+        return module.train(False).requires_grad_(False)
+
+    def _fill_buffers(self, module: nn.Module, layer: int) -> None:
+        """Fill in the tables that a layer computes as it is built, and that no file holds."""
+        for name, buffer in self._make_layer(layer).named_buffers():
+            parent, _, leaf = name.rpartition(".")
+            if module.get_buffer(name).is_meta:
+                setattr(module.get_submodule(parent), leaf, buffer.to(self.device))
+
+    def _make_layer(self, layer: int) -> nn.Module:
+        """Build an empty layer. Raises CheckpointError if transformers cannot."""
+        try:
+            made = self._layer_class(self.config, layer)
+            if self._mamba_factors is not None:  # the model registers them, not the layer
+                factors = self._mamba_factors(self.config)
+                made.mamba.register_buffer("mup_vector", factors, persistent=False)
+            return made
+        # Exceptions that layers raise on values that no check of the config rejected.
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                "config.json",
+                f"transformers cannot build a layer from it: {type(error).__name__} {error}",
+            ) from None
+
+    def run(
+        self,
+        module: nn.Module,
+        layer: int,
+        hidden_BSD: torch.Tensor,
+        cache: Any = None,
+        grad: bool = False,
+        media: Media = (),
+    ) -> torch.Tensor:
+        """Run one layer on a batch of whole windows.
+
+        `cache` observes keys and values (kv_range.py). `media`: images of each window; (): none.
+        """
+        length = hidden_BSD.shape[1]
+        kind = self._kind(layer)
+        if (length, kind) not in self._positions:
+            ids_1S = torch.arange(length, device=self.device)[None]
+            rotary = None
+            if self._rotary is not None:
+                # One rotary embedding per kind of layer (Gemma 3), or one for all.
+                accepted = inspect.signature(self._rotary.forward).parameters
+                extra = (kind,) if "layer_type" in accepted else ()
+                rotary = self._rotary(hidden_BSD[:1], ids_1S, *extra)
+            self._positions[length, kind] = (ids_1S, rotary, self._mask(length, kind))
+        position_ids, rotary, mask = self._positions[length, kind]
+        if any(each is not None for each in media):
+            if self._axis_rotary is not None:
+                rotary = self._axis_rotary(hidden_BSD, axis_positions(media, length, self.device))
+            if any(each is not None and each.is_mutual for each in media):
+                window = self.config.sliding_window if kind == "sliding_attention" else length
+                mask = mutual_mask(media, length, window, self.device, self.dtype)
+        accepted = inspect.signature(self._layer_class.forward).parameters
+        cache_name = "layer_past" if "layer_past" in accepted else "past_key_values"
+        others = {"alibi": None} if "alibi" in accepted else {}
+        if self.layer_map.family.alibi:
+            others, mask = self._biases(hidden_BSD, mask, "alibi" in accepted)
+        with torch.set_grad_enabled(grad):
+            output = module(
+                hidden_BSD,
+                attention_mask=mask,
+                position_ids=position_ids,
+                position_embeddings=rotary,
+                use_cache=False,
+                **{cache_name: cache},
+                **others,
+            )
+        output = output[0] if isinstance(output, tuple) else output
+        return with_added(output, layer, media)
+
+    def _biases(
+        self, hidden_BSD: torch.Tensor, mask: torch.Tensor, by_name: bool
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """ALiBi's biases as BLOOM's and Falcon's layers take them, by name, or as MPT's do.
+
+        The mask is as they take it.
+        """
+        heads = self.raw_config["num_attention_heads"]
+        slopes = torch.tensor(alibi_slopes(heads), device=self.device)
+        ids_S = torch.arange(hidden_BSD.shape[1], device=self.device)
+        biases_H1S = slopes[:, None, None] * ids_S
+        if by_name:
+            return {"alibi": biases_H1S.repeat(len(hidden_BSD), 1, 1).to(self.dtype)}, mask
+        return {"position_bias": biases_H1S}, mask != 0
+
+    def final_logits(
+        self,
+        hidden_SD: torch.Tensor,
+        norm_D: torch.Tensor,
+        head_VD: torch.Tensor,
+        grad: bool = False,
+    ) -> torch.Tensor:
+        """Last norm and head, with the divisor, factor and soft cap of models that have them."""
+        family, norm = self.layer_map.family, self._norm(norm_D, self._last_norm_bias)
+        with torch.set_grad_enabled(grad):
+            logits_SV = norm(hidden_SD) @ head_VD.to(self.device, self.dtype).t()
+            if self._head_bias is not None:
+                logits_SV = logits_SV + self._head_bias.to(self.device, self.dtype)
+        divisor = getattr(self.config, family.logits_divisor_key or "-", None)
+        factor = getattr(self.config, family.logits_factor_key or "-", None)
+        cap = getattr(self.config, family.logits_cap_key or "-", None)
+        logits_SV = logits_SV if divisor is None else logits_SV / divisor
+        logits_SV = logits_SV if factor is None else logits_SV * factor
+        return logits_SV if cap is None else torch.tanh(logits_SV / cap) * cap
+
+    def _norm(self, weight_D: torch.Tensor, bias_D: torch.Tensor | None) -> nn.Module:
+        """Return a norm like the first of a layer."""
+        norms = self.layer_map.family.norms
+        with torch.device("meta"):
+            name = next(n.name for n in norms if is_set(n.present, self.raw_config))
+            norm = self._make_layer(0).get_submodule(name)
+        state = {"weight": weight_D, "bias": bias_D}
+        given = {n: t.to(self.device, self.dtype) for n, t in state.items() if t is not None}
+        norm.load_state_dict(given, assign=True)
+        return norm.requires_grad_(False)
+
+    def normed_embeddings(self, rows_SD: torch.Tensor) -> torch.Tensor:
+        """Apply the norm of embeddings, in models that have one."""
+        if self._embedding_norm is None:
+            return rows_SD
+        return self._embedding_norm(rows_SD.to(self.device)).to(rows_SD.device)
+
+    def has_state(self, layer: int) -> bool:
+        """True if a layer has a recurrent state instead of keys and values."""
+        return self.layer_map.has_state(self.raw_config, layer)
+
+    def _kind(self, layer: int) -> str:
+        kinds = getattr(self.config, "layer_types", None)
+        if kinds:
+            return kinds[layer]
+        sliding = getattr(self.config, "sliding_window", None)
+        return "sliding_attention" if sliding else "full_attention"
+
+    def _mask(self, length: int, kind: str) -> torch.Tensor | None:
+        """Attention mask.
+
+        None: causal, left to the attention kernel; else additive [1, 1, S, S].
+        """
+        window = self.config.sliding_window if kind == "sliding_attention" else None
+        chunk = self.config.attention_chunk_size if kind == "chunked_attention" else None
+        if not self.eager and (window or chunk or length) >= length:
+            return None
+        ids_S = torch.arange(length, device=self.device)
+        distance_SS = ids_S[:, None] - ids_S
+        seen_SS = (distance_SS >= 0) & (distance_SS < (window or length))
+        if chunk is not None:
+            seen_SS &= ids_S[:, None] // chunk == ids_S // chunk
+        mask_SS = torch.zeros(length, length, dtype=self.dtype, device=self.device)
+        return mask_SS.masked_fill_(~seen_SS, torch.finfo(self.dtype).min)[None, None]
