@@ -8,7 +8,6 @@ import torch
 from formats.scheme import ActivationSpec, QuantSpec, Scheme
 from qkernels import dispatch, explain
 from qkernels import problem as problem_module
-from qkernels.attention import rows as attention_rows
 from qkernels.errors import KernelError
 from qkernels.gpu import device
 from qkernels.gpu import device as gpu_device
@@ -335,9 +334,9 @@ def test_dense_on_a_gpu_only_by_name():
 def test_float8_pages_need_a_gpu_that_has_it(monkeypatch, op):
     problem = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 64, "page_size": 16}
     problem["pages_dtype"] = torch.float8_e4m3fn
-    monkeypatch.setattr(attention_rows, "has_float8_products", lambda: True)
+    monkeypatch.setattr(problem_module, "has_float8_products", lambda: True)
     assert taken(explain(op, **problem)) == ["triton"]
-    monkeypatch.setattr(attention_rows, "has_float8_products", lambda: False)
+    monkeypatch.setattr(problem_module, "has_float8_products", lambda: False)
     explanation = explain(op, **problem)
     reason = next(choice.reason for choice in explanation if choice.name == "triton")
     assert taken(explanation) == ["reference"] and "sm_89" in reason

@@ -58,6 +58,7 @@ def test_the_pages_leave_room_for_the_table(monkeypatch):
         bytes_per_page=1,
         _history=history,
         encoder=None,
+        cache_specs=[],
     )
     runner.sample = lambda: runner
     for name in ("empty_cache", "reset_peak_memory_stats"):
