@@ -12,8 +12,8 @@ import triton.language as tl
 def request_of(starts_ptr, block, R, BLOCK_Q: tl.constexpr):
     """The last request r with starts[r] // BLOCK_Q + r <= block: the one that owns the block.
 
-    Each load delays the first load of keys by 0.3 us, so 32 requests are compared by one: no load
-    for one request, one for up to 32.
+    Each load delays the first load of keys by 0.3 us, so that one load compares 32 requests: there
+    is none for one request, and one for up to 32.
     """
     probe = tl.arange(0, 32)
     first = 0

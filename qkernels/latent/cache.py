@@ -5,6 +5,11 @@ from dataclasses import dataclass
 import torch
 
 
+def is_aligned(entry: int, latent: int) -> bool:
+    """Return True if entries of 8 bits, and the keys in them, begin at multiples of 16 bytes."""
+    return entry % 16 == 0 and latent % 16 == 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedLatents:
     """One entry for each token: its normed latent, then its rotated key, for all heads.

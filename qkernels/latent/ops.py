@@ -12,7 +12,7 @@ from qkernels.attention.cache import AttentionStep
 from qkernels.checks import INDEX_DTYPES, check_float, check_tensor, expect_ndim
 from qkernels.errors import KernelError
 from qkernels.latent import rows
-from qkernels.latent.cache import PagedLatents
+from qkernels.latent.cache import PagedLatents, is_aligned
 from qkernels.latent.expanded import ExpandedChunks, expanded_attention
 from qkernels.operands.codes import CODE_DTYPES
 from qkernels.problem import FLOAT_DTYPES
@@ -56,7 +56,7 @@ def rope_write_latents_(
         requested=kernel,
         head_dim=E,
         pages_dtype=cache.pages.dtype,
-        tma_pages=_is_aligned(E, L),
+        tma_pages=is_aligned(E, L),
     )
     return run(
         q_THR,
@@ -117,7 +117,7 @@ def latent_attention(
         head_dim=E,
         page_size=cache.page_size,
         pages_dtype=cache.pages.dtype,
-        tma_pages=_is_aligned(E, latent_width),
+        tma_pages=is_aligned(E, latent_width),
     )
     return run(q_THE, cache, step, latent_width=latent_width, scale=scale)
 
@@ -149,11 +149,6 @@ def expanded_latent_attention(
     _check_pages(op, cache, L + width - P, q_NHD)
     check_tensor(f"{op} pages", chunks.pages_X, (None,), (torch.int64,), q_NHD)
     return expanded_attention(q_NHD, cache, chunks, key_up_HPL, value_up_HLV, scale=scale)
-
-
-def _is_aligned(entry: int, latent: int) -> bool:
-    """True if entries of 8 bits, and the keys in them, begin at multiples of 16 bytes."""
-    return entry % 16 == 0 and latent % 16 == 0
 
 
 def _check_pages(op: str, cache: PagedLatents, width: int, beside: torch.Tensor) -> None:

@@ -329,7 +329,7 @@ class ModelRunner:
     def _splits(self, step: StepInput) -> bool:
         """True for a step that is faster divided (split_step.py) than whole in a CUDA graph."""
         rule = self.batch_form.split_rule
-        return rule is not None and long_pairs(step, rule) >= max(1, rule.pairs_of_graph)
+        return rule is not None and long_pairs(step, rule) >= rule.pairs_of_graph
 
     @property
     def is_computing(self) -> bool:

@@ -19,7 +19,7 @@ def split_step(
     step: StepInput, device: torch.device, rule: SplitRule, page_size: int
 ) -> SplitStep | None:
     """Divide a step; None if its long chunks have fewer pairs than the rule asks for."""
-    if long_pairs(step, rule) < max(1, rule.pairs):
+    if long_pairs(step, rule) < rule.pairs:
         return None
     counts_R = np.diff(step.query_starts_R1)
     is_long_R = counts_R >= rule.rows
@@ -29,7 +29,9 @@ def split_step(
             _expanded(step, group, device, page_size)
             for group in _groups(np.flatnonzero(is_long_R), _keys(step))
         ),
-        others=_step_of(step, others, device) if len(others) else None,
+        others=_step_of(step, others, step.block_tables_RX[others], device)
+        if len(others)
+        else None,
         other_rows=_rows_of(np.repeat(~is_long_R, counts_R), device),
     )
 
@@ -82,21 +84,12 @@ def _expanded(
         for request, keys, count in zip(chosen, keys_R, key_pages_R, strict=True)
     ]
     # page numbers beyond a request's last are never read
-    tables_RX = firsts_R[:, None] + np.arange(key_pages_R.max())
-    whole = _step_of(step, chosen, device)
+    tables_RX = (firsts_R[:, None] + np.arange(key_pages_R.max())).astype(np.int32)
+    is_chosen_R = np.isin(np.arange(step.num_requests), chosen)
     return ExpandedChunks(
-        rows=_rows_of(
-            np.repeat(np.isin(np.arange(step.num_requests), chosen), np.diff(step.query_starts_R1)),
-            device,
-        ),
+        rows=_rows_of(np.repeat(is_chosen_R, np.diff(step.query_starts_R1)), device),
         pages_X=to_device(np.concatenate(pages), device),
-        step=AttentionStep(
-            block_tables_RX=to_device(tables_RX.astype(np.int32), device),
-            query_starts_R1=whole.query_starts_R1,
-            context_lengths_R=whole.context_lengths_R,
-            max_query_len=whole.max_query_len,
-            max_context_len=int(keys_R.max()),
-        ),
+        step=_step_of(step, chosen, tables_RX, device),
     )
 
 
@@ -105,15 +98,17 @@ def _filled(pages: np.ndarray, count: int) -> np.ndarray:
     return np.pad(pages.astype(np.int64), (0, max(0, count - len(pages))), mode="edge")
 
 
-def _step_of(step: StepInput, chosen: np.ndarray, device: torch.device) -> AttentionStep:
+def _step_of(
+    step: StepInput, chosen: np.ndarray, tables_RX: np.ndarray, device: torch.device
+) -> AttentionStep:
     """The step of some requests alone, whose rows follow one another."""
-    counts, contexts = np.diff(step.query_starts_R1)[chosen], step.context_lengths_R[chosen]
+    counts = np.diff(step.query_starts_R1)[chosen]
     starts = np.zeros(len(chosen) + 1, np.int32)
     np.cumsum(counts, out=starts[1:])
     return AttentionStep(
-        block_tables_RX=to_device(step.block_tables_RX[chosen], device),
+        block_tables_RX=to_device(tables_RX, device),
         query_starts_R1=to_device(starts, device),
-        context_lengths_R=to_device(contexts, device),
+        context_lengths_R=to_device(step.context_lengths_R[chosen], device),
         max_query_len=int(counts.max()),
-        max_context_len=int(contexts.max()),
+        max_context_len=int(_keys(step)[chosen].max()),
     )

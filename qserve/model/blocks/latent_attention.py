@@ -22,7 +22,7 @@ import torch
 from qkernels import ops
 from qkernels.attention.cache import AttentionStep
 from qkernels.gpu.device import shared_bytes, sm_count
-from qkernels.latent.cache import PagedLatents
+from qkernels.latent.cache import PagedLatents, is_aligned
 from qkernels.latent.config import expanded_boundaries, latent_boundaries
 from qkernels.latent.expanded import MAX_BYTES, absorbed_heads, expanded_rows
 from qkernels.operands.forms import LinearInput
@@ -83,7 +83,7 @@ class PagedLatentsSpec(CacheSpec):
         if rows is None:
             return None
         pairs = PAIRS_OF_MS // absorbed_heads(sizes.heads)
-        return SplitRule(rows=rows, pairs=pairs // 3, pairs_of_graph=pairs)
+        return SplitRule(rows=rows, pairs=max(1, pairs // 3), pairs_of_graph=max(1, pairs))
 
     @property
     def bytes_to_come(self) -> int:
@@ -100,7 +100,7 @@ class PagedLatentsSpec(CacheSpec):
             head_dim=self.shape.entry,
             page_size=self.page_size,
             pages_dtype=self.dtype,
-            tma_pages=self.shape.entry % 16 == 0 and self.shape.latent % 16 == 0,
+            tma_pages=is_aligned(self.shape.entry, self.shape.latent),
         )
 
     def warm_up_shapes(
