@@ -96,7 +96,7 @@ PAGED_ATTENTION = Operation(
     reference("attention"),
     Kernel(
         name=FIXED_ORDER,
-        module="attention.fixed_order",
+        module="attention.fixed_order.paged",
         priority=5,
         supports=fixed_order,
     ),

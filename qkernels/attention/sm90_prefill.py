@@ -61,9 +61,11 @@ def paged_attention(
     limbs: LimbForm | None = None,
     inputs_ready: bool = False,  # not used: the kernel is launched without PDL
     split: int | None = None,
+    by_segment: bool = False,
 ) -> torch.Tensor | Limbs:
     """ops.paged_attention for chunks (attention/rows.py); `split` overrides prefill_split.
 
+    `by_segment` sums the values of each 128 keys apart, as fixed_order/segments.py defines it.
     The counter of tiles is in the stream's workspace (gpu/workspace.py).
     """
     T, H, D = q_THD.shape
@@ -96,8 +98,8 @@ def paged_attention(
             _prefill_attention,
             (min(num_work_tiles, sms),),
             q_THD,
-            _boxes(cache.k_pages, padded_d),
-            _boxes(cache.v_pages, padded_d),
+            boxes(cache.k_pages, padded_d),
+            boxes(cache.v_pages, padded_d),
             cache.k_scales,
             cache.v_scales,
             step.block_tables_RX,
@@ -127,6 +129,7 @@ def paged_attention(
             NUM_SPLITS=split,
             IS_INT=cache.k_pages.dtype == torch.int8,
             UNIFORM=cache.is_8bit and uniform,
+            BY_SEGMENT=by_segment,
             num_warps=4,
             maxnreg=REGISTERS_8BIT if cache.is_8bit else REGISTERS,
         )
@@ -135,7 +138,7 @@ def paged_attention(
     return merge_splits(partials, sums, step.query_starts_R1, out_THD, limbs)
 
 
-def _boxes(pages_PBJD: torch.Tensor, padded_d: int) -> TensorDescriptor:
+def boxes(pages_PBJD: torch.Tensor, padded_d: int) -> TensorDescriptor:
     """A TMA descriptor: boxes of a page, a head and 128 bytes, or of 64 8-bit keys and a head."""
     if pages_PBJD.element_size() == 1:
         pages_PBJD = pages_PBJD.view(torch.int8)
@@ -191,6 +194,7 @@ def _prefill_attention(
     NUM_SPLITS: gl.constexpr,
     IS_INT: gl.constexpr,
     UNIFORM: gl.constexpr,
+    BY_SEGMENT: gl.constexpr,
 ):
     KV_8BIT: gl.constexpr = k_scales_ptr is not None
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -262,6 +266,7 @@ def _prefill_attention(
         KV_8BIT=KV_8BIT,
         IS_INT=IS_INT,
         UNIFORM=UNIFORM,
+        BY_SEGMENT=BY_SEGMENT,
     )
     shared = SharedMemory(tiles=tiles, q=q, k=k, v=v, codes=codes, vectors=vectors)
     if KV_8BIT:

@@ -35,7 +35,9 @@ def zero_tail(v, count, length, B: gl.constexpr):
     KEYS: gl.constexpr = v.mem.shape[1]
     chunks: gl.constexpr = v.mem.shape[2] // COLUMNS
     lanes: gl.constexpr = COLUMNS // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 // lanes, lanes], [gl.num_warps(), 1], [1, 0]
+    )
     memory: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     boxes = reshaped(v.mem, [v.num_stages * chunks * (KEYS // B), B, COLUMNS], memory)
     for c in gl.static_range(chunks):
@@ -115,7 +117,7 @@ def _announce(tiles, count, request, tile):
 
 
 @gluon.jit
-def _load_step(desc, pipeline, count, pages, kv_head, KEYS: gl.constexpr, B: gl.constexpr):
+def load_step(desc, pipeline, count, pages, kv_head, KEYS: gl.constexpr, B: gl.constexpr):
     """TMA loads of one step's keys, or values, into the stages from number `count` on."""
     BOX_ROWS: gl.constexpr = desc.block_shape[1]
     WIDTH: gl.constexpr = desc.block_shape[3]
@@ -161,12 +163,12 @@ def _load_steps(attention, shared, count, first, last, tile, steps, table):
         if attention.KV_8BIT:
             stages_of_step: gl.constexpr = KEYS // shared.codes.mem.shape[1]
             stage = (count + i) * (2 * stages_of_step)
-            _load_step(attention.k_desc, shared.codes, stage, pages, tile.kv_head, KEYS, B)
+            load_step(attention.k_desc, shared.codes, stage, pages, tile.kv_head, KEYS, B)
             stage += stages_of_step
-            _load_step(attention.v_desc, shared.codes, stage, pages, tile.kv_head, KEYS, B)
+            load_step(attention.v_desc, shared.codes, stage, pages, tile.kv_head, KEYS, B)
         else:
-            _load_step(attention.k_desc, shared.k, count + i, pages, tile.kv_head, KEYS, B)
-            _load_step(attention.v_desc, shared.v, count + i, pages, tile.kv_head, KEYS, B)
+            load_step(attention.k_desc, shared.k, count + i, pages, tile.kv_head, KEYS, B)
+            load_step(attention.v_desc, shared.v, count + i, pages, tile.kv_head, KEYS, B)
 
 
 @gluon.jit

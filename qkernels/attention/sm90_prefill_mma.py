@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from qkernels.attention.fixed_order.sm90_fold import fold_factors, fold_values
 from qkernels.attention.sm90_prefill_dequant import (
     INVERSE_VALUE_SCALES,
     KEY_SCALES,
@@ -95,7 +96,10 @@ def _softmax(attention, shared, scale, score, last_key, largest, total, n, MASKE
     base = new_largest
     if MASKED:  # a row that has seen no key yet: -inf - -inf would be NaN
         base = gl.where(new_largest == float("-inf"), 0.0, new_largest)
-    weight = gl.exp2(score * scale - base[:, None])
+    if attention.BY_SEGMENT:
+        weight = gl.exp2(gl.fma(score, scale, -base[:, None]))
+    else:
+        weight = gl.exp2(score * scale - base[:, None])
     rescale = gl.exp2(largest - base)
     counted = weight
     if HAS_VECTORS:
@@ -179,6 +183,74 @@ def _steps(attention, shared, tile, first, last, values, softmax, MASKED: gl.con
     return values, softmax
 
 
+@aggregate
+class Sums:
+    """Sums of a consumer's rows over the steps folded in so far."""
+
+    largest: gl.tensor  # score [CONSUMER_ROWS]
+    total: gl.tensor  # sum of weights [CONSUMER_ROWS]
+    values: gl.tensor  # weighted sum of values [CONSUMER_ROWS, PADDED_D]
+
+
+@gluon.jit
+def _segment_values(attention, shared, tile, now, softmax):
+    """Weighted sum of the values of step number `now` alone, from zero."""
+    PADDED_D: gl.constexpr = attention.PADDED_D
+    value_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PADDED_D, 16])
+    weight_layout: gl.constexpr = gl.DotOperandLayout(0, value_layout, 2)
+    v = shared.v.mem.index(shared.v.consumer_at(now).stage)
+    rounded = _operand_a(softmax.weight, tile.q.dtype, weight_layout)
+    values = gl.zeros([CONSUMER_ROWS, PADDED_D], gl.float32, value_layout)
+    shared.v.consumer_wait(shared.v.consumer_at(now))
+    values = warpgroup_mma(rounded, v, values, use_acc=False, is_async=True)
+    values, rounded = warpgroup_mma_wait(0, [values, rounded])
+    shared.v.consumer_release(shared.v.consumer_at(now))
+    return values
+
+
+@gluon.jit
+def _fold(sums, softmax, values):
+    """Add a step's own softmax and values to `sums`."""
+    value_layout: gl.constexpr = values.type.layout
+    largest, keep, add = fold_factors(sums.largest, softmax.largest)
+    total = gl.fma(sums.total, keep, softmax.total * add)
+    keep = gl.convert_layout(keep, gl.SliceLayout(1, value_layout))
+    add = gl.convert_layout(add, gl.SliceLayout(1, value_layout))
+    values = fold_values(sums.values, keep, values, add)
+    return Sums(largest=largest, total=total, values=values)
+
+
+@gluon.jit
+def _steps_by_segment(attention, shared, tile, first, last, sums, softmax, MASKED: gl.constexpr):
+    """Steps first..last of a tile. `softmax` is that of one step alone, which is folded in next.
+
+    A step's values are summed before the scores of the next, or their sums would not fit into
+    registers; meanwhile the other consumer computes its softmax.
+    """
+    KEYS: gl.constexpr = attention.KEYS
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
+    for i in range(first, last):
+        now = tile.first + i
+        values = _segment_values(attention, shared, tile, now - 1, softmax)
+        k = shared.k.mem.index(shared.k.consumer_at(now).stage).permute([1, 0])
+        score = gl.zeros([CONSUMER_ROWS, KEYS], gl.float32, score_layout)
+        shared.k.consumer_wait(shared.k.consumer_at(now))
+        score = warpgroup_mma(tile.q, k, score, use_acc=False, is_async=True)
+        sums = _fold(sums, softmax, values)
+        score = warpgroup_mma_wait(0, [score])
+        last_key = tile.position - (tile.last_step - i) * KEYS
+        nothing = gl.full([CONSUMER_ROWS], float("-inf"), gl.float32, row_layout)
+        zero = gl.zeros([CONSUMER_ROWS], gl.float32, row_layout)
+        softmax = _softmax(
+            attention, shared, tile.scale, score, last_key, nothing, zero, now, MASKED
+        )
+        if attention.KV_8BIT:
+            softmax = _packed(softmax)
+        shared.k.consumer_release(shared.k.consumer_at(now))
+    return sums, softmax
+
+
 @gluon.jit
 def attend(attention, shared, CONSUMER: gl.constexpr):
     """A consumer warpgroup: half of the rows of each tile."""
@@ -250,21 +322,38 @@ def attend(attention, shared, CONSUMER: gl.constexpr):
             shared.v.consumer_wait(shared.v.consumer_at(n))
             zero_tail(shared.v, n, length, B)
         tile = ConsumerTile(q=q, first=n, last_step=steps.last - 1, position=position, scale=scale)
-        values, softmax = _steps(attention, shared, tile, 1, masked, values, softmax, True)
-        values, softmax = _steps(attention, shared, tile, masked, whole, values, softmax, False)
-        if attention.WINDOWED:
-            values, softmax = _steps(
-                attention, shared, tile, whole, num_steps, values, softmax, True
-            )
         n += num_steps
-        rounded = _operand_a(softmax.weight, q.dtype, weight_layout)
-        rescale = gl.convert_layout(softmax.rescale, gl.SliceLayout(1, value_layout))
-        values = values * rescale[:, None]
-        shared.v.consumer_wait(shared.v.consumer_at(n - 1))
-        v = shared.v.mem.index(shared.v.consumer_at(n - 1).stage)
-        values = warpgroup_mma(rounded, v, values, is_async=True)
-        values = warpgroup_mma_wait(0, [values])
-        shared.v.consumer_release(shared.v.consumer_at(n - 1))
+        if attention.BY_SEGMENT:
+            sums = Sums(largest=largest, total=total, values=values)
+            sums, softmax = _steps_by_segment(
+                attention, shared, tile, 1, masked, sums, softmax, True
+            )
+            sums, softmax = _steps_by_segment(
+                attention, shared, tile, masked, whole, sums, softmax, False
+            )
+            if attention.WINDOWED:
+                sums, softmax = _steps_by_segment(
+                    attention, shared, tile, whole, num_steps, sums, softmax, True
+                )
+            values = _segment_values(attention, shared, tile, n - 1, softmax)
+            sums = _fold(sums, softmax, values)
+            largest, total, values = sums.largest, sums.total, sums.values
+        else:
+            values, softmax = _steps(attention, shared, tile, 1, masked, values, softmax, True)
+            values, softmax = _steps(attention, shared, tile, masked, whole, values, softmax, False)
+            if attention.WINDOWED:
+                values, softmax = _steps(
+                    attention, shared, tile, whole, num_steps, values, softmax, True
+                )
+            rounded = _operand_a(softmax.weight, q.dtype, weight_layout)
+            rescale = gl.convert_layout(softmax.rescale, gl.SliceLayout(1, value_layout))
+            values = values * rescale[:, None]
+            shared.v.consumer_wait(shared.v.consumer_at(n - 1))
+            v = shared.v.mem.index(shared.v.consumer_at(n - 1).stage)
+            values = warpgroup_mma(rounded, v, values, is_async=True)
+            values = warpgroup_mma_wait(0, [values])
+            shared.v.consumer_release(shared.v.consumer_at(n - 1))
+            largest, total = softmax.largest, softmax.total
 
         # read again, not kept: the steps take all registers there are
         start = tile_word(tiles, num_tiles, START)
@@ -273,8 +362,8 @@ def attend(attention, shared, CONSUMER: gl.constexpr):
         kv_head = tile_word(tiles, num_tiles, KV_HEAD)
         split = tile_word(tiles, num_tiles, SPLIT)
         tiles.consumer_release(tiles.consumer_at(num_tiles))
-        largest = gl.convert_layout(softmax.largest, gl.SliceLayout(1, value_layout))
-        total = gl.convert_layout(softmax.total, gl.SliceLayout(1, value_layout))
+        largest = gl.convert_layout(largest, gl.SliceLayout(1, value_layout))
+        total = gl.convert_layout(total, gl.SliceLayout(1, value_layout))
         if attention.UNIFORM:
             values *= gl.load(attention.v_scales_ptr + kv_head * attention.stride_vsj)
         if NUM_SPLITS == 1:

@@ -83,6 +83,7 @@ class Attention:
     KV_8BIT: gl.constexpr
     IS_INT: gl.constexpr  # 8-bit KV: int8, not float8
     UNIFORM: gl.constexpr  # 8-bit KV: one scale for all keys of a head, and one for all values
+    BY_SEGMENT: gl.constexpr  # a step's values are summed from zero, then added to those before
 
 
 @aggregate

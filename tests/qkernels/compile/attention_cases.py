@@ -23,6 +23,7 @@ def attention(
     static: bool = False,
     alibi: bool = False,
     chunk_size: int | None = None,
+    kernel: str | None = None,
 ) -> None:
     R, J = len(counts), 8
     P = R * context // page
@@ -47,6 +48,7 @@ def attention(
         limbs=limbs,
         slopes_H=torch.ones(J * group) if alibi else None,
         chunk_size=chunk_size,
+        kernel=kernel,
         **scales,
     )
 

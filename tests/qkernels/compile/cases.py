@@ -459,6 +459,24 @@ EXPERTS = {
     "latent attention, 20 heads in float16": Case(
         run=lambda: latent_attention([1, 40], 20, dtype=FP16), product="mma"
     ),
+    "fixed order, decode": Case(
+        run=lambda: attention([1], kernel="fixed_order"), quick=SM90, product="mma"
+    ),
+    "fixed order, decode of many": Case(
+        run=lambda: attention([1] * 64, D=80, group=7, window=1000, kernel="fixed_order"),
+        product="mma",
+    ),
+    "fixed order, verify": Case(
+        run=lambda: attention([4] * 2, 1024, D=64, soft_cap=30.0, kernel="fixed_order"),
+        product="mma",
+    ),
+    "fixed order, chunk": Case(
+        run=lambda: attention([2048], kernel="fixed_order"), quick=SM90, product="wgmma"
+    ),
+    "fixed order, chunk in a window": Case(
+        run=lambda: attention([2048], window=1000, soft_cap=30.0, kernel="fixed_order"),
+        product="wgmma",
+    ),
     "decode, head 512": Case(run=lambda: attention([1] * 16, 4096, D=512, group=8), product="mma"),
     "chunk, head 512": Case(
         run=lambda: attention([2048], 4096, D=512, group=8), quick=SM90, product="mma"

@@ -180,3 +180,44 @@ def test_attention(pages, D, heads, window, soft_cap):
     for (request, row, _), got in zip(decodes, attend(decodes), strict=True):
         if request == 0:
             assert torch.equal(got, want[row : row + 1]), row
+
+
+@pytest.mark.parametrize("soft_cap", [None, 20.0], ids=["", "soft cap"])
+@pytest.mark.parametrize("window", [None, 300], ids=["", "window"])
+@pytest.mark.parametrize("D", [64, 80, 128])
+@pytest.mark.parametrize("group", [1, 4, 7, 16])
+def test_any_number_of_programs_shares_the_segments(group, D, window, soft_cap):
+    """One program or several a row, and the kernel for prompts: the same bits, near float64's."""
+    from qkernels.attention import reference, sm90_prefill
+    from qkernels.attention.fixed_order import sm90_segments
+
+    J, lengths, count = 2, [1, 2, 127, 128, 129, 700, 1000], 3
+    counts = [min(count, length) for length in lengths]
+    cache = filled_cache(None, 7 * 63 + 1, J, D)
+    cache.k_pages[-1], cache.v_pages[-1] = float("nan"), float("nan")
+    generator = torch.Generator("cuda").manual_seed(group)
+    tables = torch.full((7, 80), 7 * 63, device="cuda", dtype=torch.int32)  # a page of NaN
+    order = torch.randperm(7 * 63, device="cuda", generator=generator).int().view(7, 63)
+    for row, length in zip(range(7), lengths, strict=True):
+        tables[row, : -(-length // 16)] = order[row, : -(-length // 16)]
+        cache.v_pages[order[row, (length - 1) // 16], (length - 1) % 16 + 1 :] = float("nan")
+    q = torch.randn(sum(counts), group * J, D, device="cuda", generator=generator).bfloat16()
+    step = AttentionStep(
+        block_tables_RX=tables,
+        query_starts_R1=torch.tensor([0, *counts], device="cuda").cumsum(0).int(),
+        context_lengths_R=torch.tensor(lengths, device="cuda", dtype=torch.int32),
+        max_query_len=count,
+        max_context_len=1280,
+    )
+    settings = {"scale": D**-0.5, "window": window, "soft_cap": soft_cap}
+    want = sm90_prefill.paged_attention(q, cache, step, **settings, split=1, by_segment=True)
+    for splits in (1, 2, 3, 10):
+        got = sm90_segments.paged_attention(q, cache, step, **settings, splits=splits)
+        assert torch.equal(got, want), splits
+    cache.v_pages.nan_to_num_(0.0)
+    exact = reference.paged_attention(q.float(), _as_float(cache), step, **settings)
+    torch.testing.assert_close(want.float(), exact, rtol=2e-2, atol=2e-2)
+
+
+def _as_float(cache: PagedKv) -> PagedKv:
+    return PagedKv(k_pages=cache.k_pages.nan_to_num(0.0).float(), v_pages=cache.v_pages.float())

@@ -81,5 +81,5 @@ def test_rows_are_told_apart_by_what_a_step_holds():
 
 def test_models_whose_launches_take_longer_have_longer_graphs():
     keys = graph_keys(64, 4096, chunk_sizes=LONG_CHUNK_SIZES)
-    assert found(keys, [2048, *[1] * 63]) == (2112, 64) and found(keys, [2113]) is None
+    assert found(keys, [2048, *[1] * 63]) == (2112, 64) and found(keys, [2625]) is None
     assert found(graph_keys(64, 4096), [1089]) is None

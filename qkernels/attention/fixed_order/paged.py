@@ -1,9 +1,10 @@
 """Attention whose sums have one order: a row's bits depend on its own request and position alone.
 
-On sm_90 the kernel for prompt chunks takes decode rows, too, and never splits a context: a row
-walks its keys in steps at multiples of 128, from its own down to the first, whatever rows are in
-its tile. Elsewhere on a GPU the portable kernel runs with one config. On a CPU each row is computed
-alone.
+On sm_90 a row's keys are divided into segments at multiples of 128. Each has sums of its own. They
+are folded from the row's own segment down to the first, whether one program computes all segments
+or one each (sm90_segments.py). Longer heads and 8-bit pages run in the kernel for prompt chunks
+alone: one chain of sums, never split. Elsewhere on a GPU the portable kernel runs with one config.
+On a CPU each row is computed alone.
 """
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from qkernels.attention import reference
 from qkernels.attention.cache import AttentionStep, PagedKv
 from qkernels.attention.config import fixed_order_config
+from qkernels.attention.fixed_order.config import SEGMENT_MAX_HEAD_DIM, SEGMENT_MAX_TOKENS
 from qkernels.gpu import device as gpu_device
 from qkernels.operands.limbs import LimbForm, Limbs
 
@@ -31,15 +33,21 @@ def paged_attention(
 ) -> torch.Tensor | Limbs:
     """Implement ops.paged_attention."""
     biases = {"sinks_H": sinks_H, "slopes_H": slopes_H, "chunk_size": chunk_size}
-    if q_THD.device.type == "cpu":
+    if gpu_device.arch(q_THD.device) == "cpu":
         return reference.paged_attention_by_rows(
             q_THD, cache, step, scale=scale, window=window, soft_cap=soft_cap, **biases
         )
     if gpu_device.lacks_arch(q_THD.device, "sm_90") is None:
+        settings = {"scale": scale, "window": window, "soft_cap": soft_cap}
+        by_segment = not cache.is_8bit and q_THD.shape[2] <= SEGMENT_MAX_HEAD_DIM
+        if by_segment and step.max_query_len <= SEGMENT_MAX_TOKENS:
+            from qkernels.attention.fixed_order import sm90_segments
+
+            return sm90_segments.paged_attention(q_THD, cache, step, **settings)
         from qkernels.attention import sm90_prefill
 
         return sm90_prefill.paged_attention(
-            q_THD, cache, step, scale=scale, window=window, soft_cap=soft_cap, split=1
+            q_THD, cache, step, **settings, split=1, by_segment=by_segment
         )
     from qkernels.attention import triton_paged
 
