@@ -44,6 +44,7 @@ FIXED_ORDER = "fixed_order"
 FIXED_ORDER_OPERATIONS = (
     *(f"w{bits}a16" for bits in (2, 3, 4, 6, 8)),
     "w8a8",
+    "experts",
     "attention",
     "float",
 )

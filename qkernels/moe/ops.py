@@ -48,8 +48,12 @@ def route_tokens(
     routing: Routing,
     bias_E: torch.Tensor | None = None,
     correction_E: torch.Tensor | None = None,
+    fixed_order: bool = False,
 ) -> Routes:
-    """`route` of the router's logits x W^T + bias, which are computed in the weight's dtype."""
+    """`route` of the router's logits x W^T + bias, which are computed in the weight's dtype.
+
+    With `fixed_order` a token's bits do not depend on the other tokens.
+    """
     check_float("route_tokens x", x_MC)
     E, C = routing.num_experts, expect_ndim("route_tokens x", x_MC, 2)[1]
     check_tensor("route_tokens weight", weight_EC, (E, C), FLOAT_DTYPES, x_MC)
@@ -58,7 +62,7 @@ def route_tokens(
     if correction_E is not None:
         check_tensor("route_tokens correction", correction_E, (E,), (torch.float32,), x_MC)
     run = dispatch.implementation(ROUTE_TOKENS, device=x_MC.device.type, dtype=x_MC.dtype)
-    return run(x_MC.contiguous(), weight_EC, routing, bias_E, correction_E)
+    return run(x_MC.contiguous(), weight_EC, routing, bias_E, correction_E, fixed_order)
 
 
 def prepare_experts(

@@ -6,6 +6,7 @@ Legend: M tokens, E experts, k experts of a token, C hidden size, I inner size.
 import torch
 import torch.nn.functional as F
 
+from qkernels.choice import FIXED_ORDER, parse_choice
 from qkernels.linear.ops import linear, prepare_weight
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.moe.config import ExpertsPlan
@@ -60,8 +61,15 @@ def route_tokens(
     routing: Routing,
     bias_E: torch.Tensor | None = None,
     correction_E: torch.Tensor | None = None,
+    fixed_order: bool = False,
 ) -> Routes:
     """Reference of ops.route_tokens."""
+    if fixed_order and x_MC.shape[0] > 1:
+        # Scores row by row, too: on a CPU a sigmoid's bits depend on its place in a vector.
+        rows = [
+            route_tokens(x, weight_EC, routing, bias_E, correction_E, True) for x in x_MC.split(1)
+        ]
+        return Routes(*(torch.cat(of_rows) for of_rows in zip(*rows, strict=True)))
     logits_ME = F.linear(x_MC.to(weight_EC.dtype), weight_EC, bias_E)
     return route(logits_ME, routing, correction_E)
 
@@ -139,6 +147,10 @@ def experts(
     shared_MC: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Reference of ops.experts, expert by expert. It waits for the device: not for CUDA graphs."""
+    if parse_choice(prepared.problem.requested).only == FIXED_ORDER and x_MC.shape[0] > 1:
+        rows = zip(x_MC.split(1), routes.ids_Mk.split(1), routes.shares_Mk.split(1), strict=True)
+        out_MC = torch.cat([experts(x, Routes(*of_row), prepared) for x, *of_row in rows])
+        return out_MC if shared_MC is None else out_MC + shared_MC
     ids_Mk, shares_Mk = routes
     total_MC = torch.zeros(x_MC.shape, dtype=torch.float32, device=x_MC.device)
     for expert in ids_Mk.unique().tolist():

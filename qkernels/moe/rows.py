@@ -2,11 +2,11 @@
 
 import torch
 
-from qkernels.choice import parse_choice
+from qkernels.choice import FIXED_ORDER, parse_choice
 from qkernels.dispatch import Kernel, Operation, reference, triton_or_reference
 from qkernels.gpu import device as gpu_device
 from qkernels.moe.config import fits
-from qkernels.moe.variants import NAMES, VARIANTS, Layer
+from qkernels.moe.variants import NAMES, ON_REQUEST, VARIANTS, Layer
 from qkernels.problem import (
     HALF_DTYPES,
     Problem,
@@ -78,8 +78,15 @@ def explain_variants(problem: Problem) -> list[tuple[str, str]]:
     choice = parse_choice(problem.requested)
     return [
         (each.name, choice.explained(each.name, each.refuses(layer), each.tokens))
-        for each in VARIANTS
+        for each in (*VARIANTS, ON_REQUEST)
     ]
+
+
+def fixed_order_on_cpu(problem: Problem) -> str | None:
+    """The reference computes each token alone where the order is requested."""
+    if problem.requested != FIXED_ORDER:
+        return "runs where it is requested by name"
+    return None if problem.device == "cpu" else "for a CPU: on a GPU it is a variant of triton"
 
 
 ROUTE = triton_or_reference("moe", "route", "triton_route", needs_triton_on_gpu)
@@ -95,5 +102,11 @@ EXPERTS = Operation(
         explain_variants=explain_variants,
     ),
     reference("moe"),
+    Kernel(
+        name=FIXED_ORDER,
+        module="moe.reference",
+        priority=5,
+        supports=fixed_order_on_cpu,
+    ),
 )
 OPERATIONS = (ROUTE, ROUTE_TOKENS, EXPERTS)

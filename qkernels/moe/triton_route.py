@@ -12,8 +12,10 @@ import triton.language as tl
 from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
-from qkernels.gpu.workspace import workspace
+from qkernels.gpu.workspace import WORKSPACE_COUNTERS, workspace
+from qkernels.linear.fixed_order import fixed_order_linear
 from qkernels.moe.routing import Routes, Routing
+from qkernels.problem import HALF_DTYPES
 
 # Beyond, cuBLAS multiplies; every token's blocks read the whole weight here, from the L2.
 ROUTER_MOST_TOKENS = 32
@@ -55,11 +57,21 @@ def route_tokens(
     routing: Routing,
     bias_E: torch.Tensor | None = None,
     correction_E: torch.Tensor | None = None,
+    fixed_order: bool = False,
 ) -> Routes:
     """Implement ops.route_tokens. The last block of a token to end chooses its experts."""
     (M, C), E, k = x_MC.shape, routing.num_experts, routing.top_k
     device = x_MC.device
-    if M == 0 or M > ROUTER_MOST_TOKENS:
+    if fixed_order and weight_EC.dtype in HALF_DTYPES:
+        logits_ME = fixed_order_linear(x_MC.to(weight_EC.dtype), weight_EC, bias_E)
+        return route(logits_ME, routing, correction_E)
+    if fixed_order and M > WORKSPACE_COUNTERS:
+        parts = [
+            route_tokens(x, weight_EC, routing, bias_E, correction_E, fixed_order)
+            for x in x_MC.split(WORKSPACE_COUNTERS)
+        ]
+        return Routes(*(torch.cat(of_parts) for of_parts in zip(*parts, strict=True)))
+    if M == 0 or (M > ROUTER_MOST_TOKENS and not fixed_order):
         logits_ME = torch.nn.functional.linear(x_MC.to(weight_EC.dtype), weight_EC, bias_E)
         return route(logits_ME, routing, correction_E)
     logits_ME = torch.empty((M, E), dtype=weight_EC.dtype, device=device)

@@ -5,11 +5,11 @@ Plain Python, no tensors.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from formats.scheme import QuantSpec
-from qkernels.choice import KernelChoice
+from qkernels.choice import FIXED_ORDER, KernelChoice
 from qkernels.gpu import device as gpu_device
 from qkernels.moe.config import FEW_TOKENS, ExpertsPlan, few_plan, sorted_plan
 from qkernels.moe.experts import ExpertsProblem
@@ -84,6 +84,12 @@ def _sorted(layer: Layer, M: int) -> ExpertsPlan:
     )
 
 
+def _fixed_order(layer: Layer, M: int) -> ExpertsPlan:
+    """K not divided, and the experts' outputs added by a kernel of its own, for every M."""
+    plan = _few(layer, M) or _sorted(layer, M)
+    return replace(plan, down=replace(plan.down, split=1), output="sum")
+
+
 SM90_FEW_TOKENS = Variant(
     name="sm90_few_tokens",
     tokens="few tokens of an expert",
@@ -96,7 +102,14 @@ VARIANTS: tuple[Variant, ...] = (
     Variant(name="few", tokens=f"up to {FEW_TOKENS} tokens", refuses=lambda layer: None, plan=_few),
     Variant(name="sorted", tokens="what no other takes", refuses=lambda layer: None, plan=_sorted),
 )
-NAMES = tuple(variant.name for variant in VARIANTS)
+# A token's bits do not depend on the other tokens (choice.py). Runs where it is requested.
+ON_REQUEST = Variant(
+    name=FIXED_ORDER,
+    tokens="any number of tokens, where it is requested by name",
+    refuses=lambda layer: None,
+    plan=_fixed_order,
+)
+NAMES = tuple(variant.name for variant in (*VARIANTS, ON_REQUEST))
 
 
 def layer_of(problem: ExpertsProblem) -> Layer:
@@ -117,7 +130,7 @@ def plan_experts(layer: Layer, M: int, choice: KernelChoice = ANY) -> ExpertsPla
     A requested variant is taken wherever it runs, a forbidden one nowhere, except for the last
     variant, which takes what no other does.
     """
-    asked = [variant for variant in VARIANTS if variant.name == choice.only]
+    asked = [each for each in (*VARIANTS, ON_REQUEST) if each.name == choice.only]
     for variant in asked + [each for each in VARIANTS if each.name not in choice.never]:
         if variant.refuses(layer) is None:
             plan = variant.plan(layer, M)

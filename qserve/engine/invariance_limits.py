@@ -39,8 +39,8 @@ class _Trait(NamedTuple):
 TRAITS = (
     _Trait(is_fallback, "transformers computes its layers"),
     _Trait(
-        lambda model: model.family.experts is not None,
-        "its experts are multiplied by kernels that depend on the number of tokens",
+        lambda model: bool(model.family.sinks),
+        "its attention sinks have no kernel with a fixed order of sums",
     ),
     _Trait(
         lambda model: model.has_states,

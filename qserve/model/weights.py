@@ -454,6 +454,7 @@ class LayerWeights:
             weight.float() if rule.float32 else weight,
             self._weights.tensor(f"{name}.bias", (E,)) if rule.bias else None,
             correction,
+            fixed_order=self.kernels.get("experts") == FIXED_ORDER,
         )
 
     def shared_gate(self) -> FloatLinear | None:

@@ -6,6 +6,8 @@ from calibrate.pipeline import quantize_checkpoint
 from formats.scheme import Scheme
 from qserve.commands.check_invariance import InvarianceConfig, compare
 from qserve.config import EngineConfig
+from tests.conftest import make_tiny
+from tests.tiny_families import TINY_FAMILIES
 
 pytestmark = pytest.mark.hopper
 
@@ -15,11 +17,35 @@ CONFIG = InvarianceConfig(num_requests=64, max_input_len=700, output_len=12)
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("scheme", ["w4a16-sym", "w8a8", None])
 def test_requests_have_the_same_bits_in_any_company(docs_5m, tmp_path, scheme, kv_cache_dtype):
-    folder = docs_5m
-    if scheme is not None:
-        folder = tmp_path / "model"
-        scheme = Scheme.parse(scheme)
-        quantize_checkpoint(docs_5m, folder, scheme=scheme, recipe="rtn", progress=False)
+    assert differing(quantized(docs_5m, tmp_path, scheme), kv_cache_dtype) == []
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-sym", "w8a8", None])
+def test_experts_have_the_same_bits_in_any_company(tmp_path, scheme):
+    config_class, extra = TINY_FAMILIES["qwen2_moe"]
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 256,
+        "shared_expert_intermediate_size": 256,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "head_dim": 64,
+        "max_position_embeddings": 1024,
+    }
+    folder = make_tiny(tmp_path / "float", config_class, {**extra, **sizes})
+    assert differing(quantized(folder, tmp_path, scheme)) == []
+
+
+def quantized(folder, tmp_path, scheme):
+    if scheme is None:
+        return folder
+    to = tmp_path / "model"
+    quantize_checkpoint(folder, to, scheme=Scheme.parse(scheme), recipe="rtn", progress=False)
+    return to
+
+
+def differing(folder, kv_cache_dtype="auto"):
     engine = EngineConfig(
         model=str(folder),
         dtype="bfloat16",
@@ -29,4 +55,4 @@ def test_requests_have_the_same_bits_in_any_company(docs_5m, tmp_path, scheme, k
         gpu_memory_utilization=0.1,
         max_num_seqs=64,
     )
-    assert [each for each in compare(engine, CONFIG) if each.bits_differ] == []
+    return [each for each in compare(engine, CONFIG) if each.bits_differ]

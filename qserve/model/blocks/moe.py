@@ -26,15 +26,18 @@ class Router(torch.nn.Module):
         weight_EC: torch.Tensor,
         bias_E: torch.Tensor | None = None,
         correction_E: torch.Tensor | None = None,  # float32
+        fixed_order: bool = False,  # a token's bits do not depend on the other tokens
     ) -> None:
         super().__init__()
-        self.routing = routing
+        self.routing, self.fixed_order = routing, fixed_order
         self.register_buffer("weight", weight_EC)
         self.register_buffer("bias", bias_E)
         self.register_buffer("correction", correction_E)
 
     def forward(self, x_TC: torch.Tensor) -> Routes:
-        return ops.route_tokens(x_TC, self.weight, self.routing, self.bias, self.correction)
+        return ops.route_tokens(
+            x_TC, self.weight, self.routing, self.bias, self.correction, self.fixed_order
+        )
 
 
 class SharedExpert(torch.nn.Module):
@@ -48,7 +51,13 @@ class SharedExpert(torch.nn.Module):
     def forward(self, x_TC: torch.Tensor) -> torch.Tensor:
         plan = self.mlp.plan(x_TC.shape[0])
         out_TC = reduced(self.mlp(ops.in_form(x_TC, plan.input), plan))
-        return out_TC if self.gate is None else torch.sigmoid(self.gate(x_TC)) * out_TC
+        if self.gate is None:
+            return out_TC
+        share_T1 = self.gate(x_TC)
+        if self.gate.fixed_order and share_T1.device.type == "cpu":
+            # On a CPU a sigmoid's bits depend on its place in a vector; whole rows are vectors.
+            share_T1 = share_T1.expand_as(out_TC).contiguous()
+        return torch.sigmoid(share_T1) * out_TC
 
 
 class MoeMlp(torch.nn.Module):

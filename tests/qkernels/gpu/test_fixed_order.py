@@ -8,6 +8,8 @@ from formats.scheme import Scheme
 from qkernels import ops
 from qkernels.attention.cache import AttentionStep, PagedKv
 from qkernels.linear.fixed_order import fixed_order_linear, float_config
+from qkernels.moe.routing import SILU, Routing
+from tests.qkernels.moe_case import make_experts
 
 pytestmark = pytest.mark.hopper
 exhaustive = pytest.mark.exhaustive
@@ -221,3 +223,42 @@ def test_any_number_of_programs_shares_the_segments(group, D, window, soft_cap):
 
 def _as_float(cache: PagedKv) -> PagedKv:
     return PagedKv(k_pages=cache.k_pages.nan_to_num(0.0).float(), v_pages=cache.v_pages.float())
+
+
+@pytest.mark.parametrize("sizes", [(512, 256, 16, 4), (2048, 768, 64, 8)], ids=str)
+@pytest.mark.parametrize(
+    "scheme", [None, "w4a16-sym", "w4a16-asym", "w8a16-sym", "w8a8", "w8a8-fp8", "w8a8-fp8-block"]
+)
+def test_experts(scheme, sizes):
+    hidden, inner, E, k = sizes
+    parsed = None if scheme is None else Scheme.parse(scheme)
+    weights = make_experts(parsed, hidden, inner, E, k, SILU, False, torch.bfloat16)
+    prepared = ops.prepare_experts(weights, torch.bfloat16, "cuda", kernel="fixed_order")
+    routing = Routing(num_experts=E, top_k=k)
+    router_EC = random_x(E, hidden)
+
+    def run(x):
+        routes = ops.route_tokens(x, router_EC, routing, fixed_order=True)
+        return ops.experts(x, routes, prepared)
+
+    assert_rows_are_alone(run, random_x(1100, hidden))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid", "softmax_of_chosen"])
+def test_routes(scores, dtype):
+    routing = Routing(num_experts=128, top_k=8, scores=scores, normalized=True)
+    router_EC = random_x(128, 2048).to(dtype)
+    x = random_x(5000, 2048)
+
+    def shares(x):
+        return ops.route_tokens(x, router_EC, routing, fixed_order=True).shares_Mk
+
+    assert_rows_are_alone(shares, x)
+    assert_rows_are_alone(
+        lambda x: ops.route_tokens(x, router_EC, routing, fixed_order=True).ids_Mk, x
+    )
+    exact = ops.route_tokens(x.float().cpu(), router_EC.float().cpu(), routing)
+    torch.testing.assert_close(
+        shares(x).sum(-1).cpu(), exact.shares_Mk.sum(-1), rtol=1e-2, atol=1e-2
+    )

@@ -15,7 +15,21 @@ DENSE = (
     *("phi", "gpt_neox", "gptj", "falcon", "starcoder2", "nemotron", "seed_oss"),
     *("bloom", "mpt", "gemma4"),
 )
-QUICK = ("gemma3", "opt")
+EXPERTS = (
+    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo", "granite_moe", "solar_open"),
+    *(
+        "hunyuan_moe",
+        "granite_moe_shared",
+        "ernie4_5_moe",
+        "glm4_moe",
+        "dots1",
+        "minimax_m2",
+        "afmoe",
+        "llama4",
+        "exaone_moe",
+    ),
+)
+QUICK = ("gemma3", "opt", "qwen2_moe")
 FEW = InvarianceConfig(num_requests=8, max_input_len=60, output_len=6)
 
 
@@ -42,10 +56,10 @@ def all_same(engine, config=FEW):
     "family",
     [
         family if family in QUICK else pytest.param(family, marks=pytest.mark.exhaustive)
-        for family in DENSE
+        for family in (*DENSE, *EXPERTS)
     ],
 )
-def test_every_dense_family(tiny_model, family):
+def test_every_family(tiny_model, family):
     assert all_same(settings(tiny_model(family)))
 
 
@@ -86,9 +100,9 @@ def test_the_default_kernels_differ(quantized_5m, capsys):
 @pytest.mark.parametrize(
     "family, reason",
     [
-        ("mixtral", "experts"),
-        ("qwen3_next", "experts"),
-        ("deepseek_v3", "experts"),
+        ("gpt_oss", "sinks"),
+        ("qwen3_next", "states"),
+        ("deepseek_v3", "latent"),
         ("qwen3_5", "states"),
     ],
 )
