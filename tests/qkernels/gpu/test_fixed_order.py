@@ -244,11 +244,11 @@ def test_experts(scheme, sizes):
     assert_rows_are_alone(run, random_x(1100, hidden))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("of_router", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid", "softmax_of_chosen"])
-def test_routes(scores, dtype):
+def test_routes(scores, of_router):
     routing = Routing(num_experts=128, top_k=8, scores=scores, normalized=True)
-    router_EC = random_x(128, 2048).to(dtype)
+    router_EC = random_x(128, 2048).to(of_router)
     x = random_x(5000, 2048)
 
     def shares(x):
