@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from formats.inspection.inspect import inspect_checkpoint
 from qserve.llm import LLM
 from qserve.params.sampling_params import SamplingParams
@@ -29,6 +31,7 @@ def test_mistake_is_one_line(docs_5m, tmp_path):
     assert last.startswith(f"custom_framework.py: {tmp_path}: already exists")
 
 
+@pytest.mark.exhaustive
 def test_custom_framework(docs_5m, tmp_path):
     target = tmp_path / "mine"
     run = run_example(docs_5m, target)

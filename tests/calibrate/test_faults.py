@@ -76,6 +76,7 @@ def test_activations_that_overflow_stop_the_run_with_the_linears_name(copy_5m, t
 GATE = "model.layers.2.mlp.gate_proj"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("recipe", "scheme"),
     [(name, "w4a16-sym") for name in ("rtn", "imatrix", "gptq", "gptaq", "awq", "rotate")]
@@ -295,6 +296,7 @@ def test_defaults_by_scheme():
         find_recipe("magic")
 
 
+@pytest.mark.exhaustive
 def test_report_has_what_a_repetition_needs(docs_5m, tmp_path):
     text = tmp_path / "text.jsonl"
     text.write_text(json.dumps({"text": "Ownership is a set of rules. " * 300}))

@@ -34,6 +34,7 @@ async def last_of(outputs):
     return [output async for output in outputs][-1]
 
 
+@pytest.mark.exhaustive
 def test_a_life(docs_5m, journal):
     """In one process: a start takes longer than all of these."""
 
@@ -142,6 +143,7 @@ def test_a_life(docs_5m, journal):
     asyncio.run(asyncio.wait_for(main(), GUARD))
 
 
+@pytest.mark.exhaustive
 def test_beams_are_those_of_the_offline_class(docs_5m):
     """Of the real engine in its process: texts, ids, scores; three at once and one refused."""
     settings = {"device": "cpu", "max_model_len": 64}

@@ -187,6 +187,7 @@ def test_options_are_frozen():
     assert found == FLAGS
 
 
+@pytest.mark.exhaustive
 def test_package_is_a_command():
     command = [sys.executable, "-m", "qserve"]
     done = subprocess.run([*command, "inspect", "nowhere"], capture_output=True, text=True)
@@ -222,6 +223,7 @@ def cpu_seconds(*arguments: str) -> tuple[float, str]:
     return min(times), run.stdout
 
 
+@pytest.mark.exhaustive
 def test_help_is_quick():
     """It takes a few times as long as a small standard module; torch alone would take 30 times."""
     help_time, text = cpu_seconds("-m", "qserve.cli", "--help")
@@ -410,6 +412,7 @@ def test_missing_folder(capsys, tmp_path):
     fails_with(capsys, ["inspect", str(tmp_path / "none")], "no such folder")
 
 
+@pytest.mark.exhaustive
 def test_text_that_the_terminal_cannot_show(quantized_5m, tmp_path):
     folder = tmp_path / "mod\u00e8le"
     folder.symlink_to(quantized_5m)
@@ -432,6 +435,7 @@ def test_scheme_that_does_not_fit_names_the_layer(capsys, docs_5m, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.exhaustive
 def test_auto_chooses_the_groups(docs_5m, tmp_path, capsys):
     arguments = ["quantize", str(docs_5m), "-o", str(tmp_path / "x"), "--group-size", "auto"]
     assert main([*arguments, "--recipe", "rtn"]) == 0
@@ -532,6 +536,7 @@ def test_bench_of_an_unknown_kernel_lists_the_known_ones(capsys):
     fails_with(capsys, ["bench", "kernels", "--op", "w3a16"], "--op", "w3a16", "paged_attention")
 
 
+@pytest.mark.exhaustive
 def test_convert_and_inspect_deep(capsys, docs_5m, tmp_path, quantized_5m):
     converted = tmp_path / "awq"
     assert main(["convert", str(quantized_5m), str(converted), "--format", "awq"]) == 0
@@ -556,6 +561,7 @@ def test_inspect_says_that_a_broken_folder_is_not_compared(capsys, docs_5m, tmp_
     assert f"Not compared with {docs_5m}" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_quantize_with_ignore_override_and_size(capsys, docs_5m, tmp_path):
     arguments = ["quantize", str(docs_5m), "-o", str(tmp_path / "x"), "--ignore", "layers.0.mlp"]
     arguments += ["--override", "*.o_proj=w8a16-sym", "--max-shard-size", "1MB", *DATA]
@@ -568,6 +574,7 @@ def test_quantize_with_ignore_override_and_size(capsys, docs_5m, tmp_path):
     fails_with(capsys, [*arguments, "--max-shard-size", "many"], "size 'many'", "500MB")
 
 
+@pytest.mark.exhaustive
 def test_quantize_with_a_recipe_file(capsys, docs_5m, tmp_path):
     """What a run writes makes the same folder again; a flag goes before the file."""
     arguments = ["quantize", str(docs_5m), "--recipe", "rtn", "--seed", "3"]

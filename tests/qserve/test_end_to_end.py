@@ -182,6 +182,7 @@ def test_api_key_guards_and_sigterm_ends(quantized_5m, start_server):
     assert server.stop() == 0
 
 
+@pytest.mark.exhaustive
 def test_start_that_fails_is_one_line(tmp_path):
     run = subprocess.run(
         [sys.executable, "-m", "qserve.cli", "serve", str(tmp_path)],

@@ -42,6 +42,7 @@ async def until(condition) -> None:
         await asyncio.sleep(0.01)
 
 
+@pytest.mark.exhaustive
 def test_error_in_the_thread_that_reads_ends_the_engine(monkeypatch):
     """Such as a message that does not fit into memory: every later request would wait for it."""
     monkeypatch.setenv("FAKE_ENGINE_BREAKS_READER", "yes")
@@ -58,6 +59,7 @@ def test_error_in_the_thread_that_reads_ends_the_engine(monkeypatch):
     asyncio.run(scenario())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("busy", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_stopped_process_is_noticed_and_killed(journal, busy):
     async def scenario():
@@ -76,6 +78,7 @@ def test_stopped_process_is_noticed_and_killed(journal, busy):
     asyncio.run(scenario())
 
 
+@pytest.mark.exhaustive
 def test_step_without_end_is_noticed_and_the_process_killed(journal):
     """The process still gives signs of life: its other threads run."""
 
@@ -89,6 +92,7 @@ def test_step_without_end_is_noticed_and_the_process_killed(journal):
     asyncio.run(scenario())
 
 
+@pytest.mark.exhaustive
 def test_idle_and_busy_engines_are_not_taken_for_dead(monkeypatch):
     monkeypatch.setattr("qserve.engine.ipc.client.WATCH_SECONDS", 0.01)
 

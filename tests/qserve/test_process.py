@@ -212,6 +212,7 @@ def test_requests_run_side_by_side_and_the_process_ends_with_close(journal):
     assert not any(line.startswith("abort") for line in journal())
 
 
+@pytest.mark.exhaustive
 def test_engine_process_leaves_a_core_to_the_server(monkeypatch, journal):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
@@ -223,6 +224,7 @@ def test_engine_process_leaves_a_core_to_the_server(monkeypatch, journal):
     assert f"cpu_threads {expected}" in journal()
 
 
+@pytest.mark.exhaustive
 def test_closing_the_generator_early_aborts_in_the_engine(journal):
     async def scenario():
         client = await start()
@@ -235,6 +237,7 @@ def test_closing_the_generator_early_aborts_in_the_engine(journal):
     asyncio.run(scenario())
 
 
+@pytest.mark.exhaustive
 def test_cancelled_task_aborts_in_the_engine(journal):
     async def scenario():
         client = await start()
@@ -247,6 +250,7 @@ def test_cancelled_task_aborts_in_the_engine(journal):
     asyncio.run(scenario())
 
 
+@pytest.mark.exhaustive
 def test_stop_strings_stay_with_the_client(monkeypatch):
     sent, original = [], messages.encode
     monkeypatch.setattr(messages, "encode", lambda m: sent.append(original(m)) or sent[-1])
@@ -273,6 +277,7 @@ def test_the_engine_is_told_whose_a_request_is(journal):
     assert "r is of somebody, request 7" in journal()
 
 
+@pytest.mark.exhaustive
 def test_slow_reader_gets_everything_in_merged_events():
     async def scenario():
         client = await start()
@@ -299,6 +304,7 @@ def test_refused_request_raises_and_leaves_the_others_alone():
     asyncio.run(scenario())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("token", "cause"),
     [
@@ -324,6 +330,7 @@ def test_dead_engine_ends_every_stream(token, cause, capfd):
         assert "Traceback" in capfd.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_watches_see_everything_as_it_arrives():
     """Also what nobody takes; and a dead engine holds nothing."""
     reports, seen = [], []
@@ -434,6 +441,7 @@ def raw_process() -> tuple[subprocess.Popen, socket.socket]:
     return process, ours
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("when", ["before start", "idle", "busy", "after garbage"])
 def test_process_ends_when_the_client_vanishes(when):
     process, connection = raw_process()
@@ -452,6 +460,7 @@ def test_process_ends_when_the_client_vanishes(when):
         assert process.wait(timeout=GUARD) == 0
 
 
+@pytest.mark.exhaustive
 def test_process_that_is_stuck_in_a_step_ends_when_the_client_vanishes(journal):
     process, connection = raw_process()
     with process, connection:

@@ -18,6 +18,7 @@ def journal(monkeypatch, tmp_path):
     return lambda: (tmp_path / "journal").read_text().splitlines()
 
 
+@pytest.mark.exhaustive
 def test_each_load_of_an_adapter_has_its_own_answer(journal, tmp_path):
     """Though two are read together and end in another order."""
 
@@ -44,6 +45,7 @@ def test_each_load_of_an_adapter_has_its_own_answer(journal, tmp_path):
     asyncio.run(scenario())
 
 
+@pytest.mark.exhaustive
 def test_load_that_is_not_waited_for_leaves_its_turn_to_the_next(journal, tmp_path):
     async def scenario():
         client = await start()
@@ -66,6 +68,7 @@ def test_load_that_is_not_waited_for_leaves_its_turn_to_the_next(journal, tmp_pa
     asyncio.run(scenario())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["raises", "refused"])
 def test_adapter_that_raises_ends_its_own_load_alone(journal, tmp_path, name):
     async def scenario():
@@ -80,6 +83,7 @@ def test_adapter_that_raises_ends_its_own_load_alone(journal, tmp_path, name):
     asyncio.run(scenario())
 
 
+@pytest.mark.exhaustive
 def test_request_that_cannot_be_added_ends_alone(journal):
     async def scenario():
         client = await start()
@@ -93,6 +97,7 @@ def test_request_that_cannot_be_added_ends_alone(journal):
     asyncio.run(scenario())
 
 
+@pytest.mark.exhaustive
 def test_profile_that_raises_is_answered(journal):
     async def scenario():
         client = await start()

@@ -51,6 +51,7 @@ def check(found, ids, reference_SV):
             assert told.decoded_token is None  # detokenize=False
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", MODES)
 def test_they_are_transformers(docs_5m, references, mode, monkeypatch):
     """Slices of two rows: a vocabulary that is larger than the memory for logits."""

@@ -53,6 +53,7 @@ def by_hand(llm, prompt, params):
     return output
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", PENALTIES)
 def test_penalties_are_what_their_definition_says(llm, name):
     params = greedy(**PENALTIES[name])

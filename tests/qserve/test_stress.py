@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 import uvicorn
 
 from qserve.config import EngineConfig, ServerConfig
@@ -44,6 +45,7 @@ async def visit(http: httpx.AsyncClient, rng: random.Random) -> str:
         return "left"
 
 
+@pytest.mark.exhaustive
 def test_no_page_outlives_its_client(docs_5m, tmp_path, monkeypatch):
     report, outcomes = tmp_path / "held.json", []
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))

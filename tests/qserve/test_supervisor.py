@@ -86,6 +86,7 @@ def test_engine_that_has_lived_long_has_all_its_restarts_again(monkeypatch):
     run(scenario, restarts=1)
 
 
+@pytest.mark.exhaustive
 def test_engine_that_cannot_start_again_is_given_up(monkeypatch):
     async def scenario(engine):
         monkeypatch.setenv("FAKE_ENGINE_UNUSABLE", "yes")
@@ -96,6 +97,7 @@ def test_engine_that_cannot_start_again_is_given_up(monkeypatch):
     run(scenario, restarts=2)
 
 
+@pytest.mark.exhaustive
 def test_system_that_starts_no_process_is_no_reason_to_hang(monkeypatch):
     async def scenario(engine):
         async def start(*arguments, **options):
@@ -108,6 +110,7 @@ def test_system_that_starts_no_process_is_no_reason_to_hang(monkeypatch):
     run(scenario, restarts=2)
 
 
+@pytest.mark.exhaustive
 def test_commands_reach_the_engine_and_a_restart_repeats_the_update(tmp_path):
     """A failed command ends nothing; a restarted engine has the last weights, or is none."""
     journal = tmp_path / "journal"

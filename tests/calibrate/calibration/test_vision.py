@@ -144,6 +144,7 @@ def test_statistics_are_of_the_inputs_with_images(case, family):
     assert torch.allclose(stats.moment_KK, want_KK, atol=1e-3 * float(want_KK.abs().max()))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", ["gptq", "gptaq", "awq", "autoround"])
 def test_quantize_with_images(case, tmp_path, recipe, monkeypatch):
     case, calls = case("qwen3_vl"), []

@@ -136,6 +136,7 @@ def test_second_run_at_the_same_time_is_refused_and_leaves_the_firsts_work(kille
     assert sorted(unfinished(killed).iterdir()) == layers
 
 
+@pytest.mark.exhaustive
 def test_resumed_run_writes_the_same_bytes(killed, docs_5m, tmp_path, monkeypatch):
     row, solved = RECIPES["rotate+awq+gptq"], []
 

@@ -127,6 +127,7 @@ OTHERS = (
 )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", OTHERS)
 def test_other_architectures(stream_logits, tiny_model, family):
     folder = tiny_model(family)
@@ -229,6 +230,7 @@ def test_hostile_model_computes_the_same(perplexity, docs_5m, hostile):
     assert after == pytest.approx(before, rel=1e-4)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("transform", "spec", "bits"),
     [
@@ -248,6 +250,7 @@ def test_transform_mends_a_hostile_model(perplexity, docs_5m, hostile, transform
     assert abs(mended - kept) <= 0.25
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("transform", [AWQ, SMOOTHQUANT], ids=lambda transform: transform.name)
 def test_statistics_keep_in_step_and_a_bfloat16_norm_costs_nothing(docs_5m, windows, transform):
     reader = CheckpointReader(docs_5m)

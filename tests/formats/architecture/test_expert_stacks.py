@@ -183,6 +183,7 @@ def modelopt_block(config):
     }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("numbers", ["experts", "one"])
 def test_stacks_of_nvfp4_by_modelopt_are_the_linears_of_the_experts(tiny_model, tmp_path, numbers):
     """With a factor for each expert, and with one for all."""

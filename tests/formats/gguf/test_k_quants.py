@@ -270,6 +270,7 @@ def test_file_of_floats_keeps_the_types_it_has(docs_5m, tmp_path):
     assert types["token_embd.weight"] == "Q6_K" and types["blk.0.ffn_up.weight"] == "BF16"
 
 
+@pytest.mark.exhaustive
 def test_gptaq_chooses_the_codes_of_a_mix(docs_5m, tmp_path, capsys):
     """Few linears have nearer outputs on held-out windows after plain rounding."""
     file, flags = tmp_path / "gptq.gguf", ["--samples", "8", "--sequence-length", "128"]

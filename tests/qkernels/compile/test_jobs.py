@@ -25,6 +25,7 @@ def run(folder, *names):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.exhaustive
 def test_workers_fill_the_cache_that_launches_read(tmp_path):
     found = run(tmp_path, *QUICK)
     assert found["jobs"] == found["kernels"] >= len(QUICK) and not found["refused"]

@@ -229,6 +229,7 @@ def test_the_int8_row_says_why_it_cannot(monkeypatch):
         ops.prepare_weight(packed, torch.float32, kernel="cpu_w8a8")
 
 
+@pytest.mark.exhaustive
 @exact_products
 def test_a_cpu_without_vnni_sums_wrongly_and_is_not_asked():
     """oneDNN, told to keep to AVX2, adds pairs of products in 16 bits."""

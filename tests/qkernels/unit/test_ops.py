@@ -38,6 +38,7 @@ def test_import_loads_no_triton_and_no_transformers():
     assert loaded_after("import qkernels; qkernels.QuantLinear; qkernels.explain") == []
 
 
+@pytest.mark.exhaustive
 def test_cpu_path_loads_no_triton():
     layer = "qkernels.QuantLinear.from_float(torch.nn.Linear(64, 32), 'w4a16-sym-g32')"
     assert loaded_after(f"import torch, qkernels; {layer}(torch.ones(1, 64))") == []

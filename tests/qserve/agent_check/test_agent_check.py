@@ -27,6 +27,7 @@ def url(start_server, docs_5m):
 FEW = ("named-tool", "use-a-result", "cancelled-streams")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("tasks", [FEW, pytest.param((), marks=pytest.mark.exhaustive)])
 def test_our_server_passes_with_forced_tools(url, capsys, tasks):
     """The bundled model's choices are noise; grammars make the calls."""
@@ -154,6 +155,7 @@ def test_faults_of_arguments_as_jsonschema_finds_them(tool):
         fault({"pattern": "a"}, "a")
 
 
+@pytest.mark.exhaustive
 def test_commands_that_cannot_start(capsys, tmp_path):
     fails_with(capsys, ["agent-check", "http://127.0.0.1:1"], "no server answers")
     fails_with(capsys, ["agent-check", "http://127.0.0.1:1", "--api", "x"], "--api", "chat")

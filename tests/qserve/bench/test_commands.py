@@ -90,6 +90,7 @@ def test_warm_starts_find_what_the_last_cold_one_compiled(tmp_path, monkeypatch,
     assert ready == ["1.00", "2.00", "4.00", "5.00"], "each told as it ends, but the uncounted one"
 
 
+@pytest.mark.exhaustive
 def test_startup(tmp_path, capsys):
     out = tmp_path / "startup.json"
     flags = ["--num-iters-cold", "1", "--num-iters-warmup", "0", "--num-iters-warm", "1"]

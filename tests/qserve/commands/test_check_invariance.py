@@ -63,6 +63,7 @@ def test_every_family(tiny_model, family):
     assert all_same(settings(tiny_model(family)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "scheme",
     [

@@ -137,6 +137,7 @@ def test_wrong_lines_need_no_engine(batch):
     assert batch("", engine=NO_ENGINE) == (0, {})
 
 
+@pytest.mark.exhaustive
 def test_a_killed_run_goes_on_where_it_was(batch, tmp_path, monkeypatch, capsys):
     lines = ["{", *(count(f"r{n}") for n in range(12))]
     write, written = BatchAnswers.write, []
@@ -167,6 +168,7 @@ def test_a_killed_run_goes_on_where_it_was(batch, tmp_path, monkeypatch, capsys)
     assert len(added) == 7
 
 
+@pytest.mark.exhaustive
 def test_other_input_does_not_go_on(batch, tmp_path, monkeypatch):
     def killed(self, answer):
         write(self, answer)
@@ -183,6 +185,7 @@ def test_other_input_does_not_go_on(batch, tmp_path, monkeypatch):
     assert partials(tmp_path) == [partial]
 
 
+@pytest.mark.exhaustive
 def test_an_engine_that_ends_loses_no_line(batch, tmp_path):
     lines = [count(f"r{n}") for n in range(8)]
     dies = line("dies", {"prompt": [PROCESS_DIES], "max_tokens": 3})

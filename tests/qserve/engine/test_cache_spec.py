@@ -112,6 +112,7 @@ def test_few_pages_and_the_host_tier(latent, folder, prompts, want, monkeypatch)
     assert tokens == want and num_cached > 20 and loaded
 
 
+@pytest.mark.exhaustive
 def test_a_page_of_a_folder(latent, folder, prompts, want, tmp_path):
     first = make_sharing(folder, tmp_path, start, 1, 1, "kv_producer")
     assert generate(first, prompts)[0] == want

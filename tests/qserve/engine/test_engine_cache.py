@@ -177,6 +177,7 @@ def test_logits_store_what_their_pages_held(make_engine):
     assert engine.scheduler.pool.host.num_loaded == 4
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("steps_in_flight", [0, 1])
 def test_time_runs_out_in_the_queue_and_while_running(make_engine, steps_in_flight):
     engine = make_engine(steps_in_flight, max_num_seqs=2)

@@ -53,6 +53,7 @@ def test_256_outputs_of_1500_tokens_do_not_hold_up_5_tokens(num_steps):
     assert steps_to_first_token(simulation, make_request("s", **SMALL)) == AT_ONCE
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("of", "num_pages"), [("places", 30_000), ("pages", 60 * -(-TOKENS // 16))]
 )

@@ -66,6 +66,7 @@ PLACES = {
 more = pytest.mark.exhaustive
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("late", [False, pytest.param(True, marks=more)])
 @pytest.mark.parametrize("in_flight", [pytest.param(0, marks=more), 1])
 @pytest.mark.parametrize("place", PLACES)

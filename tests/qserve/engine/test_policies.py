@@ -260,6 +260,7 @@ def test_what_has_aged_takes_the_place_of_a_higher_number(monkeypatch):
     simulation.run_out()
 
 
+@pytest.mark.exhaustive
 def test_numbers_that_nobody_else_has_do_not_crowd_out_the_lowest():
     """However many numbers wait, one request in 65 of those that are admitted is of them."""
     simulation = simulate("priority", max_num_seqs=1)

@@ -331,6 +331,7 @@ def test_keys_depend_on_all_tokens_before_and_on_the_root():
     assert len({key for root in roots for key in keys(tokens, **root)}) == 3 * len(roots)
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_random_traces_with_sharing(data):

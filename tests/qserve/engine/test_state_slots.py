@@ -38,6 +38,7 @@ class Slots:
             self.left[slot] = chunk.request.request_id, chunk.start + chunk.count
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_random_schedules_go_on_from_their_own_states(data):

@@ -89,6 +89,7 @@ def run(simulation, *requests):
     return [request.facts.num_cached for request in requests]
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_random_schedules_begin_from_their_own_tokens(data):

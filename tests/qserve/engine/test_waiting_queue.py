@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -151,6 +152,7 @@ def test_the_oldest_is_passed_over_so_often_and_no_more():
     assert queue.first_shorter(50, other_than=()).request_id == "late"
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_nobody_waits_longer_than_the_bound(data):
@@ -181,6 +183,7 @@ def test_nobody_waits_longer_than_the_bound(data):
             assert admitted - since <= (num_older + 1) * (most + 1)
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_shares_of_those_that_keep_waiting_differ_by_one_request(data):

@@ -119,6 +119,7 @@ def test_rows_of_a_decoder_hold_those_of_all_its_products(on_an_h200):
 ADAPTED = {(4096, 6144): (4096, 1024, 1024), (4096, 28672): (14336, 14336)}
 
 
+@pytest.mark.exhaustive
 def test_rows_of_a_step_with_adapters_launch_every_kernel_of_one(on_an_h200):
     """Linears with adapters, fused into the product or not, and linears without."""
     products = [(on_an_h200(N, K), consumer) for N, K, consumer in list(SHAPES.values())[:4]]

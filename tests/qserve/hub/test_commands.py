@@ -53,6 +53,7 @@ def expected(docs_5m):
     return text_of(LLM(docs_5m, device="cpu"))
 
 
+@pytest.mark.exhaustive
 def test_quantize_by_name(hub, docs_5m, tmp_path, capsys):
     local, by_name = tmp_path / "local", tmp_path / "by-name"
     scheme, tool = Scheme.parse("w4a16-sym"), f"qserve-kit:{qserve.__version__}"
@@ -92,12 +93,14 @@ def hub_folder(name: str) -> str:
     return str(Path(constants.HF_HUB_CACHE).parent / name)
 
 
+@pytest.mark.exhaustive
 def test_llm_by_name_and_without_the_hub(hub, expected, monkeypatch):
     assert text_of(LLM("org/docs", device="cpu")) == expected
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert text_of(LLM("org/docs", device="cpu")) == expected
 
 
+@pytest.mark.exhaustive
 def test_subfolder_tokenizer_adapter_and_drafter_by_name(hub, docs_5m, expected):
     llm = LLM(
         "org/bare",

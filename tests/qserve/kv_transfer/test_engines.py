@@ -400,6 +400,7 @@ def test_what_is_saved_is_bounded(make_engine, shelf, monkeypatch, caplog):
     assert len(shelf.pages) == 2 and "are not saved" in caplog.text
 
 
+@pytest.mark.exhaustive
 def test_rounds_of_chats_at_alternating_engines(make_engine, shelf):
     """Chats that grow, pages that run out on both devices, a small host tier."""
     plain = make_engine(enable_prefix_caching=False, kv_transfer_config=None)

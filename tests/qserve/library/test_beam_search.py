@@ -135,6 +135,7 @@ def check(model, ends, prompts, outputs, case):
     return num_ended
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE)]
 )

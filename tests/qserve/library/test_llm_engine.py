@@ -40,6 +40,7 @@ def test_engine_is_freed_with_its_last_reference(docs_5m):
         gc.enable()
 
 
+@pytest.mark.exhaustive
 def test_outputs_grow_and_the_last_is_what_llm_gives(engine, docs_5m):
     engine.add_request("a", "A process is", GREEDY)
     engine.add_request("b", {"prompt_token_ids": [5, 6, 7]}, GREEDY)

@@ -136,6 +136,7 @@ def llama(tiny_model, tmp_path_factory):
     ]
 
 
+@pytest.mark.exhaustive
 def test_mixed_batches_are_those_of_each_alone(llama):
     """Whatever shares the step, in chunks of prompts and with fewer slots than adapters."""
     model, loras = llama
@@ -176,6 +177,7 @@ def test_pages_are_shared_within_an_adapter_alone(llama):
     assert cached(loras[0]) == 16
 
 
+@pytest.mark.exhaustive
 def test_many_in_rotation_leave_nothing_behind(llama, tmp_path):
     """64 adapters through 3 slots, with room for 5 on the host: memory stays what it was."""
     model, _ = llama

@@ -82,6 +82,7 @@ def test_experts_under_other_names_with_a_head_that_only_config_json_ties(tiny_m
     assert "experts called" in verdicts(folder)["transformers"].reason
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("scheme", ["w4a16-sym-g32", "w8a8"])
 def test_mixtral_of_llmcompressor(written, tmp_path, scheme):
     """Its config names modules as transformers does: experts below `mlp`."""

@@ -137,6 +137,7 @@ def test_logits_of_quantized_weights_equal_transformers(written, transformers_mo
     assert relative(logits(folder), want) < 1e-5
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name, recipe",
     [

@@ -87,6 +87,7 @@ def test_every_scheme_has_the_bits_of_quantize(name, tiny_model, written):
     assert_same_bits(tiny_model("llama"), quantized, quantization=name)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("family", "name"),
     [(family, G32) for family in FAMILIES]
@@ -101,6 +102,7 @@ def test_every_family_has_the_bits_of_quantize(family, name, tiny_model, written
     assert_same_bits(tiny_model(family), written(name, None, family), quantization=name)
 
 
+@pytest.mark.exhaustive
 def test_patterns_are_those_of_quantize(tiny_model, written):
     other = "w8a16-sym-channel"
     quantized = written(
@@ -163,6 +165,7 @@ def deep_model(tmp_path_factory):
     return make
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("family", "names"), [("llama", (G32, "fp8")), ("qwen2_moe", ("w8a8",))])
 def test_peak_memory_is_one_layer_above_the_result(family, names, deep_model, monkeypatch):
     """Rounding works in blocks of rows; a small model has as few weights in a block."""

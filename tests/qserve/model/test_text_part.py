@@ -168,6 +168,7 @@ def test_the_result_of_quantizing_keeps_the_vision_part(made, tmp_path):
         assert of_weights(inspect_checkpoint(checkpoint)) == ()
 
 
+@pytest.mark.exhaustive
 def test_experts_in_one_tensor_are_quantized_each(made, tmp_path):
     """Names as llm-compressor writes them for Llama 4."""
     folder, want = made("llama 4")

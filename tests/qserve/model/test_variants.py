@@ -45,6 +45,7 @@ def test_logits_are_near_the_float_models(written, tiny_model, scheme, output_fo
     assert error < (0.35 if "static" in scheme or "fp8" in scheme else limit), error
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_same_codes_in_another_format_give_the_same_logits(written, family):
     first = logits(written("w4a16-sym-g32", "gptq", family))

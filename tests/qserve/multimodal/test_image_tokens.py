@@ -38,6 +38,7 @@ def requests_of(model):
     ]
 
 
+@pytest.mark.exhaustive
 def test_tokens_with_none_one_and_two_images(model):
     engine = model.engine()
     for request in requests_of(model):
@@ -127,6 +128,7 @@ def test_prompt_whose_last_uncomputed_token_is_of_an_image(model):
     assert found == model.expected(*request)
 
 
+@pytest.mark.exhaustive
 def test_pages_of_two_images_with_equal_tokens_are_not_shared(model, monkeypatch):
     engine = model.engine()
     mark = model.mark

@@ -100,6 +100,7 @@ def test_wrong_media_are_refused(llm, data, words):
     assert not llm.engine.has_work()
 
 
+@pytest.mark.exhaustive
 def test_async_generate_takes_images(model):
     cat, dog = picture(40, 30, 1), picture(20, 60, 2)
     prompts = [
@@ -122,6 +123,7 @@ def test_async_generate_takes_images(model):
     assert tokens(found) == [model.expected(*each) for each in want]
 
 
+@pytest.mark.exhaustive
 def test_async_generate_of_a_text_model_refuses_images(docs_5m):
     async def scenario():
         async with AsyncLLM(str(docs_5m), device="cpu") as llm:
@@ -186,6 +188,7 @@ def test_tower_with_missing_or_strange_tensors_is_refused(model, tmp_path):
             LLM(str(folder), device="cpu", dtype="float32")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("family", "method"),
     [

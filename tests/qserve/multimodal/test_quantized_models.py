@@ -206,6 +206,7 @@ def test_a_head_that_is_not_tied_any_more_is_stated_twice(vision, tmp_path):
     assert stated["tie_word_embeddings"] == stated["text_config"]["tie_word_embeddings"] == wanted
 
 
+@pytest.mark.exhaustive
 def test_quantized_experts_that_transformers_does_not_find(vision, quantized, tmp_path):
     """It looks for one float tensor of all experts, as the published files have."""
     found = inspect_checkpoint(quantized("qwen3_vl_moe")).loads_in

@@ -14,6 +14,8 @@ from tests.qserve.multimodal.test_served_images import image_url, text, url_of, 
 from tests.qserve.multimodal.video_files import animation, video_file
 from tests.tiny_vision import film, picture
 
+pytestmark = pytest.mark.exhaustive
+
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
 FRAMES, PICTURE = film(9, 64, 48, 1), picture(50, 40, 1)
 SPEED = {"fps": 4.0, "do_sample_frames": True}
@@ -135,6 +137,7 @@ def test_generate_and_chat_of_the_python_api(model):
         llm.chat(user({"type": "video_url", "video_url": {"url": "https://a.example/x.mp4"}}))
 
 
+@pytest.mark.exhaustive
 def test_async_generate(vision):
     model, mark = vision("qwen3_vl"), "<|vision_start|><|video_pad|><|vision_end|>"
 

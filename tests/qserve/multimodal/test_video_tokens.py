@@ -61,6 +61,7 @@ def test_tokens_of_a_batch_in_chunks_that_cut_videos(model, budget):
     assert found == [model.expected(*request) for request in requests_of()]
 
 
+@pytest.mark.exhaustive
 def test_second_turn_finds_the_pages_of_the_first(model):
     engine = model.engine()
     for text, images, videos in requests_of()[:3]:
@@ -87,6 +88,7 @@ def test_pages_of_another_speed_are_not_shared(model):
     assert [each.num_embeds for each in first] == [each.num_embeds for each in second]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
 def test_tokens_with_drafts(vision, family):
     model = vision(family)

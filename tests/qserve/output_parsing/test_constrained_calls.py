@@ -73,6 +73,7 @@ FORCED = [(None, False), (None, True), ("qwen3_coder", False), ("olmo3", True)]
 FORCED += [pytest.param(name, False, marks=pytest.mark.exhaustive) for name in MORE]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("parser", "is_single"), FORCED)
 def test_required(llm, served, parser, is_single):
     use = ToolUse(mode=REQUIRED, tools=TOOLS, is_single=is_single)
@@ -92,6 +93,7 @@ def test_required(llm, served, parser, is_single):
     assert names and (max(lengths) <= 1 or not is_single)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("parser", [None, "minimax_m2"])
 def test_named(llm, served, parser):
     for tool in TOOLS:
@@ -156,6 +158,7 @@ def test_the_grammar_of_reasoning(docs_5m, tmp_path, name, tokens):
             assert is_whole == expected, (before, text)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["deepseek_r1", "qwen3", "gpt_oss"])
 def test_a_form_holds_behind_reasoning(llm, name):
     prefix = grammar_prefix(REASONING_PARSERS[name], "")

@@ -144,6 +144,7 @@ def test_arguments_come_as_they_are_written():
     assert [(piece.kind, piece.text) for piece in parser.push("yz")] == [(ARGUMENTS, "yz")]
 
 
+@pytest.mark.exhaustive
 def test_long_texts_that_are_no_calls():
     """Of these a backtracking expression would take the square of the time."""
     for name, text in (

@@ -35,6 +35,7 @@ def settings_of(method, folder):
     return {"speculative_config": json.dumps(found)}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("method", "tensor", "stages", "steps_in_flight"),
     [

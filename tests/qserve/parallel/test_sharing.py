@@ -54,6 +54,7 @@ def test_every_family(family, size, tiny_model):
     assert_shared_out(tiny_model(family), size)
 
 
+@pytest.mark.exhaustive
 def test_latents_are_whole_on_every_rank(written):
     """Heads are divided, with the rows of q_b_proj and of kv_b_proj, which holds codes."""
     folder = written("w8a16-sym-channel", "gptq", "deepseek_v3")

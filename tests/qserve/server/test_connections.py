@@ -105,6 +105,7 @@ def test_crowd_is_told_to_come_again(make_server, run_live, error, limit, held, 
     assert httpx.post(url, json=body).status_code == 200
 
 
+@pytest.mark.exhaustive
 def test_client_that_does_not_read_holds_up_only_itself(server, live, ask):
     """The engine's events merge behind it; here the script must stop being asked for more."""
     server.client.endless = True

@@ -125,6 +125,7 @@ def test_37_prefix_that_was_there(api):
     assert warm[1] == pytest.approx(cold[1], abs=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_38_pages_that_run_out(api):
     prompts = [[100 + n] * 8 for n in range(NUM_SEQS)]
     fields = {"max_tokens": 100, "ignore_eos": True}
@@ -164,6 +165,7 @@ def test_39_engine_that_dies(api, running):
     assert api.complete().status_code == 200
 
 
+@pytest.mark.exhaustive
 def test_34_end_in_good_order(api, running):
     before = children(running.process.pid)
     replies = []

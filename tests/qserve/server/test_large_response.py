@@ -24,12 +24,14 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.exhaustive
 @given(VALUES)
 @settings(max_examples=100, deadline=None)
 def test_pieces_are_the_whole(value):
     assert b"".join(json_pieces(value)) == msgspec.json.encode(value)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (5,), (300, 70), (2, 9000)])
 def test_arrays_are_lists(shape):
     values = np.random.default_rng(0).standard_normal(shape).astype("<f4")

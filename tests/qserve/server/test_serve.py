@@ -207,6 +207,7 @@ def test_half_a_body_at_the_end_is_hung_up_on(start, tmp_path):
     assert not is_running(engine_pid(tmp_path))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "token", [pytest.param(STEP_FAILS, marks=pytest.mark.exhaustive), PROCESS_DIES]
 )
@@ -355,6 +356,7 @@ def test_large_bodies_are_prepared_by_the_worker_process(start, tmp_path):
     assert not any(map(is_running, workers))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -374,6 +376,7 @@ def test_model_that_cannot_be_loaded_is_one_line(start, options, words):
     assert "Traceback" not in err
 
 
+@pytest.mark.exhaustive
 def test_port_in_use_is_one_line_at_once(start, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as other:
         process = start(port=other.getsockname()[1])

@@ -112,6 +112,7 @@ def assert_same(name, got, want):
         assert one.logprob == pytest.approx(other.logprob, abs=2e-3), name
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "seed",
     [seed if seed == 3 else pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(16)],

@@ -88,6 +88,7 @@ def test_a_drafter_with_another_tokenizer_is_refused(docs_5m, tmp_path):
         make_engine(docs_5m, speculative_config=config)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("steps_in_flight", [0, 1])
 def test_no_draft_behind_a_prompt_is_lost_at_the_end_of_a_page(docs_5m, steps_in_flight):
     """The model drafts for itself, so that all drafts are accepted if it sees all keys."""

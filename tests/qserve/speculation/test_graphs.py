@@ -17,6 +17,7 @@ from tests.qserve.speculation.traces import make_engine, make_requests, run
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": None}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("steps_in_flight", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_the_same_tokens(docs_5m, replayed, steps_in_flight, monkeypatch):
     monkeypatch.setitem(drafters.DEVICE_DRAFTERS, "draft_model", ERRING)
@@ -47,6 +48,7 @@ class Again:
         self._captured._result = self._captured._work()
 
 
+@pytest.mark.exhaustive
 def test_captures_in_idle_time_change_no_tokens(docs_5m, replayed, monkeypatch):
     """They run a step of nothing between requests that wait: tables and places are theirs."""
     made = []
@@ -90,6 +92,7 @@ LENGTHS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "speculates"),
     [

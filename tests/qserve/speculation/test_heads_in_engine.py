@@ -53,6 +53,7 @@ def compare(docs_5m, head, requests, seed, steps_in_flight, count=3, **settings)
     return engine.scheduler.speculation.take_counts()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "kind", ["eagle3", "medusa", pytest.param("eagle", marks=pytest.mark.exhaustive)]
 )

@@ -115,6 +115,7 @@ def counts_of(docs_5m, replayed, monkeypatch):
     return count
 
 
+@pytest.mark.exhaustive
 def test_a_step_launches_few_kernels_beside_the_model(counts_of):
     two, three = counts_of(2), counts_of(3)
     assert three - two == Counter(OF_A_DRAFT)

@@ -223,6 +223,7 @@ def compare(folder, requests, seed, steps_in_flight, count, model=None, aborted=
     return engine.scheduler.speculation.take_counts()
 
 
+@pytest.mark.exhaustive
 def test_all_kinds_of_requests(often_right):
     verifies, drafts, *accepted = compare(often_right, make_requests(5, 14), 5, 1, 3)
     assert verifies > 5 and drafts >= verifies

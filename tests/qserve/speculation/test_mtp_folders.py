@@ -65,6 +65,7 @@ def test_converted_it_is_kept_too(name, source, quantized, tmp_path):
     assert_kept(tmp_path / "x", source)
 
 
+@pytest.mark.exhaustive
 def test_a_quantized_model_drafts_with_its_float_layer(source, quantized):
     """Also where another tool left the layer out, and the float model's folder has it."""
     bare = edited(quantized[0], source.parent / "bare", without_layer)

@@ -124,6 +124,7 @@ SCENES = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("scene", "in_graphs"),
     [

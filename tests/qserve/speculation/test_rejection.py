@@ -83,6 +83,7 @@ def test_point_masses_pass_with_their_share():
     assert abs(float((accepted >= 1).float().mean()) - 0.6) < 0.01
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "method", [pytest.param("ngram", marks=pytest.mark.exhaustive), "draft_model"]
 )

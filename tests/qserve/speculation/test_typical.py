@@ -122,6 +122,7 @@ def counts_of(docs_5m, requests, acceptance, **keys):
     return found, engine.scheduler.speculation.take_counts()
 
 
+@pytest.mark.exhaustive
 def test_greedy_requests_keep_their_text(docs_5m, monkeypatch):
     """With penalties, log probabilities, grammars and a step in flight, next to sampled ones."""
     monkeypatch.setitem(drafters.DEVICE_DRAFTERS, "draft_model", ERRING)

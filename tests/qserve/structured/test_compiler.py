@@ -305,6 +305,7 @@ waiting[0].result()
 """
 
 
+@pytest.mark.exhaustive
 def test_interrupt_leaves_no_process(docs_5m):
     """Ctrl-C in a program that waits for a grammar."""
     program = subprocess.Popen(

@@ -55,6 +55,7 @@ def check_all(llm, schemas, temperature):
     assert sum(finished) > 0.9 * len(schemas)
 
 
+@pytest.mark.exhaustive
 def test_a_part_of_the_schemas(llm):
     check_all(llm, SCHEMAS[::8], 1.0)
 

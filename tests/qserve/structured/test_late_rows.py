@@ -114,6 +114,7 @@ def undisturbed(docs_5m, monkeypatch, mode, **requests):
         return Run(make(docs_5m, **mode), **requests).run_out()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("at", [3, pytest.param(0, marks=pytest.mark.exhaustive)])
 @some("ahead", "drafts")
 def test_the_others_go_on_while_a_mask_is_made(docs_5m, monkeypatch, gate, mode, at):
@@ -149,6 +150,7 @@ def test_the_others_go_on_while_a_mask_is_made(docs_5m, monkeypatch, gate, mode,
     assert len(run.told["slow"]) == len(run.tokens["slow"])
 
 
+@pytest.mark.exhaustive
 @some("ahead")
 def test_a_row_is_late_once_for_each_token(docs_5m, monkeypatch, gate, mode):
     """Each mask comes two steps late; the row still ends, in so many steps for each token."""
@@ -200,6 +202,7 @@ def test_a_request_can_be_aborted_while_its_mask_is_made(docs_5m, gate, mode):
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_pages
 
 
+@pytest.mark.exhaustive
 @some("drafts")
 def test_a_request_can_lose_its_pages_while_its_mask_is_made(docs_5m, monkeypatch, gate, mode):
     """It computes its tokens again, and may still lack the mask then."""

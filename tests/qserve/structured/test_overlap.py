@@ -54,6 +54,7 @@ def run(docs_5m, depth, **mode):
     return tokens, {name: end[-1] for name, end in ends.items()}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "mode",
     [
@@ -68,6 +69,7 @@ def test_the_same_text_with_a_step_in_flight(docs_5m, mode):
     assert run(docs_5m, 1, **MODES[mode]) == run(docs_5m, 0, **MODES[mode])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("others", [0, 2])
 def test_a_constrained_row_is_in_every_step(docs_5m, monkeypatch, others):
     """One forward a token, begun before the host has the token before it."""

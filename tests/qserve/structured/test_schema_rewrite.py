@@ -326,6 +326,7 @@ def test_a_malformed_schema_is_the_clients_error(schema):
         assert "cannot be used" in str(error)
 
 
+@pytest.mark.exhaustive
 def test_many_conditions_take_no_more_than_the_bounds():
     conditions = [when({"required": [f"p{i}"]}, {"required": [f"q{i}"]}) for i in range(40)]
     params = StructuredOutputsParams(json={"type": "object", "allOf": conditions})

@@ -110,6 +110,7 @@ def test_what_is_refused(form, problem):
         check_grammar(StructuredOutputsParams(structural_tag=form))
 
 
+@pytest.mark.exhaustive
 def test_tags_of_an_output_have_their_form(docs_5m):
     form = {"format": {**NEW["format"], "at_least_one": True, "triggers": ["<"]}}
     llm = LLM(str(docs_5m), max_model_len=256, cpu_kv_cache_memory=0.1)

@@ -51,6 +51,7 @@ def plans_of(run):
     return plans
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("depth", [0, 1])
 def test_the_schedule_is_the_engines(depth):
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 48}

@@ -107,6 +107,7 @@ class Load:
         self.tell(commands.UpdateWeights(folder=folder, mode=choice(("wait", "keep"))))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("cycles", "quantization"),
     [(4, "w4a16-auto"), pytest.param(200, None, marks=pytest.mark.exhaustive)],  # floats: faster

@@ -60,6 +60,7 @@ def test_an_update_changes_it_and_the_old_weights_bring_it_back(tiny_model, tmp_
     assert llm.system_fingerprint == before
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32, torch.int64])
 @pytest.mark.parametrize("count", [1, 7, 8, 4099])
 def test_a_checksum_sees_every_bit_and_every_place(dtype, count):

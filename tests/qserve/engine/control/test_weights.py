@@ -45,6 +45,7 @@ def contents(llm: LLM) -> list[torch.Tensor]:
     return [leaf for _, leaf in leaves(decoder) if isinstance(leaf, torch.Tensor)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family, settings", CASES)
 def test_update_is_a_fresh_engine(family, settings, tiny_model, tmp_path):
     folder, new = tiny_model(family), changed(tiny_model(family))

@@ -125,6 +125,7 @@ def some(names, *usual):
     ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", some(RUN, "olmo", "aria_text", "granite_swa"))
 def test_tokens_equal_transformers(made, kind):
     check(made(kind), made(kind))
