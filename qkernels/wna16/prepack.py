@@ -158,6 +158,8 @@ class WeightNumerics:
     offset: int  # what is subtracted from an unpacked code of a symmetric weight (prepack.py)
     has_offsets: bool
     has_bias: bool
+    groups: int = 1  # of a K step; with several each has a scale and a minimum (GroupedSpec)
+    steps_per_block: int = 0  # K steps that share d and dmin; 0: there are none
 
 
 def weight_numerics(weight: PreparedWeight, bias: torch.Tensor | None) -> WeightNumerics:
@@ -173,7 +175,10 @@ def stack_numerics(
     bias: torch.Tensor | None,
 ) -> WeightNumerics:
     """Numerics of one prepacked weight or a stack of them, for activations of `dtype`."""
+    is_grouped = isinstance(spec, GroupedSpec)
     return WeightNumerics(
+        groups=spec.groups if is_grouped else 1,
+        steps_per_block=spec.steps_per_block if is_grouped else 0,
         bits=spec.bits,
         steps_per_group=spec.group_length(in_features) // K_STEP,
         offset=VALUE_OF_ZERO[dtype, spec.bits] + spec.symmetric_zero,

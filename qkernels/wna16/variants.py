@@ -119,7 +119,12 @@ def _gemv(shape: Shape, M: int, fused: bool) -> GemvImmaConfig | None:
 
 
 def _small_m(shape: Shape, M: int, fused: bool) -> SmallMConfig | None:
-    return default_small_m_config(M, shape.N, shape.K, shape.group, shape.spec.bits, shape.sm_count)
+    config = default_small_m_config(
+        M, shape.N, shape.K, shape.group, shape.spec.bits, shape.sm_count
+    )
+    if config is None or not isinstance(shape.spec, GroupedSpec):
+        return config
+    return replace(config, scales_weights=True)
 
 
 def _large_m(shape: Shape, M: int, fused: bool) -> LargeMConfig | None:
@@ -216,6 +221,7 @@ SMALL_M = Variant(
     arch="sm_90",
     bits=(4,),
     whole_k_steps=True,
+    grouped=True,
     default=_small_m,
     adds_adapters=True,
 )

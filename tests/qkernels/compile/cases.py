@@ -271,7 +271,7 @@ MORE_PRODUCTS = {
         f"{name} M={M} {shape[0]}x{shape[1]}": Case(
             run=functools.partial(linear, M, shape, name),
             quick=quick,
-            product="wgmma" if M > 32 else None,
+            product="wgmma" if M <= 1024 else None,
         )
         for name, M, shape, quick in (
             ("q4_k", 1, OUT, ()),
