@@ -186,8 +186,7 @@ def _is_expert(module: str) -> bool:
 def schemes_of(found: Mapping[str, Presented], family: Family) -> dict[str, Scheme | None]:
     """Return the scheme of every linear; None: it is read as floats.
 
-    A linear of a layer, or a separate head, runs on its codes if a kernel takes them. Experts have
-    fewer kernels.
+    A linear of a layer, or a separate head, runs on its codes if a kernel takes them.
     """
     schemes: dict[str, Scheme | None] = {}
     outer = {family.embedding.removesuffix(".weight")}
@@ -203,7 +202,7 @@ def schemes_of(found: Mapping[str, Presented], family: Family) -> dict[str, Sche
         if (router and module.endswith(router)) or (shared and module.endswith(f".{shared}")):
             continue
         form = form_of(presented.stored.type)
-        runs = form is not None and (form.for_experts or not _is_expert(module))
+        runs = form is not None and form.runs(presented.shape[0], _is_expert(module))
         schemes[module] = form.scheme if runs else None
     if schemes.get(head) is None:
         schemes.pop(head, None)

@@ -30,10 +30,15 @@ class KernelForm:
     codes_per_item: int = 1  # codes in an element of the codes tensor
     scales_dtype: torch.dtype | None = None  # None: one tensor has the blocks as they are
     for_experts: bool = True  # kernels of mixtures of experts run it, too
+    outputs: int = 1  # kernels take a multiple of so many outputs; others are read as floats
 
     @property
     def in_blocks(self) -> bool:
         return self.scales_dtype is None
+
+    def runs(self, out_features: int, is_expert: bool) -> bool:
+        """Return True if a kernel on a GPU takes a linear of so many outputs."""
+        return out_features % self.outputs == 0 and (self.for_experts or not is_expert)
 
 
 def _integers(bits: int) -> KernelForm:
@@ -57,7 +62,10 @@ KERNEL_FORMS = {
         codes_per_item=2,
         scales_dtype=torch.uint8,
     ),
-    **{name: KernelForm(scheme=block_scheme(name), for_experts=False) for name in BLOCK_TYPES},
+    **{
+        name: KernelForm(scheme=block_scheme(name), for_experts=False, outputs=8)
+        for name in BLOCK_TYPES
+    },
 }
 # type -> codes of blocks, unsigned with the zero point in the middle
 _CODES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -27,9 +27,10 @@ def prepare_weight(
         codes_NK, grid = packed.codes_and_grid()
         start, stop = packed.input_range
         groups = slice(start // grid.length, stop // grid.length)
-        scales_NG = grid.steps()[:, groups].to(dtype)
-        offsets_NG = (8.0 * scales_NG.float() - grid.lows()[:, groups]).to(dtype)
-        tensors = _nibbles(codes_NK[:, start:stop], scales_NG, offsets_NG)
+        steps_NG, lows_NG = grid.steps()[:, groups], grid.lows()[:, groups]
+        # of the scale before rounding, whose error then counts from the middle code
+        offsets_NG = (8.0 * steps_NG - lows_NG).to(dtype)
+        tensors = _nibbles(codes_NK[:, start:stop], steps_NG.to(dtype), offsets_NG)
         prepared = PreparedWeight.of(packed, kernel="cpu_w4a16", tensors=tensors, dtype=dtype)
         return replace(prepared, spec=spec.integer_form)
     codes_NK = packed.codes()

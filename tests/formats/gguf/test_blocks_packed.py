@@ -102,20 +102,29 @@ def test_inspect_and_the_log_name_what_runs_packed(file):
     assert "dequantized" not in summary
 
 
-def test_experts_without_a_kernel_are_dequantized():
-    """Kernels of experts take groups without minima, so these types are floats in them."""
-    found = {}
-    for kind in ("Q4_K", "Q8_0"):
-        for local in ("self_attn.q_proj", "block_sparse_moe.experts.3.w1"):
-            name = f"model.layers.{0 if kind == 'Q4_K' else 1}.{local}.weight"
-            stored = StoredTensor(
-                name=name, type=BY_NAME[kind], shape=(64, 256), file=Path("m.gguf"), offset=0
-            )
-            found[name] = Presented(name=name, stored=stored, shape=(64, 256))
-    schemes = schemes_of(found, FAMILIES["MixtralForCausalLM"])
-    assert {name.removeprefix("model.layers."): str(each) for name, each in schemes.items()} == {
-        "0.self_attn.q_proj": "q4_k",
-        "0.block_sparse_moe.experts.3.w1": "None",
-        "1.self_attn.q_proj": "w8a16-sym-g32",
-        "1.block_sparse_moe.experts.3.w1": "w8a16-sym-g32",
-    }
+@pytest.mark.parametrize(
+    ("kind", "name", "outputs", "scheme"),
+    [
+        ("Q4_K", "model.layers.0.self_attn.q_proj", 64, "q4_k"),
+        ("Q4_K", "model.layers.0.block_sparse_moe.experts.3.w1", 64, "None"),
+        ("Q8_0", "model.layers.0.block_sparse_moe.experts.3.w1", 64, "w8a16-sym-g32"),
+        ("Q6_K", "lm_head", 72, "q6_k"),
+        ("Q6_K", "model.layers.0.self_attn.q_proj", 70, "None"),
+    ],
+)
+def test_what_no_kernel_takes_is_dequantized(kind, name, outputs, scheme):
+    """Kernels of experts take no minima, and those of other linears outputs divisible by 8."""
+    shape = (outputs, 256)
+    stored = StoredTensor(name="t", type=BY_NAME[kind], shape=shape, file=Path("m"), offset=0)
+    found = {f"{name}.weight": Presented(name=f"{name}.weight", stored=stored, shape=shape)}
+    assert str(schemes_of(found, FAMILIES["MixtralForCausalLM"])[name]) == scheme
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="runs the kernels of a GPU")
+def test_logits_on_a_gpu_are_those_of_dequantized_weights(file, dequantized):
+    found, want = (
+        LLM(str(model), device="cuda", max_model_len=128, dtype="bfloat16").logits(IDS).float()
+        for model in (file, dequantized)
+    )
+    assert float((found - want).norm() / want.norm()) < 2e-2
