@@ -226,12 +226,18 @@ class CheckpointReader:
     """
 
     def __init__(
-        self, folder: str | Path, *, as_floats: bool = False, rounded: bool = False
+        self,
+        folder: str | Path,
+        *,
+        as_floats: bool = False,
+        rounded: bool = False,
+        in_blocks: bool = True,
     ) -> None:
         """Read config.json and every shard's header. Raises CheckpointError.
 
         `folder` may be a GGUF file. Of one, `as_floats` presents every block as floats, and
         `rounded` rounds floats to the dtype of config.json; without, they are float32, exactly.
+        `in_blocks` False presents linears as floats that would stay in their blocks (KWeight).
         """
         self.folder = model_folder(folder)
         if not self.folder.is_dir():
@@ -245,7 +251,13 @@ class CheckpointReader:
         self.transposed: frozenset[str] = frozenset()
         self.gguf_summary = ""  # how the blocks of a GGUF file run
         if is_gguf_folder(self.folder):
-            opened = open_gguf(self.folder, self.config, as_floats=as_floats, rounded=rounded)
+            opened = open_gguf(
+                self.folder,
+                self.config,
+                as_floats=as_floats,
+                rounded=rounded,
+                in_blocks=in_blocks,
+            )
             self.config, self.entries = opened.config, opened.entries
             self.gguf_summary = opened.summary
             return

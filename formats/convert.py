@@ -77,7 +77,7 @@ def convert_checkpoint(
     SchemeError, naming the linear and the reason, if the format cannot store it.
     """
     began = time.perf_counter()
-    reader = CheckpointReader(source, rounded=True)
+    reader = CheckpointReader(source, rounded=True, in_blocks=False)
     warnings = _check_sound(source)
     find_side_files(reader.folder)  # fail now, not after the work
     layout = find_layout(output_format)

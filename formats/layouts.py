@@ -232,10 +232,10 @@ READ_LAYOUTS: dict[str, Layout] = {
         ),
         Layout(
             name="gguf",
-            fields=("weight_packed", "weight_scale"),
-            markers=("weight_packed",),
+            fields=("weight_packed", "weight_scale", staged.BLOCKS),
+            markers=("weight_packed", staged.BLOCKS),
             encode=compressed_tensors.encode,
-            decode=_decode_compressed,
+            decode=_decode_staged,
             refuses=_is_read_only,
             refuses_shape=_is_read_only,
             fused_alike=False,

@@ -30,7 +30,11 @@ DENSE_TYPES = ("nf4", "fp4", "floatzero")
 # type -> (bits, has one zero point, inputs that share a scale); GGUF's K-quants, whose blocks of
 # 256 inputs hold quantized scales and minima (formats/gguf/k_quants/grid.py)
 K_TYPES = {"q4_k": (4, False, 32), "q5_k": (5, False, 32), "q6_k": (6, True, 16)}
-K_BLOCK = 256  # inputs of a block
+K_BLOCK = 256  # inputs of a block of K_TYPES
+# The same of GGUF's blocks of 32 inputs with a float16 scale and minimum, read but not written
+MIN_TYPES = {"q4_1": (4, False, 32), "q5_1": (5, False, 32)}
+# Weights that stay in their file's blocks (formats/in_memory/k_weight.py)
+BLOCK_TYPES = K_TYPES | MIN_TYPES
 # Group sizes of Marlin, the fast kernel of vLLM and SGLang, best first; it also takes CHANNEL.
 SERVED_GROUPS = (128, 64, 32)
 NO_WHOLE_GROUPS = "are not divisible by the group size"  # why a linear does not fit
@@ -42,7 +46,7 @@ class QuantSpec:
 
     `type` "float" means float8_e4m3fn numbers instead of codes, and no zeros; "mxfp4" and "nvfp4"
     mean 4-bit floating point. DENSE_TYPES are read but not written: codes of "nf4" and "fp4" select
-    values of a table, "floatzero" has integer codes with non-integer zero points. K_TYPES are
+    values of a table, "floatzero" has integer codes with non-integer zero points. BLOCK_TYPES are
     blocks of a GGUF file: `group_size` is the length of a block.
     """
 
@@ -52,7 +56,7 @@ class QuantSpec:
     rows: int = 1  # outputs that share a scale; ALL (-1): all of them. More than 1: float only
     type: Literal[
         *("int", "float", "mxfp4", "nvfp4", "nf4", "fp4", "floatzero"),
-        *("q4_k", "q5_k", "q6_k"),
+        *("q4_k", "q5_k", "q6_k", "q4_1", "q5_1"),
     ] = "int"
 
     def __post_init__(self) -> None:
@@ -71,11 +75,12 @@ class QuantSpec:
             raise SchemeError(
                 f"{self.type} weights", f"expected 4 bits in groups of {FP4_TYPES[self.type]}"
             )
-        if self.type in K_TYPES and (self.bits, self.symmetric, self.group_size) != (
-            *K_TYPES[self.type][:2],
-            K_BLOCK,
+        if self.type in BLOCK_TYPES and (self.bits, self.symmetric, self.group_size) != (
+            *BLOCK_TYPES[self.type][:2],
+            block_length(self.type),
         ):
-            raise SchemeError(f"{self.type} weights", f"expected blocks of {K_BLOCK} inputs")
+            length = block_length(self.type)
+            raise SchemeError(f"{self.type} weights", f"expected blocks of {length} inputs")
         if self.type != "float" and self.rows != 1:
             raise SchemeError("rows", f"integer codes have a scale for each row, not {self.rows}")
 
@@ -90,10 +95,10 @@ class QuantSpec:
 
     @property
     def integer_form(self) -> "QuantSpec":
-        """Return integer codes of the same bits and groups, as an estimate of K_TYPES."""
-        if self.type not in K_TYPES:
+        """Return integer codes of the same bits and groups, as an estimate of BLOCK_TYPES."""
+        if self.type not in BLOCK_TYPES:
             return self
-        bits, symmetric, group_size = K_TYPES[self.type]
+        bits, symmetric, group_size = BLOCK_TYPES[self.type]
         return QuantSpec(bits=bits, symmetric=symmetric, group_size=group_size)
 
     def group_length(self, in_features: int) -> int:
@@ -113,6 +118,18 @@ class QuantSpec:
                 f"its {in_features} inputs {NO_WHOLE_GROUPS} {length}",
                 groups_that_fit(in_features),
             )
+
+
+def block_length(type: str) -> int:
+    """Return the inputs of a block of BLOCK_TYPES."""
+    return K_BLOCK if type in K_TYPES else BLOCK_TYPES[type][2]
+
+
+def block_scheme(type: str) -> "Scheme":
+    """Return the scheme of weights in blocks of BLOCK_TYPES."""
+    bits, symmetric, _ = BLOCK_TYPES[type]
+    size = block_length(type)
+    return Scheme(weight=QuantSpec(bits=bits, symmetric=symmetric, group_size=size, type=type))
 
 
 # float8 with a power-of-two scale per 32 inputs (formats/codecs/microscaling.py)
@@ -243,7 +260,7 @@ class Scheme:
         """Describe a scheme of another tool that SCHEMES does not name; `parse` does not read
         it."""
         spec, activation = self.weight, self.activation
-        if spec.type in K_TYPES:
+        if spec.type in BLOCK_TYPES:
             return spec.type
         kind = "fp8" if spec.type == "float" else "sym" if spec.symmetric else "asym"
         kind = "mxfp8" if spec == MXFP8 else kind

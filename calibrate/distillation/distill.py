@@ -104,7 +104,7 @@ def distill_checkpoint(
     check_is_free(target)
     source, reference = local_path(source), local_path(reference)
     model = FloatModel(reference)
-    reader = CheckpointReader(source, rounded=True)
+    reader = CheckpointReader(source, rounded=True, in_blocks=False)
     if is_gguf_folder(reader.folder):
         raise InputError(str(source), "is a GGUF file", "distill a folder, then convert it")
     find_side_files(reader.folder)  # raises now, not after the work

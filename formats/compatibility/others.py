@@ -18,12 +18,8 @@ from formats.compatibility.terms import (
 from formats.gguf.block_types import BLOCK_TYPES
 from formats.in_memory.dense import is_dense
 
-# types of GGUF's blocks that run as floats
-DEQUANTIZED = {
-    row.name.lower()
-    for row in BLOCK_TYPES.values()
-    if row.decoded and not (row.float_dtype or row.kernel_form)
-}
+# types of GGUF's blocks: a linear in them that is read as floats was dequantized
+BLOCKS = {row.name.lower() for row in BLOCK_TYPES.values() if row.decoded and not row.float_dtype}
 OTHER_RULES: tuple[Rule, ...] = (
     row(
         "own-dense",
@@ -104,8 +100,8 @@ OTHER_RULES: tuple[Rule, ...] = (
         OURS,
         "slow",
         lambda f: (
-            any("float" in each.traits and each.scheme in DEQUANTIZED for each in f.linears)
-            and "no kernel takes some of its types: they are dequantized at load (see the table)"
+            any("float" in each.traits and each.scheme in BLOCKS for each in f.linears)
+            and "no kernel takes some of its linears: they are dequantized at load (see the table)"
         ),
         OWN_SOURCE,
         "gguf",

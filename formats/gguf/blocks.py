@@ -98,9 +98,14 @@ def _q4_k(data_BX: torch.Tensor) -> torch.Tensor:
     return _with_minima(q, data_BX)
 
 
-def _q5_k(data_BX: torch.Tensor) -> torch.Tensor:
+def q5_k_codes(data_BX: torch.Tensor) -> torch.Tensor:
+    """Return the 5-bit codes of Q5_K, uint8 [B, 256]."""
     low = torch.cat([nibbles(part) for part in data_BX[:, 48:].split(32, 1)], 1)
-    return _with_minima(low | _fields(data_BX[:, 16:48], 1).flatten(1) << 4, data_BX)
+    return low | _fields(data_BX[:, 16:48], 1).flatten(1) << 4
+
+
+def _q5_k(data_BX: torch.Tensor) -> torch.Tensor:
+    return _with_minima(q5_k_codes(data_BX), data_BX)
 
 
 def _with_minima(q: torch.Tensor, data_BX: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The quantization block of config.json for a GGUF file, in the keys of compressed-tensors.
+"""The quantization block of config.json for a GGUF file: the form in which kernels run each linear.
 
 No GGUF file holds it. It is made from the types of the file's tensors, so that every reader here
 finds the scheme of a module where it looks for it.
@@ -7,23 +7,50 @@ finds the scheme of a module where it looks for it.
 from collections.abc import Mapping
 from typing import Any
 
-from formats.codecs import compressed_config
+from formats.errors import CheckpointError
+from formats.gguf.kernel_forms import KERNEL_FORMS
+from formats.rules import Rule, exact_patterns, split_schemes
+from formats.scheme import Scheme
 
 METHOD = "gguf"
+HEAD = "lm_head"
 
 
 def read(block: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a QuantConfig. Raises CheckpointError, naming the key."""
-    if not block.get("config_groups"):  # no kernel takes any of the types
-        return {"scheme": None, "rules": (), "layout": METHOD}
-    return {**compressed_config.read(block), "layout": METHOD}
+    try:
+        scheme = _scheme(block["form"])
+        rules = tuple(
+            Rule(kind="regex", text=text, scheme=_scheme(form)) for text, form in block["modules"]
+        )
+        lm_head = bool(block["lm_head"])
+    except (LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(METHOD, f"is damaged: {error!r:.60}", "remove its folder") from None
+    return {"scheme": scheme, "rules": rules, "layout": METHOD, "lm_head": lm_head}
 
 
-def write(block: Mapping[str, Any], types: Mapping[str, int]) -> dict[str, Any]:
-    """Return the block, given that of compressed-tensors and how many linears have each type."""
+def write(schemes: Mapping[str, Scheme | None], types: Mapping[str, int]) -> dict[str, Any]:
+    """Return the block, given the scheme of each linear and how many linears have each type.
+
+    A scheme None is of a linear that is read as floats.
+    """
+    main, others = split_schemes(schemes)
+    rules = exact_patterns(schemes, others) if main is not None else []
     return {
         "quant_method": METHOD,
         "types": dict(types),
-        "config_groups": block.get("config_groups", {}),
-        "ignore": block.get("ignore", []),
+        "form": _form(main),
+        "modules": [[text, _form(scheme)] for text, scheme in rules],
+        "lm_head": schemes.get(HEAD) is not None,
     }
+
+
+def _scheme(form: str | None) -> Scheme | None:
+    return None if form is None else KERNEL_FORMS[form].scheme
+
+
+def _form(scheme: Scheme | None) -> str | None:
+    """Return the name of a scheme's form; None: floats."""
+    if scheme is None:
+        return None
+    return next(name for name, form in KERNEL_FORMS.items() if form.scheme == scheme)

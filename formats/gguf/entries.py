@@ -4,6 +4,7 @@ A linear whose blocks kernels run is presented as codes and scales (kernel_forms
 tensor as floats. Nothing is decoded before it is read.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from formats.gguf import kernel_forms
 from formats.gguf.blocks import decode_rows
 from formats.gguf.kernel_forms import CODES, SCALES, form_of
 from formats.gguf.names import Presented
+from formats.gguf.staged import BLOCKS
 from formats.scheme import Scheme
 
 FLOATS = "floats"
@@ -78,6 +80,8 @@ class GgufEntry(TensorEntry):
         row_bytes = kind.row_bytes(in_features)
         first = presented.first_row + start
         data = self.read_bytes(first * row_bytes, (presented.first_row + stop) * row_bytes)
+        if self.content == BLOCKS:
+            return data.reshape(-1, row_bytes)
         if self.content == CODES:
             return kernel_forms.codes_of(data, kind, in_features)
         if self.content == SCALES:
@@ -141,6 +145,18 @@ def _floats(name: str, presented: Presented, dtype: torch.dtype | None) -> Tenso
 def _coded(module: str, presented: Presented) -> dict[str, TensorEntry]:
     kind = presented.stored.type
     form, (N, K) = form_of(kind), presented.shape
+    if form.in_blocks:
+        blocks = GgufEntry(
+            name=f"{module}.{BLOCKS}",
+            dtype=torch.uint8,
+            shape=(N, kind.row_bytes(K)),
+            num_bytes=kind.row_bytes(N * K),
+            file=presented.stored.file,
+            offset=presented.stored.offset,
+            presented=presented,
+            content=BLOCKS,
+        )
+        return {BLOCKS: blocks}
     groups = K // kernel_forms.GROUP
     scale_bytes = N * groups * form.scales_dtype.itemsize
     shapes = {
@@ -162,6 +178,11 @@ def _coded(module: str, presented: Presented) -> dict[str, TensorEntry]:
     }
 
 
+def _is_expert(module: str) -> bool:
+    """Return True for a linear of one expert, which has a number below its layer's."""
+    return bool(re.search(r"\.experts\.\d+\.", module))
+
+
 def schemes_of(found: Mapping[str, Presented], family: Family) -> dict[str, Scheme | None]:
     """Return the scheme of every linear; None: it is read as floats.
 
@@ -181,7 +202,8 @@ def schemes_of(found: Mapping[str, Presented], family: Family) -> dict[str, Sche
         if (router and module.endswith(router)) or (shared and module.endswith(f".{shared}")):
             continue
         form = form_of(presented.stored.type)
-        schemes[module] = form.scheme if form is not None else None
+        runs = form is not None and form.runs(presented.shape[0], _is_expert(module))
+        schemes[module] = form.scheme if runs else None
     if schemes.get(head) is None:
         schemes.pop(head, None)
     return schemes

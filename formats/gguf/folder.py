@@ -24,7 +24,7 @@ from formats.gguf.metadata import Metadata
 from formats.gguf.names import NameMap, Presented
 from formats.gguf.tokenizer import tokenizer_files
 
-FORMAT = 1  # version of the folder's content; a new one makes new folders
+FORMAT = 2  # version of the folder's content; a new one makes new folders
 INDEX = "gguf.json"
 SUFFIX = ".gguf"
 REMEDY = "give the GGUF file again"
@@ -133,9 +133,9 @@ def _write(folder: Path, texts: dict[str, str]) -> Path:
 
 def _make_texts(file: Path, stated: list[list[Any]]) -> dict[str, str]:
     """Return the text of each file of the folder. Raises CheckpointError."""
+    from formats.codecs.config_fields import BLOCK
     from formats.gguf import config_block
     from formats.gguf.entries import schemes_of
-    from formats.quant_config import BLOCK, QuantConfig
 
     gguf = read_gguf(file)
     metadata = Metadata(gguf)
@@ -143,11 +143,8 @@ def _make_texts(file: Path, stated: list[list[Any]]) -> dict[str, str]:
     found = _name_map(metadata).present(gguf.tensors, str(file))
     schemes = schemes_of(found, find_family(metadata))
     types = Counter(found[f"{name}.weight"].stored.type.name for name in schemes)
-    block: dict[str, Any] = {}
-    if any(scheme is not None for scheme in schemes.values()):
-        block = QuantConfig.of_modules("compressed-tensors", schemes).to_dict()
     if not all(BY_NAME[name].float_dtype for name in types):
-        config[BLOCK] = config_block.write(block, types)
+        config[BLOCK] = config_block.write(schemes, types)
     numbers = {path: number for number, path in enumerate(gguf.files)}
     tensors = [_row(each, numbers) for each in found.values()]
     index = {"format": FORMAT, "files": stated, "tensors": tensors}

@@ -2,8 +2,8 @@
 
 Symmetric blocks of 32 with a float16 scale are the groups of a packed weight: 4-bit codes stay as
 they are, values of 5 to 8 bits are held as 8-bit codes around 128. MXFP4 is the same format in
-another order of nibbles. The names and shapes are those of compressed-tensors. Legend: N outputs,
-K inputs.
+another order of nibbles. The names and shapes are those of compressed-tensors. Blocks with minima
+or quantized scales (KWeight) stay as they are. Legend: N outputs, K inputs.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from formats.errors import CheckpointError
 from formats.gguf.block_types import BlockType
 from formats.gguf.blocks import iq4_values, nibbles, q5_codes
 from formats.numerics.bits import pack
-from formats.scheme import QuantSpec, Scheme
+from formats.scheme import BLOCK_TYPES, QuantSpec, Scheme, block_scheme
 
-GROUP = 32  # elements of a block of all these types
+GROUP = 32  # elements of a block of all types with CODES and SCALES
 CODES, SCALES = "weight_packed", "weight_scale"
 
 
@@ -26,9 +26,19 @@ class KernelForm:
     """Row of the table: the tensors that hold a type's blocks."""
 
     scheme: Scheme
-    codes_dtype: torch.dtype
-    codes_per_item: int  # codes in an element of the codes tensor
-    scales_dtype: torch.dtype
+    codes_dtype: torch.dtype = torch.uint8
+    codes_per_item: int = 1  # codes in an element of the codes tensor
+    scales_dtype: torch.dtype | None = None  # None: one tensor has the blocks as they are
+    for_experts: bool = True  # kernels of mixtures of experts run it, too
+    outputs: int = 1  # kernels take a multiple of so many outputs; others are read as floats
+
+    @property
+    def in_blocks(self) -> bool:
+        return self.scales_dtype is None
+
+    def runs(self, out_features: int, is_expert: bool) -> bool:
+        """Return True if a kernel on a GPU takes a linear of so many outputs."""
+        return out_features % self.outputs == 0 and (self.for_experts or not is_expert)
 
 
 def _integers(bits: int) -> KernelForm:
@@ -52,6 +62,10 @@ KERNEL_FORMS = {
         codes_per_item=2,
         scales_dtype=torch.uint8,
     ),
+    **{
+        name: KernelForm(scheme=block_scheme(name), for_experts=False, outputs=8)
+        for name in BLOCK_TYPES
+    },
 }
 # type -> codes of blocks, unsigned with the zero point in the middle
 _CODES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

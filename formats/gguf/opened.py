@@ -14,7 +14,8 @@ from formats.files.tensor_entry import TensorEntry
 from formats.gguf.block_types import BY_NAME
 from formats.gguf.entries import make_entries, schemes_of
 from formats.gguf.folder import INDEX, read_index
-from formats.gguf.kernel_forms import form_of
+from formats.in_memory.k_weight import is_in_blocks
+from formats.scheme import Scheme
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,17 +33,25 @@ def is_gguf_folder(folder: Path) -> bool:
 
 
 def open_gguf(
-    folder: Path, config: Mapping[str, Any], *, as_floats: bool, rounded: bool
+    folder: Path, config: Mapping[str, Any], *, as_floats: bool, rounded: bool, in_blocks: bool
 ) -> OpenedGguf:
     """Return config.json and entries. Raises CheckpointError if the GGUF file is gone or changed.
 
-    `as_floats`: no linear has codes. `rounded`: floats have the dtype of config.json.
+    `as_floats`: no linear has codes. `rounded`: floats have the dtype of config.json. `in_blocks`
+    False: types that stay in blocks (KWeight) are floats.
     """
     index = read_index(folder)
     family = FAMILIES[config["architectures"][0]]
     schemes = schemes_of(index.presented, family)
-    on_codes = [name for name, scheme in schemes.items() if scheme is not None and not as_floats]
-    types = Counter(index.presented[f"{name}.weight"].stored.type.name for name in schemes)
+    on_codes = [
+        name
+        for name, scheme in schemes.items()
+        if scheme is not None and not as_floats and (in_blocks or not is_in_blocks(scheme.weight))
+    ]
+    types = Counter(
+        (index.presented[f"{name}.weight"].stored.type.name, scheme)
+        for name, scheme in schemes.items()
+    )
     dtype = getattr(torch, str(config.get("dtype")), None) if rounded else None
     return OpenedGguf(
         config={key: value for key, value in config.items() if key != BLOCK or not as_floats},
@@ -51,13 +60,13 @@ def open_gguf(
     )
 
 
-def _summary(path: Path, types: Mapping[str, int]) -> str:
+def _summary(path: Path, types: Mapping[tuple[str, Scheme | None], int]) -> str:
     """Return a line on how many linears of each type run on codes, and how many as floats."""
     parts = []
-    for name, count in types.items():
-        form = form_of(BY_NAME[name])
-        if form is not None:
-            parts.append(f"{count} {name} run packed ({form.scheme})")
+    for (name, scheme), count in types.items():
+        if scheme is not None:
+            as_scheme = f" ({scheme})" if str(scheme) != name.lower() else ""
+            parts.append(f"{count} {name} run packed{as_scheme}")
         elif not BY_NAME[name].float_dtype:
             parts.append(f"{count} {name} are dequantized at load")
         else:

@@ -10,7 +10,7 @@ from formats.architecture.family import Family
 from formats.errors import SchemeError
 from formats.gguf.names import linear_names, other_names
 from formats.rules import LAYER_NUMBER
-from formats.scheme import K_BLOCK, K_TYPES, QuantSpec, Scheme
+from formats.scheme import K_BLOCK, K_TYPES, QuantSpec, Scheme, block_scheme
 
 BLOCK = 32  # inputs of a block of the other types
 
@@ -26,12 +26,7 @@ BLOCK_SCHEMES: dict[str, Scheme] = {
     "q5_0": _integers(5, True),
     "q5_1": _integers(5, False),
     "q8_0": _integers(8, True),
-    **{
-        name: Scheme(
-            weight=QuantSpec(bits=bits, symmetric=symmetric, group_size=K_BLOCK, type=name)
-        )
-        for name, (bits, symmetric, _) in K_TYPES.items()
-    },
+    **{name: block_scheme(name) for name in K_TYPES},
 }
 # type of linears whose inputs are no whole blocks of 256
 FALLBACKS = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}

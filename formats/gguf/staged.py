@@ -13,7 +13,7 @@ from formats.codecs import compressed_tensors
 from formats.codecs.config_fields import ConfigFields
 from formats.errors import CheckpointError
 from formats.gguf.schemes import BLOCK, BLOCK_SCHEMES, name_of
-from formats.in_memory.k_weight import KWeight, is_k_quant
+from formats.in_memory.k_weight import KWeight, is_in_blocks
 from formats.in_memory.weights import Weight
 from formats.rules import Rule, exact_patterns
 from formats.scheme import Scheme
@@ -65,7 +65,7 @@ def encode(weight: Weight, name: str = "weight") -> dict[str, torch.Tensor]:
 
 def decode(tensors: dict[str, torch.Tensor], scheme: Scheme, name: str = "weight") -> Weight:
     """Decode one linear's tensors. Raises CheckpointError, with `name`, on a mismatch."""
-    if not is_k_quant(scheme.weight):
+    if not is_in_blocks(scheme.weight):
         return compressed_tensors.decode(tensors, scheme, name)
     if BLOCKS not in tensors:
         raise CheckpointError(f"{name}.{BLOCKS}", "is missing")

@@ -1,7 +1,7 @@
-"""In-memory form of a weight in GGUF's K-quants: the blocks of the file, unchanged.
+"""In-memory form of a weight in GGUF's K-quants, Q4_1 or Q5_1: the blocks of the file, unchanged.
 
-Solvers choose its codes on a grid (formats/gguf/k_quants/grid.py). No kernel runs it: blocks of a
-file that is read are dequantized at load. Legend: N outputs, K inputs.
+Solvers choose the codes of K-quants on a grid (formats/gguf/k_quants/grid.py), kernels read codes
+and grid. Legend: N outputs, K inputs.
 """
 
 from dataclasses import dataclass, replace
@@ -11,18 +11,33 @@ import torch
 from formats.errors import CheckpointError
 from formats.gguf.block_types import BY_NAME, BlockType
 from formats.gguf.blocks import decode_rows
-from formats.gguf.k_quants.grid import KGrid
+from formats.gguf.k_quants.grid import KGrid, read_blocks
 from formats.gguf.k_quants.search import choose_grid
 from formats.numerics.affine import rows_at_once
-from formats.scheme import K_TYPES, QuantSpec, Scheme
+from formats.scheme import BLOCK_TYPES, K_TYPES, QuantSpec, Scheme
+
+MIN_INPUTS = 32  # inputs of a weight begin and end at multiples of it
+# type -> its blocks' float16 numbers: (byte, value of random weights with standard deviation 1)
+_FLOATS: dict[str, tuple[tuple[int, float], ...]] = {
+    "q4_k": ((0, 1 / 256), (2, 7.5 / 256)),
+    "q5_k": ((0, 1 / 512), (2, 15.5 / 512)),
+    "q6_k": ((208, 1 / 1369),),
+    "q4_1": ((0, 1 / 4.6), (2, -7.5 / 4.6)),
+    "q5_1": ((0, 1 / 9.2), (2, -15.5 / 9.2)),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KWeight:
-    """Weight [N, K] in blocks of 256 inputs with quantized scales."""
+    """Weight [N, K] in blocks of a GGUF file.
+
+    With `inputs`, a tensor-parallel shard that begins or ends inside a block: these inputs of the
+    blocks, counted from the first.
+    """
 
     bytes_NX: torch.Tensor  # uint8, a row of the file for each output
-    spec: QuantSpec  # its type is one of K_TYPES
+    spec: QuantSpec  # its type is one of BLOCK_TYPES
+    inputs: tuple[int, int] | None = None  # (start, stop); None: all
     activation: None = None
     input_scale: None = None
 
@@ -34,7 +49,7 @@ class KWeight:
         name: str = "weight",
         importance_K: torch.Tensor | None = None,
     ) -> "KWeight":
-        """Round to nearest on the grid of choose_grid. Raises its errors."""
+        """Round to nearest on the grid of choose_grid, for K_TYPES. Raises its errors."""
         grid = choose_grid(weight_NK, spec, name, importance_K)
         rows = rows_at_once(weight_NK.shape[1])
         parts = []
@@ -48,6 +63,22 @@ class KWeight:
         """Store a solver's codes unchanged."""
         return cls(bytes_NX=grid.blocks(codes_NK), spec=grid.spec)
 
+    @classmethod
+    def random(
+        cls, shape: tuple[int, int], spec: QuantSpec, std: float, generator: torch.Generator
+    ) -> "KWeight":
+        """Return random blocks, on the generator's device, for benches and tests."""
+        (N, K), device = shape, generator.device
+        kind = BY_NAME[spec.type.upper()]
+        size = (N * K // kind.length, kind.num_bytes)
+        blocks_XB = torch.randint(
+            0, 256, size, dtype=torch.uint8, device=device, generator=generator
+        )
+        for at, value in _FLOATS[spec.type]:
+            number = torch.tensor([value * std], dtype=torch.float16).view(torch.uint8)
+            blocks_XB[:, at : at + 2] = number.to(device)
+        return cls(bytes_NX=blocks_XB.reshape(N, -1), spec=spec)
+
     @property
     def kind(self) -> BlockType:
         return BY_NAME[self.spec.type.upper()]
@@ -58,7 +89,13 @@ class KWeight:
 
     @property
     def in_features(self) -> int:
-        return self.bytes_NX.shape[1] // self.kind.num_bytes * self.kind.length
+        start, stop = self.input_range
+        return stop - start
+
+    @property
+    def input_range(self) -> tuple[int, int]:
+        """(start, stop) of the inputs among those of the blocks."""
+        return self.inputs or (0, self.bytes_NX.shape[1] // self.kind.num_bytes * self.kind.length)
 
     @property
     def input_order(self) -> None:
@@ -84,17 +121,66 @@ class KWeight:
             raise CheckpointError(
                 name, f"its rows of {bytes_NX.shape[1]} bytes are no whole blocks of {self.scheme}"
             )
-        if not torch.isfinite(self.dequantize()).all():
-            raise CheckpointError(name, "its weights contain NaN or infinity", "fetch it again")
+        blocks_XB = bytes_NX.reshape(-1, self.kind.num_bytes)
+        for at, _ in _FLOATS[self.spec.type]:
+            floats = blocks_XB[:, at : at + 2].contiguous().view(torch.float16)
+            if not torch.isfinite(floats).all():
+                raise CheckpointError(
+                    name, "the scales of its blocks contain NaN or infinity", "fetch it again"
+                )
+
+    def codes_and_grid(self) -> tuple[torch.Tensor, KGrid]:
+        """Return the codes, uint8, and the grid of the whole blocks, of all their inputs."""
+        return read_blocks(self.bytes_NX, self.spec)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the weights [N, K] in `dtype`, as gguf-py computes them in float32."""
-        return decode_rows(self.bytes_NX, self.kind, self.in_features).to(dtype)
+        kind = self.kind
+        in_features = self.bytes_NX.shape[1] // kind.num_bytes * kind.length
+        rows = rows_at_once(in_features)
+        parts = (decode_rows(part, kind, in_features) for part in self.bytes_NX.split(rows))
+        return torch.cat([part.to(dtype) for part in parts])[:, slice(*self.input_range)]
 
     def to(self, device: torch.device | str) -> "KWeight":
         return replace(self, bytes_NX=self.bytes_NX.to(device))
 
+    def take_inputs(self, start: int, stop: int, name: str = "weight") -> "KWeight":
+        """Return the weight of inputs `start` to `stop` - 1. Raises CheckpointError."""
+        if start % MIN_INPUTS or stop % MIN_INPUTS:
+            raise CheckpointError(
+                name,
+                f"its inputs {start} to {stop - 1} do not begin and end at multiples of"
+                f" {MIN_INPUTS}",
+                "use fewer GPUs",
+            )
+        length, num_bytes = self.kind.length, self.kind.num_bytes
+        start, stop = (self.input_range[0] + each for each in (start, stop))
+        first, last = start // length, -(-stop // length)
+        bytes_NX = self.bytes_NX[:, first * num_bytes : last * num_bytes].contiguous()
+        inputs = (start - first * length, stop - first * length)
+        whole = inputs == (0, (last - first) * length)
+        return replace(self, bytes_NX=bytes_NX, inputs=None if whole else inputs)
+
+    @staticmethod
+    def merge(parts: "list[KWeight]", name: str = "weight") -> "KWeight":
+        """Stack outputs. Raises CheckpointError if the parts are of different types."""
+        first = parts[0]
+        for part in parts[1:]:
+            if not isinstance(part, KWeight) or (part.spec, part.input_range) != (
+                first.spec,
+                first.input_range,
+            ):
+                raise CheckpointError(
+                    name, f"its parts differ: {first.scheme} against {part.scheme}"
+                )
+        return replace(first, bytes_NX=torch.cat([part.bytes_NX for part in parts]))
+
 
 def is_k_quant(spec: QuantSpec) -> bool:
-    """Return True if a spec's weights are blocks of K_TYPES."""
+    """Return True if a spec's weights are blocks of K_TYPES, whose codes solvers choose."""
     return spec.type in K_TYPES
+
+
+def is_in_blocks(spec: QuantSpec) -> bool:
+    """Return True if a spec's weights are blocks of BLOCK_TYPES."""
+    return spec.type in BLOCK_TYPES

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from formats.architecture.sizes import check_heads
 from formats.errors import InputError
+from formats.in_memory.k_weight import MIN_INPUTS, is_in_blocks
 from formats.numerics.bits import code_multiple
 from formats.scheme import CHANNEL, Scheme
 
@@ -30,6 +31,7 @@ def input_units(scheme: Scheme | None) -> Units:
         return (WIDTHS,)
     spec = scheme.weight
     word = code_multiple(spec.bits) if spec.type == "int" else 1
+    word = MIN_INPUTS if is_in_blocks(spec) else word
     group = spec.group_size
     if group == CHANNEL:
         return (tuple(width for width in WIDTHS if width % word == 0) or (word,),)

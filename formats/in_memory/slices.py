@@ -11,6 +11,7 @@ import torch
 
 from formats.errors import CheckpointError
 from formats.in_memory.fp8 import Fp8Weight, block_size
+from formats.in_memory.k_weight import KWeight
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import Weight
 from formats.numerics.bits import code_multiple, pack, unpack
@@ -31,6 +32,8 @@ def take_rows(tensor: torch.Tensor, rows: Rows, dim: int = 0) -> torch.Tensor:
 
 def take_outputs(weight: Weight, rows: Rows) -> Weight:
     """Return the weight of some outputs."""
+    if isinstance(weight, KWeight):
+        return replace(weight, bytes_NX=take_rows(weight.bytes_NX, rows))
     if isinstance(weight, PackedWeight):
         return replace(
             weight,
@@ -68,6 +71,8 @@ def take_inputs(weight: Weight, start: int, stop: int, name: str = "weight") -> 
     input_order itself. If it begins or ends inside a group, groups become smaller ones of the same
     scale.
     """
+    if isinstance(weight, KWeight):
+        return weight.take_inputs(start, stop, name)
     if isinstance(weight, Fp8Weight):
         return _fp8_inputs(weight, start, stop)
     spec, length = weight.spec, weight.spec.group_length(weight.in_features)

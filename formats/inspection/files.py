@@ -51,7 +51,9 @@ def read_shards(folder: Path, findings: Findings) -> Shards:
     shards = Shards()
     if is_gguf_folder(folder):
         config = read_json(folder / CONFIG)
-        shards.entries = open_gguf(folder, config, as_floats=False, rounded=False).entries
+        shards.entries = open_gguf(
+            folder, config, as_floats=False, rounded=False, in_blocks=True
+        ).entries
         return shards
     weight_map, total_size = _read_index(folder, findings)
     on_disk = sorted(path.name for path in folder.glob("*.safetensors"))

@@ -27,6 +27,7 @@ from formats.files.side_files import find_side_files
 from formats.gguf.folder import gguf_name, model_folder
 from formats.gguf.llama_cpp import verdict_of_folder
 from formats.in_memory.fp8 import FP8_DTYPE
+from formats.in_memory.k_weight import is_in_blocks
 from formats.in_memory.packed import SCALE_DTYPES as FLOAT_DTYPES
 from formats.inspection.awq import awq_linear, gemv_linear
 from formats.inspection.compressed import compressed_linear
@@ -364,7 +365,7 @@ def _quantized_linear(
         return awq_linear(name, shards, scheme, findings)
     if quant.layout == "awq-gemv":
         return gemv_linear(name, shards, scheme, findings)
-    if quant.layout in READ_DECODED:
+    if quant.layout in READ_DECODED or is_in_blocks(scheme.weight):
         return decoded_linear(
             name,
             tensor_names(name, layout_of(quant), shards.entries),

@@ -12,6 +12,7 @@ import torch
 
 from qkernels.bench import (
     attention,
+    blocks,
     elementwise,
     fed_linear,
     float8,
@@ -29,6 +30,7 @@ from qkernels.tuning import table as tuning_table
 
 OPS: dict[str, BenchedOp] = (
     linear.OPS
+    | blocks.OPS
     | fed_linear.OPS
     | read_linear.OPS
     | float8.OPS

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from formats.in_memory.fp8 import Fp8Weight
+from formats.in_memory.k_weight import KWeight
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import Weight
 from formats.numerics import affine
@@ -31,7 +32,11 @@ def prepare_weight(
     Symmetric 8-bit codes with one scale per output become int8 if the input is rounded to int8.
     """
     packed = packed if device is None else packed.to(device)
-    if isinstance(packed, Fp8Weight):
+    if isinstance(packed, KWeight):
+        tensors = {"blocks": packed.bytes_NX}
+        if packed.inputs is not None:
+            tensors["inputs"] = torch.tensor(packed.inputs)
+    elif isinstance(packed, Fp8Weight):
         tensors = {"fp8": packed.codes_NK, "scales": packed.scales_RC}
     elif _is_int8(packed):
         signed = packed.codes().to(torch.int16) - packed.spec.symmetric_zero
@@ -127,6 +132,11 @@ def _is_int8(packed: PackedWeight) -> bool:
 def _dequantize(weight: PreparedWeight) -> torch.Tensor:
     """Dequantize to float32 [N, K]."""
     tensors = weight.tensors
+    if "blocks" in tensors:
+        inputs = tensors.get("inputs")
+        inputs = None if inputs is None else tuple(inputs.tolist())
+        blocks = KWeight(bytes_NX=tensors["blocks"], spec=weight.spec, inputs=inputs)
+        return blocks.dequantize()
     if "fp8" in tensors:
         return Fp8Weight(
             codes_NK=tensors["fp8"], scales_RC=tensors["scales"], spec=weight.spec

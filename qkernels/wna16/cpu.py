@@ -1,37 +1,57 @@
 """W4A16 and W8A16 on a CPU in bfloat16, by torch's own products with packed weights.
 
 The codes stay packed, so one row reads a quarter (4 bits) or half of what `dense` reads; from about
-8 rows on `dense` is faster, at four times the memory. Scales are rounded to bfloat16, the weight
-itself is not. In float32 and float16 these products of torch take a scalar loop, twenty times as
-long as `dense`: dispatch offers bfloat16 alone. Legend: M rows of x, N outputs, K inputs, G groups.
+8 rows on `dense` is faster, at four times the memory. Scales, and the minima of blocks of a GGUF
+file, are rounded to bfloat16, the weight itself is not. In float32 and float16 these products of
+torch take a scalar loop, twenty times as long as `dense`: dispatch offers bfloat16 alone. Legend: M
+rows of x, N outputs, K inputs, G groups.
 """
+
+from dataclasses import replace
 
 import torch
 
+from formats.in_memory.k_weight import KWeight
 from formats.in_memory.packed import PackedWeight
 from qkernels.linear.plan import GemmPlan
 from qkernels.linear.prepared import PreparedWeight
 
 
 def prepare_weight(
-    packed: PackedWeight, dtype: torch.dtype, device: torch.device | str | None = None
+    packed: PackedWeight | KWeight, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> PreparedWeight:
     """The codes as torch packs them, and the scales in bfloat16."""
     packed = packed if device is None else packed.to(device)
     spec = packed.spec
+    if isinstance(packed, KWeight):
+        codes_NK, grid = packed.codes_and_grid()
+        start, stop = packed.input_range
+        groups = slice(start // grid.length, stop // grid.length)
+        steps_NG, lows_NG = grid.steps()[:, groups], grid.lows()[:, groups]
+        # of the scale before rounding, whose error then counts from the middle code
+        offsets_NG = (8.0 * steps_NG - lows_NG).to(dtype)
+        tensors = _nibbles(codes_NK[:, start:stop], steps_NG.to(dtype), offsets_NG)
+        prepared = PreparedWeight.of(packed, kernel="cpu_w4a16", tensors=tensors, dtype=dtype)
+        return replace(prepared, spec=spec.integer_form)
     codes_NK = packed.codes()
     if spec.bits == 4:
         scales_NG = packed.scales_NG.to(dtype)
-        # torch computes (code - 8) scale + offset
         offsets_NG = ((8.0 - packed.zeros_NG.float()) * scales_NG.float()).to(dtype)
-        tensors = {
-            "codes": torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes_NK.int(), 1),
-            "scales": torch.stack([scales_NG.t(), offsets_NG.t()], dim=-1).contiguous(),
-        }
+        tensors = _nibbles(codes_NK, scales_NG, offsets_NG)
     else:
         signed_NK = (codes_NK.to(torch.int16) - spec.symmetric_zero).to(torch.int8)
         tensors = {"codes": signed_NK, "scales": packed.scales_NG[:, 0].to(dtype)}
     return PreparedWeight.of(packed, kernel=f"cpu_w{spec.bits}a16", tensors=tensors, dtype=dtype)
+
+
+def _nibbles(
+    codes_NK: torch.Tensor, scales_NG: torch.Tensor, offsets_NG: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Tensors of weights (code - 8) scale + offset, as torch computes them."""
+    return {
+        "codes": torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes_NK.int().contiguous(), 1),
+        "scales": torch.stack([scales_NG.t(), offsets_NG.t()], dim=-1).contiguous(),
+    }
 
 
 def run(

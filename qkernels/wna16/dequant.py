@@ -22,6 +22,10 @@ from triton.experimental.gluon import language as gl
 
 from qkernels.gpu.registers import pack_x2, unpack_x2
 
+# The same of weights in groups: the largest d times the largest 6-bit scale is below 2^22.
+_GROUPS_SHRINK = gl.constexpr(2.0**-28)
+_GROUPS_FACTOR = gl.constexpr(2.0 ** (133 - 28))
+
 BFLOAT16_CODE_FACTOR = gl.constexpr(1 / 64)  # in the bfloat16 values of codes_minus_zeros
 
 # The factor of bfloat16 weights: with it float16's largest scale times 2^109 is still a float32.
@@ -276,8 +280,151 @@ def rescale_rounded(sums, NUMERICS: gl.constexpr, DTYPE: gl.constexpr):
     """Sums of products with the weights of `unpack_rounded`, without their power of two."""
     if DTYPE.is_fp16() or NUMERICS.has_offsets:
         return sums
+    elif NUMERICS.groups > 1:
+        return sums * (1 / _GROUPS_SHRINK)
     else:
         return sums * (1 / BFLOAT16_SHRINK)
+
+
+@gluon.constexpr_function
+def _row_words_layout(W):
+    """Layout of W words of each row, [64 W], in which a thread holds those of its two rows."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[*([1 << i] for i in range(W.bit_length() - 1)), [8 * W]],
+        lane_bases=[[0], [0], [W], [2 * W], [4 * W]],
+        warp_bases=[[16 * W], [32 * W]],
+        block_bases=[],
+        shape=[64 * W],
+    )
+
+
+@gluon.constexpr_function
+def _groups_layout(C):
+    """Layout of packed words [64, 4 C] as [64, t, C]."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[*([0, 0, 1 << i] for i in range(C.bit_length() - 1)), [8, 0, 0]],
+        lane_bases=[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        warp_bases=[[16, 0, 0], [32, 0, 0]],
+        block_bases=[],
+        shape=[64, 4, C],
+    )
+
+
+@gluon.jit
+def load_row_words(stored, W: gl.constexpr):
+    """The W words of each row in shared memory [64 W], as a tuple of [64]."""
+    words = stored.load(_row_words_layout(W))
+    if W == 1:
+        return (words,)
+    elif W == 2:
+        return gl.split(words.reshape([64, 2]))
+    else:
+        even, odd = gl.split(words.reshape([64, 2, 2]))
+        first, third = gl.split(even)
+        second, fourth = gl.split(odd)
+        return first, second, third, fourth
+
+
+@gluon.jit
+def _half(words):
+    """The float16 numbers in the low halves of words, in float32."""
+    return (words & 0xFFFF).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+
+
+@gluon.jit
+def group_factors(
+    scales,
+    block,
+    i: gl.constexpr,
+    K_SUBTILE: gl.constexpr,
+    NUMERICS: gl.constexpr,
+    DTYPE: gl.constexpr,
+):
+    """Scales and minima of the groups of a K subtile, float32 [64, C], for `unpack_groups`.
+
+    `scales`: words of rows, the scales of four groups before their minima, as bytes or float16.
+    `block`: words with d and dmin. Products of both are exact.
+    """
+    C: gl.constexpr = K_SUBTILE // 32
+    GROUPS: gl.constexpr = gl.SliceLayout(1, _groups_layout(C))
+    ROWS: gl.constexpr = gl.SliceLayout(1, GROUPS)
+    group = i * C + gl.arange(0, C, gl.SliceLayout(0, GROUPS))
+    if NUMERICS.steps_per_block > 0:
+        both = gl.convert_layout(block, ROWS, assert_trivial=True)
+        d, dmin = _half(both), _half(both >> 16)
+        shifts = (8 * group)[None, :]
+        scale = gl.convert_layout(scales[0], ROWS, assert_trivial=True)[:, None] >> shifts
+        minimum = gl.convert_layout(scales[1], ROWS, assert_trivial=True)[:, None] >> shifts
+        scale = (scale & 0xFF).to(gl.float32)
+        minimum = (minimum & 0xFF).to(gl.float32)
+    else:
+        WORD: gl.constexpr = i * C // 2
+        shifts = (16 * (group % 2))[None, :]
+        scale = gl.convert_layout(scales[WORD], ROWS, assert_trivial=True)[:, None] >> shifts
+        minimum = gl.convert_layout(scales[2 + WORD], ROWS, assert_trivial=True)[:, None] >> shifts
+        scale, minimum = _half(scale), _half(minimum)
+        d = gl.full([64], 1.0, gl.float32, ROWS)
+        dmin = d
+    if DTYPE.is_bf16():
+        d *= _GROUPS_FACTOR
+        dmin *= _GROUPS_SHRINK
+    return scale * d[:, None], minimum * -dmin[:, None]
+
+
+@gluon.constexpr_function
+def _groups_ptx(is_float16):
+    """To $0 to $3: the codes at bits 0, 4, 8 and 12 of both halves of $4, times $5 plus $6.
+
+    A code is made a float32 exactly: code 2^-133, or for float16 2^23 + code minus 2^23.
+    """
+    if is_float16:
+        code, high, to = "0x455{}", "0x4B", "cvt.rn.f16x2.f32"
+        exact = "add.rn.f32 {0}, {0}, 0fCB000000; "
+    else:
+        code, high, to = "0x4{}44", "0", "cvt.rn.bf16x2.f32"
+        exact = ""
+    lines = [
+        "{ .reg .b32 l, h, b; .reg .f32 w0, w1; and.b32 l, $4, 0x0F0F0F0F;"
+        " shr.u32 h, $4, 4; and.b32 h, h, 0x0F0F0F0F;"
+    ]
+    for out in range(4):
+        word = "lh"[out % 2]  # bytes with the codes at bits 0 and 8, or 4 and 12
+        for half in range(2):
+            w = f"w{half}"
+            lines.append(
+                f"prmt.b32 b, {word}, {high}, {code.format(out // 2 + 2 * half)};"
+                f" mov.b32 {w}, b; {exact.format(w)}fma.rn.f32 {w}, {w}, $5, $6;"
+            )
+        lines.append(f"{to} ${out}, w1, w0;")
+    return " ".join(lines) + " }"
+
+
+@gluon.jit
+def unpack_groups(packed, scale, minimum, DTYPE: gl.constexpr, A: gl.constexpr):
+    """Packed 4-bit words [64, 4 C] of a K subtile to operand A: code times scale plus minimum.
+
+    `scale` and `minimum` [64, C] are those of group_factors: a word's codes are of one group. The
+    weights are rounded once; `rescale_rounded` takes the sums.
+    """
+    PTX: gl.constexpr = _groups_ptx(DTYPE.is_fp16())
+    p0, p1, p2, p3 = gl.inline_asm_elementwise(
+        PTX,
+        "=&r,=&r,=&r,=&r,r,r,r",
+        [packed, _for_words(scale), _for_words(minimum)],
+        (gl.int32, gl.int32, gl.int32, gl.int32),
+        True,
+        1,
+    )
+    return gl.convert_layout(_in_order(p0, p1, p2, p3, DTYPE), A, assert_trivial=True)
+
+
+@gluon.jit
+def _for_words(values):
+    """Values of groups [64, C] for each packed word [64, 4 C]."""
+    C: gl.constexpr = values.shape[1]
+    WORDS: gl.constexpr = _groups_layout(C)
+    spread, _ = gl.broadcast(values[:, None, :], gl.zeros([64, 4, C], gl.float32, WORDS))
+    return gl.convert_layout(spread.reshape([64, 4 * C]), packed_layout(C), assert_trivial=True)
 
 
 @gluon.jit

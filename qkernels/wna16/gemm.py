@@ -10,6 +10,7 @@ from types import ModuleType
 
 import torch
 
+from formats.in_memory.k_weight import KWeight
 from formats.in_memory.packed import PackedWeight
 from qkernels.choice import parse_choice
 from qkernels.errors import KernelError
@@ -21,6 +22,7 @@ from qkernels.operands.limbs import LimbForm, Limbs
 from qkernels.operands.split_k import Consumer, LinearOutput, SplitKPartials
 from qkernels.tuning import table as tuning_table
 from qkernels.wna16 import prepack
+from qkernels.wna16.layout import GroupedSpec
 from qkernels.wna16.sm90_gemv_imma_config import GemvImmaConfig
 from qkernels.wna16.sm90_large_m_config import default_large_m_config, large_m_time, other_time
 from qkernels.wna16.sm90_small_m_config import (
@@ -44,19 +46,24 @@ from qkernels.wna16.variants import (
 
 
 def prepare_weight(
-    packed: PackedWeight, dtype: torch.dtype, device: torch.device | str | None = None
+    packed: PackedWeight | KWeight, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> PreparedWeight:
     """The prepacked weight that all variants read."""
+    if isinstance(packed, KWeight):
+        return prepack.prepare_blocks(packed, dtype, device)
     return prepack.prepare_weight(packed, dtype, device)
 
 
 def prepare_fixed_order(
-    packed: PackedWeight, dtype: torch.dtype, device: torch.device | str | None = None
+    packed: PackedWeight | KWeight, dtype: torch.dtype, device: torch.device | str | None = None
 ) -> PreparedWeight:
     """prepare_weight with scales rounded to `dtype`, which kernels then apply in one instruction.
 
-    A scale changes by up to 2^-9 of itself, as much as the rounding of an input.
+    A scale changes by up to 2^-9 of itself, as much as the rounding of an input. Those of blocks of
+    a GGUF file stay: the kernel that runs them rounds each weight.
     """
+    if isinstance(packed, KWeight):
+        return prepare_weight(packed, dtype, device)
     scales_NG = packed.scales_NG.to(dtype).to(packed.scales_NG.dtype)
     return prepare_weight(replace(packed, scales_NG=scales_NG), dtype, device)
 
@@ -165,9 +172,11 @@ def shape_of(problem: GemmProblem) -> Shape:
 def _config(problem: GemmProblem, shape: Shape, M: int, fused: bool) -> WNA16Config | None:
     """One measured on this GPU, else the default of the first variant that takes M rows."""
     choice = parse_choice(problem.requested)
-    row = tuning_table.tuning_table_of(problem.device).find(
-        TUNED, N=shape.N, K=shape.K, group=shape.group, bits=shape.spec.bits, M=M
-    )
+    row = None
+    if not isinstance(shape.spec, GroupedSpec):  # which no table describes
+        row = tuning_table.tuning_table_of(problem.device).find(
+            TUNED, N=shape.N, K=shape.K, group=shape.group, bits=shape.spec.bits, M=M
+        )
     if row is not None:
         config, runs = usable_config(row.config, shape, M)
         name = variant_of(config).name

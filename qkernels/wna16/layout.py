@@ -3,6 +3,10 @@
 Legend: N outputs, K inputs.
 """
 
+import math
+from dataclasses import dataclass
+
+from formats.scheme import BLOCK_TYPES, MIN_TYPES, QuantSpec, block_length
 from qkernels.gpu.config import ceil_div
 from qkernels.operands.limbs import K_STEP
 
@@ -22,3 +26,57 @@ def k_step(group: int) -> int:
 def padded_n(N: int) -> int:
     """Outputs that are stored: whole tiles."""
     return ceil_div(N, TILE_N) * TILE_N
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedSpec(QuantSpec):
+    """Prepacked weight in blocks of a GGUF file, with several groups in a K step.
+
+        W[n, k] = d[n, block] · scale[n, group] · (code − zero) − dmin[n, block] · minimum[n, group]
+
+    `group_size` is the K step. Asymmetric weights have minima and no zero, symmetric ones a zero
+    and no minima.
+    """
+
+    group: int  # inputs that share a scale and a minimum
+    block: int = 0  # inputs that share d and dmin; 0: scales and minima are float16, without them
+
+    @property
+    def groups(self) -> int:
+        """Groups of a K step."""
+        return self.group_size // self.group
+
+    @property
+    def parts(self) -> int:
+        """Numbers of a group: scale and minimum, or the scale alone."""
+        return 1 if self.symmetric else 2
+
+    @property
+    def steps_per_block(self) -> int:
+        """K steps of a block; 0 without d and dmin."""
+        return self.block // self.group_size
+
+
+def grouped_spec(
+    spec: QuantSpec, in_features: int, inputs: tuple[int, int] | None = None
+) -> GroupedSpec:
+    """Return how kernels hold a weight of BLOCK_TYPES; `inputs` as in KWeight.
+
+    5- and 6-bit codes take 8 bits.
+    """
+    length = block_length(spec.type)
+    if inputs is not None:  # a shard: d and dmin are repeated for parts of blocks
+        length = math.gcd(length, *inputs)
+    step = k_step(math.gcd(in_features, length if spec.type not in MIN_TYPES else in_features))
+    return GroupedSpec(
+        bits=4 if spec.bits == 4 else 8,
+        symmetric=spec.symmetric,
+        group_size=step,
+        group=BLOCK_TYPES[spec.type][2],
+        block=0 if spec.type in MIN_TYPES else length,
+    )
+
+
+def kernel_spec(spec: QuantSpec, in_features: int) -> QuantSpec:
+    """Return the spec of the prepacked weight: GroupedSpec for BLOCK_TYPES, else the same."""
+    return grouped_spec(spec, in_features) if spec.type in BLOCK_TYPES else spec

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
+from formats.gguf.k_quants.grid import Q6_ZERO
+from formats.in_memory.k_weight import KWeight
 from formats.in_memory.packed import PackedWeight
 from formats.scheme import QuantSpec
 from qkernels.gpu.workspace import workspace
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.operands.limbs import K_STEP
-from qkernels.wna16.layout import TILE_N, k_step, padded_n
+from qkernels.wna16.layout import TILE_N, GroupedSpec, grouped_spec, k_step, padded_n
 
 
 def fragment_order(codes_NK: torch.Tensor) -> torch.Tensor:
@@ -57,19 +59,68 @@ def prepare_weight(
     packed = packed if device is None else packed.to(device)
     block_k = k_step(packed.spec.group_length(packed.in_features))
     bits = packed.spec.bits
-    order = fragment_order if bits == 4 else byte_order
-    words_NW = _pad_rows(order(packed.codes()))
-    words = words_NW.unflatten(1, (-1, block_k * bits // 128, 4)).unflatten(0, (-1, TILE_N))
     tensors = {
-        "packed": words.permute(0, 2, 1, 4, 3).contiguous(),  # [N/64, K/BK, 64, 4, BK * bits / 128]
+        "packed": _tiles_of_words(packed.codes(), bits, block_k),
         "scales": _tiles_of_groups(packed.scales_NG),  # [N/64, G, 64]
     }
     if not packed.spec.symmetric:
-        tensors["offsets"] = _tiles_of_groups(
-            packed.zeros_NG.to(dtype) + VALUE_OF_ZERO[dtype, bits]
-        )
+        offsets_NG = packed.zeros_NG.to(dtype) + VALUE_OF_ZERO[dtype, bits]
+        tensors["offsets"] = _tiles_of_groups(offsets_NG)
     workspace(packed.device)
     return PreparedWeight.of(packed, kernel=f"w{bits}a16", tensors=tensors, dtype=dtype)
+
+
+def prepare_blocks(
+    weight: KWeight, dtype: torch.dtype, device: torch.device | str | None = None
+) -> PreparedWeight:
+    """Prepack a weight in blocks of a GGUF file: codes, scales and minima, all exact.
+
+    The scales and minima of a row and a K step are next to each other, and d and dmin of a row.
+    """
+    weight = weight if device is None else weight.to(device)
+    spec = grouped_spec(weight.spec, weight.in_features, weight.inputs)
+    codes_NK, grid = weight.codes_and_grid()
+    start, stop = weight.input_range
+    codes_NK = codes_NK[:, start:stop]
+    if spec.symmetric:  # the zero of symmetric codes
+        codes_NK = codes_NK + (spec.symmetric_zero - Q6_ZERO)
+    groups = slice(start // spec.group, stop // spec.group)
+    tensors = {"packed": _tiles_of_words(codes_NK, spec.bits, spec.group_size)}
+    # scales [N/64, K/BK, 64, P, groups], int8 or float16; blocks [N/64, B, 64, P, 1], float16
+    if spec.block:
+        scales = [grid.scales_NG, grid.minima_NG][: spec.parts]
+        parts = [part.to(torch.int8)[:, groups] for part in scales]
+        repeats = weight.kind.length // spec.block
+        blocks = slice(start // spec.block, stop // spec.block)
+        floats = [grid.d_NB, grid.dmin_NB][: spec.parts]
+        whole = [each.repeat_interleave(repeats, 1)[:, blocks] for each in floats]
+        tensors["blocks"] = _by_step([_tiles_of_groups(each) for each in whole], 1)
+    else:
+        parts = [grid.d_NB[:, groups], grid.dmin_NB[:, groups]]
+    tensors["scales"] = _by_step([_tiles_of_groups(part) for part in parts], spec.groups)
+    workspace(weight.device)
+    return PreparedWeight(
+        kernel=f"w{spec.bits}a16",
+        tensors=tensors,
+        spec=spec,
+        out_features=weight.out_features,
+        in_features=weight.in_features,
+        dtype=dtype,
+    )
+
+
+def _by_step(parts: list[torch.Tensor], groups: int) -> torch.Tensor:
+    """Parts [N/64, columns, 64] to [N/64, steps, 64, P, groups]."""
+    by_step = [part.unflatten(1, (-1, groups)).transpose(2, 3) for part in parts]
+    return torch.stack(by_step, 3).contiguous()
+
+
+def _tiles_of_words(codes_NK: torch.Tensor, bits: int, block_k: int) -> torch.Tensor:
+    """Return packed words, int32 [N/64, K/BK, 64, 4, BK * bits / 128], of 4- or 8-bit codes."""
+    order = fragment_order if bits == 4 else byte_order
+    words_NW = _pad_rows(order(codes_NK))
+    words = words_NW.unflatten(1, (-1, block_k * bits // 128, 4)).unflatten(0, (-1, TILE_N))
+    return words.permute(0, 2, 1, 4, 3).contiguous()
 
 
 def _pad_rows(rows: torch.Tensor) -> torch.Tensor:
@@ -78,6 +129,7 @@ def _pad_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _tiles_of_groups(values_NG: torch.Tensor) -> torch.Tensor:
+    """Return values [N, G] as [N/64, G, 64]."""
     return _pad_rows(values_NG).unflatten(0, (-1, TILE_N)).transpose(1, 2).contiguous()
 
 
@@ -91,8 +143,10 @@ VALUE_OF_ZERO = {
 
 
 def offset_of(weight: PreparedWeight) -> int:
-    """Offset that kernels subtract from an unpacked code of a symmetric weight."""
-    return VALUE_OF_ZERO[weight.dtype, weight.spec.bits] + weight.spec.symmetric_zero
+    """Offset that kernels subtract from an unpacked code, where the weight has no `offsets`."""
+    spec = weight.spec
+    zero = spec.symmetric_zero if spec.symmetric or not isinstance(spec, GroupedSpec) else 0
+    return VALUE_OF_ZERO[weight.dtype, spec.bits] + zero
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +158,8 @@ class WeightNumerics:
     offset: int  # what is subtracted from an unpacked code of a symmetric weight (prepack.py)
     has_offsets: bool
     has_bias: bool
+    groups: int = 1  # of a K step; with several each has a scale and a minimum (GroupedSpec)
+    steps_per_block: int = 0  # K steps that share d and dmin; 0: there are none
 
 
 def weight_numerics(weight: PreparedWeight, bias: torch.Tensor | None) -> WeightNumerics:
@@ -119,7 +175,10 @@ def stack_numerics(
     bias: torch.Tensor | None,
 ) -> WeightNumerics:
     """Numerics of one prepacked weight or a stack of them, for activations of `dtype`."""
+    is_grouped = isinstance(spec, GroupedSpec)
     return WeightNumerics(
+        groups=spec.groups if is_grouped else 1,
+        steps_per_block=spec.steps_per_block if is_grouped else 0,
         bits=spec.bits,
         steps_per_group=spec.group_length(in_features) // K_STEP,
         offset=VALUE_OF_ZERO[dtype, spec.bits] + spec.symmetric_zero,

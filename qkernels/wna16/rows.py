@@ -9,7 +9,7 @@ from qkernels.dispatch import Kernel
 from qkernels.problem import HALF_DTYPES, Problem, needs_triton
 from qkernels.tuning import table as tuning_table
 from qkernels.tuning.op import bucket
-from qkernels.wna16.layout import MIN_K_STEP, k_step
+from qkernels.wna16.layout import MIN_K_STEP, k_step, kernel_spec
 from qkernels.wna16.tuned import TUNED
 from qkernels.wna16.variants import BY_NAME, NAMES, Shape, variant_of
 
@@ -18,8 +18,11 @@ CPU_GROUPS = (32, 64, 128, 256)
 
 
 def _refuses_weight(problem: Problem, bits: int) -> str | None:
-    """Why it is no integer weight of so many bits alone; None: it is."""
-    if problem.spec is None or (problem.spec.bits, problem.spec.type) != (bits, "int"):
+    """Why kernels do not hold it in codes of so many bits alone; None: they do."""
+    spec = problem.spec
+    if spec is not None:
+        spec = kernel_spec(spec, problem.in_features)
+    if spec is None or (spec.bits, spec.type) != (bits, "int"):
         return f"takes {bits}-bit integer weights, not {problem.spec}"
     if problem.activation is not None:
         return "takes 16-bit activations, not 8-bit ones"
@@ -35,7 +38,7 @@ def triton_weight_only(problem: Problem, bits: int) -> str | None:
     reason = _refuses_weight(problem, bits)
     if reason is not None:
         return reason
-    group = problem.spec.group_length(problem.in_features)
+    group = kernel_spec(problem.spec, problem.in_features).group_length(problem.in_features)
     if k_step(group) < MIN_K_STEP or problem.in_features % group:
         return f"takes groups divisible by {MIN_K_STEP}, not {group}"
     if problem.out_features % 8:
@@ -51,7 +54,7 @@ def explain_variants(problem: Problem) -> list[tuple[str, str]]:
         torch.device(problem.device),
         N=problem.out_features,
         K=problem.in_features,
-        spec=problem.spec,
+        spec=kernel_spec(problem.spec, problem.in_features),
         sm_count=0,  # which variant refuses a weight does not depend on it
     )
     choice = parse_choice(problem.requested)
@@ -68,12 +71,13 @@ def _measured(problem: Problem) -> dict[str, str]:
     """For how many rows a variant was found fastest on this GPU."""
     if problem.device != "cuda" or not torch.cuda.is_available():
         return {}
+    spec = kernel_spec(problem.spec, problem.in_features)
     rows = tuning_table.tuning_table_of(torch.device("cuda", torch.cuda.current_device())).measured(
         TUNED,
         N=problem.out_features,
         K=problem.in_features,
-        group=problem.spec.group_length(problem.in_features),
-        bits=problem.spec.bits,
+        group=spec.group_length(problem.in_features),
+        bits=spec.bits,
     )
     found: dict[str, list[int]] = {}
     for row in rows:
@@ -94,7 +98,9 @@ def cpu_weight_only(problem: Problem, bits: int) -> str | None:
     reason = _refuses_weight(problem, bits)
     if reason is not None:
         return reason
-    group = problem.spec.group_length(problem.in_features)
+    if bits == 8 and problem.spec.type != "int":
+        return f"takes integer weights, not {problem.spec}"
+    group = problem.spec.integer_form.group_length(problem.in_features)
     if bits == 8 and (not problem.spec.symmetric or group != problem.in_features):
         return f"takes symmetric codes of one scale for each output, not {problem.spec}"
     if bits == 4 and (group not in CPU_GROUPS or problem.in_features % group):

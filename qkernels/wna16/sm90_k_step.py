@@ -15,10 +15,13 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 from qkernels.gpu.gluon_compat import aggregate, tma_load
 from qkernels.wna16.dequant import (
     codes_minus_zeros,
+    group_factors,
     load_k_subtiles,
+    load_row_words,
     rounded_factors,
     rows_layout,
     scale_of_codes,
+    unpack_groups,
     unpack_rounded,
     zeros_to_subtract,
 )
@@ -33,8 +36,8 @@ class Stages:
 
     weight: gl.shared_memory_descriptor  # [slots, 32, 32]
     x: gl.shared_memory_descriptor  # [stages * 2, BM, 64]
-    scales: gl.shared_memory_descriptor  # [slots, 64]
-    offsets: gl.shared_memory_descriptor  # [slots, 64], valid if has_offsets
+    scales: gl.shared_memory_descriptor  # [slots, 64]; of several groups int32 words of rows
+    offsets: gl.shared_memory_descriptor  # [slots, 64], valid if has_offsets; d and dmin of blocks
 
 
 @gluon.jit
@@ -43,8 +46,9 @@ def allocate_stages(weight, x, scales, offsets, CONFIG: gl.constexpr, NUMERICS: 
     SLOTS: gl.constexpr = CONFIG.stages * CONFIG.num_consumers
     packed_stages = gl.allocate_shared_memory(gl.int32, [SLOTS, 32, 32], weight.layout)
     x_stages = gl.allocate_shared_memory(x.dtype, [CONFIG.stages * 2, CONFIG.block_m, 64], x.layout)
-    scale_stages = gl.allocate_shared_memory(scales.dtype, [SLOTS, 64], scales.layout)
-    if NUMERICS.has_offsets:
+    SCALES: gl.constexpr = scales.block_type.shape[0]
+    scale_stages = gl.allocate_shared_memory(scales.dtype, [SLOTS, SCALES], scales.layout)
+    if NUMERICS.has_offsets or NUMERICS.steps_per_block > 0:
         offset_stages = gl.allocate_shared_memory(offsets.dtype, [SLOTS, 64], offsets.layout)
     else:
         offset_stages = scale_stages
@@ -56,7 +60,11 @@ def load_weight(gemm, pipeline, state, work_tile, k_step, pred):
     """A K step's packed weights and scales; the stage then expects x, too."""
     NUMERICS: gl.constexpr = gemm.NUMERICS
     CONSUMERS: gl.constexpr = gemm.CONFIG.num_consumers
-    OFFSET_BYTES: gl.constexpr = gemm.offsets.block_type.nbytes if NUMERICS.has_offsets else 0
+    HAS_BLOCKS: gl.constexpr = NUMERICS.steps_per_block > 0
+    OFFSET_BYTES: gl.constexpr = (
+        gemm.offsets.block_type.nbytes if NUMERICS.has_offsets or HAS_BLOCKS else 0
+    )
+    SCALES: gl.constexpr = gemm.scales.block_type.shape[0]
     CONSUMER_BYTES: gl.constexpr = (
         gemm.weight.block_type.nbytes + gemm.scales.block_type.nbytes + OFFSET_BYTES
     )
@@ -71,9 +79,13 @@ def load_weight(gemm, pipeline, state, work_tile, k_step, pred):
         tma_load(gemm.weight, [row, 0], barrier, stages.weight.index(own), pred=pred)
         groups = gemm.k_steps // NUMERICS.steps_per_group
         group = stored_tile * groups + k_step // NUMERICS.steps_per_group
-        tma_load(gemm.scales, [group * 64], barrier, stages.scales.index(own), pred=pred)
+        tma_load(gemm.scales, [group * SCALES], barrier, stages.scales.index(own), pred=pred)
         if NUMERICS.has_offsets:
             tma_load(gemm.offsets, [group * 64], barrier, stages.offsets.index(own), pred=pred)
+        if HAS_BLOCKS:
+            blocks = gemm.k_steps // NUMERICS.steps_per_block
+            block = stored_tile * blocks + k_step // NUMERICS.steps_per_block
+            tma_load(gemm.offsets, [block * 64], barrier, stages.offsets.index(own), pred=pred)
 
 
 @gluon.jit
@@ -154,6 +166,30 @@ def multiply_scaled(gemm, stages, stage, sums, CONSUMER: gl.constexpr, SUMS: gl.
     packed = load_k_subtiles(stages.weight.index(own), K_SUBTILE, 4)
     for i in gl.static_range(128 // K_SUBTILE):
         a = unpack_rounded(packed[i], row_factors, NUMERICS, DTYPE, A)
+        x = _x_subtile(gemm, stages, stage, i)
+        sums = warpgroup_mma(a, x, sums, is_async=True)
+    return sums
+
+
+@gluon.jit
+def multiply_groups(gemm, stages, stage, sums, CONSUMER: gl.constexpr, SUMS: gl.constexpr):
+    """multiply_scaled of a K step whose groups have a scale and a minimum each.
+
+    Weights, but for a power of two, are those of KWeight.dequantize, bit for bit.
+    """
+    NUMERICS: gl.constexpr = gemm.NUMERICS
+    DTYPE: gl.constexpr = stages.x.dtype
+    K_SUBTILE: gl.constexpr = gemm.CONFIG.k_subtile
+    A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    own = stage * gemm.CONFIG.num_consumers + CONSUMER
+    scales = load_row_words(stages.scales.index(own), stages.scales.shape[1] // 64)
+    blocks = scales
+    if NUMERICS.steps_per_block > 0:
+        blocks = load_row_words(stages.offsets.index(own), 1)
+    packed = load_k_subtiles(stages.weight.index(own), K_SUBTILE, 4)
+    for i in gl.static_range(128 // K_SUBTILE):
+        scale, minimum = group_factors(scales, blocks[0], i, K_SUBTILE, NUMERICS, DTYPE)
+        a = unpack_groups(packed[i], scale, minimum, DTYPE, A)
         x = _x_subtile(gemm, stages, stage, i)
         sums = warpgroup_mma(a, x, sums, is_async=True)
     return sums

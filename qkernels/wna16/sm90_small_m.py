@@ -32,7 +32,7 @@ from qkernels.linear.prepared import PreparedWeight
 from qkernels.lora.sm90_term import LoraTermArguments, lora_term, prefetch_term, term_of_tile
 from qkernels.lora.term import LoraTerm, term_arguments, term_parts
 from qkernels.wna16.dequant import rescale_rounded
-from qkernels.wna16.layout import TILE_N
+from qkernels.wna16.layout import TILE_N, GroupedSpec
 from qkernels.wna16.prepack import weight_numerics
 from qkernels.wna16.sm90_k_step import (
     WEIGHT_BOX,
@@ -41,6 +41,7 @@ from qkernels.wna16.sm90_k_step import (
     load_weight,
     load_x,
     multiply,
+    multiply_groups,
     multiply_scaled,
     step_scales,
 )
@@ -93,7 +94,7 @@ def _launch(
     M, K = x_MK.shape
     N = weight.out_features
     partials, counters = workspace(x_MK.device)
-    scales, offsets = weight.tensors["scales"], weight.tensors.get("offsets")
+    scales, offsets = _boxes(weight)
     max_blocks = config.blocks_per_sm * sm_count(x_MK.device)
     with on_device(x_MK):
         launch(
@@ -101,9 +102,9 @@ def _launch(
             (min(max_blocks, config.tiles(N) * config.split),),
             descriptor(weight.tensors["packed"].view(-1, WEIGHT_BOX[1]), WEIGHT_BOX),
             descriptor(x_MK, [config.block_m, X_BOX_K]),
-            descriptor(scales.view(-1), [TILE_N]),
-            descriptor((scales if offsets is None else offsets).view(-1), [TILE_N]),
-            scales if bias is None else bias,
+            scales,
+            offsets,
+            weight.tensors["scales"] if bias is None else bias,
             y,
             partials,
             counters,
@@ -120,6 +121,23 @@ def _launch(
             maxnreg=config.registers,
             launch_pdl=True,
         )
+
+
+def _boxes(weight: PreparedWeight) -> tuple[object, object]:
+    """TMA descriptors of a K step's scales and of its offsets, or of d and dmin of a block.
+
+    Of several groups both are int32 words of rows.
+    """
+    scales, spec = weight.tensors["scales"], weight.spec
+    if not isinstance(spec, GroupedSpec):
+        offsets = weight.tensors.get("offsets", scales)
+        return descriptor(scales.view(-1), [TILE_N]), descriptor(offsets.view(-1), [TILE_N])
+    words = spec.parts * spec.groups * scales.itemsize // 4
+    row_words = scales.view(-1).view(torch.int32)
+    boxes = descriptor(row_words, [TILE_N * words])
+    if not spec.block:
+        return boxes, boxes
+    return boxes, descriptor(weight.tensors["blocks"].view(-1).view(torch.int32), [TILE_N])
 
 
 @aggregate
@@ -199,7 +217,11 @@ def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
             sums = _term(gemm, work, CONSUMER, SUMS)
         for _ in range(work_tile.k_begin, work_tile.k_end):
             pipeline.consumer_wait(state)
-            if gemm.CONFIG.scales_weights:
+            if gemm.NUMERICS.groups > 1:
+                sums = multiply_groups(gemm, stages, state.stage, sums, CONSUMER, SUMS)
+                sums = warpgroup_mma_wait(0, deps=[sums])
+                pipeline.consumer_release(state)
+            elif gemm.CONFIG.scales_weights:
                 sums = multiply_scaled(gemm, stages, state.stage, sums, CONSUMER, SUMS)
                 sums = warpgroup_mma_wait(0, deps=[sums])
                 pipeline.consumer_release(state)

@@ -8,6 +8,8 @@ USE_PTX switches two pieces of inline PTX on; the results are the same without t
 Legend: M rows of x, K inputs, N outputs, G groups; BM, BN, BK the tile.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +22,7 @@ from qkernels.gpu.split_k_reduce_triton import arrives_last, sum_splits
 from qkernels.gpu.tma import aligned, describe
 from qkernels.gpu.workspace import workspace
 from qkernels.linear.prepared import PreparedWeight
-from qkernels.wna16.layout import TILE_N, k_step, padded_n
+from qkernels.wna16.layout import TILE_N, GroupedSpec, k_step, padded_n
 from qkernels.wna16.prepack import offset_of
 from qkernels.wna16.triton_config import TritonGemmConfig
 
@@ -59,6 +61,7 @@ def run(
             weight.tensors["packed"],
             weight.tensors["scales"],
             weight.tensors.get("offsets"),
+            weight.tensors.get("blocks"),
             bias,
             y_MN,
             partials,
@@ -67,6 +70,7 @@ def run(
             N,
             K,
             STEPS_PER_GROUP=group // block_k,
+            GROUPING=grouping(weight),
             MAGIC=MAGIC_WORD[x_MK.dtype],
             OFFSET=offset_of(weight),
             BITS=weight.spec.bits,
@@ -98,10 +102,12 @@ def dequantize(weight: PreparedWeight) -> torch.Tensor:
             weight.tensors["packed"],
             weight.tensors["scales"],
             weight.tensors.get("offsets"),
+            weight.tensors.get("blocks"),
             out_NK,
             N,
             K,
             STEPS_PER_GROUP=group // block_k,
+            GROUPING=grouping(weight),
             MAGIC=MAGIC_WORD[weight.dtype],
             OFFSET=offset_of(weight),
             BITS=bits,
@@ -112,6 +118,23 @@ def dequantize(weight: PreparedWeight) -> torch.Tensor:
             num_warps=1,
         )
     return out_NK
+
+
+class Grouping(NamedTuple):
+    """Groups of a K step, a constexpr of the kernels (layout.GroupedSpec)."""
+
+    group: int  # inputs of a group
+    groups: int  # of a K step
+    has_minima: bool
+    steps_per_block: int  # K steps that share d and dmin; 0: there are none
+
+
+def grouping(weight: PreparedWeight) -> Grouping | None:
+    """The groups of a weight's K steps; None: a K step has one scale."""
+    spec = weight.spec
+    if not isinstance(spec, GroupedSpec):
+        return None
+    return Grouping(spec.group, spec.groups, not spec.symmetric, spec.steps_per_block)
 
 
 @triton.jit
@@ -202,12 +225,98 @@ def prefetch_groups(
         )
 
 
+@triton.jit
+def _group_scales(
+    scales_ptr,
+    blocks_ptr,
+    stored_tile,
+    stored_row,
+    step,
+    steps,
+    PART: tl.constexpr,
+    GROUPING: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
+    """Scales (PART 0) or minima (PART 1) of rows and of the groups of a K step, exact in float32.
+
+    A quantized one has up to 8 bits and d up to 11.
+    """
+    PARTS: tl.constexpr = 2 if GROUPING.has_minima else 1
+    GROUPS: tl.constexpr = GROUPING.groups
+    row = (stored_tile * steps + step) * TILE_N + stored_row
+    ptrs = scales_ptr + ((row * PARTS + PART) * GROUPS)[:, None] + tl.arange(0, GROUPS)[None, :]
+    values = tl.load(ptrs).to(tl.float32)  # [BN, GROUPS]
+    if GROUPING.steps_per_block > 0:
+        blocks = steps // GROUPING.steps_per_block
+        block = (stored_tile * blocks + step // GROUPING.steps_per_block) * TILE_N + stored_row
+        whole = tl.load(blocks_ptr + block * PARTS + PART)
+        values *= whole.to(tl.float32)[:, None]
+    return values
+
+
+@triton.jit
+def _grouped_weights(
+    values,
+    scales_ptr,
+    blocks_ptr,
+    stored_tile,
+    stored_row,
+    step,
+    steps,
+    GROUPING: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
+    """Unpacked codes [BN, BK] of a K step to weights, float32: those that gguf-py computes.
+
+    A code times its scale has up to 24 bits, which float32 holds; the subtraction rounds.
+    """
+    codes = (values - OFFSET).to(tl.float32).reshape(BN, GROUPING.groups, GROUPING.group)
+    scales = _group_scales(
+        scales_ptr, blocks_ptr, stored_tile, stored_row, step, steps, 0, GROUPING, TILE_N
+    )
+    weights = codes * scales[:, :, None]
+    if GROUPING.has_minima:
+        minima = _group_scales(
+            scales_ptr, blocks_ptr, stored_tile, stored_row, step, steps, 1, GROUPING, TILE_N
+        )
+        weights -= minima[:, :, None]
+    return weights.reshape(BN, BK)
+
+
+@triton.jit
+def _prefetch_steps(
+    scales_ptr,
+    tile,
+    first,
+    last,
+    steps,
+    GROUPING: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """prefetch_groups of K steps with several groups: the lines of 128 bytes of each step."""
+    PARTS: tl.constexpr = 2 if GROUPING.has_minima else 1
+    VALUES: tl.constexpr = PARTS * GROUPING.groups * TILE_N  # of a step
+    LINE: tl.constexpr = 1024 // scales_ptr.dtype.element_ty.primitive_bitwidth
+    for i in tl.static_range(BN // TILE_N):
+        for line in tl.static_range(VALUES // LINE):
+            step = tl.minimum(first + tl.arange(0, 128), last - 1)
+            ptrs = scales_ptr + ((tile * (BN // TILE_N) + i) * steps + step) * VALUES + line * LINE
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptrs], tl.int32, False, 1
+            )
+
+
 @triton.jit(do_not_specialize=["M"])
 def _wna16_gemm(
     x_ptr,  # [M, K], or with USE_TMA its descriptor
     packed_ptr,  # [N/64, K/BK, 64, WORDS]
-    scales_ptr,  # [N/64, G, 64]
+    scales_ptr,  # [N/64, G, 64]; with GROUPING [N/64, K/BK, 64, PARTS, groups]
     offsets_ptr,  # [N/64, G, 64] or None
+    blocks_ptr,  # [N/64, blocks, 64, PARTS] or None
     bias_ptr,  # [N] or None
     y_ptr,  # [M, N]
     partials_ptr,  # [SPLIT, M, N]
@@ -216,6 +325,7 @@ def _wna16_gemm(
     N,
     K,
     STEPS_PER_GROUP: tl.constexpr,
+    GROUPING: tl.constexpr,  # Grouping, or None: each K step is in one group
     MAGIC: tl.constexpr,
     OFFSET: tl.constexpr,
     BITS: tl.constexpr,
@@ -247,7 +357,9 @@ def _wna16_gemm(
     packed_rows = ((stored_tile * steps + first) * TILE_N + stored_row) * WORDS
     packed_ptrs = packed_ptr + packed_rows[:, None] + tl.arange(0, WORDS)[None, :]
     group_rows = stored_tile * groups * TILE_N + stored_row
-    if USE_PTX:
+    if USE_PTX and GROUPING is not None:
+        _prefetch_steps(scales_ptr, tile_n, first, last, steps, GROUPING, TILE_N, BN)
+    elif USE_PTX:
         prefetch_groups(scales_ptr, tile_n, first, last, groups, STEPS_PER_GROUP, TILE_N, BN)
         if offsets_ptr is not None:
             prefetch_groups(offsets_ptr, tile_n, first, last, groups, STEPS_PER_GROUP, TILE_N, BN)
@@ -263,17 +375,36 @@ def _wna16_gemm(
             x = tl.load(x_ptrs, mask=m[None, :] < M, other=0.0)
             x_ptrs += BK
         packed = tl.load(packed_ptrs, eviction_policy="evict_first")  # [BN, WORDS]
-        group = group_rows + step // STEPS_PER_GROUP * TILE_N
-        scale = tl.load(scales_ptr + group)  # [BN]
-        values = unpack(packed, MAGIC, BITS, BN, BK, DTYPE, USE_PTX)
-        # the subtraction is exact, so only the sums are rounded
-        if offsets_ptr is None:
-            codes = values - OFFSET
+        if GROUPING is not None:
+            values = unpack(packed, MAGIC, BITS, BN, BK, DTYPE, USE_PTX)
+            weights = _grouped_weights(
+                values,
+                scales_ptr,
+                blocks_ptr,
+                stored_tile,
+                stored_row,
+                step,
+                steps,
+                GROUPING,
+                OFFSET,
+                BN,
+                BK,
+                TILE_N,
+            )
+            # rounded to the bits of KWeight.dequantize
+            total = tl.dot(weights.to(DTYPE), x, total)
         else:
-            codes = values - tl.load(offsets_ptr + group)[:, None]
-        # The scale is converted here. Where it is loaded, the compiler would wait for it before it
-        # unpacks (gate_up at 64 rows: 43.3 us instead of 34.6).
-        total += tl.dot(codes.to(DTYPE), x) * scale.to(tl.float32)[:, None]
+            group = group_rows + step // STEPS_PER_GROUP * TILE_N
+            scale = tl.load(scales_ptr + group)  # [BN]
+            values = unpack(packed, MAGIC, BITS, BN, BK, DTYPE, USE_PTX)
+            # the subtraction is exact, so only the sums are rounded
+            if offsets_ptr is None:
+                codes = values - OFFSET
+            else:
+                codes = values - tl.load(offsets_ptr + group)[:, None]
+            # The scale is converted here. Where it is loaded, the compiler would wait for it before
+            # it unpacks (gate_up at 64 rows: 43.3 us instead of 34.6).
+            total += tl.dot(codes.to(DTYPE), x) * scale.to(tl.float32)[:, None]
         packed_ptrs += TILE_N * WORDS
 
     if PDL:
@@ -306,10 +437,12 @@ def _dequantize_weight(
     packed_ptr,
     scales_ptr,
     offsets_ptr,
+    blocks_ptr,
     out_ptr,  # [N, K]
     N,
     K,
     STEPS_PER_GROUP: tl.constexpr,
+    GROUPING: tl.constexpr,
     MAGIC: tl.constexpr,
     OFFSET: tl.constexpr,
     BITS: tl.constexpr,
@@ -327,13 +460,31 @@ def _dequantize_weight(
     word = ((tile * steps + step) * TILE_N + stored_row)[:, None] * WORDS
     ptrs = packed_ptr + word + tl.arange(0, WORDS)[None, :]
     packed = tl.load(ptrs, eviction_policy="evict_first")
-    group = (tile * (steps // STEPS_PER_GROUP) + step // STEPS_PER_GROUP) * TILE_N + stored_row
-    scale = tl.load(scales_ptr + group).to(tl.float32)
-    values = unpack(packed, MAGIC, BITS, ROWS, BK, DTYPE, USE_PTX).to(tl.float32)
-    if offsets_ptr is None:
-        codes = values - OFFSET
+    if GROUPING is not None:
+        values = unpack(packed, MAGIC, BITS, ROWS, BK, DTYPE, USE_PTX)
+        weights = _grouped_weights(
+            values,
+            scales_ptr,
+            blocks_ptr,
+            tile,
+            stored_row,
+            step,
+            steps,
+            GROUPING,
+            OFFSET,
+            ROWS,
+            BK,
+            TILE_N,
+        )
     else:
-        codes = values - tl.load(offsets_ptr + group).to(tl.float32)[:, None]
+        group = (tile * (steps // STEPS_PER_GROUP) + step // STEPS_PER_GROUP) * TILE_N + stored_row
+        scale = tl.load(scales_ptr + group).to(tl.float32)
+        values = unpack(packed, MAGIC, BITS, ROWS, BK, DTYPE, USE_PTX).to(tl.float32)
+        if offsets_ptr is None:
+            codes = values - OFFSET
+        else:
+            codes = values - tl.load(offsets_ptr + group).to(tl.float32)[:, None]
+        weights = codes * scale[:, None]
     k = step * BK + tl.arange(0, BK)[None, :]
     out_ptrs = out_ptr + row.to(tl.int64)[:, None] * K + k
-    tl.store(out_ptrs, (codes * scale[:, None]).to(DTYPE), mask=row[:, None] < N)
+    tl.store(out_ptrs, weights.to(DTYPE), mask=row[:, None] < N)

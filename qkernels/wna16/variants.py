@@ -15,7 +15,7 @@ from qkernels.choice import FIXED_ORDER, KernelChoice
 from qkernels.gpu import device as gpu_device
 from qkernels.gpu.config import ceil_div
 from qkernels.operands.limbs import K_STEP, LIMBS_MAX_ROWS
-from qkernels.wna16.layout import TILE_N, k_step
+from qkernels.wna16.layout import TILE_N, GroupedSpec, k_step
 from qkernels.wna16.sm90_gemv_imma_config import (
     GemvImmaConfig,
     default_gemv_config,
@@ -95,6 +95,7 @@ class Variant:
     arch: str | None = None  # what it is written for; None: what Triton runs on
     bits: tuple[int, ...] = (4, 8)
     whole_k_steps: bool = False  # groups of inputs are divisible by 128
+    grouped: bool = False  # also K steps of several groups, each with a scale and a minimum
     default: Default
     adds_adapters: bool = False  # takes a LoraTerm
 
@@ -102,6 +103,8 @@ class Variant:
         """Why it runs no number of rows of this weight on this GPU; None: it runs some."""
         if shape.spec.bits not in self.bits:
             return f"takes {' and '.join(map(str, self.bits))} bits, not {shape.spec.bits}"
+        if isinstance(shape.spec, GroupedSpec) and not self.grouped:
+            return f"takes one scale for each K step, not one for {shape.spec.group} inputs"
         if self.whole_k_steps and k_step(shape.group) != K_STEP:
             return f"takes groups divisible by {K_STEP}, not {shape.group}"
         return shape.lacks_arch(self.arch)
@@ -116,7 +119,12 @@ def _gemv(shape: Shape, M: int, fused: bool) -> GemvImmaConfig | None:
 
 
 def _small_m(shape: Shape, M: int, fused: bool) -> SmallMConfig | None:
-    return default_small_m_config(M, shape.N, shape.K, shape.group, shape.spec.bits, shape.sm_count)
+    config = default_small_m_config(
+        M, shape.N, shape.K, shape.group, shape.spec.bits, shape.sm_count
+    )
+    if config is None or not isinstance(shape.spec, GroupedSpec):
+        return config
+    return replace(config, scales_weights=True)
 
 
 def _large_m(shape: Shape, M: int, fused: bool) -> LargeMConfig | None:
@@ -199,7 +207,8 @@ def _fixed_order(shape: Shape, M: int, fused: bool) -> WNA16Config:
     over blocks (split-K) or inside of a block (segments). Elsewhere K is not divided. wgmma adds 16
     products at a time to a float32 sum, alike for every tile size (tests on a GPU check this).
     """
-    if shape.lacks_arch("sm_90") is None and k_step(shape.group) == K_STEP:
+    is_grouped = isinstance(shape.spec, GroupedSpec)
+    if shape.lacks_arch("sm_90") is None and k_step(shape.group) == K_STEP and not is_grouped:
         return sm90_fixed_order(M, shape.N, shape.K, shape.spec.bits, shape.sm_count)
     config = triton_fixed_order(M, shape.N, shape.K, shape.group)
     return config if shape.has_tma else without_tma(config)
@@ -212,6 +221,7 @@ SMALL_M = Variant(
     arch="sm_90",
     bits=(4,),
     whole_k_steps=True,
+    grouped=True,
     default=_small_m,
     adds_adapters=True,
 )
@@ -227,6 +237,7 @@ CUBLAS = Variant(
     name="cublas",
     config=None,
     rows="what no other takes",
+    grouped=True,
     default=lambda shape, M, fused: None,
 )
 # In order of preference; cuBLAS, after dequantizing, takes what is left.
@@ -246,6 +257,7 @@ VARIANTS: tuple[Variant, ...] = (
         name="triton",
         config=TritonGemmConfig,
         rows=f"up to {MAX_FUSED_ROWS} rows",
+        grouped=True,
         default=_triton,
     ),
     CUBLAS,
@@ -255,6 +267,7 @@ ONE_ORDER = Variant(
     name=FIXED_ORDER,
     config=None,
     rows="all rows, each with the same bits whatever the other rows are",
+    grouped=True,
     default=_fixed_order,
 )
 BY_NAME = {variant.name: variant for variant in (*VARIANTS, ONE_ORDER)}

@@ -47,7 +47,7 @@ def merge_adapter(
     All other tensors are copied bit for bit. `target` appears only when it is complete and the
     merged weights have been verified. Raises InputError, in which case no files remain.
     """
-    reader = CheckpointReader(source)
+    reader = CheckpointReader(source, in_blocks=False)
     if find_block(reader.folder, reader.config) is not None:
         raise CheckpointError(
             str(source),

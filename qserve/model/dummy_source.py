@@ -8,6 +8,7 @@ import torch
 from formats.in_memory.dense import is_dense
 from formats.in_memory.fp4 import Fp4Weight
 from formats.in_memory.fp8 import FP8_DTYPE, Fp8Weight, scales_shape
+from formats.in_memory.k_weight import KWeight, is_in_blocks
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import Weight
 from formats.scheme import FP4_TYPES
@@ -57,6 +58,8 @@ class DummySource:
         input_scale = None
         if scheme.activation is not None and not scheme.activation.dynamic:
             input_scale = torch.tensor(DUMMY_SCALE, device=device)
+        if is_in_blocks(spec):
+            return KWeight.random(shape, spec, DUMMY_SCALE, self._generator)
         if spec.type in FP4_TYPES:
             noise = torch.empty(shape, device=device)
             noise.normal_(0, DUMMY_SCALE, generator=self._generator)

@@ -18,6 +18,7 @@ from formats.architecture.flags import is_set
 from formats.architecture.projection import Projection, Shape
 from formats.architecture.sizes import size
 from formats.errors import CheckpointError, InputError
+from formats.in_memory.k_weight import KWeight
 from formats.in_memory.slices import Rows, take_outputs
 from formats.in_memory.weights import Weight, merge
 from formats.numerics.alibi import alibi_slopes
@@ -241,17 +242,10 @@ class Weights:
                 ", ".join(names), f"only {', '.join(sorted(quantized))} of this group is quantized"
             )
         if not rest:
-            parts = [self._coded(member) for member in members]
-            try:
-                merged = merge(parts, names[0]) if len(parts) > 1 else parts[0]
-            except CheckpointError as error:
-                logger.info("%s stay apart: %s", ", ".join(names), error.problem)
-                layers = [
-                    self._quantized(part, self._biases([member]))
-                    for part, member in zip(parts, members, strict=True)
-                ]
-                return SplitLinear(layers)
-            return self._quantized(merged, self._biases(members))
+            layers = [
+                self._quantized(weight, self._biases(run)) for weight, run in self._runs(members)
+            ]
+            return layers[0] if len(layers) == 1 else SplitLinear(layers)
         layers = []
         for member in members:
             own_bias = self._biases([member])
@@ -260,6 +254,29 @@ class Weights:
             else:
                 layers.append(self.float_linear(self._float(member), own_bias, (member.name,)))
         return SplitLinear(layers)
+
+    def _runs(self, members: "Sequence[_Member]") -> "list[tuple[Weight, list[_Member]]]":
+        """One weight of all members; where they differ, neighbours in equal blocks share one."""
+        parts = [self._coded(member) for member in members]
+        if len(parts) == 1:
+            return [(parts[0], list(members))]
+        try:
+            return [(merge(parts, members[0].name), list(members))]
+        except CheckpointError as error:
+            names = ", ".join(member.name for member in members)
+            logger.info("%s stay apart: %s", names, error.problem)
+        runs: list[tuple[Weight, list[_Member]]] = []
+        for weight, member in zip(parts, members, strict=True):
+            before, run = runs[-1] if runs else (None, [])
+            if (
+                isinstance(weight, KWeight)
+                and isinstance(before, KWeight)
+                and (before.spec == weight.spec)
+            ):
+                runs[-1] = merge([before, weight], member.name), [*run, member]
+            else:
+                runs.append((weight, [member]))
+        return runs
 
     def _coded(self, member: "_Member") -> Weight:
         weight = self.source.weight(member.name, member.shape)

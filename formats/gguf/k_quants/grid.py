@@ -1,10 +1,11 @@
-"""Grids of GGUF's K-quants: the quantized scales and minima of blocks, and blocks from codes.
+"""Grids of GGUF's K-quants: the quantized scales and minima of blocks, codes to blocks and back.
 
     W[n, k] = d[n, b] · scale[n, g] · code[n, k] − dmin[n, b] · minimum[n, g]
 
 d and dmin are float16 numbers of a block of 256 inputs. Scales and minima of a group are integers:
 6 bits without a sign in Q4_K and Q5_K (groups of 32); 8 bits with a sign in Q6_K (groups of 16),
-whose minimum is 32 · scale. Legend: N outputs, K inputs, B blocks of a row, G groups of a row.
+whose minimum is 32 · scale. A block of Q4_1 or Q5_1 is a group of 32 with scale and minimum 1; the
+file has −dmin. Legend: N outputs, K inputs, B blocks of a row, G groups of a row.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,9 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from formats.scheme import K_BLOCK, K_TYPES, QuantSpec
+from formats.gguf.block_types import BY_NAME
+from formats.gguf.blocks import k_scales, nibbles, q5_codes, q5_k_codes, q6_codes
+from formats.scheme import BLOCK_TYPES, K_BLOCK, MIN_TYPES, QuantSpec
 
 Q6_ZERO = 32  # code of Q6_K's weight 0
 
@@ -30,7 +33,7 @@ class KGrid:
     @property
     def length(self) -> int:
         """Inputs of a group."""
-        return K_TYPES[self.spec.type][2]
+        return BLOCK_TYPES[self.spec.type][2]
 
     @property
     def has_minima(self) -> bool:
@@ -68,7 +71,7 @@ class KGrid:
         return KGrid(spec=parts[0].spec, **tensors)
 
     def blocks(self, codes_NK: torch.Tensor) -> torch.Tensor:
-        """Return the rows of a GGUF file, uint8 [N, row bytes], for codes [N, K]."""
+        """Return the rows of a GGUF file, uint8 [N, row bytes], for codes [N, K] of K_TYPES."""
         codes_XL = codes_NK.reshape(-1, K_BLOCK).to(torch.uint8)
         d_X2 = self.d_NB.reshape(-1, 1).view(torch.uint8)
         scales = self.scales_NG.reshape(len(codes_XL), -1)
@@ -90,6 +93,40 @@ class KGrid:
             if field.name != "spec"
         }
         return KGrid(spec=self.spec, **tensors)
+
+
+def read_blocks(bytes_NX: torch.Tensor, spec: QuantSpec) -> tuple[torch.Tensor, KGrid]:
+    """Return the codes, uint8 [N, K], and the grid of a GGUF file's rows of BLOCK_TYPES."""
+    kind, N = BY_NAME[spec.type.upper()], len(bytes_NX)
+    blocks_XB = bytes_NX.reshape(-1, kind.num_bytes)
+    if spec.type in MIN_TYPES:
+        codes_XL = q5_codes(blocks_XB, 4) if spec.bits == 5 else nibbles(blocks_XB[:, 4:])
+        d, dmin = _float16(blocks_XB, 0), -_float16(blocks_XB, 2)
+        scales = minima = torch.ones_like(d, dtype=torch.int16)
+    elif spec.symmetric:
+        codes_XL, d = q6_codes(blocks_XB), _float16(blocks_XB, 208)
+        scales = blocks_XB[:, 192:208].view(torch.int8)
+        dmin, minima = torch.zeros_like(d), torch.zeros_like(scales)
+    else:
+        if spec.bits == 5:
+            codes_XL = q5_k_codes(blocks_XB)
+        else:
+            codes_XL = torch.cat([nibbles(part) for part in blocks_XB[:, 16:].split(32, 1)], 1)
+        d, dmin = _float16(blocks_XB, 0), _float16(blocks_XB, 2)
+        scales, minima = k_scales(blocks_XB[:, 4:16])
+    grid = KGrid(
+        spec=spec,
+        d_NB=d.reshape(N, -1),
+        dmin_NB=dmin.reshape(N, -1),
+        scales_NG=scales.to(torch.int16).reshape(N, -1),
+        minima_NG=minima.to(torch.int16).reshape(N, -1),
+    )
+    return codes_XL.reshape(N, -1), grid
+
+
+def _float16(blocks_XB: torch.Tensor, at: int) -> torch.Tensor:
+    """Return the float16 number at a byte of each block, [X, 1]."""
+    return blocks_XB[:, at : at + 2].contiguous().view(torch.float16)
 
 
 def nearest_codes(

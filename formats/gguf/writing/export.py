@@ -80,7 +80,7 @@ def export_gguf(
     minima of asymmetric weights to float16.
     """
     target = check_file_is_free(target)
-    reader = CheckpointReader(source, rounded=True)
+    reader = CheckpointReader(source, rounded=True, in_blocks=False)
     family, row = family_of(reader.config)
     metadata, divisors = metadata_of(reader.config, family, row, target.stem)
     outer = {"token_embd.weight": embedding_type, "output.weight": head_type}

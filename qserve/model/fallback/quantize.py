@@ -76,7 +76,7 @@ def quantize_fallback(
     quantizer: str = "qserve-kit",
 ) -> Saved:
     """Write a copy of a model with its linears rounded to nearest. Raises InputError."""
-    reader = CheckpointReader(folder)
+    reader = CheckpointReader(folder, in_blocks=False)
     wanted = [
         name
         for name in linear_names(folder)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from calibrate.gguf_file import quantize_to_gguf
 from formats.codecs import compressed_tensors, gptq
 from formats.codecs.kv_cache import write_kv_scheme
 from formats.compatibility.rules import RULES, loads_in
@@ -14,6 +13,7 @@ from formats.in_memory.weights import round_to_nearest
 from formats.inspection import inspect
 from formats.quant_config import BLOCK, QuantConfig
 from formats.scheme import Scheme
+from tests.formats.gguf.written import Q3_K, llama_metadata, llama_tensors, write_gguf
 
 Q0 = "model.layers.0.self_attn.q_proj"
 O0 = "model.layers.0.self_attn.o_proj"
@@ -415,14 +415,12 @@ CASES = {
 
 @pytest.fixture
 def gguf_file(docs_5m, tmp_path, monkeypatch):
-    """gguf_file() -> the bundled model in Q4_1, which no kernel takes."""
+    """gguf_file() -> the bundled model in Q3_K, which no kernel takes."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
     def make():
-        monkeypatch.setenv("HOME", str(tmp_path / "home"))
-        scheme, path = Scheme.parse("w4a16-asym-g32"), tmp_path / "model.gguf"
-        flags = {"recipe": "rtn", "quality_windows": 0, "progress": False}
-        quantize_to_gguf(docs_5m, path, scheme=scheme, **flags)
-        return path
+        tensors = llama_tensors(docs_5m, Q3_K)
+        return write_gguf(tmp_path / "model.gguf", llama_metadata(docs_5m), tensors)
 
     return make
 

@@ -11,7 +11,7 @@ import torch
 
 from formats.checkpoint import CheckpointReader
 
-F32, F16, Q8_0, Q4_0 = 0, 1, 8, 2
+F32, F16, Q8_0, Q4_0, Q3_K = 0, 1, 8, 2, 11
 UINT32, FLOAT32, BOOL, STRING, ARRAY = 4, 6, 7, 8, 9
 ALIGNMENT = 32
 
@@ -37,7 +37,9 @@ def value(found: Any) -> bytes:
 
 
 def blocks(weight: torch.Tensor, kind: int) -> bytes:
-    """A tensor's bytes: floats, or codes in blocks of 32 with a float16 scale."""
+    """A tensor's bytes: floats, or codes in blocks of 32 with a float16 scale. Q3_K is zeros."""
+    if kind == Q3_K:
+        return bytes(weight.numel() // 256 * 110)
     if kind in (F32, F16):
         return weight.to(torch.float32 if kind == F32 else torch.float16).numpy().tobytes()
     most = 127 if kind == Q8_0 else 7

@@ -12,10 +12,12 @@ from typing import Literal
 
 import torch
 
+from formats.gguf.block_types import BY_NAME
 from formats.in_memory.fp8 import Fp8Weight
+from formats.in_memory.k_weight import KWeight
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import with_activation
-from formats.scheme import ActivationSpec, Scheme
+from formats.scheme import BLOCK_TYPES, ActivationSpec, Scheme, block_scheme
 from qkernels import ops
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.operands.codes import InputRounding
@@ -64,9 +66,12 @@ class Case:
     least: int = 80  # the first architecture that has what it takes
 
 
-def weight_of(scheme: Scheme, N: int, K: int) -> PackedWeight | Fp8Weight:
+def weight_of(scheme: Scheme, N: int, K: int) -> PackedWeight | Fp8Weight | KWeight:
     """A weight of zeros: only its shapes and types count."""
     spec, activation = scheme.weight, scheme.activation
+    if spec.type in BLOCK_TYPES:
+        row_bytes = BY_NAME[spec.type.upper()].row_bytes(K)
+        return KWeight(bytes_NX=torch.zeros(N, row_bytes, dtype=torch.uint8), spec=spec)
     if spec.type == "float":
         codes = torch.zeros(N, K, dtype=torch.uint8).view(FP8)
         block = spec.group_size if spec.rows > 1 else None
@@ -88,7 +93,8 @@ def weight_of(scheme: Scheme, N: int, K: int) -> PackedWeight | Fp8Weight:
 def prepared(
     scheme: str, shape: tuple[int, int], dtype: torch.dtype, kernel: str | None = None
 ) -> PreparedWeight:
-    return ops.prepare_weight(weight_of(Scheme.parse(scheme), *shape), dtype, kernel=kernel)
+    found = block_scheme(scheme) if scheme in BLOCK_TYPES else Scheme.parse(scheme)
+    return ops.prepare_weight(weight_of(found, *shape), dtype, kernel=kernel)
 
 
 def linear(
@@ -260,6 +266,26 @@ MORE_PRODUCTS = {
             product="wgmma",
         )
         for M in (1, 8, 64, 300, 4096)
+    },
+    **{
+        f"{name} M={M} {shape[0]}x{shape[1]}": Case(
+            run=functools.partial(linear, M, shape, name),
+            quick=quick,
+            product="wgmma" if M <= 1024 else None,
+        )
+        for name, M, shape, quick in (
+            ("q4_k", 1, OUT, ()),
+            ("q4_k", 16, OUT, SM90),
+            ("q4_k", 32, QKV, ()),
+            ("q4_k", 64, OUT, ()),
+            ("q4_k", 64, GATE_UP, ()),
+            ("q4_k", 512, OUT, ()),
+            ("q4_1", 16, OUT, SM80),
+            ("q4_1", 64, OUT, ()),
+            ("q5_k", 16, OUT, ()),
+            ("q6_k", 64, OUT, ()),
+            ("q6_k", 2048, OUT, ()),
+        )
     },
     "w4a16 dequantized": Case(run=lambda: linear(2048, (128, 128), "w4a16-sym"), quick=SM80),
 }

@@ -8,14 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from formats.in_memory.k_weight import KWeight
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import round_to_nearest, with_activation
 from formats.numerics.bits import pack
-from formats.scheme import CHANNEL, ActivationSpec, QuantSpec, Scheme
+from formats.scheme import BLOCK_TYPES, CHANNEL, ActivationSpec, QuantSpec, Scheme, block_scheme
 from qkernels import QuantLinear, dispatch, ops
 from qkernels.errors import KernelError
 from qkernels.operations import explain
 from qkernels.w8a8 import cpu as cpu_w8a8
+from qkernels.wna16 import cpu as cpu_wna16
 from qkernels.wna16 import rows as wna16_rows
 
 packed_products = pytest.mark.skipif(
@@ -64,6 +66,45 @@ def test_4_bit_products(N, K, group, symmetric, assert_close):
 
 
 @packed_products
+@packed_products
+@pytest.mark.parametrize("kind", ["q4_k", "q4_1"])
+@pytest.mark.parametrize("inputs", [(0, 1024), (96, 800)])
+def test_4_bit_blocks_of_a_gguf_file_stay_packed(kind, inputs, assert_close):
+    """Scales and minima are rounded to bfloat16, a weight by 2^-8 of the largest of its group."""
+    generator = torch.Generator().manual_seed(5)
+    spec = block_scheme(kind).weight
+    weight = KWeight.random((48, 1024), spec, 0.02, generator).take_inputs(*inputs)
+    prepared = ops.prepare_weight(weight, torch.bfloat16)
+    assert prepared.kernel == "cpu_w4a16" and prepared.nbytes <= 5 * weight.in_features * 48 / 8
+    weight_NK = weight.dequantize()
+    groups_NGL = (cpu_wna16.dequantize(prepared).float() - weight_NK).unflatten(1, (-1, 32))
+    largest_NG1 = weight_NK.unflatten(1, (-1, 32)).abs().amax(-1, keepdim=True)
+    assert (groups_NGL.abs() <= 2**-7 * largest_NG1).all()
+    x = torch.randn(5, weight.in_features, generator=generator).bfloat16()
+    assert_close(kind, x.double() @ weight_NK.double().t(), ops.linear(x, prepared), 5e-3)
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+@pytest.mark.parametrize("kernel", ["dense", "reference", "fixed_order"])
+def test_blocks_of_a_gguf_file_run_as_floats(kind, kernel, assert_close):
+    generator = torch.Generator().manual_seed(6)
+    spec = block_scheme(kind).weight
+    weight = KWeight.random((24, 768), spec, 0.02, generator).take_inputs(128, 608)
+    x = torch.randn(3, 480, generator=generator)
+    prepared = ops.prepare_weight(weight, torch.float32, kernel=kernel)
+    want = x.double() @ weight.dequantize().double().t()
+    assert_close(kernel, want, ops.linear(x, prepared), 1e-6)
+
+
+def test_the_rows_of_a_gpu_name_the_types_of_blocks():
+    shape = {"out_features": 64, "in_features": 512, "dtype": torch.bfloat16, "device": "cuda"}
+    for kind in BLOCK_TYPES:
+        text = str(explain("linear", spec=block_scheme(kind).weight, **shape))
+        bits = 4 if kind.startswith("q4") else 8
+        assert f"-> w{bits}a16: supported" in text, text
+        assert "sm90_large_m: takes one scale for each K step, not one for" in text
+
+
 @pytest.mark.parametrize("N, K", [(8, 48), (24, 112), (1000, 96), (64, 528)])
 def test_8_bit_products(N, K, assert_close):
     spec = QuantSpec(bits=8, symmetric=True, group_size=CHANNEL)
