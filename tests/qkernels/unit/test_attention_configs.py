@@ -8,6 +8,7 @@ from qkernels.attention.config import (
     default_attention_config,
     prefill_split,
 )
+from qkernels.attention.fixed_order.config import MAX_PARTIAL_BYTES, segment_splits
 from qkernels.gpu.config import power_of_two
 
 H200_SMS = 132
@@ -65,3 +66,10 @@ def test_attention_rows_are_whole_tokens(group, max_query_len):
             assert 1 <= tile.split <= MAX_SPLIT_KV
             buffers = 2 * tile.keys * power_of_two(head_dim) * element_size * tile.stages
             assert buffers <= 200 * 1024
+
+
+def test_programs_share_segments_where_there_are_few():
+    one, many = (segment_splits(programs, 64, 1 << 20, H200_SMS) for programs in (8, 1024))
+    assert 32 <= one <= 64 and many == 1
+    assert segment_splits(8, 3, 1 << 20, H200_SMS) == 3, "no more programs than segments"
+    assert segment_splits(8, 64, MAX_PARTIAL_BYTES + 1, H200_SMS) == 1, "sums would not fit"

@@ -17,6 +17,7 @@ from qkernels.moe.sm90_few_tokens_config import FewTokensConfig, few_tokens_conf
 from qkernels.moe.stack import glu_order, stack_fault
 from qkernels.moe.variants import Layer, plan_experts
 from qkernels.operations import explain
+from tests.qkernels.moe_case import make_experts
 
 # hidden size, inner size, experts, experts of a token
 MODELS = [(4096, 14336, 8, 2), (2048, 768, 128, 8), (2880, 2880, 32, 4), (4096, 1408, 128, 8)]
@@ -242,3 +243,37 @@ def test_explain_says_which_experts_the_sm90_kernel_takes(scheme, sizes, request
     found = explained_experts(scheme, sizes, requested)
     of_variant = {choice.name: choice.reason for choice in found.variants}
     assert reason in of_variant["sm90_few_tokens"]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_a_fixed_order_is_one_chain_of_sums_for_every_number_of_tokens(model):
+    for M in (1, 2, 8, 31, 32, 33, 500, 8000):
+        found = plan(M, model, choice="fixed_order", lacks_sm90=None)
+        assert (found.gate_up.split, found.down.split, found.output) == (1, 1, "sum")
+    default = [plan(M, model, choice="few") for M in (1, 8)]
+    assert any(each.down.split > 1 or each.output == "parts" for each in default)
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_a_fixed_order_gives_each_token_its_own_bits_on_a_cpu(scores):
+    """6 experts of 24 inputs: a CPU's vectors would hold parts of several tokens."""
+    generator = torch.Generator().manual_seed(1)
+    weights = make_experts(None, 24, 40, 6, 2, SILU, False, torch.float32)
+    prepared = ops.prepare_experts(weights, torch.float32, "cpu", kernel="fixed_order")
+    routing = Routing(num_experts=6, top_k=2, scores=scores, normalized=True)
+    router_EC, x_MC = (torch.randn(n, 24, generator=generator) for n in (6, 37))
+
+    def run(x_MC):
+        routes = ops.route_tokens(x_MC, router_EC, routing, fixed_order=True)
+        return routes.shares_Mk, ops.experts(x_MC, routes, prepared)
+
+    whole = run(x_MC)
+    for first, count in ((0, 1), (3, 5), (20, 17), (36, 1)):
+        for got, want in zip(run(x_MC[first : first + count]), whole, strict=True):
+            assert torch.equal(got, want[first : first + count])
+    exact = ops.experts(
+        x_MC,
+        ops.route_tokens(x_MC, router_EC, routing),
+        ops.prepare_experts(weights, torch.float32, "cpu"),
+    )
+    torch.testing.assert_close(whole[1], exact, rtol=1e-5, atol=1e-5)
