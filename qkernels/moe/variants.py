@@ -85,8 +85,12 @@ def _sorted(layer: Layer, M: int) -> ExpertsPlan:
 
 
 def _fixed_order(layer: Layer, M: int) -> ExpertsPlan:
-    """K not divided, and the experts' outputs added by a kernel of its own, for every M."""
-    plan = _few(layer, M) or _sorted(layer, M)
+    """K not divided, and the experts' outputs added by a kernel of its own, for every M.
+
+    All variants scale the sums of a K step, which begin at zero, and add them to those before.
+    """
+    of_sm90 = None if _refuses_few_tokens(layer) else _few_tokens(layer, M)
+    plan = of_sm90 or _few(layer, M) or _sorted(layer, M)
     return replace(plan, down=replace(plan.down, split=1), output="sum")
 
 

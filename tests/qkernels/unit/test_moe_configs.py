@@ -250,6 +250,7 @@ def test_a_fixed_order_is_one_chain_of_sums_for_every_number_of_tokens(model):
     for M in (1, 2, 8, 31, 32, 33, 500, 8000):
         found = plan(M, model, choice="fixed_order", lacks_sm90=None)
         assert (found.gate_up.split, found.down.split, found.output) == (1, 1, "sum")
+    assert plan(1, model, choice="fixed_order", lacks_sm90=None).variant == "sm90_few_tokens"
     default = [plan(M, model, choice="few") for M in (1, 8)]
     assert any(each.down.split > 1 or each.output == "parts" for each in default)
 
