@@ -43,8 +43,6 @@ def sm90_prefill(problem: Problem) -> str | None:
         return reason
     if not problem.chunk:
         return "made for the many rows of a prompt chunk"
-    if problem.sinks:
-        return "does not support attention sinks"
     if problem.alibi:
         return "does not support ALiBi biases"
     if problem.chunked:

@@ -60,6 +60,7 @@ def paged_attention(
     soft_cap: float | None = None,
     limbs: LimbForm | None = None,
     inputs_ready: bool = False,  # not used: the kernel is launched without PDL
+    sinks_H: torch.Tensor | None = None,
     split: int | None = None,
     by_segment: bool = False,
 ) -> torch.Tensor | Limbs:
@@ -108,6 +109,7 @@ def paged_attention(
             out_THD,
             partials,
             sums,
+            sinks_H,
             workspace(q_THD.device)[1],
             R,
             T,
@@ -168,6 +170,7 @@ def _prefill_attention(
     out_ptr,
     partials_ptr,
     sums_ptr,
+    sinks_ptr,
     counter_ptr,
     R,
     T,
@@ -237,6 +240,7 @@ def _prefill_attention(
         out_ptr=out_ptr,
         partials_ptr=partials_ptr,
         sums_ptr=sums_ptr,
+        sinks_ptr=sinks_ptr,
         counter_ptr=counter_ptr,
         R=R,
         T=T,

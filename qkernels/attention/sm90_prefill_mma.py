@@ -34,6 +34,7 @@ from qkernels.attention.sm90_prefill_structs import (
 )
 from qkernels.gpu.gluon_compat import aggregate, barrier, retyped
 
+LOG2_E = gl.constexpr(1.4426950408889634)
 # bfloat16 queries become float16, which has not their range: they shrink by a power of two, scores
 # grow by it.
 SHRINK = gl.constexpr(2.0**-6)
@@ -306,6 +307,13 @@ def attend(attention, shared, CONSUMER: gl.constexpr):
         row_of_scores: gl.constexpr = gl.SliceLayout(1, score_layout)
         largest = gl.full([CONSUMER_ROWS], float("-inf"), gl.float32, row_of_scores)
         total = gl.zeros([CONSUMER_ROWS], gl.float32, row_of_scores)
+        no_largest, no_total = largest, total
+        if attention.sinks_ptr is not None:
+            # a key whose value is zero, of the first split
+            head = tile_word(tiles, num_tiles, KV_HEAD) * GROUP + (first_row + rows) % GROUP
+            sink = gl.load(attention.sinks_ptr + head) * LOG2_E
+            largest = gl.where(split == 0, sink, largest)
+            total = gl.where(split == 0, 1.0, total)
         values = gl.zeros([CONSUMER_ROWS, PADDED_D], gl.float32, value_layout)
         shared.k.consumer_wait(shared.k.consumer_at(n))
         score = warpgroup_mma(q, k, score, use_acc=False, is_async=True)
@@ -313,7 +321,12 @@ def attend(attention, shared, CONSUMER: gl.constexpr):
         if not attention.KV_8BIT:
             shared.k.consumer_release(shared.k.consumer_at(n))
         last_key = position - (steps.last - 1) * KEYS
-        softmax = _softmax(attention, shared, scale, score, last_key, largest, total, n, True)
+        if attention.BY_SEGMENT:
+            softmax = _softmax(
+                attention, shared, scale, score, last_key, no_largest, no_total, n, True
+            )
+        else:
+            softmax = _softmax(attention, shared, scale, score, last_key, largest, total, n, True)
         if attention.KV_8BIT:
             # which releases the scales as well
             shared.k.consumer_release(shared.k.consumer_at(n))

@@ -54,6 +54,7 @@ class Attention:
     out_ptr: gl.tensor  # [T, H, D]; written where NUM_SPLITS is 1
     partials_ptr: gl.tensor | gl.constexpr  # [T, H, S, D]: each split's weighted sum of values
     sums_ptr: gl.tensor | gl.constexpr  # [2, T, H, S]: each split's largest score, sum of weights
+    sinks_ptr: gl.tensor | gl.constexpr  # [H] scores of attention sinks, or None
     counter_ptr: gl.tensor  # the next work tile: 0 before and after the kernel
     R: gl.tensor
     T: gl.tensor

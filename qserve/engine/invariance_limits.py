@@ -39,10 +39,6 @@ class _Trait(NamedTuple):
 TRAITS = (
     _Trait(is_fallback, "transformers computes its layers"),
     _Trait(
-        lambda model: bool(model.family.sinks),
-        "its attention sinks have no kernel with a fixed order of sums",
-    ),
-    _Trait(
         lambda model: model.has_states,
         "its states are updated in chunks that depend on the step",
     ),

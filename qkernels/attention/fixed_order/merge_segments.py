@@ -22,6 +22,7 @@ def merge_segments(
     sums_2THG: torch.Tensor,
     step: AttentionStep,
     out_THD: torch.Tensor,
+    sinks_H: torch.Tensor | None,
     *,
     window: int | None,
     block_q: int,
@@ -38,6 +39,7 @@ def merge_segments(
             step.query_starts_R1,
             step.context_lengths_R,
             out_THD,
+            sinks_H,
             R,
             T,
             G,
@@ -58,6 +60,7 @@ def _merge_segments(
     starts_ptr,
     lengths_ptr,
     out_ptr,
+    sinks_ptr,  # [H], or None
     R,
     T,
     num_segments,
@@ -86,6 +89,9 @@ def _merge_segments(
             first = max(0, before + row - window + 1) // KEYS
         largest = float("-inf")
         total = 0.0
+        if sinks_ptr is not None:
+            largest = tl.load(sinks_ptr + head) * 1.4426950408889634  # log2(e)
+            total = 1.0
         values = tl.zeros([PADDED_D], tl.float32)
         for i in tl.range(0, last - first + 1, loop_unroll_factor=8):
             segment = last - i

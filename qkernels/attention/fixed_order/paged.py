@@ -38,7 +38,7 @@ def paged_attention(
             q_THD, cache, step, scale=scale, window=window, soft_cap=soft_cap, **biases
         )
     if gpu_device.lacks_arch(q_THD.device, "sm_90") is None:
-        settings = {"scale": scale, "window": window, "soft_cap": soft_cap}
+        settings = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks_H": sinks_H}
         by_segment = not cache.is_8bit and q_THD.shape[2] <= SEGMENT_MAX_HEAD_DIM
         if by_segment and step.max_query_len <= SEGMENT_MAX_TOKENS:
             from qkernels.attention.fixed_order import sm90_segments

@@ -31,6 +31,7 @@ from qkernels.gpu.pipeline import Pipeline, make_pipeline
 
 KEYS = gl.constexpr(SEGMENT_KEYS)
 M = gl.constexpr(SEGMENT_ROWS)
+LOG2_E_OF_SINKS = gl.constexpr(LOG2_E)
 
 
 def paged_attention(
@@ -41,6 +42,7 @@ def paged_attention(
     scale: float,
     window: int | None,
     soft_cap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
     splits: int | None = None,
 ) -> torch.Tensor:
     """ops.paged_attention over 16-bit pages; `splits` overrides segment_splits."""
@@ -79,6 +81,7 @@ def paged_attention(
             out_THD,
             partials,
             sums,
+            sinks_H,
             R,
             T,
             scale / soft_cap if soft_cap else scale * LOG2_E,
@@ -100,7 +103,7 @@ def paged_attention(
             num_warps=1,
         )
     if splits > 1:
-        merge_segments(partials, sums, step, out_THD, window=window, block_q=block_q)
+        merge_segments(partials, sums, step, out_THD, sinks_H, window=window, block_q=block_q)
     return out_THD
 
 
@@ -166,6 +169,7 @@ def _attend_segments(
     out_ptr,  # [T, H, D], where SPLITS is 1
     partials_ptr,  # [T, H, G, D], otherwise: each segment's weighted sum of values
     sums_ptr,  # [2, T, H, G]: each segment's largest score, and its sum of weights
+    sinks_ptr,  # [H], or None
     R,
     T,
     scale,  # as in sm90_prefill_structs.Attention
@@ -246,6 +250,10 @@ def _attend_segments(
     key = gl.arange(0, KEYS, gl.SliceLayout(0, PRODUCT))
     largest = gl.full([M], float("-inf"), gl.float32, ROWS)
     total = gl.zeros([M], gl.float32, ROWS)
+    if sinks_ptr is not None:
+        head = kv_head * GROUP + gl.minimum(m % PADDED_GROUP, GROUP - 1)
+        largest = gl.load(sinks_ptr + head) * LOG2_E_OF_SINKS
+        total = gl.full([M], 1.0, gl.float32, ROWS)
     values = gl.zeros([M, PADDED_D], gl.float32, PRODUCT)
     for i in range(num_steps):
         segment = last - 1 - split - i * SPLITS

@@ -22,6 +22,7 @@ def attention(
     limbs: LimbForm | None = None,
     static: bool = False,
     alibi: bool = False,
+    sinks: bool = False,
     chunk_size: int | None = None,
     kernel: str | None = None,
 ) -> None:
@@ -47,6 +48,7 @@ def attention(
         max_context_len=context,
         limbs=limbs,
         slopes_H=torch.ones(J * group) if alibi else None,
+        sinks_H=torch.ones(J * group) if sinks else None,
         chunk_size=chunk_size,
         kernel=kernel,
         **scales,

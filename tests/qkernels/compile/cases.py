@@ -496,6 +496,16 @@ EXPERTS = {
         run=lambda: attention([4] * 2, 1024, D=64, soft_cap=30.0, kernel="fixed_order"),
         product="mma",
     ),
+    "chunk, sinks": Case(
+        run=lambda: attention([2048], D=64, group=8, window=128, sinks=True), product="wgmma"
+    ),
+    "fixed order, decode with sinks": Case(
+        run=lambda: attention([1], D=64, group=8, sinks=True, kernel="fixed_order"), product="mma"
+    ),
+    "fixed order, chunk with sinks": Case(
+        run=lambda: attention([2048], D=64, group=8, sinks=True, kernel="fixed_order"),
+        product="wgmma",
+    ),
     "fixed order, chunk": Case(
         run=lambda: attention([2048], kernel="fixed_order"), quick=SM90, product="wgmma"
     ),

@@ -10,7 +10,7 @@ from tests.qkernels.flat_attention import run_attention
 pytestmark = pytest.mark.hopper
 
 
-def exact(q, k, v, length, scale, window, soft_cap):
+def exact(q, k, v, length, scale, window, soft_cap, sinks_H=None):
     """One request in float64: q [T, H, D], k and v [length, J, D]."""
     count, group = q.shape[0], q.shape[1] // k.shape[1]
     k, v = (t.double().repeat_interleave(group, 1) for t in (k, v))
@@ -22,7 +22,11 @@ def exact(q, k, v, length, scale, window, soft_cap):
     visible = key <= position
     if window is not None:
         visible &= key > position - window
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1).nan_to_num(0)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks_H is not None:
+        sinks = sinks_H.double()[:, None, None].expand(-1, count, 1)
+        scores = torch.cat([scores, sinks], 2)
+    weights = scores.softmax(-1).nan_to_num(0)[..., :length]
     return torch.einsum("hqk,khd->qhd", weights, v)
 
 
@@ -112,6 +116,7 @@ def check(problem, coded_problem, assert_close, tolerance, poison):
         spread=1.0,  # largest over smallest scale of theirs
         size=1.0,  # of their keys and values
         static=False,  # one scale for all
+        sinks=False,
         **changes,
     ):
         shape = counts, lengths, H, J, D, B, dtype
@@ -123,6 +128,8 @@ def check(problem, coded_problem, assert_close, tolerance, poison):
                 codes, *shape, interleaved=interleaved, spread=spread, size=size, static=static
             )
             changes |= scales
+        if sinks:
+            shared["sinks_H"] = torch.linspace(-3, 9, H, device="cuda")
         maxima = {"max_query_len": max(counts), "max_context_len": max(lengths)}
         got = run_attention(sm90_prefill, *arguments, **shared, **maxima, **changes)
         again = run_attention(sm90_prefill, *arguments, **shared, **maxima, **changes)
@@ -483,3 +490,16 @@ def test_a_captured_chunk_over_8_bit_pages_follows_its_inputs(coded_problem, cod
         out.fill_(float("nan"))
         graph.replay()
         assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("changes", [{}, {"split": 4}, {"split": 1, "by_segment": True}], ids=str)
+@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize("codes", [None, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_sinks(check, codes, window, changes):
+    """gpt-oss: 8 heads of 64 of a KV head; also rows whose window is shorter than the context."""
+    counts, lengths = [300, 1, 40], [300, 700, 1100]
+    if codes is not None and "by_segment" in changes:
+        pytest.skip("segments are of 16-bit pages")
+    check(
+        counts, lengths, 16, 2, 64, 16, torch.bfloat16, window, codes=codes, sinks=True, **changes
+    )

@@ -187,8 +187,8 @@ def test_attention(pages, D, heads, window, soft_cap):
 @pytest.mark.parametrize("soft_cap", [None, 20.0], ids=["", "soft cap"])
 @pytest.mark.parametrize("window", [None, 300], ids=["", "window"])
 @pytest.mark.parametrize("D", [64, 80, 128])
-@pytest.mark.parametrize("group", [1, 4, 7, 16])
-def test_any_number_of_programs_shares_the_segments(group, D, window, soft_cap):
+@pytest.mark.parametrize("group, sinks", [(1, False), (4, False), (7, True), (16, False)])
+def test_any_number_of_programs_shares_the_segments(group, sinks, D, window, soft_cap):
     """One program or several a row, and the kernel for prompts: the same bits, near float64's."""
     from qkernels.attention import reference, sm90_prefill
     from qkernels.attention.fixed_order import sm90_segments
@@ -212,6 +212,8 @@ def test_any_number_of_programs_shares_the_segments(group, D, window, soft_cap):
         max_context_len=1280,
     )
     settings = {"scale": D**-0.5, "window": window, "soft_cap": soft_cap}
+    if sinks:
+        settings["sinks_H"] = torch.linspace(-3, 9, group * J, device="cuda")
     want = sm90_prefill.paged_attention(q, cache, step, **settings, split=1, by_segment=True)
     for splits in (1, 2, 3, 10):
         got = sm90_segments.paged_attention(q, cache, step, **settings, splits=splits)

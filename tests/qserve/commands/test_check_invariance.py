@@ -17,17 +17,8 @@ DENSE = (
 )
 EXPERTS = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo", "granite_moe", "solar_open"),
-    *(
-        "hunyuan_moe",
-        "granite_moe_shared",
-        "ernie4_5_moe",
-        "glm4_moe",
-        "dots1",
-        "minimax_m2",
-        "afmoe",
-        "llama4",
-        "exaone_moe",
-    ),
+    *("hunyuan_moe", "granite_moe_shared", "ernie4_5_moe", "glm4_moe", "dots1", "minimax_m2"),
+    *("afmoe", "llama4", "exaone_moe", "gpt_oss"),
 )
 QUICK = ("gemma3", "opt", "qwen2_moe")
 FEW = InvarianceConfig(num_requests=8, max_input_len=60, output_len=6)
@@ -101,7 +92,6 @@ def test_the_default_kernels_differ(quantized_5m, capsys):
 @pytest.mark.parametrize(
     "family, reason",
     [
-        ("gpt_oss", "sinks"),
         ("qwen3_next", "states"),
         ("deepseek_v3", "latent"),
         ("qwen3_5", "states"),
