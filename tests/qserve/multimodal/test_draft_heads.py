@@ -107,6 +107,8 @@ def test_tokens_are_those_without_drafts(vision, head, family, kind):
     requests = [*requests_of(model), *requests_of(model)[:2]]
     want = run(model, model.engine(), requests, (GREEDY, SAMPLED))
     folder = head(model, kind)
+    # The last request arrives while others decode.
+    assert run(model, model.engine(1, **with_drafts(folder)), requests, (GREEDY, SAMPLED)) == want
     engine = model.engine(1, max_num_batched_tokens=7, **with_drafts(folder))
     assert engine.runner.drafts_read_images
     for _ in range(2):  # again, with pages of the prefix cache
