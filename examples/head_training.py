@@ -123,7 +123,7 @@ def read_pictured_windows(
             )
     chats, length = CalibrationChats(arguments.model), arguments.length
     found = chat_windows(arguments.data, target, chats, length, seed=arguments.seed)
-    if arguments.continued and any(each.images for each in found.pictured):
+    if arguments.continued and found.num_images:
         answers = answer_windows(
             arguments.data,
             target,

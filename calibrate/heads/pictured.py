@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from calibrate.heads.target import Seen, Target
-from calibrate.texts.data import read_calibration
+from calibrate.texts.data import CalibrationData, read_calibration
 from calibrate.texts.documents import read_documents
 from calibrate.texts.pictured import ChatReader, PicturedWindow, has_images
 from formats.errors import InputError
@@ -27,8 +27,13 @@ class PicturedWindows:
     """Windows of token ids, and the images of each."""
 
     ids_WS: torch.Tensor  # int64
-    pictured: tuple[PicturedWindow, ...]
-    chats: ChatReader
+    pictured: tuple[PicturedWindow, ...]  # (): there are no images
+    chats: ChatReader | None
+
+    @classmethod
+    def of_data(cls, data: CalibrationData) -> "PicturedWindows":
+        """Return the windows of calibration data."""
+        return cls(ids_WS=data.ids_WS, pictured=data.pictured, chats=data.chats)
 
     def __len__(self) -> int:
         return len(self.ids_WS)
@@ -37,7 +42,7 @@ class PicturedWindows:
         """Return some of the windows."""
         return PicturedWindows(
             ids_WS=self.ids_WS[list(numbers)],
-            pictured=tuple(self.pictured[number] for number in numbers),
+            pictured=tuple(self.pictured[number] for number in numbers) if self.pictured else (),
             chats=self.chats,
         )
 
@@ -45,13 +50,23 @@ class PicturedWindows:
         """Return these windows, then others."""
         return PicturedWindows(
             ids_WS=torch.cat([self.ids_WS, other.ids_WS]),
-            pictured=(*self.pictured, *other.pictured),
-            chats=self.chats,
+            pictured=(*self._all_pictured(), *other._all_pictured()),
+            chats=self.chats or other.chats,
         )
+
+    @property
+    def num_images(self) -> int:
+        return sum(len(window.images) for window in self.pictured)
+
+    def _all_pictured(self) -> tuple[PicturedWindow, ...]:
+        without = PicturedWindow(
+            is_image_S=torch.zeros(self.ids_WS.shape[1], dtype=torch.bool), images=()
+        )
+        return self.pictured or (without,) * len(self)
 
     def seen(self, target: Target) -> Seen:
         """Run the windows on their target."""
-        if not any(window.images for window in self.pictured):
+        if not self.num_images:
             return target.see(self.ids_WS)
         return target.see_images(
             [
@@ -79,12 +94,7 @@ def chat_windows(
         seed=seed,
         chats=chats,
     )
-    no_images = PicturedWindow(is_image_S=torch.zeros(length, dtype=torch.bool), images=())
-    return PicturedWindows(
-        ids_WS=found.ids_WS,
-        pictured=found.pictured or (no_images,) * len(found.ids_WS),
-        chats=chats,
-    )
+    return PicturedWindows.of_data(found)
 
 
 def answer_windows(

@@ -13,6 +13,7 @@ import torch
 
 from calibrate.heads.eagle3 import ImagesSeen
 from calibrate.heads.sampling import can_sample, continued, drawn
+from formats.architecture.rope_types import axes_of_pairs
 from formats.architecture.text_part import has_text_part
 from formats.checkpoint import CONFIG, read_json
 from formats.errors import InputError, one_line
@@ -93,7 +94,11 @@ class Target:
         sections = getattr(rotary, "mrope_section", None)
         if not sections:
             return {}
-        is_interleaved = hasattr(rotary, "apply_interleaved_mrope")
+        positions_311 = torch.tensor([0, 1, 0], device=self.device).view(3, 1, 1)
+        _, sin = rotary(self.embedding[:1, None], positions_311)
+        rows = axes_of_pairs(sections, sum(sections), is_interleaved=True)
+        turned = sin.flatten()[: len(rows)].ne(0).tolist()
+        is_interleaved = sin.ndim == 3 and turned == [axis == 1 for axis in rows]
         return {"mrope_section": list(sections), "mrope_interleaved": is_interleaved}
 
     @torch.no_grad()

@@ -46,6 +46,6 @@ def axes_of_pairs(sections: Sequence[int], num_pairs: int, *, is_interleaved: bo
         return [axis for axis, count in enumerate(sections) for _ in range(count)]
     axes = [0] * num_pairs
     for axis in (1, 2):
-        for pair in range(axis, 3 * sections[axis], 3):
+        for pair in range(axis, min(3 * sections[axis], num_pairs), 3):
             axes[pair] = axis
     return axes

@@ -71,8 +71,7 @@ class CalibrationChats:
         """
         from qserve.multimodal.processor import image_digest  # loads transformers
 
-        images: list[Image] = []
-        plain = [_without_images(each, folder, images) for each in messages]
+        plain, images = without_images(messages, folder)
         tokenizer, processor, _ = self._load()
         try:
             ids = tokenizer.encode_chat(plain, add_generation_prompt=add_generation_prompt)
@@ -120,6 +119,17 @@ class CalibrationChats:
             processor = MediaProcessor(self._folder, tokenizer.encode)
             self._loaded = tokenizer, processor, load_image_processor(self._folder)
         return self._loaded
+
+
+def without_images(
+    messages: Sequence[Mapping[str, Any]], folder: Path
+) -> "tuple[list[dict[str, Any]], list[Image]]":
+    """Return a chat whose parts with images have none, and the images in order.
+
+    Paths of images begin in `folder`. Raises InputError.
+    """
+    images: list[Image] = []
+    return [_without_images(each, folder, images) for each in messages], images
 
 
 def _without_images(
