@@ -9,9 +9,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from calibrate import mixed_bits
-from calibrate.calibration.capture import HiddenStates, collect_statistics
+from calibrate.calibration.capture import HiddenStates, collect_statistics, held_out_windows
 from calibrate.calibration.layer_runner import LayerRunner
 from calibrate.calibration.vision import VisionModel
+from calibrate.distillation.distill import distill_checkpoint
+from calibrate.distillation.student import Student
+from calibrate.distillation.training import Teacher, Training, TrainingSettings
 from calibrate.float_model import FloatModel
 from calibrate.loss_gradient import layer_gradients
 from calibrate.pipeline import quantize_checkpoint
@@ -67,9 +70,10 @@ class Case:
         media = self.media if media is None else media
         return HiddenStates(self.data.ids_WS, embedding, self.runner, media=media)
 
-    def expected(self, hook_of, with_gradients=False):
+    def expected(self, hook_of=lambda *_: None, with_gradients=False, folder=None):
         """transformers' logits of each window, and what `hook_of` (text model, list) noted."""
-        model = AutoModelForImageTextToText.from_pretrained(self.folder, dtype=torch.float32)
+        folder = folder or self.folder
+        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
         text = getattr(model.model, "language_model", None) or model.model.text_model
         seen, logits = [], []
         hook_of(text, seen)
@@ -232,6 +236,65 @@ def test_bits_of_each_linear_follow_images(case, calibration, tmp_path, monkeypa
     assert len(costs) == len(without) > 6
     changes = [abs(a / b - 1) for a, b in zip(costs, without, strict=True)]
     assert min(changes) > 1e-4 and max(changes) > 0.02
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_vl", pytest.param("gemma3", marks=pytest.mark.exhaustive)]
+)
+def test_distillation_sees_the_images(case, family, tmp_path):
+    """The divergence of held-out windows is that of transformers' models, at tokens of text."""
+    case, codes, target = case(family), tmp_path / "codes", tmp_path / "distilled"
+    quantize_checkpoint(case.folder, codes, scheme=SCHEME, recipe="rtn", progress=False)
+    settings = TrainingSettings(steps=24, tokens=2 * LENGTH, rate=0.005)
+    done = distill_checkpoint(
+        codes,
+        case.folder,
+        target,
+        calibration=case.data,
+        settings=settings,
+        quality_windows=0,
+        progress=False,
+    )
+    (float_WSV, _), held_out = case.expected(), held_out_windows(WINDOWS, 0, WINDOWS)
+    assert any(each.images for each in [case.data.pictured[n] for n in held_out.nonzero()])
+    found = []
+    for folder in (codes, target):
+        own_WSV, _ = case.expected(folder=folder)
+        total = count = 0
+        for window in held_out.nonzero()[:, 0].tolist():
+            is_image_S = case.data.pictured[window].is_image_S
+            is_text_S = torch.cat([~is_image_S[1:], torch.tensor([True])])
+            own, wanted = (each[window][is_text_S].log_softmax(-1) for each in (own_WSV, float_WSV))
+            total += float((wanted.exp() * (wanted - own)).sum())
+            count += int(is_text_S.sum())
+        found.append(total / count)
+    assert found == [
+        pytest.approx(each, rel=0.02) for each in (done.trained.before, done.trained.after)
+    ]
+    assert found[1] < 0.98 * found[0]
+    tower, kept = (CheckpointReader(each).other_parts for each in (case.folder, target))
+    assert tower.keys() == kept.keys()
+    check_gradient(case, codes)
+
+
+def check_gradient(case, codes):
+    """Along the gradient, the divergence of two windows changes by its squared norm."""
+    student = Student(CheckpointReader(codes, rounded=True), "cpu", case.vision.rotary)
+    teacher = Teacher(case.model, "cpu", case.vision.rotary)
+    taught = teacher.last_states(case.data.ids_WS, media=case.media)
+    training = Training(student, teacher, case.data.ids_WS, *taught, case.media)
+    windows = torch.tensor([n for n in range(WINDOWS) if case.data.pictured[n].images][:2])
+    training._backward(windows)
+    scales = [each for layer in student.layers for each in layer.parameters()[0]]
+    gradients = [each.grad.clone() for each in scales]
+    squared = sum(float(each.double().square().sum()) for each in gradients)
+    step, values = 0.02 / squared**0.5, []
+    for sign in (1, -1):
+        with torch.no_grad():
+            for each, gradient in zip(scales, gradients, strict=True):
+                each.copy_(sign * step * gradient)
+        values.append(training.divergence(windows))
+    assert (values[0] - values[1]) / (2 * step) == pytest.approx(squared, rel=0.002)
 
 
 def test_what_reads_texts_alone_refuses_images(case, calibration, tmp_path):
