@@ -153,6 +153,12 @@ class SpeculativeConfig:
             )
         if self.method in WITHOUT_MODEL and self.model is not None:
             raise InputError(self.subject, "takes no model", "remove model")
+        if self.image_embeddings is not None and self.method not in ("eagle", "eagle3"):
+            raise InputError(
+                f"{FLAG} image_embeddings",
+                f"is for method eagle or eagle3, found {self.method}",
+                "remove it",
+            )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise InputError(
                 f"{FLAG} prompt_lookup_min",

@@ -20,7 +20,7 @@ from qserve.params.sampling_params import SamplingParams
 from tests.qserve.multimodal.conftest import NUM_TOKENS
 from tests.qserve.speculation.conftest import replayed
 from tests.qserve.speculation.head_steps import write_head
-from tests.tiny_vision import VISION_FAMILIES, picture
+from tests.tiny_vision import VISION_FAMILIES, film, picture
 
 __all__ = ["replayed"]
 DEFAULT = ("smolvlm", "qwen3_vl", "gemma3")
@@ -129,7 +129,7 @@ class Judge:
     def logits(self, request, more, drafts):
         """Logits [K, V] after a prompt and `more` tokens, where `drafts` follow."""
         ids, media = self.model.prompt(*request)
-        given = self.model.inputs(ids, request[1])
+        given = self.model.inputs(ids, *request[1:])
         whole = torch.tensor([[*ids, *more, *drafts]])
         added = whole.shape[1] - len(ids)
         inputs = {**given, "input_ids": whole, "attention_mask": torch.ones_like(whole)}
@@ -255,3 +255,20 @@ def test_a_quantized_model(vision, head, family, tmp_path):
         found.append(run(model, engine, requests, (GREEDY, SAMPLED)))
     assert found[0] == found[1]
     assert found[0] != run(model, model.engine(), requests, (GREEDY, SAMPLED))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_drafts_after_a_video(vision, head, family):
+    """Its frames are items of their own, or one item with distances between frames."""
+    model = vision(family)
+    request = "<|vision_start|><|video_pad|><|vision_end|> what", (), ((film(5, 64, 40), {"fps": 2.0}),)
+    want = run(model, model.engine(), [request], (GREEDY,))
+    engine = model.engine(0, max_num_batched_tokens=6, **with_drafts(head(model)))
+    found, judge = recorded(engine), Judge(model, head(model), True)
+    assert run(model, engine, [request], (GREEDY,)) == want
+    ids, _ = model.prompt(*request)
+    assert len(found) > 3
+    for row, drafted, logits_KV in found:
+        want_KV = judge.logits(request, want[0][: row + 2 - len(ids)], drafted)
+        torch.testing.assert_close(logits_KV, want_KV, atol=1e-4, rtol=1e-4)
