@@ -13,6 +13,7 @@ import torch
 from calibrate.heads.rebuild import HeadModule
 from calibrate.heads.target import Target
 from calibrate.pipeline import quantize_checkpoint
+from formats.errors import InputError
 from formats.heads.folder import HeadFolder
 from formats.scheme import Scheme
 from qserve.params.handling import Handling
@@ -262,7 +263,11 @@ def test_a_quantized_model(vision, head, family, tmp_path):
 def test_drafts_after_a_video(vision, head, family):
     """Its frames are items of their own, or one item with distances between frames."""
     model = vision(family)
-    request = "<|vision_start|><|video_pad|><|vision_end|> what", (), ((film(5, 64, 40), {"fps": 2.0}),)
+    request = (
+        "<|vision_start|><|video_pad|><|vision_end|> what",
+        (),
+        ((film(5, 64, 40), {"fps": 2.0}),),
+    )
     want = run(model, model.engine(), [request], (GREEDY,))
     engine = model.engine(0, max_num_batched_tokens=6, **with_drafts(head(model)))
     found, judge = recorded(engine), Judge(model, head(model), True)
@@ -272,3 +277,23 @@ def test_drafts_after_a_video(vision, head, family):
     for row, drafted, logits_KV in found:
         want_KV = judge.logits(request, want[0][: row + 2 - len(ids)], drafted)
         torch.testing.assert_close(logits_KV, want_KV, atol=1e-4, rtol=1e-4)
+
+
+def test_a_head_of_another_width_reads_placeholders(vision, tmp_path):
+    model = vision("qwen3_vl")
+    narrow = head_config(model, hidden_size=32, target_hidden_size=64, head_dim=16)
+    write_head(tmp_path, narrow, extra=("embed_tokens.weight",))
+    requests = requests_of(model)
+    engine = model.engine(1, **with_drafts(tmp_path))
+    assert not engine.runner.drafts_read_images
+    found = run(model, engine, requests, (GREEDY, SAMPLED))
+    assert found == run(model, model.engine(), requests, (GREEDY, SAMPLED))
+    with pytest.raises(InputError, match="embeddings have 32 numbers, those of images 64"):
+        model.engine(1, **with_drafts(tmp_path, image_embeddings=True))
+
+
+def test_axes_that_do_not_fit_the_head_are_refused(vision, tmp_path):
+    model = vision("qwen3_vl")
+    write_head(tmp_path, head_config(model, rope_scaling={"mrope_section": [4, 4, 4]}))
+    with pytest.raises(InputError, match="mrope_section: expected three numbers of sum 8"):
+        model.engine(1, **with_drafts(tmp_path))
