@@ -18,7 +18,7 @@ class MediaPlan(NamedTuple):
 
     encode: tuple[MediaItem, ...]
     dropped: tuple[str, ...]  # digests of items whose embeddings are freed before
-    used: frozenset[str]  # digests of items that the step can read
+    for_drafts: frozenset[str]  # digests of items that a drafter may read
 
 
 class EncoderBudget:
@@ -78,7 +78,9 @@ class EncoderBudget:
         if not (self._used or self._dropped):
             return None
         plan = MediaPlan(
-            encode=tuple(self._encode), dropped=tuple(self._dropped), used=frozenset(self._used)
+            encode=tuple(self._encode),
+            dropped=tuple(self._dropped),
+            for_drafts=frozenset(self._used if self._looks_ahead else ()),
         )
         self._dropped = []
         return plan

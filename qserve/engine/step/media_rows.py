@@ -26,7 +26,7 @@ class MediaRows:
     encode: tuple[MediaItem, ...]
     rows_M: np.ndarray  # int64: rows of the step
     of_items: tuple[ItemRows, ...]  # the embeddings of these rows, in order
-    # With drafts: the rows that come before embeddings, also before one behind the chunk.
+    # For a drafter: the rows that come before embeddings, also before one behind the chunk.
     before_M: np.ndarray  # int64
     of_next: tuple[ItemRows, ...]  # the embeddings that follow these rows, in order
     # int64 [T]: number of keys after its own that each row sees; None: none. Not positions: with
@@ -47,7 +47,7 @@ class MediaRows:
                 if item.end <= start or item.offset > start + count:
                     continue
                 positions = item.embed_positions()
-                if plan.drafting is not None and item.digest in media.used:
+                if item.digest in media.for_drafts:
                     ends = start + 1, start + count + 1
                     low, high = np.searchsorted(positions, ends).tolist()
                     if low < high:

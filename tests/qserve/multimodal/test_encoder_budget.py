@@ -34,11 +34,11 @@ def step(budget: EncoderBudget, *chunks) -> tuple[list[int], MediaPlan | None]:
     return taken, budget.end_step()
 
 
-def plan_of(encode, dropped, *used: MediaItem) -> MediaPlan:
+def plan_of(encode, dropped, *for_drafts: MediaItem) -> MediaPlan:
     return MediaPlan(
         encode=encode,
         dropped=tuple(each.digest for each in dropped),
-        used=frozenset(each.digest for each in used),
+        for_drafts=frozenset(each.digest for each in for_drafts),
     )
 
 
@@ -53,7 +53,7 @@ def test_chunk_ends_before_the_item_that_does_not_fit():
     assert (count, plan.encode) == (15, (B,))
     # the next chunk begins inside an item whose rows are there
     (count,), plan = step(budget, (request(A, B, C), 22, 10))
-    assert (count, plan) == (10, plan_of((), (), B))
+    assert (count, plan) == (10, plan_of((), ()))
     assert step(budget, (request(A, B, C), 50, 10)) == ([10], None)
 
 
@@ -64,7 +64,7 @@ def test_one_item_may_exceed_the_budget_and_the_room_if_it_is_alone():
     (first, second), plan = step(budget, (request(A), 12, 2), (request(large), 0, 30))
     assert (first, second) == (2, 0), "the step reads the item whose room it would need"
     (count,), plan = step(budget, (request(large), 0, 30))
-    assert (count, plan) == (30, plan_of((large,), (A,), large))
+    assert (count, plan) == (30, plan_of((large,), (A,)))
     assert budget.num_kept == 50
 
 
@@ -75,9 +75,9 @@ def test_equal_items_are_encoded_once_and_the_oldest_is_dropped_first():
     step(budget, (request(B), 0, 30))
     step(budget, (request(A), 0, 30))
     _, plan = step(budget, (request(C), 0, 50))
-    assert plan == plan_of((C,), (B,), C)
+    assert plan == plan_of((C,), (B,))
     _, plan = step(budget, (request(B), 25, 1))
-    assert plan == plan_of((B,), (A,), B), "encoded again for its last row"
+    assert plan == plan_of((B,), (A,)), "encoded again for its last row"
 
 
 def test_rows_are_embeddings_not_positions():
@@ -102,7 +102,7 @@ def test_after_a_failed_step_nothing_is_kept():
     step(budget, (request(A), 0, 30))
     budget.reset()
     (count,), plan = step(budget, (request(A), 12, 3))
-    assert (count, plan) == (3, plan_of((A,), (A,), A))
+    assert (count, plan) == (3, plan_of((A,), (A,)))
 
 
 def test_a_drafter_reads_the_embedding_after_a_chunk():
