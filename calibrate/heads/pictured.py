@@ -111,7 +111,7 @@ def answer_windows(
 ) -> PicturedWindows:
     """Up to `count` windows: a chat with images without its last answer, and then the target's.
 
-    The chats come in turn, with another answer each time. An answer goes on to the end of its
+    The chats come in turn, with another answer each time. An answer continues to the end of its
     window, past end tokens. Stops at the time limit, but makes at least one. Raises InputError.
     """
     documents = [each for each in read_documents(source) if has_images(each)]

@@ -21,7 +21,7 @@ from formats.heads.config import usual_taps
 
 # transformers fetches nothing and runs no code from the folder.
 LOCAL = {"trust_remote_code": False, "local_files_only": True}
-# keys of the tokens that stand for media: no continuation has them
+# keys of the placeholder tokens of media: no continuation has them
 MEDIA_TOKENS = ("image_token_id", "image_token_index", "video_token_id")
 Inputs = Mapping[str, torch.Tensor]  # arguments of transformers' model for one window
 

@@ -26,7 +26,7 @@ class MediaRows:
     encode: tuple[MediaItem, ...]
     rows_M: np.ndarray  # int64: rows of the step
     of_items: tuple[ItemRows, ...]  # the embeddings of these rows, in order
-    # For a drafter: the rows that come before embeddings, also before one behind the chunk.
+    # For a drafter: the rows before embeddings, the first one after the chunk included.
     before_M: np.ndarray  # int64
     of_next: tuple[ItemRows, ...]  # the embeddings that follow these rows, in order
     # int64 [T]: number of keys after its own that each row sees; None: none. Not positions: with

@@ -185,7 +185,7 @@ def open_head(context: BuildContext, kind: str) -> HeadFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageInputs:
-    """What an EAGLE head reads at the positions of images."""
+    """Inputs of an EAGLE head at the positions of images."""
 
     reads_images: bool  # their embeddings; False: those of the placeholder token
     ropes: AxisRopes | None  # None: positions are numbers

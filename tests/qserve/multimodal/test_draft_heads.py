@@ -222,7 +222,7 @@ def test_verifies_after_an_image_run_in_graphs(vision, head, replayed, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_after_preemptions(vision, head, family, caplog):
-    """And of a prompt that ends with an image, whose text goes on at another position."""
+    """And of a prompt that ends with an image: the next position is another one."""
     model = vision(family)
     end = f"one more {model.mark}", (picture(40, 60, 4),)
     requests = [*requests_of(model), end]
