@@ -14,6 +14,7 @@ from torch import nn
 
 from calibrate.calibration.capture import HiddenStates
 from calibrate.calibration.layer_runner import LayerRunner
+from calibrate.calibration.vision import Media, predicted_WS
 from calibrate.float_model import FloatModel
 from calibrate.solvers.solving import LayerState
 
@@ -35,15 +36,24 @@ class LayerGradient:
 
 
 def layer_gradients(
-    model: FloatModel, runner: LayerRunner, ids_WS: torch.Tensor, seed: int = 0
+    model: FloatModel,
+    runner: LayerRunner,
+    ids_WS: torch.Tensor,
+    seed: int = 0,
+    media: Media = (),
 ) -> Iterator[LayerGradient]:
-    """Yield every layer, from the last to the first. Memory: the inputs of all layers."""
-    hidden = HiddenStates(ids_WS, model.get(model.layer_map.embedding), runner)
+    """Yield every layer, from the last to the first. Memory: the inputs of all layers.
+
+    `media`: images of each window; (): there are none. Predictions of an image's tokens do not
+    count.
+    """
+    hidden = HiddenStates(ids_WS, model.get(model.layer_map.embedding), runner, media=media)
     inputs = []
     for layer in range(model.num_layers):
         inputs.append(hidden.states_WSD.clone())
         hidden.advance(runner, runner.build(layer, model.layer(layer, runner.device)), layer)
-    gradient_WSD = _head_gradient(model, runner, hidden.states_WSD, seed)
+    counts_WS = predicted_WS(media, ids_WS.shape)
+    gradient_WSD = _head_gradient(model, runner, hidden.states_WSD, counts_WS, seed)
     for layer in reversed(range(model.num_layers)):
         state = model.layer(layer, runner.device)
         module = runner.build(layer, state)
@@ -52,7 +62,7 @@ def layer_gradients(
         for window in range(len(ids_WS)):
             rows = slice(window, window + 1)
             outputs_WSD[rows], before_WSD[rows] = _back(
-                runner, module, layer, inputs[layer][rows], gradient_WSD[rows]
+                runner, module, layer, inputs[layer][rows], gradient_WSD[rows], media[rows]
             )
         yield LayerGradient(
             layer=layer,
@@ -70,31 +80,36 @@ def _back(
     layer: int,
     inputs_WSD: torch.Tensor,
     gradient_WSD: torch.Tensor,
+    media: Media,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(outputs, gradient by the inputs)."""
     inputs_WSD = inputs_WSD.detach().to(runner.device).requires_grad_()
-    outputs_WSD = runner.run(module, layer, inputs_WSD, grad=True)
+    outputs_WSD = runner.run(module, layer, inputs_WSD, grad=True, media=media)
     outputs_WSD.backward(gradient_WSD.to(outputs_WSD.dtype))
     return outputs_WSD.detach(), inputs_WSD.grad
 
 
 def _head_gradient(
-    model: FloatModel, runner: LayerRunner, hidden_WSD: torch.Tensor, seed: int
+    model: FloatModel,
+    runner: LayerRunner,
+    hidden_WSD: torch.Tensor,
+    counts_WS: torch.Tensor,
+    seed: int,
 ) -> torch.Tensor:
     """Gradient of the loss by the last layer's outputs, float32."""
     norm_D, head_VD = model.get(model.layer_map.last_norm), model.head()
     head_VD = head_VD.to(runner.device, runner.dtype)
     generator = torch.Generator().manual_seed(seed)
     gradients = []
-    for hidden_SD in hidden_WSD:
+    for hidden_SD, counts_S in zip(hidden_WSD, counts_WS, strict=True):
         hidden_SD = hidden_SD.detach().to(runner.device).requires_grad_()
         logits_SV = runner.final_logits(hidden_SD, norm_D, head_VD, grad=True).float()
         # Drawn on the CPU: the same on every device.
         chance_SV = logits_SV.detach().softmax(-1).cpu()
         label_S = torch.multinomial(chance_SV, 1, generator=generator).squeeze(-1)
-        loss = torch.nn.functional.cross_entropy(
-            logits_SV, label_S.to(logits_SV.device), reduction="sum"
+        loss_S = torch.nn.functional.cross_entropy(
+            logits_SV, label_S.to(logits_SV.device), reduction="none"
         )
-        loss.backward()
+        (loss_S * counts_S.to(loss_S.device)).sum().backward()
         gradients.append(hidden_SD.grad.float())
     return torch.stack(gradients)

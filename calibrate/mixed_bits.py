@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy
 
 from calibrate.calibration.layer_runner import LayerRunner
+from calibrate.calibration.vision import Media, open_media
 from calibrate.float_model import FloatModel
 from calibrate.loss_gradient import LayerGradient, layer_gradients
 from calibrate.texts.data import CalibrationData
@@ -123,10 +124,12 @@ def measure(
 ) -> list[Choice]:
     """Cost of every number of bits for every matrix, layer by layer."""
     layer_map = model.layer_map
-    runner = LayerRunner(model, layer_map, device)
-    windows = max(1, TOKENS // data.ids_WS.shape[1])
+    data = data.first(max(1, TOKENS // data.ids_WS.shape[1]))
+    dtype = LayerRunner(model, layer_map, device).dtype
+    media, rotary = open_media(model, data, device, dtype)
+    runner = LayerRunner(model, layer_map, device, rotary)
     choices = []
-    for found in layer_gradients(model, runner, data.ids_WS[:windows], data.seed):
+    for found in layer_gradients(model, runner, data.ids_WS, data.seed, media):
         prefix = layer_map.prefix(found.layer)
         matrices: dict[str, list[str]] = {}
         for group in layer_map.inputs(model.config, found.layer):
@@ -135,7 +138,8 @@ def measure(
                     matrices.setdefault(fused_name(local), []).append(local)
         for locals_ in matrices.values():
             costs = {
-                b: _cost(runner, found, locals_, replace(spec, bits=b)) for b in CANDIDATE_BITS
+                b: _cost(runner, found, locals_, replace(spec, bits=b), media)
+                for b in CANDIDATE_BITS
             }
             weights = sum(found.state[f"{local}.weight"].numel() for local in locals_)
             names = tuple(f"{prefix}.{local}" for local in locals_)
@@ -144,7 +148,11 @@ def measure(
 
 
 def _cost(
-    runner: LayerRunner, found: LayerGradient, locals_: Sequence[str], spec: QuantSpec
+    runner: LayerRunner,
+    found: LayerGradient,
+    locals_: Sequence[str],
+    spec: QuantSpec,
+    media: Media,
 ) -> float:
     rounded = dict(found.state)
     for local in locals_:
@@ -153,4 +161,5 @@ def _cost(
         codes_NK = affine.quantize(weight_NK, scales_NG, zeros_NG, spec)
         rounded[f"{local}.weight"] = affine.dequantize(codes_NK, scales_NG, zeros_NG)
     module = runner.build(found.layer, rounded)
-    return found.divergence(runner.run(module, found.layer, found.inputs_WSD.to(runner.device)))
+    inputs_WSD = found.inputs_WSD.to(runner.device)
+    return found.divergence(runner.run(module, found.layer, inputs_WSD, media=media))

@@ -197,8 +197,7 @@ def quantize_checkpoint(
     model.padding = plan.padding
     evaluation = read_evaluation(model, eval_text, quality_windows, bos)
     if bits is not None:
-        # Mixed bits read texts alone: data with images is refused.
-        calibration = read_for_model(model, calibration, samples, sequence_length, seed, bos)
+        calibration = read_for_model(model, calibration, samples, sequence_length, seed, bos, chats)
         with clock("choosing bits"):
             free = {n: s for n, s in plan.quantized.items() if not fits_any(overrides, n)}
             # transformers is loaded only if a model runs.
@@ -443,14 +442,11 @@ def _open_stream(
     # transformers is loaded only if a model runs.
     from calibrate.calibration.layer_runner import LayerRunner
     from calibrate.calibration.stream import Stream
-    from calibrate.calibration.vision import VisionModel
+    from calibrate.calibration.vision import open_media
 
     embedding = model.get(model.layer_map.embedding)
-    media, rotary = [], None
-    if data is not None and data.pictured:
-        dtype = LayerRunner(model, model.layer_map, devices.first).dtype
-        vision = VisionModel(model, devices.first, dtype)
-        media, rotary = vision.media(data), vision.rotary
+    dtype = LayerRunner(model, model.layer_map, devices.first).dtype
+    media, rotary = open_media(model, data, devices.first, dtype)
     return Stream(
         devices,
         [

@@ -12,8 +12,11 @@ from typing import Literal
 import torch
 
 from calibrate.heads.fit import FitSettings, Losses, accuracies, fit
+from calibrate.heads.pictured import PicturedWindows, answer_windows, chat_windows
 from calibrate.heads.target import Target
 from calibrate.heads.windows import continued_windows, load_windows, save_windows, text_windows
+from formats.errors import InputError
+from qserve.multimodal.calibration import CalibrationChats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +106,44 @@ def read_windows(
     if arguments.save_windows:
         save_windows(arguments.save_windows, windows_WS)
     return windows_WS, held_WS
+
+
+def read_pictured_windows(
+    arguments: argparse.Namespace, target: Target
+) -> tuple[PicturedWindows, torch.Tensor, torch.Tensor]:
+    """Windows of a vision-language model, and the numbers [W, 1] of those to train on and of those
+    held out.
+
+    They come from the chats and texts of --data and the target's answers to the chats with images.
+    """
+    for name in ("windows", "save_windows"):
+        if getattr(arguments, name):
+            raise InputError(
+                f"--{name.replace('_', '-')}", "does not keep images", "remove it: use --data"
+            )
+    chats, length = CalibrationChats(arguments.model), arguments.length
+    found = chat_windows(arguments.data, target, chats, length, seed=arguments.seed)
+    if arguments.continued and found.num_images:
+        answers = answer_windows(
+            arguments.data,
+            target,
+            chats,
+            length,
+            arguments.continued,
+            temperature=arguments.temperature,
+            seconds=arguments.sampling_seconds,
+            seed=arguments.seed,
+        )
+        found = answers.joined(found)
+    if arguments.held_out:
+        count, most = len(found), arguments.held_windows
+        held = chat_windows(arguments.held_out, target, chats, length, most=most)
+        found = found.joined(held)
+        numbers_W1 = torch.arange(len(found))[:, None]
+        return found, numbers_W1[:count], numbers_W1[count:]
+    most = max(1, min(arguments.held_windows, len(found) // 20))
+    numbers_W1 = torch.arange(len(found))[:, None]
+    return found, numbers_W1[most:], numbers_W1[:most]
 
 
 def train(

@@ -3,27 +3,38 @@
     python examples/measure_acceptance.py MODEL --text heldout.jsonl \\
         --drafter '{"method": "eagle3", "model": "head"}' --drafter '{"method": "ngram"}'
 
-Prompts are the beginnings of the texts. Each is continued greedily and at temperature 1 with each
-drafter, and without one: the texts must be the same, which is checked in float32. The acceptance
-length includes the bonus token. Acceptance rates by position are relative to all drafts.
+Prompts are the beginnings of the texts, and chats without their last answers. Each is continued
+greedily and at temperature 1 with each drafter, and without one: the texts must be the same, which
+is checked in float32. The acceptance length includes the bonus token. Acceptance rates by position
+are relative to all drafts.
+
+Chats may have images. With --without-images each EAGLE head is measured a second time, with the
+embedding of the placeholder token at the positions of images.
 """
 
 import argparse
 import dataclasses
 import json
 import time
+from pathlib import Path
+from typing import Any
 
-from calibrate.texts.documents import read_texts
+from calibrate.texts.documents import read_documents
 from qserve.llm import LLM
+from qserve.multimodal.calibration import without_images
 from qserve.params.sampling_params import SamplingParams
 
 
 def main() -> None:
     arguments = parser().parse_args()
-    texts = read_texts(arguments.text)
+    documents = read_documents(arguments.text)[: arguments.texts]
     base: dict[float, list[tuple[int, ...]]] = {}
-    for stated in [None, *arguments.drafter]:
-        drafter = None if stated is None else json.loads(stated)
+    drafters = [json.loads(stated) for stated in arguments.drafter]
+    if arguments.without_images:
+        drafters = [
+            {**each, "image_embeddings": seen} for each in drafters for seen in (True, False)
+        ]
+    for drafter in [None, *drafters]:
         if drafter is not None:
             drafter = {"num_speculative_tokens": arguments.drafts, "adaptive": False, **drafter}
         llm = LLM(
@@ -33,11 +44,6 @@ def main() -> None:
             max_num_seqs=arguments.batch,
             speculative_config=None if drafter is None else json.dumps(drafter),
         )
-        tokenizer = llm.get_tokenizer()
-        prompts = [
-            tokenizer.encode(text, add_special_tokens=False)[: arguments.prompt_tokens]
-            for text in texts[: arguments.texts]
-        ]
         for temperature in arguments.temperature:
             params = SamplingParams(
                 temperature=temperature,
@@ -46,7 +52,7 @@ def main() -> None:
                 ignore_eos=True,
             )
             started = time.monotonic()
-            outputs = llm.generate(prompts, params, use_tqdm=False)
+            outputs = continued(llm, documents, params, arguments)
             seconds = time.monotonic() - started
             found = [tuple(output.outputs[0].token_ids) for output in outputs]
             if drafter is None:
@@ -62,6 +68,7 @@ def main() -> None:
                         "model": drafter.get("model"),
                         "T": temperature,
                         "drafts": drafter["num_speculative_tokens"],
+                        "image_embeddings": drafter.get("image_embeddings"),
                         "acceptance_length": round(counts.length, 3),
                         "by_position": [round(share, 3) for share in counts.shares],
                         "conditional": [round(share, 3) for share in counts.conditional],
@@ -72,6 +79,36 @@ def main() -> None:
                 ),
                 flush=True,
             )
+
+
+def continued(
+    llm: LLM, documents: list[Any], params: SamplingParams, arguments: argparse.Namespace
+) -> list[Any]:
+    """Outputs for texts, which are cut, and then for chats."""
+    tokenizer = llm.get_tokenizer()
+    texts = [each for each in documents if isinstance(each, str)]
+    chats = [chat_of(each, arguments.text) for each in documents if not isinstance(each, str)]
+    prompts = [
+        tokenizer.encode(text, add_special_tokens=False)[: arguments.prompt_tokens]
+        for text in texts
+    ]
+    outputs = llm.generate(prompts, params, use_tqdm=False) if prompts else []
+    return [*outputs, *(llm.chat(chats, params, use_tqdm=False) if chats else ())]
+
+
+def chat_of(messages: list[dict[str, Any]], source: str) -> list[dict[str, Any]]:
+    """A chat without its last answer; paths of images become images."""
+    if messages[-1].get("role") == "assistant":
+        messages = messages[:-1]
+    plain, images = without_images(messages, Path(source).absolute().parent)
+    left = iter(images)
+    for message in plain:
+        if isinstance(message["content"], list):
+            message["content"] = [
+                {**part, "image": next(left)} if part == {"type": "image"} else part
+                for part in message["content"]
+            ]
+    return plain
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +142,14 @@ class Counts:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     made.add_argument("model", help="folder of the target")
-    made.add_argument("--text", required=True, help="texts that no drafter was trained on")
+    made.add_argument(
+        "--text", required=True, help="texts, or chats, that no drafter was trained on"
+    )
+    made.add_argument(
+        "--without-images",
+        action="store_true",
+        help="measure EAGLE heads also without the embeddings of images",
+    )
     made.add_argument(
         "--drafter", action="append", default=[], help="a value of --speculative-config"
     )

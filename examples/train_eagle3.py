@@ -16,12 +16,20 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from head_training import add_flags, chosen_device, read_windows, train, weights_of, write_result
+from head_training import (
+    add_flags,
+    chosen_device,
+    read_pictured_windows,
+    read_windows,
+    train,
+    weights_of,
+    write_result,
+)
 
 from calibrate.heads.eagle3 import Eagle3Module, start_from_target, step_losses
 from calibrate.heads.fit import in_16_bits
 from calibrate.heads.target import Target
-from formats.checkpoint import CONFIG, read_json
+from formats.checkpoint import CONFIG, CheckpointReader, read_json
 from formats.heads.config import EAGLE3, SPECULATORS, EagleConfig, usual_taps
 from formats.heads.save import LAYOUTS, save_eagle3
 
@@ -36,12 +44,18 @@ SHARED = (
 def main() -> None:
     arguments = parser().parse_args()
     torch.manual_seed(arguments.seed)
-    num_layers = read_json(Path(arguments.model) / CONFIG)["num_hidden_layers"]
+    num_layers = CheckpointReader(arguments.model).config["num_hidden_layers"]
     taps = chosen_taps(arguments.taps, num_layers)
     target = Target(arguments.model, device=chosen_device(arguments), taps=taps)
-    windows_WS, held_WS = read_windows(arguments, target)
+    pictures = None
+    if target.has_vision:
+        pictures, windows_WS, held_WS = read_pictured_windows(arguments, target)
+        ids_WS = pictures.ids_WS[windows_WS[:, 0]]
+    else:
+        windows_WS, held_WS = read_windows(arguments, target)
+        ids_WS = windows_WS
     config = head_config(arguments, target)
-    draft_ids = draft_vocabulary(windows_WS, config)
+    draft_ids = draft_vocabulary(ids_WS, config)
     draft_ids = None if draft_ids is None else draft_ids.to(target.device)
 
     head = Eagle3Module(config, target.embedding.float())
@@ -50,8 +64,12 @@ def main() -> None:
     head.embedding = [target.embedding]
 
     def losses(ids_BS: torch.Tensor, num_steps: int = arguments.steps) -> list:
+        if pictures is None:
+            seen = target.see(ids_BS)
+        else:  # numbers of windows
+            chosen = pictures.of(ids_BS[:, 0].tolist())
+            ids_BS, seen = chosen.ids_WS, chosen.seen(target)
         ids_BS = ids_BS.to(target.device)
-        seen = target.see(ids_BS)
         with in_16_bits(target.device):
             return list(
                 step_losses(
@@ -61,6 +79,7 @@ def main() -> None:
                     seen.logits_BSV,
                     num_steps=num_steps,
                     draft_ids_U=draft_ids,
+                    images=seen.images,
                 )
             )
 
@@ -80,7 +99,11 @@ def main() -> None:
         offsets = draft_ids.cpu() - torch.arange(len(draft_ids))
         tables = {"d2t": offsets, "t2d": in_draft}
     tensors = weights_of(head.state_dict())
-    verifier = {**read_json(Path(arguments.model) / CONFIG), "name_or_path": arguments.model}
+    verifier = {
+        **read_json(Path(arguments.model) / CONFIG),
+        "num_hidden_layers": num_layers,
+        "name_or_path": arguments.model,
+    }
     for layout in LAYOUTS:
         save_eagle3(
             Path(arguments.output) / layout,
@@ -98,6 +121,9 @@ def head_config(arguments: argparse.Namespace, target: Target) -> EagleConfig:
     values = {key: stated[key] for key in SHARED if stated.get(key) is not None}
     values |= {"model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu"}
     values |= {"tie_word_embeddings": False, "dtype": "bfloat16"}
+    if target.axes:  # also if the target's config leaves them to its class
+        ropes = values.get("rope_parameters") or values.get("rope_scaling") or {}
+        values["rope_parameters"] = {**ropes, **target.axes}
     if arguments.intermediate_size:
         values["intermediate_size"] = arguments.intermediate_size
     return EagleConfig(
@@ -112,6 +138,7 @@ def head_config(arguments: argparse.Namespace, target: Target) -> EagleConfig:
         norm_output=False,
         norm_before_fc=False,
         fc_norm=False,
+        image_embeddings=arguments.image_inputs == "embeddings" if target.has_vision else None,
     )
 
 
@@ -144,6 +171,12 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--taps", type=int, nargs="+", help="layers before the states to read; default: 2, L/2, L-3"
+    )
+    made.add_argument(
+        "--image-inputs",
+        choices=("embeddings", "placeholders"),
+        default="embeddings",
+        help="what the head of a vision-language model reads at the positions of images",
     )
     made.add_argument("--intermediate-size", type=int, default=0, help="0: the target's")
     return made

@@ -226,13 +226,16 @@ VISION_FAMILIES = {
 }
 
 
-def write_tiny_vision(folder: Path, family: str) -> Path:
-    """Write a tiny random vision-language model, in float32."""
+def write_tiny_vision(folder: Path, family: str, num_words: int = 0) -> Path:
+    """Write a tiny random vision-language model, in float32.
+
+    `num_words`: size of a vocabulary of words; 0: docs-5m's vocabulary.
+    """
     import transformers
 
     row = VISION_FAMILIES[family]
     folder.mkdir(parents=True, exist_ok=True)
-    ids = write_tiny_tokenizer(folder, row["tokens"], row["placeholder"])
+    ids = write_tiny_tokenizer(folder, row["tokens"], row["placeholder"], num_words)
     vocab_size = 64 * -(-(max(ids.values()) + 1) // 64)
     usual = {key: value for key, value in TEXT.items() if key not in row.get("without", ())}
     config = getattr(transformers, row["config"])(
@@ -260,9 +263,16 @@ def write_tiny_vision(folder: Path, family: str) -> Path:
     return folder
 
 
-def write_tiny_tokenizer(folder: Path, tokens: list[str], placeholder: str) -> dict[str, int]:
-    """Write docs-5m's tokenizer with more special tokens. Returns the ids of these."""
+def write_tiny_tokenizer(
+    folder: Path, tokens: list[str], placeholder: str, num_words: int = 0
+) -> dict[str, int]:
+    """Write docs-5m's tokenizer, or one of words, with more special tokens. Returns their ids."""
     tokenizer = json.loads((DOCS_5M / "tokenizer.json").read_text())
+    if num_words:
+        added = {each["content"]: each["id"] for each in tokenizer["added_tokens"]}
+        words = {f"w{number}": number for number in range(len(added), num_words)}
+        tokenizer["model"] = {"type": "WordLevel", "vocab": {**added, **words}, "unk_token": "w9"}
+        tokenizer |= {"pre_tokenizer": {"type": "Whitespace"}, "decoder": None}
     first = 1 + max(each["id"] for each in tokenizer["added_tokens"])
     first = max(first, len(tokenizer["model"]["vocab"]))
     ids = {token: first + number for number, token in enumerate(tokens)}

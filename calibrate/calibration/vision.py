@@ -42,6 +42,28 @@ class WindowMedia:
 Media = Sequence[WindowMedia | None]  # of the windows of a batch; None: a window of text
 
 
+def predicted_WS(media: Media, shape: Sequence[int]) -> torch.Tensor:
+    """Return which rows [W, S] predict a token of text: all but those before an image's tokens."""
+    found_WS = torch.ones(*shape, dtype=torch.bool)
+    for found_S, each in zip(found_WS, media, strict=False):
+        if each is not None:
+            found_S[:-1] = ~each.is_image_S[1:]
+    return found_WS
+
+
+def open_media(
+    model: FloatModel, data: CalibrationData | None, device: str, dtype: torch.dtype
+) -> tuple[list[WindowMedia | None], nn.Module | None]:
+    """Return the images of each window, and the rotations of positions with three axes.
+
+    ([], None): there are no images. Raises CheckpointError if the tower cannot be loaded.
+    """
+    if data is None or not data.pictured:
+        return [], None
+    vision = VisionModel(model, device, dtype)
+    return vision.media(data), vision.rotary
+
+
 def axis_positions(media: Media, length: int, device: str) -> torch.Tensor:
     """Return the positions of three axes [3, B, S] of a batch."""
     plain_3S = torch.arange(length).expand(3, -1)

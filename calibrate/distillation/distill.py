@@ -3,6 +3,7 @@
 Scales and norm weights are trained. Codes, format and every other tensor stay bit for bit.
 """
 
+import copy
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 import torch
 
+from calibrate.calibration.layer_runner import LayerRunner
+from calibrate.calibration.vision import open_media
 from calibrate.clock import Clock
 from calibrate.devices import Devices
 from calibrate.distillation.student import Student
@@ -26,6 +29,7 @@ from calibrate.texts.data import (
     CalibrationData,
     read_for_model,
 )
+from calibrate.texts.pictured import ChatReader
 from formats.checkpoint import (
     DEFAULT_MAX_SHARD_BYTES,
     CheckpointReader,
@@ -87,6 +91,7 @@ def distill_checkpoint(
     progress: bool = True,
     quantizer: str = "qserve-kit",
     flags: Mapping[str, Any] | None = None,
+    chats: ChatReader | None = None,
 ) -> Distillation:
     """Train the scales of `source`'s integer weights to predict as the float model `reference`.
 
@@ -94,8 +99,8 @@ def distill_checkpoint(
     float model that it was made from; both may be hub names. `target` appears when it is complete.
     It has the bytes of `source` but for scales, the weights of norms, and quality.json. One window
     in eight is held out: the state with the least divergence there is written, at worst that of
-    `source`. The data's parameters are those of quantize_checkpoint. `flags`: the command line's
-    settings, which are recorded.
+    `source`. The data's parameters are those of quantize_checkpoint, `chats` included. `flags`: the
+    command line's settings, which are recorded.
 
     Memory: the codes in 8 bits, hidden states of all windows, one layer's activations. Raises
     InputError for anything that the user can fix, if possible before the training.
@@ -110,17 +115,20 @@ def distill_checkpoint(
     find_side_files(reader.folder)  # raises now, not after the work
     _check_pair(reader, model)
     device = _only(device)
-    data = read_for_model(model, calibration, samples, sequence_length, seed, bos)
+    data = read_for_model(model, calibration, samples, sequence_length, seed, bos, chats)
     if len(data.ids_WS) < 2:
         raise InputError("calibration data", "has one window, and none to hold out", "give more")
     evaluation = read_evaluation(model, eval_text, quality_windows, bos)
     settings = settings or TrainingSettings()
-    student, teacher = Student(reader, device), Teacher(model, device)
+    dtype = LayerRunner(model, model.layer_map, device).dtype
+    media, rotary = open_media(model, data, device, dtype)
+    student = Student(reader, device, copy.deepcopy(rotary))
+    teacher = Teacher(model, device, rotary)
     judge = None
     with clock("float model"):
         windows = [data.ids_WS] if evaluation is None else [data.ids_WS, evaluation.ids_WS]
-        taught, *judged = teacher.last_states(*windows)
-    training = Training(student, teacher, data.ids_WS, taught)
+        taught, *judged = teacher.last_states(*windows, media=media)
+    training = Training(student, teacher, data.ids_WS, taught, media)
     if evaluation is not None:
         own = Comparison(student, teacher, evaluation.ids_WS, *judged)
         judge = _Judge(comparison=own, evaluation=evaluation)

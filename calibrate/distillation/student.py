@@ -12,6 +12,7 @@ from torch import nn
 from torch.func import functional_call
 
 from calibrate.calibration.layer_runner import LayerRunner, Rounding
+from calibrate.calibration.vision import Media
 from calibrate.layer import FinishedLayer
 from calibrate.layer_map import find_layer_map
 from calibrate.solvers.norms import TrainableNorms
@@ -98,8 +99,11 @@ class StudentLayer:
         """(of scales, of norms)."""
         return [each.gain_NG for each in self.linears.values()], list(self.norms.parameters())
 
-    def run(self, hidden_BSD: torch.Tensor, grad: bool = False) -> torch.Tensor:
-        """Outputs of the layer. With `grad`, its parameters and the input get gradients."""
+    def run(self, hidden_BSD: torch.Tensor, grad: bool = False, media: Media = ()) -> torch.Tensor:
+        """Outputs of the layer. With `grad`, its parameters and the input get gradients.
+
+        `media`: images of each window; (): there are none.
+        """
         dtype = self.runner.dtype
         with torch.set_grad_enabled(grad):
             weights = {f"{n}.weight": each.weight(dtype) for n, each in self.linears.items()}
@@ -108,14 +112,19 @@ class StudentLayer:
         def call(*args: object, **kwargs: object) -> object:
             return functional_call(self._module, weights, args, kwargs)
 
-        return self.runner.run(call, self.layer, hidden_BSD, grad=grad)
+        return self.runner.run(call, self.layer, hidden_BSD, grad=grad, media=media)
 
 
 class Student:
     """All layers of a quantized checkpoint, on one device, and its float embedding and head."""
 
-    def __init__(self, reader: CheckpointReader, device: str) -> None:
-        """Raises CheckpointError or InputError, naming the tensor that cannot be trained."""
+    def __init__(
+        self, reader: CheckpointReader, device: str, axis_rotary: nn.Module | None = None
+    ) -> None:
+        """`axis_rotary`: see LayerRunner.
+
+        Raises CheckpointError or InputError, naming the tensor that cannot be trained.
+        """
         self.reader = reader
         block = find_block(self.reader.folder, self.reader.config)
         if block is None:
@@ -124,7 +133,7 @@ class Student:
             )
         self.config = QuantConfig.from_dict(block)
         self.layer_map = find_layer_map(self.reader.config)
-        self.runner = LayerRunner(self.reader, self.layer_map, device)
+        self.runner = LayerRunner(self.reader, self.layer_map, device, axis_rotary)
         self.device = device
         self.layers = [
             self._layer(number) for number in range(self.layer_map.num_layers(self.reader.config))

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from itertools import islice
 
 import torch
+from torch import nn
 from torch.nn import functional
 from tqdm import tqdm
 
 from calibrate.calibration.capture import HiddenStates, held_out_windows
 from calibrate.calibration.layer_runner import LayerRunner
 from calibrate.calibration.stream import HELD_EVERY
+from calibrate.calibration.vision import Media, predicted_WS
 from calibrate.distillation.student import Student
 from calibrate.float_model import FloatModel
 from calibrate.texts.data import endless_batches
@@ -49,18 +51,26 @@ class Trained:
 class Teacher:
     """The float model: its last hidden states, and its head."""
 
-    def __init__(self, model: FloatModel, device: str) -> None:
-        self.model, self.runner = model, LayerRunner(model, model.layer_map, device)
+    def __init__(
+        self, model: FloatModel, device: str, axis_rotary: nn.Module | None = None
+    ) -> None:
+        """`axis_rotary`: see LayerRunner."""
+        self.model = model
+        self.runner = LayerRunner(model, model.layer_map, device, axis_rotary)
         self.norm_D = model.get(model.layer_map.last_norm).to(device)
         self.head_VD = model.head().to(device, self.runner.dtype)
 
-    def last_states(self, *data_WS: torch.Tensor) -> list[torch.Tensor]:
+    def last_states(self, *data_WS: torch.Tensor, media: Media = ()) -> list[torch.Tensor]:
         """Outputs [W, S, D] of the last layer, for windows of several lengths.
 
-        Each layer is read once, and one is in memory at a time.
+        Each layer is read once, and one is in memory at a time. `media`: images of the first
+        windows.
         """
         embedding_VD = self.model.get(self.model.layer_map.embedding)
-        hidden = [HiddenStates(ids_WS, embedding_VD, self.runner) for ids_WS in data_WS]
+        hidden = [
+            HiddenStates(ids_WS, embedding_VD, self.runner, media=() if number else media)
+            for number, ids_WS in enumerate(data_WS)
+        ]
         for layer in range(self.model.num_layers):
             module = self.runner.build(layer, self.model.layer(layer, self.runner.device))
             for each in hidden:
@@ -75,11 +85,18 @@ class Comparison:
     """A student and its teacher on the same windows."""
 
     def __init__(
-        self, student: Student, teacher: Teacher, ids_WS: torch.Tensor, taught_WSD: torch.Tensor
+        self,
+        student: Student,
+        teacher: Teacher,
+        ids_WS: torch.Tensor,
+        taught_WSD: torch.Tensor,
+        media: Media = (),
     ) -> None:
-        """`taught_WSD`: the teacher's last states of these windows."""
+        """`taught_WSD`: the teacher's last states of these windows. `media`: their images."""
         self.student, self.teacher, self.taught_WSD = student, teacher, taught_WSD
-        self.hidden_WSD = HiddenStates(ids_WS, student.embedding, student.runner).states_WSD
+        runner = student.runner
+        self.hidden_WSD = HiddenStates(ids_WS, student.embedding, runner, media=media).states_WSD
+        self.media, self.counts_WS = media, predicted_WS(media, ids_WS.shape)
 
     def logits(self, window: int) -> tuple[torch.Tensor, torch.Tensor]:
         """([S, V] of the teacher, of the student) for a window."""
@@ -87,22 +104,26 @@ class Comparison:
         return self.teacher.logits(self.taught_WSD[window]), self.student.logits(last_SD)
 
     def divergence(self, windows: torch.Tensor) -> float:
-        """Mean KL(teacher || student) in nats per token."""
+        """Mean KL(teacher || student) in nats per token of text."""
         total = 0.0
         for window in windows.tolist():
-            last_SD = self._forward(torch.tensor([window]))[-1][0]
-            rows = zip(last_SD.split(ROWS), self.taught_WSD[window].split(ROWS), strict=True)
-            for own_RD, taught_RD in rows:
+            counts_S = self.counts_WS[window].to(self.taught_WSD.device)
+            last_SD = self._forward(torch.tensor([window]))[-1][0][counts_S]
+            taught_SD = self.taught_WSD[window][counts_S]
+            for own_RD, taught_RD in zip(last_SD.split(ROWS), taught_SD.split(ROWS), strict=True):
                 own_RV, taught_RV = self.student.logits(own_RD), self.teacher.logits(taught_RD)
                 total += float(_divergence(own_RV, taught_RV))
-        return total / (len(windows) * self.hidden_WSD.shape[1])
+        return total / int(self.counts_WS[windows].sum())
 
     def _forward(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Inputs of all layers, and the outputs of the last."""
         states = [self.hidden_WSD[rows].to(self.student.device)]
         for layer in self.student.layers:
-            states.append(layer.run(states[-1]))
+            states.append(layer.run(states[-1], media=self._media_of(rows)))
         return states
+
+    def _media_of(self, rows: torch.Tensor) -> Media:
+        return [self.media[row] for row in rows.tolist()] if self.media else ()
 
 
 class Training(Comparison):
@@ -151,17 +172,19 @@ class Training(Comparison):
         states = self._forward(rows)
         last_BSD = states.pop()
         taught_BSD = self.taught_WSD[rows].to(self.student.device)
-        count = last_BSD[..., 0].numel()
+        counts_BS = self.counts_WS[rows].to(self.student.device)
         gradient_BSD = torch.zeros_like(last_BSD, dtype=torch.float32)
-        parts = (each.flatten(0, 1).split(ROWS) for each in (last_BSD, taught_BSD, gradient_BSD))
-        for own_RD, taught_RD, place_RD in zip(*parts, strict=True):
+        gradients = []
+        parts = (each[counts_BS].split(ROWS) for each in (last_BSD, taught_BSD))
+        for own_RD, taught_RD in zip(*parts, strict=True):
             own_RD = own_RD.detach().requires_grad_()
             own_RV = self.student.logits(own_RD, grad=True)
-            (_divergence(own_RV, self.teacher.logits(taught_RD)) / count).backward()
-            place_RD.copy_(own_RD.grad)
+            (_divergence(own_RV, self.teacher.logits(taught_RD)) / counts_BS.sum()).backward()
+            gradients.append(own_RD.grad.float())
+        gradient_BSD[counts_BS] = torch.cat(gradients)
         for layer in reversed(self.student.layers):
             inputs_BSD = states.pop().requires_grad_()
-            outputs_BSD = layer.run(inputs_BSD, grad=True)
+            outputs_BSD = layer.run(inputs_BSD, grad=True, media=self._media_of(rows))
             outputs_BSD.backward(gradient_BSD.to(outputs_BSD.dtype))
             gradient_BSD = inputs_BSD.grad
 

@@ -7,13 +7,24 @@ of `fc`, H heads, D head dim, J earlier steps, V target vocabulary, U draft voca
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from formats.architecture.rope_types import axes_of_pairs, one_axis
 from formats.heads import tensors as names
-from formats.heads.config import EagleConfig
+from formats.heads.config import ROPE_KEYS, EagleConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImagesSeen:
+    """Images of windows, as their target saw them."""
+
+    is_image_BS: torch.Tensor  # bool: tokens whose embeddings come from the vision tower
+    rows_BSC: torch.Tensor  # these embeddings; other rows are not read
+    positions_3BS: torch.Tensor | None  # int64; None: positions are numbers
 
 
 class RmsNorm(nn.Module):
@@ -186,24 +197,59 @@ class Eagle3Module(nn.Module):
         return self.fc(taps_BSF)
 
     def steps(
-        self, ids_BS: torch.Tensor, taps_BSF: torch.Tensor, num_steps: int
+        self,
+        ids_BS: torch.Tensor,
+        taps_BSF: torch.Tensor,
+        num_steps: int,
+        images: ImagesSeen | None = None,
     ) -> Iterator[torch.Tensor]:
-        """Logits [B, S - 1 - j, U] of each step j: row i predicts token i + 2 + j."""
+        """Logits [B, S - 1 - j, U] of each step j: row i predicts token i + 2 + j.
+
+        `images`: of the windows. The config says how much of them the head reads.
+        """
         B, S = ids_BS.shape
         embedded_BSC = functional.embedding(ids_BS, self.embedding[0]).to(taps_BSF.dtype)
+        if images is not None and self.config.reads_images:
+            rows_BSC = images.rows_BSC.to(embedded_BSC)
+            embedded_BSC = torch.where(images.is_image_BS[..., None], rows_BSC, embedded_BSC)
         state_BSC = self.fused(taps_BSF)
         pasts: list[list] = [[] for _ in self.layers]
         for step in range(num_steps):
             shifted = torch.zeros_like(embedded_BSC)
             shifted[:, : S - 1 - step] = embedded_BSC[:, 1 + step :]
-            positions = torch.arange(step, S + step, device=ids_BS.device)[None]
-            cos_sin = self._rotary[0].to(ids_BS.device)(taps_BSF, positions)
+            cos_sin = self._cos_sin(
+                step, taps_BSF, None if images is None else images.positions_3BS
+            )
             for layer, past in zip(self.layers, pasts, strict=True):
                 state_BSC = layer(state_BSC, shifted, cos_sin, past)
             normed_BSC = self.norm(state_BSC)
             yield self.lm_head(normed_BSC[:, : S - 1 - step])
             if self.config.norm_output:
                 state_BSC = normed_BSC
+
+    def _cos_sin(
+        self, step: int, like_BSF: torch.Tensor, positions_3BS: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of rows [B, S, D] in step j, whose position is that of row i + j."""
+        rotary, S, pairs = self._rotary[0].to(like_BSF.device), like_BSF.shape[1], ()
+        if positions_3BS is not None:
+            pairs = self.config.axis_pairs
+        if not pairs:
+            positions = torch.arange(step, S + step, device=like_BSF.device)[None]
+            return rotary(like_BSF, positions)
+        # the last rows have no token in this step
+        shifted_3BS = positions_3BS.roll(-step, -1).to(like_BSF.device)
+        axes = axes_of_pairs(
+            pairs, self.config.head_dim // 2, is_interleaved=self.config.has_interleaved_axes
+        )
+        of_axes = [rotary(like_BSF, positions_BS) for positions_BS in shifted_3BS]
+        columns = torch.arange(2 * len(axes), device=like_BSF.device)
+        chosen = torch.tensor(axes * 2, device=like_BSF.device)
+        cos_BSD, sin_BSD = (
+            torch.stack(each)[chosen, ..., columns].movedim(0, -1)
+            for each in zip(*of_axes, strict=True)
+        )
+        return cos_BSD, sin_BSD
 
 
 def _rotary(config: EagleConfig) -> nn.Module:
@@ -212,6 +258,7 @@ def _rotary(config: EagleConfig) -> nn.Module:
 
     wanted = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
     rope = {key: config.values[key] for key in wanted if config.values.get(key) is not None}
+    rope |= {key: one_axis(rope[key]) for key in ROPE_KEYS if key in rope}
     return LlamaRotaryEmbedding(
         LlamaConfig(
             hidden_size=config.hidden_size,
@@ -247,6 +294,7 @@ def step_losses(
     *,
     num_steps: int,
     draft_ids_U: torch.Tensor | None = None,
+    images: ImagesSeen | None = None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(loss, fraction of rows whose most likely token equals the target's) of each step.
 
@@ -258,12 +306,16 @@ def step_losses(
     if draft_ids_U is not None:
         inside_BS = torch.isin(best_BS, draft_ids_U)
         target_BSV = target_BSV[..., draft_ids_U]
-    for step, logits in enumerate(head.steps(ids_BS, taps_BSF, num_steps)):
+    judged_BS = torch.ones_like(inside_BS)
+    if images is not None:  # placeholders are never drafted
+        judged_BS[:, :-1] = ~images.is_image_BS[:, 1:]
+    for step, logits in enumerate(head.steps(ids_BS, taps_BSF, num_steps, images)):
         shift = 1 + step
         wanted = target_BSV[:, shift:].float().softmax(-1)
-        counted = inside_BS[:, shift:]
+        counted = (inside_BS & judged_BS)[:, shift:]
         entropy = -(wanted * logits.float().log_softmax(-1)).sum(-1)
         loss = (entropy * counted).sum() / counted.sum().clamp(min=1)
         drawn = logits.argmax(-1)
         drawn = drawn if draft_ids_U is None else draft_ids_U[drawn]
-        yield loss, (drawn == best_BS[:, shift:]).float().mean()
+        is_right = (drawn == best_BS[:, shift:])[judged_BS[:, shift:]]
+        yield loss, is_right.float().mean()

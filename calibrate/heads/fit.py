@@ -48,6 +48,7 @@ def fit(
 ) -> int:
     """Train a module in place on windows. Returns the number of batches.
 
+    A row of `ids_WS` is a window's token ids, or whatever `losses` knows a window by.
     `outputs`: matrices that start from the target's. The accuracy on `held_WS` is printed during
     training: if it falls while the accuracy of the batches rises, there is too little data.
     """

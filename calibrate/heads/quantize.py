@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from calibrate.calibration.activations import fake_quantize_tokens
 from calibrate.calibration.statistics import InputStatistics
+from calibrate.heads.pictured import PicturedWindows
 from calibrate.heads.rebuild import HeadModule
 from calibrate.heads.target import Target
 from calibrate.layer_map import find_layer_map
@@ -24,7 +25,8 @@ from calibrate.results.report import REPORT, LinearReport, public_name, tool_ver
 from calibrate.solvers import rtn
 from calibrate.solvers.solving import SolverError, check_solved
 from calibrate.texts.data import DEFAULT_SAMPLES, CalibrationData, read_calibration
-from formats.checkpoint import CheckpointWriter, read_json
+from calibrate.texts.pictured import ChatReader
+from formats.checkpoint import CheckpointReader, CheckpointWriter
 from formats.errors import CheckpointError, InputError
 from formats.heads.config import EAGLE3
 from formats.heads.folder import HeadFolder
@@ -100,13 +102,15 @@ def quantize_head(
     device: str = "cpu",
     progress: bool = True,
     quantizer: str = "qserve-kit",
+    chats: ChatReader | None = None,
 ) -> HeadReport:
     """Quantize a head `source` and write the new folder `output`.
 
     `source` and `target`, the model it drafts for, are folders or hub names;
     recipes with data need the target. `recipe` None: "gptq" at 4 bits and fewer if there is a
     target, else "rtn". Recipes with transforms are rejected: a head has few norms, and factors
-    would move into the target's states. Raises InputError before anything is written.
+    would move into the target's states. `chats` reads chats with images, for a vision-language
+    target. Raises InputError before anything is written.
     """
     started = time.perf_counter()
     source = local_path(source, DRAFTER)
@@ -120,19 +124,19 @@ def quantize_head(
         shapes, scheme, output_format=output_format, ignore=ignore, overrides=list(overrides)
     )
     _check_dynamic(plan)
-    head = data_WS = None
+    head = data = None
     statistics: dict[str, InputStatistics] = {}
     before = after = None
     if target is not None:
         head = _open(folder, target, device)
-        data_WS = _windows(head.target, calibration, samples, sequence_length, seed, bos)
-        statistics = _statistics(head, data_WS[_kept(len(data_WS), False)], progress)
-        before = _accuracies(head, data_WS)
+        data = _windows(head.target, calibration, samples, sequence_length, seed, bos, chats)
+        statistics = _statistics(head, data.of(_kept(len(data), False)), progress)
+        before = _accuracies(head, data)
     packed, reports = _solved(folder, plan, recipe, statistics, device, progress)
     if head is not None:
         for name, weight in packed.items():
             _put_back(head, folder, name, weight, plan.schemes[name])
-        after = _accuracies(head, data_WS)
+        after = _accuracies(head, data)
     with CheckpointWriter(output) as writer:
         for name in folder.entries:
             module = name.removesuffix(".weight")
@@ -196,7 +200,7 @@ def _check_dynamic(plan: Plan) -> None:
 def _open(folder: HeadFolder, target: str | Path, device: str) -> HeadModule:
     taps: tuple[int, ...] = ()
     if folder.config.kind == EAGLE3:
-        config = read_json(Path(target) / "config.json")
+        config = CheckpointReader(target).config
         taps = folder.config.taps(find_layer_map(config).num_layers(config))
     return HeadModule(folder, Target(target, device=device, taps=taps))
 
@@ -208,28 +212,30 @@ def _windows(
     sequence_length: int,
     seed: int,
     bos: bool,
-) -> torch.Tensor:
-    if isinstance(calibration, CalibrationData):
-        return calibration.ids_WS
-    return read_calibration(
-        calibration,
-        target.tokenizer,
-        samples=samples,
-        sequence_length=min(sequence_length, target.config.max_position_embeddings),
-        seed=seed,
-        bos=bos,
-    ).ids_WS
+    chats: ChatReader | None,
+) -> PicturedWindows:
+    if not isinstance(calibration, CalibrationData):
+        calibration = read_calibration(
+            calibration,
+            target.tokenizer,
+            samples=samples,
+            sequence_length=min(sequence_length, target.config.max_position_embeddings),
+            seed=seed,
+            bos=bos,
+            chats=chats if target.has_vision else None,
+        )
+    return PicturedWindows.of_data(calibration)
 
 
-def _kept(count: int, judged: bool) -> torch.Tensor:
+def _kept(count: int, judged: bool) -> list[int]:
     """Held-out windows, or the others; a single window is used for both."""
-    numbers = torch.arange(count)
-    chosen = numbers[(numbers % JUDGED == JUDGED - 1) == judged]
-    return chosen if len(chosen) else numbers
+    numbers = range(count)
+    chosen = [number for number in numbers if (number % JUDGED == JUDGED - 1) == judged]
+    return chosen or list(numbers)
 
 
 def _statistics(
-    head: HeadModule, ids_WS: torch.Tensor, progress: bool
+    head: HeadModule, windows: PicturedWindows, progress: bool
 ) -> dict[str, InputStatistics]:
     """Statistics of each linear's input, by canonical name."""
     found: dict[str, InputStatistics] = {}
@@ -242,9 +248,10 @@ def _statistics(
                 lambda _, args, stats=found[name]: stats.update(args[0])
             )
         )
-    with tqdm(ids_WS, desc="Running the head", unit="window", disable=not progress) as bar:
-        for ids_S in bar:
-            for _ in head.judged(ids_S[None]):
+    numbers = range(len(windows))
+    with tqdm(numbers, desc="Running the head", unit="window", disable=not progress) as bar:
+        for number in bar:
+            for _ in head.judged(windows.of([number])):
                 pass
     for hook in hooks:
         hook.remove()
@@ -253,10 +260,10 @@ def _statistics(
     return found
 
 
-def _accuracies(head: HeadModule, data_WS: torch.Tensor) -> tuple[float, ...]:
+def _accuracies(head: HeadModule, windows: PicturedWindows) -> tuple[float, ...]:
     rows = [
-        [float(right) for _, right in head.judged(ids_S[None])]
-        for ids_S in data_WS[_kept(len(data_WS), True)]
+        [float(right) for _, right in head.judged(windows.of([number]))]
+        for number in _kept(len(windows), True)
     ]
     return tuple(sum(column) / len(rows) for column in zip(*rows, strict=True))
 

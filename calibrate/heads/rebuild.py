@@ -9,6 +9,7 @@ import torch
 
 from calibrate.heads.eagle3 import Eagle3Module, step_losses
 from calibrate.heads.medusa import MedusaModule, head_losses
+from calibrate.heads.pictured import PicturedWindows
 from calibrate.heads.target import Target
 from formats.errors import InputError
 from formats.heads import tensors as names
@@ -54,10 +55,10 @@ class HeadModule:
         return self.module.get_submodule(inside)
 
     @torch.no_grad()
-    def judged(self, ids_BS: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def judged(self, windows: PicturedWindows) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Run windows: (loss, accuracy) of each step or head."""
-        ids_BS = ids_BS.to(self.target.device)
-        seen = self.target.see(ids_BS)
+        ids_BS = windows.ids_WS.to(self.target.device)
+        seen = windows.seen(self.target)
         if self.folder.config.kind == MEDUSA:
             yield from head_losses(self.module, seen.last_BSC.to(self.dtype), seen.logits_BSV)
             return
@@ -68,6 +69,7 @@ class HeadModule:
             seen.logits_BSV,
             num_steps=NUM_STEPS,
             draft_ids_U=self.draft_ids_U,
+            images=seen.images,
         )
 
     def _eagle3(self, tensors: dict[str, torch.Tensor]) -> Eagle3Module:

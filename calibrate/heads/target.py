@@ -1,21 +1,29 @@
 """Target model of a draft head, run by transformers: its states, logits and continuations.
 
-Legend: B windows, S tokens of a window, C hidden size, F concatenated states, V vocabulary.
+Legend: B windows, S tokens of a window, P tokens of a prompt, C hidden size, F concatenated states,
+V vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from calibrate.heads.eagle3 import ImagesSeen
 from calibrate.heads.sampling import can_sample, continued, drawn
+from formats.architecture.rope_types import axes_of_pairs
+from formats.architecture.text_part import has_text_part
+from formats.checkpoint import CONFIG, read_json
 from formats.errors import InputError, one_line
 from formats.heads.config import usual_taps
 
 # transformers fetches nothing and runs no code from the folder.
 LOCAL = {"trust_remote_code": False, "local_files_only": True}
+# keys of the placeholder tokens of media: no continuation has them
+MEDIA_TOKENS = ("image_token_id", "image_token_index", "video_token_id")
+Inputs = Mapping[str, torch.Tensor]  # arguments of transformers' model for one window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,23 +33,26 @@ class Seen:
     taps_BSF: torch.Tensor  # auxiliary hidden states, the residuals before the tapped layers
     last_BSC: torch.Tensor  # after the last norm: the input of the output matrix
     logits_BSV: torch.Tensor
+    images: ImagesSeen | None = None  # None: the windows have no images
 
 
 class Target:
-    """A frozen causal language model."""
+    """A frozen causal language model, or vision-language model."""
 
     def __init__(self, folder: str | Path, *, device: str, taps: tuple[int, ...] | None = None):
         """`taps`: number of layers before each auxiliary state; None: EAGLE-3's usual ones.
 
         Raises InputError.
         """
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
         self.folder, self.device = Path(folder), torch.device(device)
+        self.has_vision = has_text_part(read_json(self.folder / CONFIG))
+        loader = AutoModelForImageTextToText if self.has_vision else AutoModelForCausalLM
         # A CPU computes in float32, a GPU in the model's own 16 bits.
         dtype = "auto" if self.device.type == "cuda" else torch.float32
         try:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **LOCAL)
+            model = loader.from_pretrained(folder, dtype=dtype, **LOCAL)
             self.tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
         except (OSError, ValueError, KeyError) as error:
             raise InputError(
@@ -76,6 +87,20 @@ class Target:
     def last_norm(self) -> torch.Tensor:
         return self._decoder.norm.weight
 
+    @property
+    def axes(self) -> dict[str, Any]:
+        """Rope parameters of positions with three axes; {}: positions are numbers."""
+        rotary = getattr(self._decoder, "rotary_emb", None)
+        sections = getattr(rotary, "mrope_section", None)
+        if not sections:
+            return {}
+        positions_311 = torch.tensor([0, 1, 0], device=self.device).view(3, 1, 1)
+        _, sin = rotary(self.embedding[:1, None], positions_311)
+        rows = axes_of_pairs(sections, sum(sections), is_interleaved=True)
+        turned = sin.flatten()[: len(rows)].ne(0).tolist()
+        is_interleaved = sin.ndim == 3 and turned == [axis == 1 for axis in rows]
+        return {"mrope_section": list(sections), "mrope_interleaved": is_interleaved}
+
     @torch.no_grad()
     def see(self, ids_BS: torch.Tensor) -> Seen:
         """Run windows of token ids."""
@@ -89,6 +114,62 @@ class Target:
             logits_BSV=self._logits(last_BSC),
         )
 
+    @torch.no_grad()
+    def see_images(self, windows: Sequence[tuple[Inputs, torch.Tensor]]) -> Seen:
+        """Run windows of equal length: arguments of the model, and which tokens are of images."""
+        seen: dict[str, Any] = {}
+        hook = self._decoder.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.update(kwargs), with_kwargs=True
+        )
+        found = []
+        try:
+            for inputs, is_image_S in windows:
+                found.append(self._see_images(inputs, is_image_S, seen))
+        finally:
+            hook.remove()
+        positions = [each.images.positions_3BS for each in found]
+        if any(each is not None for each in positions):
+            plain_3BS = torch.arange(len(windows[0][1]), device=self.device).expand(3, 1, -1)
+            positions = [plain_3BS if each is None else each for each in positions]
+        return Seen(
+            taps_BSF=torch.cat([each.taps_BSF for each in found]),
+            last_BSC=torch.cat([each.last_BSC for each in found]),
+            logits_BSV=torch.cat([each.logits_BSV for each in found]),
+            images=ImagesSeen(
+                is_image_BS=torch.cat([each.images.is_image_BS for each in found]),
+                rows_BSC=torch.cat([each.images.rows_BSC for each in found]),
+                positions_3BS=None if positions[0] is None else torch.cat(positions, 1),
+            ),
+        )
+
+    def _see_images(self, inputs: Inputs, is_image_S: torch.Tensor, seen: dict[str, Any]) -> Seen:
+        """`seen`: arguments of the decoder's last call."""
+        output = self.model.model(**self._moved(inputs), use_cache=False)
+        last_BSC = output.last_hidden_state
+        taps = [self._states[tap] for tap in self.taps]
+        self._states.clear()
+        positions = seen.get("position_ids")
+        has_axes = positions is not None and positions.ndim == 3
+        return Seen(
+            taps_BSF=torch.cat(taps, -1) if taps else last_BSC[..., :0],
+            last_BSC=last_BSC,
+            logits_BSV=self._logits(last_BSC),
+            images=ImagesSeen(
+                is_image_BS=is_image_S[None].to(self.device),
+                rows_BSC=seen["inputs_embeds"],
+                # a fourth row before them is that of the mask
+                positions_3BS=positions[-3:] if has_axes else None,
+            ),
+        )
+
+    def _moved(self, inputs: Inputs) -> dict[str, torch.Tensor]:
+        return {
+            name: each.to(self.device, self.embedding.dtype)
+            if each.is_floating_point()
+            else each.to(self.device)
+            for name, each in inputs.items()
+        }
+
     def _logits(self, last: torch.Tensor) -> torch.Tensor:
         logits = self.model.get_output_embeddings()(last)
         config: Any = self.config
@@ -96,6 +177,26 @@ class Target:
         logits = logits if divisor is None else logits / divisor
         cap = getattr(config, "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    @torch.no_grad()
+    def continued_images(self, inputs: Inputs, length: int, *, temperature: float) -> torch.Tensor:
+        """Prompt of one window with the model's continuation, [length]."""
+        config = self.model.config
+        media = [getattr(config, name, None) for name in MEDIA_TOKENS]
+        missing = length - inputs["input_ids"].shape[1]
+        found = self.model.generate(
+            **self._moved(inputs),
+            min_new_tokens=missing,
+            max_new_tokens=missing,
+            do_sample=temperature > 0,
+            temperature=temperature or None,
+            top_k=None,
+            top_p=None,
+            eos_token_id=None,
+            suppress_tokens=[token for token in media if token is not None],
+        )
+        self._states.clear()
+        return found[0]
 
     @torch.no_grad()
     def continued(

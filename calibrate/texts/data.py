@@ -52,6 +52,10 @@ class CalibrationData:
     pictured: tuple[PicturedWindow, ...] = ()  # of each window; (): there are no images
     chats: ChatReader | None = None  # read these images
 
+    def first(self, count: int) -> "CalibrationData":
+        """Return the first windows."""
+        return replace(self, ids_WS=self.ids_WS[:count], pictured=self.pictured[:count])
+
     @property
     def num_images(self) -> int:
         return sum(len(window.images) for window in self.pictured)

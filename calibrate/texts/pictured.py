@@ -40,8 +40,17 @@ class Chat(Protocol):
 class ChatReader(Protocol):
     """Reads chats with images for one model."""
 
-    def read(self, messages: Sequence[Mapping[str, Any]], folder: Path) -> Chat:
-        """Return a chat; paths of images begin in `folder`. Raises InputError."""
+    def read(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        folder: Path,
+        *,
+        add_generation_prompt: bool = False,
+    ) -> Chat:
+        """Return a chat; paths of images begin in `folder`. Raises InputError.
+
+        `add_generation_prompt`: with the beginning of an answer.
+        """
         ...
 
     def inputs(self, window: "PicturedWindow", ids_S: torch.Tensor) -> dict[str, torch.Tensor]:

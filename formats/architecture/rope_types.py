@@ -1,6 +1,9 @@
 """Types of rotary embedding in transformers, and their parameters."""
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from formats.errors import InputError
 
 
 class RopeType(NamedTuple):
@@ -20,3 +23,29 @@ ROPE_TYPES: dict[str, RopeType] = {
     "longrope": RopeType(lists=("short_factor", "long_factor")),
     "proportional": RopeType(),
 }
+
+
+def one_axis(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rope parameters without the axes of images: those of a text are equal."""
+    kept = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
+    for key in ("type", "rope_type"):
+        if kept.get(key) == "mrope":
+            kept[key] = ROPE_DEFAULT
+    return kept
+
+
+def axes_of_pairs(sections: Sequence[int], num_pairs: int, *, is_interleaved: bool) -> list[int]:
+    """Return the axis of each pair. Raises InputError if the sections do not fit."""
+    if len(sections) != 3 or sum(sections) != num_pairs:
+        raise InputError(
+            "config.json mrope_section",
+            f"expected three numbers of sum {num_pairs}, found {list(sections)}",
+            "copy config.json from the original model",
+        )
+    if not is_interleaved:
+        return [axis for axis, count in enumerate(sections) for _ in range(count)]
+    axes = [0] * num_pairs
+    for axis in (1, 2):
+        for pair in range(axis, min(3 * sections[axis], num_pairs), 3):
+            axes[pair] = axis
+    return axes

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from formats.architecture.family import EITHER_ORDER
+from formats.architecture.rope_types import one_axis
 from formats.families import FAMILIES
 
 TEXT_CONFIG = "text_config"
@@ -100,7 +101,7 @@ def text_config(config: dict[str, Any], names: Collection[str]) -> dict[str, Any
     defaults = _DEFAULTS.get(text["model_type"], {})
     for key in _ROPES:
         if isinstance(text.get(key), dict):
-            text = {**text, key: _one_axis(text[key])}
+            text = {**text, key: one_axis(text[key])}
     has_head = any(name.startswith(_HEAD) for name in names)
     return {
         **shared,
@@ -187,15 +188,6 @@ def _stated_text(config: Mapping[str, Any]) -> Any:
     if text is None and config.get("model_type") == "qwen2_5_vl":
         return {key: value for key, value in config.items() if key != "vision_config"}
     return text
-
-
-def _one_axis(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rope parameters without the axes of images: those of a text are equal."""
-    kept = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
-    for key in ("type", "rope_type"):
-        if kept.get(key) == "mrope":
-            kept[key] = "default"
-    return kept
 
 
 def _model_type(text: Mapping[str, Any]) -> Any:

@@ -15,6 +15,10 @@ ORIGINAL, SPECULATORS = "original", "speculators"
 NUM_TAPS = 3
 NESTED, KIND_KEY = "transformer_layer_config", "speculators_model_type"
 TAPS_KEY = "eagle_aux_hidden_state_layer_ids"
+IMAGES_KEY = "image_embeddings"
+ROPE_KEYS = ("rope_parameters", "rope_scaling")
+# Heads of AngelSlim, which saw an image as embeddings of its placeholder token.
+PLACEHOLDER_ARCHITECTURE = "Eagle3LlamaForCausalLM"
 LAYER_TYPES = ("llama", "qwen2", "qwen3", "mistral")  # Llama's layers, some with QK norms
 
 
@@ -33,6 +37,8 @@ class EagleConfig:
     norm_output: bool  # the state fed to the next step is the normed one
     norm_before_fc: bool  # one norm over all auxiliary hidden states
     fc_norm: bool  # a norm for each auxiliary hidden state
+    # trained with the embeddings of images instead of their placeholder token's; None: not stated
+    image_embeddings: bool | None = None
 
     @property
     def hidden_size(self) -> int:
@@ -65,6 +71,29 @@ class EagleConfig:
     @property
     def norm_eps(self) -> float:
         return self.values.get("rms_norm_eps", 1e-6)
+
+    @property
+    def reads_images(self) -> bool:
+        """True if the head was trained with the embeddings of images.
+
+        Where config.json does not say it, heads of speculators and AngelSlim were not; those that
+        SGLang serves were, and it gives embeddings of images to all of them.
+        """
+        if self.image_embeddings is not None:
+            return self.image_embeddings
+        of_angelslim = PLACEHOLDER_ARCHITECTURE in (self.values.get("architectures") or ())
+        return self.layout == ORIGINAL and not of_angelslim
+
+    @property
+    def axis_pairs(self) -> tuple[int, ...]:
+        """Number of pairs of channels of each axis of a position (M-RoPE); (): positions are
+        numbers.
+        """
+        return tuple(_axes(self.values).get("mrope_section") or ())
+
+    @property
+    def has_interleaved_axes(self) -> bool:
+        return bool(_axes(self.values).get("mrope_interleaved"))
 
     def taps(self, num_target_layers: int) -> tuple[int, ...]:
         """Return the auxiliary hidden states that the head reads, as numbers of layers before them.
@@ -151,6 +180,11 @@ def read_head_config(config: Mapping[str, Any], kind: str) -> HeadConfig:
         raise CheckpointError(
             "config.json hidden_act", f"expected 'silu', found {values['hidden_act']!r}"
         )
+    sections = _axes(values).get("mrope_section", [])
+    if not isinstance(sections, list) or not all(type(each) is int for each in sections):
+        raise CheckpointError(
+            "config.json mrope_section", f"expected three numbers, found {sections!r:.80}"
+        )
     inner = config.get("eagle_config")
     stated = {**(inner if isinstance(inner, dict) else {}), **config}
     if kind == EAGLE and layout == SPECULATORS:
@@ -174,7 +208,17 @@ def read_head_config(config: Mapping[str, Any], kind: str) -> HeadConfig:
         norm_output=_flag(stated, "norm_output", False),
         norm_before_fc=_flag(stated, "norm_before_fc", False),
         fc_norm=_flag(stated, "fc_norm", False),
+        image_embeddings=None
+        if stated.get(IMAGES_KEY) is None
+        else _flag(stated, IMAGES_KEY, False),
     )
+
+
+def _axes(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the rope parameters that have the axes of positions, or {}."""
+    ropes = [values.get(key) for key in ROPE_KEYS]
+    found = [each for each in ropes if isinstance(each, Mapping) and each.get("mrope_section")]
+    return found[0] if found else {}
 
 
 def _taps(config: Mapping[str, Any]) -> tuple[int, ...]:

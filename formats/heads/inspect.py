@@ -130,6 +130,10 @@ def _facts(head: HeadFolder) -> tuple[str, ...]:
         lines.append(f"set: {', '.join(set_here)}")
     if config.stated_taps:
         lines.append(f"states that config.json names: {list(config.stated_taps)}")
+    if config.image_embeddings is not None or config.axis_pairs:
+        seen = "their embeddings" if config.reads_images else "embeddings of the placeholder token"
+        axes = f"; positions of three axes {list(config.axis_pairs)}" if config.axis_pairs else ""
+        lines.append(f"images: {seen}{axes}")
     for part, name in (("embedding", names.EMBEDDING), ("output matrix", names.HEAD)):
         if not head.has_linear(name.removesuffix(".weight")):
             lines.append(f"{part}: the model's")

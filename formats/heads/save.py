@@ -10,6 +10,7 @@ from formats.checkpoint import CheckpointWriter
 from formats.errors import CheckpointError
 from formats.heads import tensors as names
 from formats.heads.config import (
+    IMAGES_KEY,
     NESTED,
     ORIGINAL,
     SPECULATORS,
@@ -38,6 +39,8 @@ def eagle3_config(config: EagleConfig, layout: str, verifier: Mapping[str, Any])
         "norm_before_fc": config.norm_before_fc,
         "fc_norm": config.fc_norm,
     }
+    if config.image_embeddings is not None:
+        flags[IMAGES_KEY] = config.image_embeddings
     values = {**config.values, "num_hidden_layers": config.num_layers}
     if layout == ORIGINAL:
         stated = {"eagle_config": {TAPS_KEY: [tap - 1 for tap in taps]}} if taps else {}

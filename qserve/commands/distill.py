@@ -49,11 +49,14 @@ def distill(model: str, config: DistillConfig) -> int:
     from formats.hub.fetch import local_path
     from formats.table import parse_size
     from qserve.hub.local import local_model
+    from qserve.multimodal.calibration import CalibrationChats
 
+    reference = local_path(config.against, download_dir=config.download_dir)
     done = distill_checkpoint(
         local_model(model, config),
-        local_path(config.against, download_dir=config.download_dir),
+        reference,
         config.output,
+        chats=CalibrationChats(reference),
         calibration=config.calibration,
         samples=config.samples,
         sequence_length=config.sequence_length,

@@ -82,7 +82,8 @@ def quantize(model: str, config: QuantizeConfig) -> int:
                 flag = "--" + name.replace("_", "-")
                 raise InputError(flag, f"{model} is a draft head", "remove it")
         target = config.target and local_path(config.target, download_dir=config.download_dir)
-        report = quantize_head(model, config.output, target=target, **settings)
+        chats = None if target is None else CalibrationChats(target)
+        report = quantize_head(model, config.output, target=target, chats=chats, **settings)
     elif config.target is not None:
         raise InputError("--target", f"{model} is not a draft head", "remove it")
     elif has_no_row(model):

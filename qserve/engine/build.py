@@ -81,7 +81,9 @@ class EngineParts:
             prefix_caching=state_limits.finds_prefixes(config, workers.runner),
             pace=ItlControl(config.target_itl_ms / 1e3) if config.target_itl_ms else None,
             window=model.longest_window,
-            encoder=media_limits.make_budget(config, model),
+            encoder=media_limits.make_budget(
+                config, model, looks_ahead=workers.runner.drafts_read_images
+            ),
             forecasts=config.admission == "forecast",
             speculation=config.speculation
             and config.speculation.make_speculation(

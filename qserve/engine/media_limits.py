@@ -77,9 +77,14 @@ def encoder_rows(config: EngineConfig) -> int:
     return config.max_num_batched_tokens
 
 
-def make_budget(config: EngineConfig, model: ModelConfig) -> EncoderBudget | None:
-    """Make the encoder's budget; None for a model that takes text alone."""
+def make_budget(
+    config: EngineConfig, model: ModelConfig, *, looks_ahead: bool
+) -> EncoderBudget | None:
+    """Make the encoder's budget; None for a model that takes text alone.
+
+    `looks_ahead`: a drafter reads embeddings of images.
+    """
     if model.vision is None:
         return None
     rows = encoder_rows(config)
-    return EncoderBudget(rows, rows)
+    return EncoderBudget(rows, rows, looks_ahead=looks_ahead)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from formats.errors import InputError
+from formats.architecture.rope_types import axes_of_pairs
 from qserve.model.blocks.rotary import Rotary
 
 
@@ -51,20 +51,3 @@ class AxisRopes:
             for rotary, (axes_D, columns_D) in self._columns.items()
         }
         return RowRopes(tables=tables, rows_T=rows_T)
-
-
-def axes_of_pairs(sections: Sequence[int], num_pairs: int, *, is_interleaved: bool) -> list[int]:
-    """Return the axis of each pair. Raises InputError if the sections do not fit."""
-    if len(sections) != 3 or sum(sections) != num_pairs:
-        raise InputError(
-            "config.json mrope_section",
-            f"expected three numbers of sum {num_pairs}, found {list(sections)}",
-            "copy config.json from the original model",
-        )
-    if not is_interleaved:
-        return [axis for axis, count in enumerate(sections) for _ in range(count)]
-    axes = [0] * num_pairs
-    for axis in (1, 2):
-        for pair in range(axis, 3 * sections[axis], 3):
-            axes[pair] = axis
-    return axes

@@ -58,15 +58,23 @@ class CalibrationChats:
         self._folder = folder
         self._loaded: tuple[Tokenizer, MediaProcessor, Any] | None = None
 
-    def read(self, messages: Sequence[Mapping[str, Any]], folder: Path) -> PicturedChat:
-        """Return a chat; paths of images begin in `folder`. Raises InputError."""
+    def read(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        folder: Path,
+        *,
+        add_generation_prompt: bool = False,
+    ) -> PicturedChat:
+        """Return a chat; paths of images begin in `folder`. Raises InputError.
+
+        `add_generation_prompt`: with the beginning of an answer.
+        """
         from qserve.multimodal.processor import image_digest  # loads transformers
 
-        images: list[Image] = []
-        plain = [_without_images(each, folder, images) for each in messages]
+        plain, images = without_images(messages, folder)
         tokenizer, processor, _ = self._load()
         try:
-            ids = tokenizer.encode_chat(plain, add_generation_prompt=False)
+            ids = tokenizer.encode_chat(plain, add_generation_prompt=add_generation_prompt)
         except InputError:
             raise
         except Exception as error:  # a template raises exceptions of any kind
@@ -111,6 +119,17 @@ class CalibrationChats:
             processor = MediaProcessor(self._folder, tokenizer.encode)
             self._loaded = tokenizer, processor, load_image_processor(self._folder)
         return self._loaded
+
+
+def without_images(
+    messages: Sequence[Mapping[str, Any]], folder: Path
+) -> "tuple[list[dict[str, Any]], list[Image]]":
+    """Return a chat whose parts with images have none, and the images in order.
+
+    Paths of images begin in `folder`. Raises InputError.
+    """
+    images: list[Image] = []
+    return [_without_images(each, folder, images) for each in messages], images
 
 
 def _without_images(

@@ -61,6 +61,11 @@ class SpeculativeConfig:
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = _key(
         (), "[[first, last, drafts], ...]: drafts by number of requests in a step, from 1 on"
     )
+    image_embeddings: bool | None = _key(
+        None,
+        "eagle, eagle3: the head reads embeddings of images, not of their placeholder token;"
+        " default: as its config.json says",
+    )
     adaptive: bool = _key(True, "use fewer drafts when more would not pay off")
     draft_sample_method: str = _key("coupled", f"one of {', '.join(SAMPLE_METHODS)}")
     acceptance: str = _key("exact", f"one of {', '.join(ACCEPTANCES)}")
@@ -148,6 +153,12 @@ class SpeculativeConfig:
             )
         if self.method in WITHOUT_MODEL and self.model is not None:
             raise InputError(self.subject, "takes no model", "remove model")
+        if self.image_embeddings is not None and self.method not in ("eagle", "eagle3"):
+            raise InputError(
+                f"{FLAG} image_embeddings",
+                f"is for method eagle or eagle3, found {self.method}",
+                "remove it",
+            )
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise InputError(
                 f"{FLAG} prompt_lookup_min",
@@ -310,7 +321,7 @@ def _checked(known: Any, value: Any) -> Any:
             expected = f"{low} or more" if high is None else f"{low} to {high}"
             raise InputError(subject, f"expected {expected}, found {value}")
         return kind(value)
-    if kind is bool:
+    if kind in (bool, bool | None):
         if type(value) is not bool:
             raise InputError(subject, f"expected true or false, found {value!r}")
         return value

@@ -22,7 +22,7 @@ class DraftModelDrafter:
     """A DeviceDrafter."""
 
     taps: tuple[int, ...] = ()
-    looks_ahead = False
+    looks_ahead = reads_images = False
 
     def __init__(self, decoder: Decoder, vocab_size: int) -> None:
         """`vocab_size`: the target's, which may have more or fewer rows of padding."""

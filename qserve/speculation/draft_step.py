@@ -4,12 +4,13 @@ Legend: T tokens of the step, C hidden size, D requests that draft, X longest bl
 V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from qkernels.drafts.chunks import DraftPlaces
-from qserve.engine.step.device_step import Batch
+from qserve.engine.step.device_step import Batch, DraftMedia
+from qserve.model.axis_ropes import AxisRopes
 from qserve.model.cache_spec import Cache
 from qserve.speculation.draws import Draws
 
@@ -34,6 +35,26 @@ class DraftStep:
     max_context_len: int  # upper bound of the keys, drafts included
     caches: list[Cache]  # of the drafter's layers
     draws: Draws
+    media: DraftMedia | None = None  # images of the step; None: it has none
+    ropes: AxisRopes | None = None  # of a drafter whose positions have three axes
+
+    def with_ropes(self, ropes: AxisRopes | None) -> "DraftStep":
+        """Return the step for a drafter that rotates by the positions of three axes."""
+        return replace(self, ropes=ropes)
+
+    def first_batch(self, *, reads_images: bool) -> Batch:
+        """The model's batch with the inputs of a drafter that reads the token after each row.
+
+        `reads_images`: it reads the embedding of an image instead of its placeholder's.
+        """
+        media, batch = self.media, self.batch
+        if media is not None and reads_images:
+            batch = replace(batch, embeds=media.next_embeds)
+        if self.ropes is None:
+            return batch
+        if media is not None and media.positions_3T is not None:
+            return replace(batch, row_ropes=self.ropes.of(media.positions_3T))
+        return batch.with_rope_positions()
 
     @property
     def tokens_D(self) -> torch.Tensor:
@@ -47,9 +68,14 @@ class DraftStep:
         a slot in the request's pages is not written.
         """
         positions_KD, slots_KD, lengths_KD = self.places
+        positions_D = positions_KD[count - 1]
+        # Without media the row before the newest token is text.
+        shifts_T = self.batch.rope_shifts_T if self.media is None else self.media.text_shifts_T
+        is_shifted = self.ropes is not None and shifts_T is not None
         return Batch(
             token_ids_T=tokens_D,
-            positions_T=positions_KD[count - 1],
+            positions_T=positions_D,
+            rope_positions_T=positions_D + shifts_T[self.last_rows_D] if is_shifted else None,
             slots_T=slots_KD[count - 1],
             block_tables_RX=self.tables_DX,
             query_starts_R1=self.starts_D1,

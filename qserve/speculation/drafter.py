@@ -44,6 +44,8 @@ class DeviceDrafter(Protocol):
     # Whether its keys at a position depend on the next token. Then the last page of a cached
     # prefix, whose next token may differ, is recomputed.
     looks_ahead: bool
+    # Whether it reads the embeddings of images instead of their placeholder token's.
+    reads_images: bool
 
     def propose(self, step: DraftStep) -> torch.Tensor:
         """Draft step.num_drafts tokens per request, int64 [D, K], in the model's vocabulary.

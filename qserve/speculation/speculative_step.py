@@ -15,7 +15,7 @@ from qkernels.drafts.chunks import DraftChunks, DraftTables, Settled
 from qkernels.sampling.settings import Samples, SampleSettings
 from qkernels.sampling.words import HISTORY_ROW, POSITION
 from qserve.engine.runner.step_buffers import StepOutputs
-from qserve.engine.step.device_step import Batch
+from qserve.engine.step.device_step import Batch, DraftMedia
 from qserve.engine.step.draft_rows import DraftRows
 from qserve.engine.step.transfer import HostCopy, to_device
 from qserve.model.cache_spec import Cache
@@ -99,6 +99,7 @@ class SpeculativeStep:
         self._settled: Settled | None = None
         self.tokens: HostCopy | None = None  # of all sampled rows; `draw` sets both
         self.num_emitted: HostCopy | None = None  # of each chunk that samples; None: all
+        self.media: DraftMedia | None = None  # images of the step
 
     def fill_(self, pipeline: Pipeline | None = None) -> None:
         """Fill in tokens that only the device knows, and correct positions.
@@ -166,6 +167,7 @@ class SpeculativeStep:
             settled,
             self.rows.num_drafts,
             self._settings,
+            self.media,
         )
         return HostCopy(drafts_DK) if self.rows.tells_drafts else None
 
@@ -268,6 +270,7 @@ def propose(
     settled: Settled,
     num_drafts: int,
     settings: SampleSettings | None,
+    media: DraftMedia | None = None,
 ) -> torch.Tensor:
     """Run the drafter after a step; its drafts [D, K] are kept as well.
 
@@ -297,6 +300,7 @@ def propose(
             is_greedy=state.config.draft_sample_method == "greedy",
             kept=None if state.draft_shares is None else [],
         ),
+        media=media,
     )
     drafts_DK = state.drafter.propose(step)
     if num_drafts and settings is not None:

@@ -91,6 +91,10 @@ class Speculator:
         return self.drafter is not None and self.drafter.looks_ahead
 
     @property
+    def reads_images(self) -> bool:
+        return self.drafter is not None and self.drafter.reads_images
+
+    @property
     def caches(self) -> list[Cache]:
         """Caches of the drafter's layers."""
         return self.state.caches

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from formats.errors import CheckpointError
 from formats.heads.config import EAGLE3, head_kind, read_head_config, usual_taps
 from formats.heads.folder import HeadFolder, kind_of_folder, read_torch_file
+from formats.heads.inspect import inspect_head
 from formats.heads.save import save_eagle3, save_medusa
 from formats.heads.tensors import canonical, linears, required
 
@@ -233,3 +234,44 @@ def test_medusa_is_saved_as_its_authors_do(tmp_path):
     assert (tmp_path / "heads" / "medusa_lm_head.safetensors").exists()
     assert folder.raw["base_model_name_or_path"] == "some/model"
     assert torch.equal(folder.get("0.1.weight"), tensors["0.1.weight"])
+
+
+AXES = {"type": "mrope", "mrope_section": [1, 2, 1], "mrope_interleaved": True}
+
+
+@pytest.mark.parametrize(
+    "config, reads_images, axis_pairs",
+    [
+        (FLAT, True, ()),
+        ({**FLAT, "rope_scaling": AXES}, True, (1, 2, 1)),  # as SpecForge writes it
+        ({**FLAT, "rope_scaling": AXES, "image_embeddings": False}, False, (1, 2, 1)),
+        # AngelSlim trains with three axes, but placeholders
+        (
+            {**FLAT, "architectures": ["Eagle3LlamaForCausalLM"], "rope_scaling": AXES},
+            False,
+            (1, 2, 1),
+        ),
+        (NESTED, False, ()),
+        ({**NESTED, "image_embeddings": True}, True, ()),
+    ],
+)
+def test_what_a_head_sees_of_images(config, reads_images, axis_pairs, tmp_path):
+    read = read_head_config(config, EAGLE3)
+    assert (read.reads_images, read.axis_pairs) == (reads_images, axis_pairs)
+    assert read.has_interleaved_axes == bool(axis_pairs)
+    folder = write(tmp_path / "head", config, tensors_of(read))
+    line = next((each for each in inspect_head(folder).facts if "images" in each), "")
+    assert ("placeholder" in line) == (bool(line) and not reads_images)
+    for layout in ("original", "speculators"):
+        stated = replace(read, image_embeddings=reads_images)
+        out = tmp_path / layout
+        save_eagle3(out, stated, tensors_of(read), layout=layout, verifier={"num_hidden_layers": 8})
+        found = HeadFolder(out).config
+        assert (found.reads_images, found.axis_pairs) == (reads_images, axis_pairs)
+
+
+@pytest.mark.parametrize("sections", ["24", [1, 2.5, 1], {"t": 1}])
+def test_axes_of_another_type_are_refused(sections):
+    config = {**FLAT, "rope_scaling": {"mrope_section": sections}}
+    with pytest.raises(CheckpointError, match="mrope_section: expected three numbers, found"):
+        read_head_config(config, EAGLE3)

@@ -135,6 +135,7 @@ class StepGraphs:
         max_rows: int = 0,
         with_adapters: bool = False,
         with_states: bool = False,
+        with_rope_shifts: bool = False,
         chunk_sizes: Collection[int] = CHUNK_SIZES,
     ) -> None:
         """Create the graphs of `step` and capture the first ones.
@@ -153,7 +154,14 @@ class StepGraphs:
         self._max_context_len = width * page_size
         most = max(key.num_requests for key in self._keys)
         self._table_width = table_width(width)
-        self._buffers = StepBuffers(self._keys, most, self._table_width, device, with_states)
+        self._buffers = StepBuffers(
+            self._keys,
+            most,
+            self._table_width,
+            device,
+            with_states=with_states,
+            with_rope_shifts=with_rope_shifts,
+        )
         self._batches: dict[GraphKey, Batch] = {}
         self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, StepOutputs]] = {}
         self._pool: tuple[int, int] | None = None

@@ -5,15 +5,17 @@ Legend: M rows of a step with embeddings, C hidden size, T rows of the step.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from formats.checkpoint import CheckpointReader
 from qserve.config import EngineConfig
 from qserve.engine.media_limits import encoder_rows
-from qserve.engine.step.device_step import Batch
-from qserve.engine.step.media_rows import MediaRows
+from qserve.engine.step.device_step import Batch, DraftMedia
+from qserve.engine.step.media_rows import ItemRows, MediaRows
 from qserve.engine.step.step_input import StepInput
 from qserve.engine.step.transfer import to_device
 from qserve.model.axis_ropes import AxisRopes
@@ -63,31 +65,51 @@ class Encoder:
         width = decoder.config.hidden_size * (1 + vision.num_levels) * decoder.dtype.itemsize
         return cls(tower, ropes, encoder_rows(config) * width + tower.workspace_bytes)
 
-    def with_media(self, batch: Batch, step: StepInput) -> Batch:
-        """Return a step's tensors with the embeddings and the positions of its media."""
-        if step.media is not None:
-            embeds = self._embeds(step.media, batch.token_ids_T.device)
-            last = step.media.last_keys_T
-            last_keys_T = None if last is None else to_device(last, batch.token_ids_T.device)
-            batch = replace(batch, embeds=embeds, last_keys_T=last_keys_T)
-        if step.axis_offsets_3T is not None:
-            offsets_3T = to_device(step.axis_offsets_3T, batch.token_ids_T.device)
-            # with drafts the device has corrected the positions by now
-            batch = replace(batch, row_ropes=self._ropes.of(batch.positions_T + offsets_3T))
-        return batch
+    @property
+    def has_axes(self) -> bool:
+        """True if positions have three axes."""
+        return self._ropes is not None
 
-    def _embeds(self, media: MediaRows, device: torch.device) -> InputEmbeds | None:
-        """Drop, encode and collect what a step needs; None: it reads no embedding."""
+    def with_media(self, batch: Batch, step: StepInput) -> tuple[Batch, DraftMedia]:
+        """Return a step's tensors with the embeddings and the positions of its media, and the
+        media for a drafter.
+        """
+        device, next_embeds, positions_3T = batch.token_ids_T.device, None, None
+        if step.media is not None:
+            self._encode(step.media)
+            embeds = self._embeds(step.media.rows_M, step.media.of_items, device)
+            next_embeds = self._embeds(step.media.before_M, step.media.of_next, device)
+            batch = replace(batch, embeds=embeds)
+            ahead = step.media.keys_ahead_T
+            if ahead is not None:  # with drafts the device has corrected the positions by now
+                batch = replace(batch, last_keys_T=batch.positions_T + to_device(ahead, device))
+        if step.axis_offsets_3T is not None:
+            positions_3T = batch.positions_T + to_device(step.axis_offsets_3T, device)
+            batch = replace(batch, row_ropes=self._ropes.of(positions_3T))
+        shifts = step.text_shifts_T
+        return batch, DraftMedia(
+            next_embeds=next_embeds,
+            positions_3T=positions_3T,
+            text_shifts_T=None if shifts is None else to_device(shifts, device),
+        )
+
+    def _encode(self, media: MediaRows) -> None:
+        """Drop and encode what a plan says."""
         for digest in media.dropped:
             self._rows.pop(digest, None)
         encoded = self.tower.encode(media.encode)
         self._rows.update(
             (item.digest, rows_MC) for item, rows_MC in zip(media.encode, encoded, strict=True)
         )
-        found = [self._rows[digest][start:stop] for digest, start, stop in media.of_items]
+
+    def _embeds(
+        self, rows_M: np.ndarray, of_items: Sequence[ItemRows], device: torch.device
+    ) -> InputEmbeds | None:
+        """Collect embeddings for rows of a step; None: there are none."""
+        found = [self._rows[digest][start:stop] for digest, start, stop in of_items]
         if not found:
             return None
         levels = 1 + self.tower.config.num_levels
         values_MC, *added = torch.cat(found).chunk(levels, -1)
-        rows_M = to_device(media.rows_M, device)
+        rows_M = to_device(rows_M, device)
         return InputEmbeds(rows_M=rows_M, values_MC=values_MC, added_MC=tuple(added))

@@ -138,6 +138,11 @@ class ModelRunner:
         return self.speculator is not None and self.speculator.looks_ahead
 
     @property
+    def drafts_read_images(self) -> bool:
+        """True if a drafter reads embeddings of images."""
+        return self.speculator is not None and self.speculator.reads_images
+
+    @property
     def bytes_per_page(self) -> int:
         """Bytes of one page of all layers, the drafter's included."""
         size = sum(spec.bytes_per_page for spec in self.cache_specs)
@@ -256,6 +261,9 @@ class ModelRunner:
             device=self.device,
             with_adapters=self.adapters is not None,
             with_states=self.has_states,
+            with_rope_shifts=speculator is not None
+            and self.encoder is not None
+            and self.encoder.has_axes,
             chunk_sizes=self.chunk_sizes,
             in_step=self._ranks.are_many,
         )
@@ -303,8 +311,10 @@ class ModelRunner:
         else:
             batch = self.batch_of(step)
             drafting = self._fill_pending(step, batch)
-            if _has_media(step):  # a drafter reads the batch without it
-                batch = self.encoder.with_media(batch, step)
+            if _has_media(step):
+                batch, media = self.encoder.with_media(batch, step)
+                if drafting is not None:
+                    drafting.media = media
             outputs = self.forward_logits(batch, step)
             if outputs is None:
                 return
@@ -411,6 +421,7 @@ class ModelRunner:
         pipeline = self._ranks.pipeline
         if pipeline is None:
             self._adapt(batch)
+            batch = batch.with_rope_positions()
             return self.decoder.forward_tapped(batch.token_ids_T, batch, self.caches, self.taps)
         parts = [] if step is None else microbatches(step, pipeline)
         batches = [part.batch_of(batch, self.batch_form) for part in parts] or [batch]
@@ -485,5 +496,5 @@ class ModelRunner:
 
 
 def _has_media(step: StepInput) -> bool:
-    """True for a step with embeddings of media, or positions of three axes: in no CUDA graph."""
+    """True for a step with embeddings of media, or three different axes: in no CUDA graph."""
     return step.media is not None or step.axis_offsets_3T is not None

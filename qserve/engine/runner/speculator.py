@@ -9,7 +9,7 @@ from qkernels.sampling.settings import Samples, SampleSettings
 from qserve.engine.runner.cuda_graphs import StepGraphs
 from qserve.engine.runner.step_buffers import GraphKey, StepOutputs
 from qserve.engine.scheduling.plan import Drafting
-from qserve.engine.step.device_step import Batch
+from qserve.engine.step.device_step import Batch, DraftMedia
 from qserve.engine.step.step_input import StepInput
 from qserve.engine.step.transfer import HostCopy
 from qserve.model.cache_spec import Cache, KvFormat
@@ -21,6 +21,7 @@ class DraftedStep(Protocol):
 
     tokens: HostCopy | None  # of all rows that sample; set by `draw`, as is `num_emitted`
     num_emitted: HostCopy | None  # of each chunk that samples; None: all
+    media: DraftMedia | None  # images of the step; the runner sets it
 
     def fill_(self, pipeline: Pipeline | None = None) -> None:
         """Fill in tokens that only the device knows, and correct positions."""
@@ -60,6 +61,10 @@ class Speculator(Protocol):
     @property
     def looks_ahead(self) -> bool:
         """True if the drafter's keys at a position depend on the next token, too."""
+
+    @property
+    def reads_images(self) -> bool:
+        """True if the drafter reads embeddings of images."""
 
     @property
     def caches(self) -> list[Cache]:

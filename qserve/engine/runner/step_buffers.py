@@ -74,9 +74,10 @@ class StepBuffers:
         table_width: int,
         device: torch.device,
         with_states: bool = False,
+        with_rope_shifts: bool = False,
     ) -> None:
         self._device, self._copies = device, PinnedCopies(device)
-        self._fields = {key: _fields(key, with_states) for key in keys}
+        self._fields = {key: _fields(key, with_states, with_rope_shifts) for key in keys}
         most = max(fields[-1].end for fields in self._fields.values())
         self._bytes = torch.zeros(_whole_words(most), dtype=torch.uint8, device=device)
         self._tables_RX = torch.zeros(max_num_seqs, table_width, dtype=torch.int32, device=device)
@@ -108,7 +109,10 @@ class StepBuffers:
 
     def fill_(self, key: GraphKey, step: StepInput) -> None:
         """Copy a step into the buffers. Does not wait for the device."""
-        self._fill_(key, {field.name: getattr(step, field.name) for field in self._fields[key]})
+        arrays = {field.name: getattr(step, field.name) for field in self._fields[key]}
+        if arrays.get("rope_shifts_T", 0) is None:  # no request had an image yet
+            arrays["rope_shifts_T"] = np.zeros(0, np.int64)
+        self._fill_(key, arrays)
         # Columns beyond a request's pages are never read, nor rows beyond the requests. Most steps
         # have the same block tables as the previous one.
         tables_RX = step.block_tables_RX
@@ -134,7 +138,9 @@ def _whole_words(size: int) -> int:
     return -(-size // 8) * 8
 
 
-def _fields(key: GraphKey, with_states: bool = False) -> tuple[_Field, ...]:
+def _fields(
+    key: GraphKey, with_states: bool = False, with_rope_shifts: bool = False
+) -> tuple[_Field, ...]:
     tokens, requests = key.num_tokens, key.num_requests
     specs = [
         ("token_ids_T", np.int64, tokens, 0),
@@ -150,6 +156,8 @@ def _fields(key: GraphKey, with_states: bool = False) -> tuple[_Field, ...]:
         specs.append(("adapter_slots_T", np.int32, tokens, NO_ADAPTER))
     if with_states:
         specs.append(("state_slots_R", np.int32, requests, NO_SLOT))
+    if with_rope_shifts:
+        specs.append(("rope_shifts_T", np.int64, tokens, 0))
     fields, offset = [], 0
     for name, dtype, size, padding in specs:
         fields.append(_Field(name, dtype, offset, size, padding))

@@ -18,14 +18,18 @@ class MediaPlan(NamedTuple):
 
     encode: tuple[MediaItem, ...]
     dropped: tuple[str, ...]  # digests of items whose embeddings are freed before
+    for_drafts: frozenset[str]  # digests of items that a drafter may read
 
 
 class EncoderBudget:
     """Rows that a step may encode, and rows that the device keeps."""
 
-    def __init__(self, rows_per_step: int, capacity: int) -> None:
-        """`capacity`: rows on the device. One item may exceed both limits, if it is alone."""
+    def __init__(self, rows_per_step: int, capacity: int, *, looks_ahead: bool = False) -> None:
+        """`capacity`: rows on the device. One item may exceed both limits, if it is alone.
+        `looks_ahead`: a drafter reads the embedding after a chunk, too.
+        """
         self._rows_per_step, self._capacity = rows_per_step, capacity
+        self._looks_ahead = looks_ahead
         self._kept: OrderedDict[str, int] = OrderedDict()  # digest -> rows, last used last
         self._num_kept = 0
         self._dropped: list[str] = []  # since the last step
@@ -47,6 +51,17 @@ class EncoderBudget:
 
         Returns how many of these tokens the step can compute.
         """
+        count = self._fitting(request, start, count)
+        if self._looks_ahead and count:
+            behind = start + count
+            item = next((each for each in request.media if each.offset <= behind < each.end), None)
+            # Without its embedding, the last row waits for the step that encodes the item. A row
+            # alone does not: two items next to each other may never be there together.
+            if item is not None and not self._has(item) and count > 1:
+                return count - 1
+        return count
+
+    def _fitting(self, request: Request, start: int, count: int) -> int:
         for item in request.media:
             if item.end <= start:
                 continue
@@ -62,7 +77,11 @@ class EncoderBudget:
         """Return the step's work; None: it reads no embedding and frees none."""
         if not (self._used or self._dropped):
             return None
-        plan = MediaPlan(encode=tuple(self._encode), dropped=tuple(self._dropped))
+        plan = MediaPlan(
+            encode=tuple(self._encode),
+            dropped=tuple(self._dropped),
+            for_drafts=frozenset(self._used if self._looks_ahead else ()),
+        )
         self._dropped = []
         return plan
 

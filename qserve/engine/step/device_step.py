@@ -3,14 +3,14 @@
 Legend: T tokens of the step, R requests (chunks), S sampled rows, X longest block table.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from qserve.engine.step.split_step import split_step
 from qserve.engine.step.step_input import StepInput
 from qserve.engine.step.transfer import to_device
-from qserve.model.blocks.attention import StepInputs
+from qserve.model.blocks.attention import InputEmbeds, StepInputs
 from qserve.model.cache_spec import SplitRule
 
 ARRAYS = (
@@ -34,17 +34,31 @@ class BatchForm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftMedia:
+    """Inputs of a drafter from a step's images."""
+
+    # Embeddings of the tokens that follow rows, as far as they are of images; None: none is.
+    # Images that are not encoded yet are missing.
+    next_embeds: InputEmbeds | None
+    positions_3T: torch.Tensor | None  # int64, of rotations; None: each position is one number
+    # int64: what rotations add to positions of the request's later text; None: nothing
+    text_shifts_T: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch(StepInputs):
     """The arrays of StepInput as tensors."""
 
     token_ids_T: torch.Tensor
     logits_rows_S: torch.Tensor
     adapter_slots_T: torch.Tensor | None = None  # None: no row has an adapter
+    # int64: what rotations add to positions_T, once it is corrected; None: nothing
+    rope_shifts_T: torch.Tensor | None = None
 
     @classmethod
     def of(cls, step: StepInput, device: torch.device, form: BatchForm) -> "Batch":
         """Copy to the device without synchronizing."""
-        slots_T = step.adapter_slots_T
+        slots_T, shifts_T = step.adapter_slots_T, step.rope_shifts_T
         states_R = to_device(step.state_slots_R, device) if form.with_states else None
         split = None
         if form.split_rule is not None:
@@ -53,10 +67,17 @@ class Batch(StepInputs):
             **{name: to_device(getattr(step, name), device) for name in ARRAYS},
             state_slots_R=states_R,
             adapter_slots_T=None if slots_T is None else to_device(slots_T, device),
+            rope_shifts_T=None if shifts_T is None else to_device(shifts_T, device),
             max_query_len=step.max_query_len,
             max_context_len=step.max_context_len,
             split=split,
         )
+
+    def with_rope_positions(self) -> "Batch":
+        """Return the batch with its shifted positions, once the device has corrected them."""
+        if self.rope_shifts_T is None:
+            return self
+        return replace(self, rope_positions_T=self.positions_T + self.rope_shifts_T)
 
     @property
     def num_tokens(self) -> int:

@@ -26,39 +26,53 @@ class MediaRows:
     encode: tuple[MediaItem, ...]
     rows_M: np.ndarray  # int64: rows of the step
     of_items: tuple[ItemRows, ...]  # the embeddings of these rows, in order
-    # int64 [T]: position of the last key that each row sees; None: its own
-    last_keys_T: np.ndarray | None = None
+    # For a drafter: the rows before embeddings, the first one after the chunk included.
+    before_M: np.ndarray  # int64
+    of_next: tuple[ItemRows, ...]  # the embeddings that follow these rows, in order
+    # int64 [T]: number of keys after its own that each row sees; None: none. Not positions: with
+    # drafts the device alone knows them.
+    keys_ahead_T: np.ndarray | None = None
 
     @classmethod
-    def build(cls, plan: StepPlan, media: MediaPlan, positions_T: np.ndarray) -> "MediaRows":
+    def build(cls, plan: StepPlan, media: MediaPlan) -> "MediaRows":
         """Find the rows of a plan with media."""
         rows: list[np.ndarray] = []
         found: list[ItemRows] = []
-        mutual: list[tuple[np.ndarray, int]] = []  # rows, and the last key that they see
+        before: list[np.ndarray] = []
+        of_next: list[ItemRows] = []
+        mutual: list[tuple[np.ndarray, np.ndarray]] = []  # rows, and how far ahead they see
         first = 0  # row of the chunk's first token
         for request, start, count, _ in plan.chunks:
             for item in request.media:
-                if item.end <= start or item.offset >= start + count:
+                if item.end <= start or item.offset > start + count:
                     continue
                 positions = item.embed_positions()
+                if item.digest in media.for_drafts:
+                    ends = start + 1, start + count + 1
+                    low, high = np.searchsorted(positions, ends).tolist()
+                    if low < high:
+                        before.append(positions[low:high] - start - 1 + first)
+                        of_next.append(ItemRows(item.digest, low, high))
                 low, high = np.searchsorted(positions, (start, start + count)).tolist()
                 if low < high:
                     rows.append(positions[low:high] - start + first)
                     found.append(ItemRows(item.digest, low, high))
                     if item.is_mutual:
-                        mutual.append((rows[-1], item.end - 1))
+                        mutual.append((rows[-1], item.end - 1 - positions[low:high]))
             first += count
-        last_keys_T = None
+        keys_ahead_T = None
         if mutual:
-            last_keys_T = positions_T.copy()
-            for chosen, last in mutual:
-                last_keys_T[chosen] = last
+            keys_ahead_T = np.zeros(first, np.int64)
+            for chosen, ahead in mutual:
+                keys_ahead_T[chosen] = ahead
         return cls(
             dropped=media.dropped,
             encode=media.encode,
             rows_M=np.concatenate(rows) if rows else np.zeros(0, np.int64),
             of_items=tuple(found),
-            last_keys_T=last_keys_T,
+            before_M=np.concatenate(before) if before else np.zeros(0, np.int64),
+            of_next=tuple(of_next),
+            keys_ahead_T=keys_ahead_T,
         )
 
 

@@ -127,8 +127,12 @@ class StepInput:
     pool_rows: PoolRows | None = None
     adapter_slots_T: np.ndarray | None = None  # int32, -1: none; None: no row has an adapter
     draft_rows: DraftRows | None = None  # with speculation
-    # int64: what rotations of each axis add to `positions_T`; None: nothing
+    # int64: what rotations of each axis add to `positions_T`; None: all axes add the same
     axis_offsets_3T: np.ndarray | None = None
+    # int64, with drafts: what rotations of all axes add to `positions_T`; None: nothing
+    rope_shifts_T: np.ndarray | None = None
+    # int64: what rotations add to positions of the request's later text; None: nothing
+    text_shifts_T: np.ndarray | None = None
     media: MediaRows | None = None  # rows with embeddings of media, and what is encoded for them
 
     @property
@@ -181,15 +185,16 @@ class StepInput:
             )
             chunk_of_T = np.repeat(np.arange(len(requests)), counts_R)
         pages = block_tables[chunk_of_T, positions // page_size].astype(np.int64)
-        slots_T, axes_3T = pages * page_size + positions % page_size, None
+        slots_T = pages * page_size + positions % page_size
+        axes_3T = rope_shifts_T = text_shifts_T = None
         if rows.has_rope_shifts:
-            shifted = positions + rows.rope_shifts_N[rows_R][chunk_of_T]
+            text_shifts_T = rows.rope_shifts_N[rows_R][chunk_of_T]
+            shifted = positions + text_shifts_T
             axes_3T = axis_positions(plan, shifted)
             if plan.drafting is None:
                 positions = shifted
-            elif axes_3T is None and (shifted != positions).any():
-                # drafts: the device corrects `positions`, and slots follow from them
-                axes_3T = np.tile(shifted, (3, 1))
+            else:  # the device corrects `positions`, and slots follow from them
+                rope_shifts_T = shifted - positions
             axes_3T = None if axes_3T is None else axes_3T - positions
         token_ids, is_pending_R = _token_ids(plan.chunks)
         # At most one token of a request is in flight when a step is planned: its last. A request
@@ -241,7 +246,9 @@ class StepInput:
             state_moves=plan.state_moves,
             adapter_slots_T=slots_R[chunk_of_T] if slots_R.max() >= 0 else None,
             axis_offsets_3T=axes_3T,
-            media=plan.media and MediaRows.build(plan, plan.media, positions),
+            rope_shifts_T=rope_shifts_T,
+            text_shifts_T=text_shifts_T,
+            media=plan.media and MediaRows.build(plan, plan.media),
             draft_rows=plan.drafting
             and DraftRows.build(
                 plan,

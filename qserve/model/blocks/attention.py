@@ -53,6 +53,7 @@ class StepInputs(AttentionStep):
     state_slots_R: torch.Tensor | None = None  # int32; None: no layer has a recurrent state
     embeds: InputEmbeds | None = None  # None: each row has its token's embedding
     row_ropes: RowRopes | None = None  # None: each position is one number
+    rope_positions_T: torch.Tensor | None = None  # positions of rotations; None: positions_T
     split: SplitStep | None = None  # None: chunks are too short for it (SplitRule)
 
 
@@ -277,7 +278,8 @@ class Attention(torch.nn.Module):
             )
             q = norm_q(q.flatten(1), of_q).view_as(q)
             k = norm_k(k.flatten(1), of_k).view_as(k)
-        cos_sin, positions_T = self.rotary.cos_sin, step.positions_T
+        cos_sin, positions_T = self.rotary.cos_sin, step.rope_positions_T
+        positions_T = step.positions_T if positions_T is None else positions_T
         if step.row_ropes is not None:
             cos_sin, positions_T = step.row_ropes.tables[self.rotary], step.row_ropes.rows_T
         if self.rotates_first:

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from qkernels.attention.cache import PagedKv
+from qserve.model.axis_ropes import AxisRopes
 from qserve.model.blocks.attention import Attention, StepInputs
 from qserve.speculation.draft_step import DraftStep
 
@@ -30,31 +31,46 @@ class ChainHead(Protocol):
         step: StepInputs,
         caches: list[PagedKv],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(recurrent state, input of `logits`) [T, C]; writes the rows' keys and values."""
+        """(recurrent state, input of `logits`) [T, C]; writes the rows' keys and values.
+
+        `step.embeds` replaces embeddings of some tokens.
+        """
 
     def logits(self, read_DC: torch.Tensor) -> torch.Tensor:
         """Logits [D, V] over the model's vocabulary."""
 
 
 class ChainDrafter:
-    """Drafts a chain. See DeviceDrafter. `taps`: layers of the auxiliary hidden states."""
+    """Drafts a chain. See DeviceDrafter."""
 
     looks_ahead = True
 
-    def __init__(self, head: ChainHead, taps: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        head: ChainHead,
+        taps: tuple[int, ...] = (),
+        *,
+        reads_images: bool = False,
+        ropes: AxisRopes | None = None,
+    ) -> None:
+        """`taps`: layers of the auxiliary hidden states. `ropes`: of a head that was trained on
+        positions of three axes.
+        """
         self.head, self.taps, self.attentions = head, taps, head.attentions
+        self.reads_images, self._ropes = reads_images, ropes
 
     def propose(self, step: DraftStep) -> torch.Tensor:
-        return chain(self.head, step)
+        return chain(self.head, step.with_ropes(self._ropes), reads_images=self.reads_images)
 
 
-def chain(head: ChainHead, step: DraftStep) -> torch.Tensor:
+def chain(head: ChainHead, step: DraftStep, *, reads_images: bool) -> torch.Tensor:
     """Drafts int64 [D, K].
 
     The first pass covers all of the step's rows: it overwrites, from the model's true states, the
     keys that earlier drafts left in the pages.
     """
-    state_TC, read_TC = head(step.next_tokens_T, head.start(step), step.batch, step.caches)
+    batch = step.first_batch(reads_images=reads_images)
+    state_TC, read_TC = head(step.next_tokens_T, head.start(step), batch, step.caches)
     state_DC, read_DC = state_TC[step.last_rows_D], read_TC[step.last_rows_D]
     if not len(step.last_rows_D) or not step.num_drafts:  # kernels require at least one row
         return step.last_rows_D.new_zeros(len(step.last_rows_D), step.num_drafts)

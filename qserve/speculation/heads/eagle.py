@@ -13,11 +13,12 @@ from qserve.model.blocks.attention import Attention, StepInputs
 from qserve.model.blocks.layer import Layer
 from qserve.model.blocks.linear import Linear
 from qserve.model.blocks.norm import Norm
+from qserve.model.blocks.rotary import Rotary
 from qserve.model.decoder import Decoder
 from qserve.speculation.draft_step import DraftStep
 from qserve.speculation.drafter import BuildContext
 from qserve.speculation.heads.chain import ChainDrafter
-from qserve.speculation.heads.loading import HeadWeights, check_fits, open_head
+from qserve.speculation.heads.loading import HeadWeights, ImageInputs, check_fits, open_head
 
 
 class EagleHead(torch.nn.Module):
@@ -57,6 +58,9 @@ class EagleHead(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The next state [T, C], twice: as recurrent state and as input of the logits."""
         embedded_TC = functional.embedding(tokens_T, self.embedding)
+        if step.embeds is not None:
+            values_MC = step.embeds.values_MC.to(embedded_TC.dtype)
+            embedded_TC = embedded_TC.index_copy(0, step.embeds.rows_M, values_MC)
         x, residual_TC = self.fc(torch.cat([embedded_TC, state_TC], -1)), None
         for layer, cache in zip(self.layers, caches, strict=True):
             x, residual_TC = layer(x, residual_TC, step, cache)
@@ -68,12 +72,19 @@ def build(context: BuildContext) -> ChainDrafter:
     """Build from a folder in its authors' layout. Raises InputError or CheckpointError."""
     folder = open_head(context, EAGLE)
     check_fits(folder.config, context)
-    return ChainDrafter(load_head(HeadWeights(folder, context), folder.config))
+    weights = HeadWeights(folder, context)
+    rotary = weights.rotary(folder.config)
+    images = ImageInputs.of(folder.config, context, rotary)
+    return ChainDrafter(
+        load_head(weights, folder.config, rotary),
+        reads_images=images.reads_images,
+        ropes=images.ropes,
+    )
 
 
-def load_head(weights: HeadWeights, config: EagleConfig) -> EagleHead:
+def load_head(weights: HeadWeights, config: EagleConfig, rotary: Rotary) -> EagleHead:
     """Load the head. It uses the target's output matrix, even if the file has a copy."""
-    rotary, eps = weights.rotary(config), config.norm_eps
+    eps = config.norm_eps
 
     def attention_norm(number: int) -> Norm:
         if number == 0:

@@ -7,6 +7,7 @@ vocabulary.
 import logging
 
 import torch
+from torch.nn import functional
 
 from formats.errors import InputError
 from formats.heads import tensors as names
@@ -18,10 +19,11 @@ from qserve.model.blocks.layer import Layer
 from qserve.model.blocks.linear import Linear
 from qserve.model.blocks.mlp import Mlp
 from qserve.model.blocks.norm import Norm
+from qserve.model.blocks.rotary import Rotary
 from qserve.speculation.draft_step import DraftStep
 from qserve.speculation.drafter import BuildContext
 from qserve.speculation.heads.chain import ChainDrafter
-from qserve.speculation.heads.loading import HeadWeights, check_fits, open_head
+from qserve.speculation.heads.loading import HeadWeights, ImageInputs, check_fits, open_head
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +57,11 @@ class FirstLayer(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's output, and the residual to add it to."""
         plan = self.attention.plan(state_TC.shape[0])
+        if step.embeds is not None:  # a table of the step's rows
+            embedding_VC = functional.embedding(tokens_T, embedding_VC).index_copy(
+                0, step.embeds.rows_M, step.embeds.values_MC.to(embedding_VC.dtype)
+            )
+            tokens_T = torch.arange(len(tokens_T), device=tokens_T.device)
         norms = self.input_norm, state_TC, self.hidden_norm, self.eps
         x, normed_TC = ops.embed_norms(tokens_T, embedding_VC, *norms, plan.input)
         residual_TC = normed_TC if self.norm_before_residual else state_TC
@@ -148,12 +155,20 @@ def build(context: BuildContext) -> ChainDrafter:
         ", ".join(map(str, taps)),
         f" (config.json states {list(config.stated_taps)})" if config.stated_taps else "",
     )
-    return ChainDrafter(load_head(HeadWeights(folder, context), config), taps)
+    weights = HeadWeights(folder, context)
+    rotary = weights.rotary(config)
+    images = ImageInputs.of(config, context, rotary)
+    return ChainDrafter(
+        load_head(weights, config, rotary),
+        taps,
+        reads_images=images.reads_images,
+        ropes=images.ropes,
+    )
 
 
-def load_head(weights: HeadWeights, config: EagleConfig) -> Eagle3Head:
+def load_head(weights: HeadWeights, config: EagleConfig, rotary: Rotary) -> Eagle3Head:
     """Load the head, with the target's embedding and output matrix if it lacks its own."""
-    rotary, eps = weights.rotary(config), config.norm_eps
+    eps = config.norm_eps
 
     def norm(name: str) -> Norm:
         return Norm(weights.tensor(f"{name}.weight"), eps)

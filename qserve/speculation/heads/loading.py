@@ -11,12 +11,15 @@ from typing import Any
 import torch
 
 from formats.architecture.family import Family
+from formats.architecture.rope_types import one_axis
 from formats.errors import CheckpointError, InputError
 from formats.families import FAMILIES
 from formats.heads import tensors as names
+from formats.heads.config import ROPE_KEYS as AXES_KEYS
 from formats.heads.config import EagleConfig, HeadConfig
 from formats.heads.folder import HeadFolder
 from formats.quant_config import QuantConfig
+from qserve.model.axis_ropes import AxisRopes
 from qserve.model.blocks.attention import Attention
 from qserve.model.blocks.linear import Linear
 from qserve.model.blocks.mlp import Mlp
@@ -31,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 ROPE_KEYS = (
     *("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings"),
+    *("rope_theta", *AXES_KEYS, "max_position_embeddings"),
 )
 
 
@@ -116,6 +119,7 @@ class HeadWeights:
     def rotary(self, config: EagleConfig) -> Rotary:
         """Rotary embedding of all served positions; a head's own limit is its training length."""
         stated = {key: config.values[key] for key in ROPE_KEYS if config.values.get(key)}
+        stated |= {key: one_axis(stated[key]) for key in AXES_KEYS if key in stated}
         filled = filled_config({"model_type": "llama", **stated})
         rope = RopeConfig.from_dict(
             filled["rope_parameters"],
@@ -177,6 +181,44 @@ def open_head(context: BuildContext, kind: str) -> HeadFolder:
             f"use method {folder.config.kind}",
         )
     return folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageInputs:
+    """Inputs of an EAGLE head at the positions of images."""
+
+    reads_images: bool  # their embeddings; False: those of the placeholder token
+    ropes: AxisRopes | None  # None: positions are numbers
+
+    @classmethod
+    def of(cls, config: EagleConfig, context: BuildContext, rotary: Rotary) -> "ImageInputs":
+        """Choose by config.json and --speculative-config. Raises InputError."""
+        target = context.target.config
+        if target.vision is None:
+            return cls(reads_images=False, ropes=None)
+        asked = context.config.image_embeddings
+        reads_images = config.reads_images if asked is None else asked
+        if reads_images and config.hidden_size != target.hidden_size:
+            if asked or config.image_embeddings:
+                raise InputError(
+                    f"{context.config.subject} image_embeddings",
+                    f"the head's embeddings have {config.hidden_size} numbers, those of images"
+                    f" {target.hidden_size}",
+                    "set it to false",
+                )
+            reads_images = False
+        ropes = None
+        if config.axis_pairs and target.vision.axis_pairs:
+            ropes = AxisRopes(
+                [rotary], config.axis_pairs, is_interleaved=config.has_interleaved_axes
+            )
+        logger.info(
+            "Images in %s: %s, positions of %s",
+            context.config.model,
+            "their embeddings" if reads_images else "embeddings of the placeholder token",
+            "three axes" if ropes is not None else "one axis",
+        )
+        return cls(reads_images=reads_images, ropes=ropes)
 
 
 def check_fits(config: HeadConfig, context: BuildContext) -> None:

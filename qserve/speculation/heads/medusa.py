@@ -35,6 +35,7 @@ class MedusaDrafter:
     """Head k drafts the token k + 1 positions after the newest. See DeviceDrafter."""
 
     looks_ahead, taps, attentions = False, (), ()
+    reads_images = False
 
     def __init__(self, heads: list[MedusaHead]) -> None:
         self.heads = heads

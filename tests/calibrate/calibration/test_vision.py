@@ -8,10 +8,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from calibrate.calibration.capture import HiddenStates, collect_statistics
+from calibrate import mixed_bits
+from calibrate.calibration.capture import HiddenStates, collect_statistics, held_out_windows
 from calibrate.calibration.layer_runner import LayerRunner
 from calibrate.calibration.vision import VisionModel
+from calibrate.distillation.distill import distill_checkpoint
+from calibrate.distillation.student import Student
+from calibrate.distillation.training import Teacher, Training, TrainingSettings
 from calibrate.float_model import FloatModel
+from calibrate.loss_gradient import layer_gradients
 from calibrate.pipeline import quantize_checkpoint
 from calibrate.recipe import RECIPES
 from calibrate.texts.data import WITHOUT_IMAGES, read_for_model
@@ -65,9 +70,10 @@ class Case:
         media = self.media if media is None else media
         return HiddenStates(self.data.ids_WS, embedding, self.runner, media=media)
 
-    def expected(self, hook_of):
+    def expected(self, hook_of=lambda *_: None, with_gradients=False, folder=None):
         """transformers' logits of each window, and what `hook_of` (text model, list) noted."""
-        model = AutoModelForImageTextToText.from_pretrained(self.folder, dtype=torch.float32)
+        folder = folder or self.folder
+        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
         text = getattr(model.model, "language_model", None) or model.model.text_model
         seen, logits = [], []
         hook_of(text, seen)
@@ -78,7 +84,7 @@ class Case:
                 is_image_1S = window.is_image_S[None]
                 ids_1S = inputs["input_ids"].masked_fill(is_image_1S, self.vision.image_token_id)
                 inputs["input_ids"] = ids_1S
-            with torch.no_grad():
+            with torch.set_grad_enabled(with_gradients):
                 logits.append(model.eval()(**inputs).logits[0])
         return torch.stack(logits), seen
 
@@ -186,11 +192,116 @@ def test_the_command_reads_images(case, calibration, tmp_path, caplog):
     assert WITHOUT_IMAGES in caplog.text
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_gradients_of_the_loss_are_those_of_transformers(case, family):
+    """Mixed bits follow them. The tokens of images are not predicted."""
+    case = case(family)
+
+    def note(text, seen):
+        def kept(_, args, kwargs, output):
+            output = output[0] if isinstance(output, tuple) else output
+            output.retain_grad()
+            seen.append(output)
+
+        text.layers[-2].register_forward_hook(kept, with_kwargs=True)
+
+    logits_WSV, outputs = case.expected(note, with_gradients=True)
+    generator = torch.Generator().manual_seed(3)
+    for logits_SV, window in zip(logits_WSV, case.data.pictured, strict=True):
+        label_S = torch.multinomial(logits_SV.softmax(-1), 1, generator=generator)[:, 0]
+        loss_S = torch.nn.functional.cross_entropy(logits_SV, label_S, reduction="none")
+        is_text_S = torch.cat([~window.is_image_S[1:], torch.tensor([True])])
+        loss_S[is_text_S].sum().backward(retain_graph=True)
+    found = layer_gradients(case.model, case.runner, case.data.ids_WS, 3, case.media)
+    for each in found:
+        if each.layer == case.model.num_layers - 2:
+            break
+    want_WSD = torch.cat([output.grad for output in outputs])
+    error = (each.gradient_WSD - want_WSD).norm() / want_WSD.norm()
+    assert error < 1e-3
+    assert each.inputs_WSD.shape == want_WSD.shape
+
+
+def test_bits_of_each_linear_follow_images(case, calibration, tmp_path, monkeypatch):
+    case, found = case("qwen3_vl"), []
+    choose = mixed_bits.choose
+    monkeypatch.setattr(
+        mixed_bits, "choose", lambda choices, *rest: found.append(choices) or choose(choices, *rest)
+    )
+    settings = {"scheme": SCHEME, "recipe": "rtn", "bits": 4.5, "chats": case.chats}
+    settings |= {"samples": WINDOWS, "sequence_length": LENGTH, "progress": False}
+    without = replace(case.data, pictured=(), chats=None)
+    for name, data in (("with", calibration), ("without", without)):
+        quantize_checkpoint(case.folder, tmp_path / name, calibration=data, **settings)
+    costs, without = ([each.costs[4] for each in choices] for choices in found)
+    assert len(costs) == len(without) > 6
+    changes = [abs(a / b - 1) for a, b in zip(costs, without, strict=True)]
+    assert min(changes) > 1e-4 and max(changes) > 0.02
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_vl", pytest.param("gemma3", marks=pytest.mark.exhaustive)]
+)
+def test_distillation_sees_the_images(case, family, tmp_path):
+    """The divergence of held-out windows is that of transformers' models, at tokens of text."""
+    case, codes, target = case(family), tmp_path / "codes", tmp_path / "distilled"
+    quantize_checkpoint(case.folder, codes, scheme=SCHEME, recipe="rtn", progress=False)
+    settings = TrainingSettings(steps=24, tokens=2 * LENGTH, rate=0.005)
+    done = distill_checkpoint(
+        codes,
+        case.folder,
+        target,
+        calibration=case.data,
+        settings=settings,
+        quality_windows=0,
+        progress=False,
+    )
+    (float_WSV, _), held_out = case.expected(), held_out_windows(WINDOWS, 0, WINDOWS)
+    assert any(each.images for each in [case.data.pictured[n] for n in held_out.nonzero()])
+    found = []
+    for folder in (codes, target):
+        own_WSV, _ = case.expected(folder=folder)
+        total = count = 0
+        for window in held_out.nonzero()[:, 0].tolist():
+            is_image_S = case.data.pictured[window].is_image_S
+            is_text_S = torch.cat([~is_image_S[1:], torch.tensor([True])])
+            own, wanted = (each[window][is_text_S].log_softmax(-1) for each in (own_WSV, float_WSV))
+            total += float((wanted.exp() * (wanted - own)).sum())
+            count += int(is_text_S.sum())
+        found.append(total / count)
+    assert found == [
+        pytest.approx(each, rel=0.02) for each in (done.trained.before, done.trained.after)
+    ]
+    assert found[1] < 0.98 * found[0]
+    tower, kept = (CheckpointReader(each).other_parts for each in (case.folder, target))
+    assert tower.keys() == kept.keys()
+    check_gradient(case, codes)
+
+
+def check_gradient(case, codes):
+    """Along the gradient, the divergence of two windows changes by its squared norm."""
+    student = Student(CheckpointReader(codes, rounded=True), "cpu", case.vision.rotary)
+    teacher = Teacher(case.model, "cpu", case.vision.rotary)
+    taught = teacher.last_states(case.data.ids_WS, media=case.media)
+    training = Training(student, teacher, case.data.ids_WS, *taught, case.media)
+    windows = torch.tensor([n for n in range(WINDOWS) if case.data.pictured[n].images][:2])
+    training._backward(windows)
+    scales = [each for layer in student.layers for each in layer.parameters()[0]]
+    gradients = [each.grad.clone() for each in scales]
+    squared = sum(float(each.double().square().sum()) for each in gradients)
+    step, values = 0.02 / squared**0.5, []
+    for sign in (1, -1):
+        with torch.no_grad():
+            for each, gradient in zip(scales, gradients, strict=True):
+                each.copy_(sign * step * gradient)
+        values.append(training.divergence(windows))
+    assert (values[0] - values[1]) / (2 * step) == pytest.approx(squared, rel=0.002)
+
+
 def test_what_reads_texts_alone_refuses_images(case, calibration, tmp_path):
     folder, target = case("qwen3_vl").folder, tmp_path / "new"
     for settings, words in (
         ({"calibration": calibration}, "chats.jsonl: has images, which are not read here"),
-        ({"calibration": calibration, "bits": 4.5, "chats": case("qwen3_vl").chats}, "has images"),
         ({"recipe": "rotate"}, "recipe rotate: changes the embeddings of tokens; those of images"),
     ):
         with pytest.raises(InputError, match=words):

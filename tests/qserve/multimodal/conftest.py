@@ -132,9 +132,10 @@ class Vision:
             least = 2 * self.processor.config.values["mm_tokens_per_image"] + 4
             settings["max_num_batched_tokens"] = max(settings["max_num_batched_tokens"], least)
         common = {"device": "cpu", "dtype": "float32", "block_size": 4, "max_num_seqs": 4}
+        common["model"] = str(self.folder)
         if self.folder.name.startswith("qwen3_5"):
             common["num_state_snapshots"] = 16  # or its pages are not reused
-        config = EngineConfig(model=str(self.folder), **{**common, **settings})
+        config = EngineConfig(**{**common, **settings})
         return Engine(config, steps_in_flight=steps_in_flight)
 
     def run(self, engine, *requests):

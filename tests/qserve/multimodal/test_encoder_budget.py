@@ -34,6 +34,14 @@ def step(budget: EncoderBudget, *chunks) -> tuple[list[int], MediaPlan | None]:
     return taken, budget.end_step()
 
 
+def plan_of(encode, dropped, *for_drafts: MediaItem) -> MediaPlan:
+    return MediaPlan(
+        encode=encode,
+        dropped=tuple(each.digest for each in dropped),
+        for_drafts=frozenset(each.digest for each in for_drafts),
+    )
+
+
 A, B, C = item(10, 6, "a"), item(20, 6, "b"), item(40, 6, "c")
 
 
@@ -45,7 +53,7 @@ def test_chunk_ends_before_the_item_that_does_not_fit():
     assert (count, plan.encode) == (15, (B,))
     # the next chunk begins inside an item whose rows are there
     (count,), plan = step(budget, (request(A, B, C), 22, 10))
-    assert (count, plan) == (10, MediaPlan(encode=(), dropped=()))
+    assert (count, plan) == (10, plan_of((), ()))
     assert step(budget, (request(A, B, C), 50, 10)) == ([10], None)
 
 
@@ -56,7 +64,7 @@ def test_one_item_may_exceed_the_budget_and_the_room_if_it_is_alone():
     (first, second), plan = step(budget, (request(A), 12, 2), (request(large), 0, 30))
     assert (first, second) == (2, 0), "the step reads the item whose room it would need"
     (count,), plan = step(budget, (request(large), 0, 30))
-    assert (count, plan) == (30, MediaPlan(encode=(large,), dropped=(A.digest,)))
+    assert (count, plan) == (30, plan_of((large,), (A,)))
     assert budget.num_kept == 50
 
 
@@ -67,9 +75,9 @@ def test_equal_items_are_encoded_once_and_the_oldest_is_dropped_first():
     step(budget, (request(B), 0, 30))
     step(budget, (request(A), 0, 30))
     _, plan = step(budget, (request(C), 0, 50))
-    assert plan == MediaPlan(encode=(C,), dropped=(B.digest,))
+    assert plan == plan_of((C,), (B,))
     _, plan = step(budget, (request(B), 25, 1))
-    assert plan == MediaPlan(encode=(B,), dropped=(A.digest,)), "encoded again for its last row"
+    assert plan == plan_of((B,), (A,)), "encoded again for its last row"
 
 
 def test_rows_are_embeddings_not_positions():
@@ -94,4 +102,24 @@ def test_after_a_failed_step_nothing_is_kept():
     step(budget, (request(A), 0, 30))
     budget.reset()
     (count,), plan = step(budget, (request(A), 12, 3))
-    assert (count, plan) == (3, MediaPlan(encode=(A,), dropped=(A.digest,)))
+    assert (count, plan) == (3, plan_of((A,), (A,)))
+
+
+def test_a_drafter_reads_the_embedding_after_a_chunk():
+    """The step encodes it; if it cannot, the row before it waits, but never without end."""
+    budget = EncoderBudget(rows_per_step=8, capacity=12, looks_ahead=True)
+    (count,), plan = step(budget, (request(A), 0, 10))
+    assert (count, plan) == (10, plan_of((A,), (), A))
+    assert step(budget, (request(A), 0, 9)) == ([9], None)
+    (count,), plan = step(budget, (request(A, B, C), 12, 8))
+    assert (count, plan) == (8, plan_of((B,), (), A, B))
+    # A and B are read and fill the room: C is encoded with the last row before it
+    beside = item(26, 6, "c")
+    (first, second), plan = step(budget, (request(A), 12, 4), (request(A, B, beside), 22, 4))
+    assert ((first, second), plan) == ((4, 3), plan_of((), (), A, B))
+    (count,), plan = step(budget, (request(A, B, beside), 25, 4))
+    assert (count, plan) == (4, plan_of((beside,), (A,), beside, B))
+    # one row is left, and both items are wider than the room together
+    budget = EncoderBudget(rows_per_step=6, capacity=6, looks_ahead=True)
+    (count,), plan = step(budget, (request(B, beside), 25, 1))
+    assert (count, plan) == (1, plan_of((B,), (), B))

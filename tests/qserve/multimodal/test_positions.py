@@ -6,8 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from formats.architecture.rope_types import axes_of_pairs
 from formats.errors import InputError
-from qserve.model.axis_ropes import AxisRopes, axes_of_pairs
+from qserve.model.axis_ropes import AxisRopes
 from qserve.model.blocks.rotary import Rotary
 from qserve.multimodal.media import MediaItem
 from qserve.multimodal.positions import positions_of

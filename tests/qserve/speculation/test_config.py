@@ -25,6 +25,8 @@ def parse(**keys):
         ({"method": "ngram", "num_speculative_tokens": 0}, "expected 1 to 128, found 0"),
         ({"method": "ngram", "num_speculative_tokens": "3"}, "expected a number"),
         ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "at most"),
+        ({"method": "ngram", "image_embeddings": True}, "is for method eagle or eagle3, found"),
+        ({"method": "eagle3", "model": "x", "image_embeddings": 1}, "expected true or false"),
         ({"method": "ngram", "rejection_sample_method": "fly"}, "exact, standard, synthetic"),
         ({"method": "ngram", "synthetic_acceptance_rates": [0.5]}, "is required with acceptance"),
         (
