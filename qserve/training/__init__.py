@@ -1,5 +1,6 @@
-"""Operations of the engine inside a transformers model that is trained."""
+"""For training loops: the engine's operations in a transformers model; weights to a server."""
 
 from qserve.training.operations import use_engine_operations
+from qserve.training.send import send_weights
 
-__all__ = ["use_engine_operations"]
+__all__ = ["send_weights", "use_engine_operations"]

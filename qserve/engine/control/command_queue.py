@@ -14,6 +14,7 @@ from qserve.engine.control.commands import (
     GetDigests,
     Outcome,
     PauseGeneration,
+    ReceiveWeights,
     ResumeGeneration,
     Sleep,
     UpdateWeights,
@@ -97,6 +98,8 @@ class CommandQueue:
                 return self._sleep(command)
             case WakeUp():
                 return self._wake_up(command)
+            case ReceiveWeights():
+                return self._receive(command)
             case UpdateWeights():
                 return self._update(lambda: self._stage(command), command.mode)
             case GetDigests():
@@ -172,8 +175,15 @@ class CommandQueue:
                 engine.resume()
         return self._outcome()
 
+    def _receive(self, command: ReceiveWeights) -> Work:
+        count = self._engine.operations.receive(command.tensors)
+        return Outcome(state=self._outcome().state, num_tensors=count)
+        yield
+
     def _stage(self, command: UpdateWeights) -> "StagedUpdate":
         operations = self._engine.operations
+        if command.tensors is not None:
+            return operations.stage_shared(command.tensors, command.version, command.digests)
         update = operations.stage(
             folder=command.folder, version=command.version, digests=command.digests
         )

@@ -1,7 +1,8 @@
 """Operations on one engine that has no step in flight: sleep, wake, new weights, their digests."""
 
+import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -11,8 +12,16 @@ from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
 from formats.weight_digest import total_digest
 from qserve.config import EngineConfig
-from qserve.engine.control.commands import FIRST_VERSION, KV_CACHE, LEVELS, TAGS, WEIGHTS
+from qserve.engine.control.commands import (
+    FIRST_VERSION,
+    KV_CACHE,
+    LEVELS,
+    TAGS,
+    WEIGHTS,
+    SharedTensor,
+)
 from qserve.engine.control.fingerprint import system_fingerprint
+from qserve.engine.control.shared_tensors import NamedTensors, open_tensors
 from qserve.engine.distributed.worker_group import WorkerGroup
 from qserve.engine.runner.residence import Residence
 from qserve.model.model_config import ModelConfig
@@ -20,8 +29,6 @@ from qserve.model.resident.staged import StagedWeights
 from qserve.model.resident.update_source import UpdateSource, rounded_schemes
 
 logger = logging.getLogger(__name__)
-
-NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +63,7 @@ class Operations:
         self._last_folder, self._last_version = config.model, FIRST_VERSION  # before tensors
         self._digests: dict[str, str] | None = None  # None: not computed yet
         self._num_updates = 0
+        self._received: dict[str, torch.Tensor] = {}  # parts of an update, on the host
         self.version = FIRST_VERSION  # of the weights
         self.is_sleeping = False
         self._fingerprint: str | None = None  # None: the weights are others than before
@@ -156,6 +164,36 @@ class Operations:
         if version is None:
             version = str(self._num_updates + 1)
         return StagedUpdate(weights=staged, version=version, folder=folder)
+
+    def receive(self, shared: Sequence[SharedTensor]) -> int:
+        """Copy a part of the new weights to the host; returns the number of tensors so far.
+
+        Raises InputError, and then drops all parts.
+        """
+        _ = self._residence  # raises for several ranks
+        try:
+            for name, tensor in open_tensors(shared):
+                if name in self._received:
+                    raise InputError(f"tensor {name}", "comes twice in the update")
+                self._received[name] = tensor.to("cpu", copy=True)
+        except BaseException:
+            self._received = {}
+            raise
+        return len(self._received)
+
+    def stage_shared(
+        self,
+        shared: Sequence[SharedTensor],
+        version: str | None = None,
+        digests: bool = False,
+    ) -> StagedUpdate:
+        """Read and check what was received, and these tensors. Raises InputError.
+
+        The received parts are dropped in any case: the next update begins anew.
+        """
+        received, self._received = self._received, {}
+        tensors = itertools.chain(received.items(), open_tensors(shared))
+        return self.stage(tensors=tensors, version=version, digests=digests)
 
     def commit(self, update: StagedUpdate) -> None:
         """Use staged weights. Wakes them, where they sleep. Raises InputError."""

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,11 +25,14 @@ MOST_BYTES = 65536  # of a body
 BOOLS = {"true": True, "1": True, "false": False, "0": False}
 # SGLang's modes of /pause_generation -> ours
 SGLANG_MODES = {"abort": commands.ABORT, "retract": commands.KEEP, "in_place": commands.KEEP}
-BY_FOLDER = "write the tensors to a folder (/dev/shm is memory) and POST /update_weights_from_disk"
+MOST_BYTES_OF_TENSORS = 2**25  # of a body that describes tensors, each in up to 1 KB
+BY_FOLDER = (
+    "share the tensors with POST /update_weights_from_ipc (qserve.training.send_weights), or write"
+    " them to a folder and POST /update_weights_from_disk"
+)
 # Routes of other servers that are not served -> what to do instead
 NOT_HERE = {
     "/update_weights_from_tensor": BY_FOLDER,
-    "/update_weights_from_ipc": BY_FOLDER,
     "/update_weights_from_distributed": BY_FOLDER,
     "/init_weights_update_group": BY_FOLDER,
     "/init_weight_transfer_engine": BY_FOLDER,
@@ -155,6 +159,39 @@ async def update_weights_from_disk(request: Request) -> Response:
     )
 
 
+class SharedWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of /update_weights_from_ipc: tensors in memory that a trainer on this host shares."""
+
+    tensors: list[commands.SharedTensor]
+    is_last: bool = True  # False: a part; the engine copies it and waits for the last one
+    weight_version: str | int | None = None
+    mode: str = commands.WAIT
+    digests: bool = True  # compute them now; later they cannot be
+
+
+@routes.post("/update_weights_from_ipc")
+async def update_weights_from_ipc(request: Request) -> Response:
+    """Replace the weights by tensors in shared memory; nothing is pickled."""
+    _admin(request)
+    data = await small_body(request, MOST_BYTES_OF_TENSORS)
+    try:
+        body = msgspec.json.decode(data, type=SharedWeights)
+    except msgspec.DecodeError as error:
+        raise ApiError(400, f"The body does not describe tensors: {error}.") from None
+    if not body.is_last:
+        outcome = await _operate(request, commands.ReceiveWeights(tensors=body.tensors))
+        return json_response({"success": True, "num_tensors": outcome.num_tensors})
+    command = commands.UpdateWeights(
+        tensors=body.tensors,
+        version=_label(body.weight_version),
+        mode=_mode({"mode": body.mode}),
+        is_kept=False,
+        digests=body.digests,
+    )
+    outcome = await _operate(request, command)
+    return json_response({"success": True, "weight_version": outcome.state.weight_version})
+
+
 @routes.post("/collective_rpc")
 async def collective_rpc(request: Request) -> Response:
     """vLLM's reload_weights: from the folder `weights_path`, by default the model's."""
@@ -207,8 +244,12 @@ async def _update(request: Request, path: object, version: object, mode: str) ->
         folder = await asyncio.to_thread(service.weights_folder, path)
     except InputError as error:
         raise ApiError(400, f"{error}.", "model_path") from None
-    label = None if version is None else str(version)[:200]
-    return await _operate(request, commands.UpdateWeights(folder=folder, version=label, mode=mode))
+    command = commands.UpdateWeights(folder=folder, version=_label(version), mode=mode)
+    return await _operate(request, command)
+
+
+def _label(version: str | int | None) -> str | None:
+    return None if version is None else str(version)[:200]
 
 
 def _admin(request: Request) -> Service:

@@ -1,9 +1,11 @@
 """Routes for operators: access, the commands that they become, other requests meanwhile."""
 
 import asyncio
+import json
 import os
 import signal
 
+import msgspec
 import pytest
 
 from formats.errors import InputError
@@ -70,6 +72,21 @@ def test_routes_need_their_flag_and_a_key(make, make_server, error):
         make_server(ServerConfig(admin_api_key_file="/nowhere"))
 
 
+TENSOR = commands.SharedTensor(name="a", dtype="int8", shape=[4], path="/dev/shm/x", offset=64)
+MEMORY = commands.CudaMemory(
+    device="GPU-1",
+    handle=b"\0\1",
+    storage_bytes=8,
+    storage_offset=0,
+    tensor_offset=4,
+    stride=[1],
+    counter=b"name",
+    counter_offset=3,
+    event=b"",
+    has_event=False,
+)
+SHARED, CUDA = (json.loads(msgspec.json.encode(each)) for each in (TENSOR, MEMORY))
+
 P, S, W, U = (
     commands.PauseGeneration,
     commands.Sleep,
@@ -99,6 +116,26 @@ P, S, W, U = (
             "/update_weights_from_disk",
             {"model_path": "/new", "weight_version": 3, "abort_all_requests": True},
             U(folder="/new", version="3", mode="abort"),
+        ),
+        (
+            "/update_weights_from_ipc",
+            {"tensors": [SHARED], "weight_version": 3, "mode": "keep"},
+            U(tensors=[TENSOR], version="3", mode="keep", is_kept=False, digests=True),
+        ),
+        (
+            "/update_weights_from_ipc",
+            {"tensors": [SHARED], "is_last": False},
+            commands.ReceiveWeights(tensors=[TENSOR]),
+        ),
+        (
+            "/update_weights_from_ipc",
+            {"tensors": [{**SHARED, "cuda": CUDA}], "digests": False},
+            U(
+                tensors=[msgspec.structs.replace(TENSOR, cuda=MEMORY)],
+                mode="wait",
+                is_kept=False,
+                digests=False,
+            ),
         ),
         ("/collective_rpc", {"method": "reload_weights"}, None),
         (
@@ -141,7 +178,27 @@ def test_requests_become_commands(path, body, command, make, docs_5m):
             "weight_version",
         ),
         ("/update_weights_from_tensor", {}, 501, "POST /update_weights_from_disk"),
-        ("/update_weights_from_ipc", {}, 501, "is not supported"),
+        ("/update_weights_from_distributed", {}, 501, "qserve.training.send_weights"),
+        ("/update_weights_from_ipc", {}, 400, "missing required field `tensors`"),
+        ("/update_weights_from_ipc", [], 400, "does not describe tensors"),
+        (
+            "/update_weights_from_ipc",
+            {"tensors": [{**SHARED, "shape": "4"}]},
+            400,
+            "`$.tensors[0].shape`",
+        ),
+        (
+            "/update_weights_from_ipc",
+            {"tensors": [], "mode": "now"},
+            400,
+            "expected one of abort, wait, keep, found 'now'",
+        ),
+        (
+            "/update_weights_from_ipc",
+            {"tensors": [], "mode": "x" * 2**25},
+            413,
+            "expected at most 33554432 bytes",
+        ),
         ("/collective_rpc", {"method": "save"}, 400, "expected reload_weights"),
         ("/sleep", None, 400, "no such level"),
     ],

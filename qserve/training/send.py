@@ -1,0 +1,82 @@
+"""send_weights: a trainer's tensors to a server on the same host, through shared memory."""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator, Mapping
+
+import msgspec
+import torch
+
+from formats.errors import InputError
+from qserve.engine.control.commands import WAIT
+from qserve.engine.control.shared_tensors import shared_tensors
+
+ROUTE = "/update_weights_from_ipc"
+PART_BYTES = 2**31  # shared at a time
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+def send_weights(
+    url: str,
+    tensors: Mapping[str, torch.Tensor] | NamedTensors,
+    *,
+    api_key: str,
+    version: str | int | None = None,
+    mode: str = WAIT,
+    digests: bool = True,
+    part_bytes: int | None = PART_BYTES,
+    timeout: float = 600.0,
+) -> str:
+    """Replace all weights of a server (`qserve serve --enable-admin-routes`); returns the version.
+
+    `tensors` by the names of save_pretrained, which may be made one after the other: they are
+    shared in parts of `part_bytes`, and the server copies each part to the host. None: all together,
+    and the server reads them where they are. Tensors on a GPU of the server are shared by CUDA IPC,
+    others through a file in memory. `mode` and `digests`: as in /update_weights_from_disk.
+
+    Raises InputError with the server's answer if it refuses; its weights then stay as they are.
+    """
+    named = tensors.items() if isinstance(tensors, Mapping) else tensors
+    given = {"weight_version": version, "mode": mode, "digests": digests}
+    for part, is_last in _parts(named, part_bytes):
+        with shared_tensors(part) as shared:
+            body = {"tensors": shared, "is_last": is_last, **given}
+            reply = _post(url.rstrip("/") + ROUTE, msgspec.json.encode(body), api_key, timeout)
+    return reply["weight_version"]
+
+
+def _parts(
+    named: NamedTensors, part_bytes: int | None
+) -> Iterator[tuple[list[tuple[str, torch.Tensor]], bool]]:
+    """Yield lists of tensors of up to that many bytes, and True with the last one."""
+    part: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in named:
+        if part and part_bytes is not None and size + tensor.nbytes > part_bytes:
+            yield part, False
+            part, size = [], 0
+        part.append((name, tensor))
+        size += tensor.nbytes
+    yield part, True
+
+
+def _post(url: str, body: bytes, api_key: str, timeout: float) -> dict:
+    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(url, body, headers, method="POST")
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as reply:
+            return json.load(reply)
+    except urllib.error.HTTPError as error:
+        raise InputError(url, f"answered {error.code}: {_message(error.read())}") from None
+    except urllib.error.URLError as error:
+        raise InputError(url, f"cannot be reached: {error.reason}") from None
+
+
+def _message(data: bytes) -> str:
+    """The text of a server's error, or the start of whatever came."""
+    try:
+        return json.loads(data)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        return data[:200].decode(errors="replace")
