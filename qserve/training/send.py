@@ -32,22 +32,23 @@ def send_weights(
     """Replace all weights of a server (`qserve serve --enable-admin-routes`); returns the version.
 
     `tensors` by the names of save_pretrained, which may be made one after the other: they are
-    shared in parts of `part_bytes`, and the server copies each part to the host. None: all together,
-    and the server reads them where they are. Tensors on a GPU of the server are shared by CUDA IPC,
-    others through a file in memory. `mode` and `digests`: as in /update_weights_from_disk.
+    shared in parts of `part_bytes`, and the server copies each part to the host. With None they are
+    shared together, and the server reads them where they are. Tensors on a GPU of the server are
+    shared by CUDA IPC, others through a file in memory. `mode` and `digests`: as in
+    /update_weights_from_disk.
 
     Raises InputError with the server's answer if it refuses; its weights then stay as they are.
     """
     named = tensors.items() if isinstance(tensors, Mapping) else tensors
     given = {"weight_version": version, "mode": mode, "digests": digests}
-    for part, is_last in _parts(named, part_bytes):
+    for part, is_last in in_parts(named, part_bytes):
         with shared_tensors(part) as shared:
             body = {"tensors": shared, "is_last": is_last, **given}
-            reply = _post(url.rstrip("/") + ROUTE, msgspec.json.encode(body), api_key, timeout)
+            reply = post(url.rstrip("/") + ROUTE, msgspec.json.encode(body), api_key, timeout)
     return reply["weight_version"]
 
 
-def _parts(
+def in_parts(
     named: NamedTensors, part_bytes: int | None
 ) -> Iterator[tuple[list[tuple[str, torch.Tensor]], bool]]:
     """Yield lists of tensors of up to that many bytes, and True with the last one."""
@@ -62,7 +63,7 @@ def _parts(
     yield part, True
 
 
-def _post(url: str, body: bytes, api_key: str, timeout: float) -> dict:
+def post(url: str, body: bytes, api_key: str, timeout: float) -> dict:
     headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
     request = urllib.request.Request(url, body, headers, method="POST")
     try:

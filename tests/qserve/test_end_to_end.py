@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import re
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -14,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from formats.errors import InputError
 from qserve import LLM, SamplingParams
-from qserve.training import send_weights
+from qserve.training import WeightBroadcast, send_weights
 from tests.qserve.engine.control.new_weights import changed
 
 STOP_SECONDS = 30
@@ -191,11 +192,11 @@ def test_api_key_guards_and_sigterm_ends(quantized_5m, start_server):
 def test_server_runs_the_weights_that_a_trainer_shares(docs_5m, start_server, part_bytes):
     flags = ("--enable-admin-routes", "--quantization", "w4a16-sym", "--api-key", "secret")
     server, new = start_server(docs_5m, *flags), changed(docs_5m)
-    given = {"prompt": "The engine", "max_tokens": 9, "temperature": 0}
+    asked = {"prompt": "The engine", "max_tokens": 9, "temperature": 0}
     model = server.client("secret").models.list().data[0].id
 
     def text():
-        return server.client("secret").completions.create(model=model, **given).choices[0].text
+        return server.client("secret").completions.create(model=model, **asked).choices[0].text
 
     before = text()
     send = partial(send_weights, server.url, part_bytes=part_bytes, version=4)
@@ -205,7 +206,18 @@ def test_server_runs_the_weights_that_a_trainer_shares(docs_5m, start_server, pa
     with pytest.raises(InputError, match="answered 400: .*surplus"):
         send(surplus, api_key="secret")
     assert text() == before
-    assert send(new, api_key="secret") == "4"
+    if part_bytes is None:
+        assert send(new, api_key="secret") == "4"
+    else:  # the same in parts through a group, from a generator
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port = found.getsockname()[1]
+        given = {"api_key": "secret", "port": port, "backend": "gloo", "timeout": 60.0}
+        with WeightBroadcast(server.url, **given) as group:
+            with pytest.raises(InputError, match="answered 400: .*surplus"):
+                group.send(surplus, part_bytes=part_bytes)
+            assert group.send(iter(new.items()), version=5, part_bytes=part_bytes) == "5"
+        assert send(new, api_key="secret") == "4"
     llm = LLM(docs_5m, quantization="w4a16-sym", device="cpu")
     llm.update_weights(new)
     params = SamplingParams(max_tokens=9, temperature=0)

@@ -12,6 +12,8 @@ from qserve.engine.control.commands import (
     AnyCommand,
     EngineState,
     GetDigests,
+    JoinWeightGroup,
+    LeaveWeightGroup,
     Outcome,
     PauseGeneration,
     ReceiveWeights,
@@ -98,6 +100,8 @@ class CommandQueue:
                 return self._sleep(command)
             case WakeUp():
                 return self._wake_up(command)
+            case JoinWeightGroup() | LeaveWeightGroup():
+                return self._change_group(command)
             case ReceiveWeights():
                 return self._receive(command)
             case UpdateWeights():
@@ -176,8 +180,17 @@ class CommandQueue:
         return self._outcome()
 
     def _receive(self, command: ReceiveWeights) -> Work:
-        count = self._engine.operations.receive(command.tensors)
-        return Outcome(state=self._outcome().state, num_tensors=count)
+        count, is_complete = self._engine.operations.receive(command)
+        return Outcome(state=self._outcome().state, num_tensors=count, is_complete=is_complete)
+        yield
+
+    def _change_group(self, command: JoinWeightGroup | LeaveWeightGroup) -> Work:
+        operations = self._engine.operations
+        if isinstance(command, JoinWeightGroup):
+            operations.join_group(command)
+        else:
+            operations.leave_group(command.name)
+        return self._outcome()
         yield
 
     def _stage(self, command: UpdateWeights) -> "StagedUpdate":

@@ -76,10 +76,38 @@ class SharedTensor(msgspec.Struct, frozen=True, kw_only=True):
     cuda: CudaMemory | None = None  # instead of the file
 
 
+class BroadcastWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """Tensors that a trainer broadcasts in a group, in this order."""
+
+    group: str
+    names: list[str]
+    dtypes: list[str]  # as torch names them, "torch." or not
+    shapes: list[list[int]]
+
+
+class JoinWeightGroup(Command):
+    """Join the group in which a trainer, rank 0, broadcasts weights."""
+
+    name: str
+    address: str  # of the trainer's store
+    port: int
+    rank: int
+    world_size: int
+    backend: str
+    timeout: float  # seconds, of joining and of each broadcast
+
+
+class LeaveWeightGroup(Command):
+    """Leave a group."""
+
+    name: str
+
+
 class ReceiveWeights(Command):
     """Copy a part of the new weights to the host, until UpdateWeights brings the last part."""
 
-    tensors: list[SharedTensor]
+    tensors: list[SharedTensor] = []
+    broadcast: BroadcastWeights | None = None  # instead of shared tensors
 
 
 class UpdateWeights(Command):
@@ -112,6 +140,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     state: EngineState = EngineState()
     num_requests: int = 0  # aborted
     num_tensors: int = 0  # that ReceiveWeights has brought
+    is_complete: bool = False  # they are all tensors of the model's folder
     total_digest: str = ""
     digests: dict[str, str] = {}  # of each tensor, by name
     schemes: dict[str, str] = {}  # of each linear that is rounded, by name
@@ -123,6 +152,8 @@ AnyCommand = (
     | AbortAll
     | Sleep
     | WakeUp
+    | JoinWeightGroup
+    | LeaveWeightGroup
     | ReceiveWeights
     | UpdateWeights
     | GetDigests

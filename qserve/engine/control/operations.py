@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,6 +11,8 @@ import torch
 
 from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
+from formats.files.held_tensors import HeldTensors
+from formats.layouts import quantized_modules
 from formats.weight_digest import total_digest
 from qserve.config import EngineConfig
 from qserve.engine.control.commands import (
@@ -18,10 +21,13 @@ from qserve.engine.control.commands import (
     LEVELS,
     TAGS,
     WEIGHTS,
+    JoinWeightGroup,
+    ReceiveWeights,
     SharedTensor,
 )
 from qserve.engine.control.fingerprint import system_fingerprint
 from qserve.engine.control.shared_tensors import NamedTensors, open_tensors
+from qserve.engine.control.weight_group import WeightGroup
 from qserve.engine.distributed.worker_group import WorkerGroup
 from qserve.engine.runner.residence import Residence
 from qserve.model.model_config import ModelConfig
@@ -64,6 +70,7 @@ class Operations:
         self._digests: dict[str, str] | None = None  # None: not computed yet
         self._num_updates = 0
         self._received: dict[str, torch.Tensor] = {}  # parts of an update, on the host
+        self._groups: dict[str, WeightGroup] = {}  # by name
         self.version = FIRST_VERSION  # of the weights
         self.is_sleeping = False
         self._fingerprint: str | None = None  # None: the weights are others than before
@@ -165,21 +172,64 @@ class Operations:
             version = str(self._num_updates + 1)
         return StagedUpdate(weights=staged, version=version, folder=folder)
 
-    def receive(self, shared: Sequence[SharedTensor]) -> int:
-        """Copy a part of the new weights to the host; returns the number of tensors so far.
+    def join_group(self, command: JoinWeightGroup) -> None:
+        """Join a group in which a trainer broadcasts weights. Raises InputError."""
+        _ = self._residence  # raises for several ranks
+        if command.name in self._groups:
+            raise InputError(
+                f"weight group {command.name:.80}", "exists already", "destroy it first"
+            )
+        device = self._workers.runner.device
+        self._groups[command.name] = WeightGroup(command, command.rank, device)
 
-        Raises InputError, and then drops all parts.
+    def leave_group(self, name: str) -> None:
+        """Leave a group. Raises InputError if there is none of that name."""
+        self._group(name)
+        del self._groups[name]
+
+    def _group(self, name: str) -> WeightGroup:
+        if name not in self._groups:
+            raise InputError(
+                f"weight group {name:.80}", "does not exist", "POST /init_weights_update_group"
+            )
+        return self._groups[name]
+
+    def receive(self, command: ReceiveWeights) -> tuple[int, bool]:
+        """Copy a part of the new weights to the host.
+
+        Returns the number of tensors so far, and True if they are all of the model's folder. Raises
+        InputError, and then drops all parts.
         """
         _ = self._residence  # raises for several ranks
+        shared, broadcast = command.tensors, command.broadcast
         try:
-            for name, tensor in open_tensors(shared):
-                if name in self._received:
-                    raise InputError(f"tensor {name}", "comes twice in the update")
-                self._received[name] = tensor.to("cpu", copy=True)
+            names = [each.name for each in shared] if broadcast is None else broadcast.names
+            # before anything is received: a group that is left in the middle cannot be used again
+            for name, count in Counter([*self._received, *names]).items():
+                if count > 1:
+                    raise InputError(
+                        f"tensor {name:.200}",
+                        "comes twice in the update",
+                        "send all parts again: those that came are dropped",
+                    )
+            if broadcast is None:
+                coming = open_tensors(shared)
+            else:
+                coming = self._group(broadcast.group).receive(broadcast)
+            for name, tensor in coming:
+                self._received[name] = tensor.to("cpu", copy=broadcast is None)
         except BaseException:
             self._received = {}
             raise
-        return len(self._received)
+        return len(self._received), self._has_all()
+
+    def _has_all(self) -> bool:
+        """True if the received tensors are those of the model's folder, which is in float."""
+        reader = CheckpointReader(self._config.model)
+        if quantized_modules(reader.entries):
+            return False
+        held = HeldTensors(self._received.items(), reader.config)
+        return reader.entries.keys() <= held.entries.keys()
 
     def stage_shared(
         self,

@@ -87,6 +87,19 @@ MEMORY = commands.CudaMemory(
 )
 SHARED, CUDA = (json.loads(msgspec.json.encode(each)) for each in (TENSOR, MEMORY))
 
+GROUP = {"master_address": "10.0.0.1", "master_port": 29500, "rank_offset": 1, "world_size": 2}
+JOIN = {
+    "name": "weight_update_group",
+    "address": "10.0.0.1",
+    "port": 29500,
+    "rank": 1,
+    "world_size": 2,
+    "backend": "nccl",
+    "timeout": 300.0,
+}
+PART = {"names": ["a"], "dtypes": ["bfloat16"], "shapes": [[2, 3]]}
+BROADCAST = commands.BroadcastWeights(group="weight_update_group", **PART)
+
 P, S, W, U = (
     commands.PauseGeneration,
     commands.Sleep,
@@ -137,6 +150,17 @@ P, S, W, U = (
                 digests=False,
             ),
         ),
+        ("/init_weights_update_group", GROUP, commands.JoinWeightGroup(**JOIN)),
+        (
+            "/destroy_weights_update_group",
+            {"group_name": "weight_update_group"},
+            commands.LeaveWeightGroup(name="weight_update_group"),
+        ),
+        (
+            "/update_weights_from_distributed",
+            {**PART, "flush_cache": True},
+            commands.ReceiveWeights(broadcast=BROADCAST),
+        ),
         ("/collective_rpc", {"method": "reload_weights"}, None),
         (
             "/collective_rpc",
@@ -178,9 +202,13 @@ def test_requests_become_commands(path, body, command, make, docs_5m):
             "weight_version",
         ),
         ("/update_weights_from_tensor", {}, 501, "POST /update_weights_from_disk"),
-        ("/update_weights_from_distributed", {}, 501, "qserve.training.send_weights"),
+        ("/init_weight_transfer_engine", {}, 501, "qserve.training.send_weights"),
+        ("/init_weights_update_group", {**GROUP, "master_port": 0}, 400, "master_port"),
+        ("/init_weights_update_group", {**GROUP, "timeout": 1e9}, 400, "timeout"),
+        ("/update_weights_from_distributed", {**PART, "shapes": [3]}, 400, "`$.shapes[0]`"),
+        ("/update_weights_from_distributed", {**PART, "mode": "now"}, 400, "found 'now'"),
         ("/update_weights_from_ipc", {}, 400, "missing required field `tensors`"),
-        ("/update_weights_from_ipc", [], 400, "does not describe tensors"),
+        ("/update_weights_from_ipc", [], 400, "is not what this route takes"),
         (
             "/update_weights_from_ipc",
             {"tensors": [{**SHARED, "shape": "4"}]},
@@ -208,6 +236,21 @@ def test_wrong_requests_are_refused(path, body, status, message, make, error):
     server.operated.problem = "no such level"  # what the engine says of a command
     found = error(server.request("POST", path, json=body, headers=ADMIN), status)
     assert message in found["message"]
+
+
+@pytest.mark.parametrize("is_last", [None, True, False])
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_last_part_replaces_the_weights(is_last, is_complete, make):
+    server = make()
+    server.operated.outcome = Outcome(num_tensors=4, is_complete=is_complete)
+    body = {**PART, "is_last": is_last, "weight_version": 3, "abort_all_requests": True}
+    reply = server.request("POST", "/update_weights_from_distributed", json=body, headers=ADMIN)
+    assert reply.json()["success"]
+    update = U(tensors=[], version="3", mode="abort", is_kept=False, digests=True)
+    ends = is_complete if is_last is None else is_last
+    received = commands.ReceiveWeights(broadcast=BROADCAST)
+    assert server.operated.commands == [received, *([update] if ends else [])]
+    assert ("Received 4 tensors" in reply.json()["message"]) == (not ends)
 
 
 def test_answers_tell_the_state(make):

@@ -173,7 +173,7 @@ def posts_to(driven: Driven, monkeypatch) -> list[SharedWeights]:
             raise done.error
         return {"weight_version": done.outcome.state.weight_version}
 
-    monkeypatch.setattr(send, "_post", post)
+    monkeypatch.setattr(send, "post", post)
     return bodies
 
 
