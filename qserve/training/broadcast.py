@@ -8,8 +8,9 @@ import msgspec
 import torch
 
 from qserve.engine.control.commands import WAIT, JoinWeightGroup
+from qserve.engine.control.shared_tensors import PART_BYTES, NamedTensors, in_parts
 from qserve.engine.control.weight_group import NCCL, WeightGroup
-from qserve.training.send import PART_BYTES, NamedTensors, in_parts, post
+from qserve.training.send import post
 
 GROUP = "weight_update_group"
 
@@ -83,12 +84,14 @@ class WeightBroadcast:
         Arguments are those of `send_weights`. Raises InputError.
         """
         named = tensors.items() if isinstance(tensors, Mapping) else tensors
+        is_first = True
         for part, is_last in in_parts(named, part_bytes):
             body = {
                 "names": [name for name, _ in part],
                 "dtypes": [str(each.dtype).removeprefix("torch.") for _, each in part],
                 "shapes": [list(each.shape) for _, each in part],
                 "group_name": self._name,
+                "is_first": is_first,
                 "is_last": is_last,
                 "weight_version": version,
                 "mode": mode,
@@ -98,6 +101,7 @@ class WeightBroadcast:
             for _, tensor in part:
                 self._group.broadcast(tensor.detach().to(self._device).contiguous())
             version_now = reply.result()["weight_version"]
+            is_first = False
         return version_now
 
     def close(self) -> None:

@@ -3,19 +3,21 @@
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 
 import msgspec
 import torch
 
 from formats.errors import InputError
 from qserve.engine.control.commands import WAIT
-from qserve.engine.control.shared_tensors import shared_tensors
+from qserve.engine.control.shared_tensors import (
+    PART_BYTES,
+    NamedTensors,
+    in_parts,
+    shared_tensors,
+)
 
 ROUTE = "/update_weights_from_ipc"
-PART_BYTES = 2**31  # shared at a time
-
-NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 def send_weights(
@@ -41,26 +43,13 @@ def send_weights(
     """
     named = tensors.items() if isinstance(tensors, Mapping) else tensors
     given = {"weight_version": version, "mode": mode, "digests": digests}
+    is_first = True
     for part, is_last in in_parts(named, part_bytes):
         with shared_tensors(part) as shared:
-            body = {"tensors": shared, "is_last": is_last, **given}
+            body = {"tensors": shared, "is_first": is_first, "is_last": is_last, **given}
             reply = post(url.rstrip("/") + ROUTE, msgspec.json.encode(body), api_key, timeout)
+        is_first = False
     return reply["weight_version"]
-
-
-def in_parts(
-    named: NamedTensors, part_bytes: int | None
-) -> Iterator[tuple[list[tuple[str, torch.Tensor]], bool]]:
-    """Yield lists of tensors of up to that many bytes, and True with the last one."""
-    part: list[tuple[str, torch.Tensor]] = []
-    size = 0
-    for name, tensor in named:
-        if part and part_bytes is not None and size + tensor.nbytes > part_bytes:
-            yield part, False
-            part, size = [], 0
-        part.append((name, tensor))
-        size += tensor.nbytes
-    yield part, True
 
 
 def post(url: str, body: bytes, api_key: str, timeout: float) -> dict:

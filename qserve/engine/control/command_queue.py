@@ -196,6 +196,8 @@ class CommandQueue:
     def _stage(self, command: UpdateWeights) -> "StagedUpdate":
         operations = self._engine.operations
         if command.tensors is not None:
+            if command.is_first:
+                operations.drop_received()
             return operations.stage_shared(command.tensors, command.version, command.digests)
         update = operations.stage(
             folder=command.folder, version=command.version, digests=command.digests

@@ -108,6 +108,7 @@ class ReceiveWeights(Command):
 
     tensors: list[SharedTensor] = []
     broadcast: BroadcastWeights | None = None  # instead of shared tensors
+    is_first: bool = False  # drop parts that came before, of an update that did not end
 
 
 class UpdateWeights(Command):
@@ -115,6 +116,7 @@ class UpdateWeights(Command):
 
     folder: str = ""
     tensors: list[SharedTensor] | None = None  # instead of the folder
+    is_first: bool = False  # of tensors: drop parts that came before
     version: str | None = None  # None: the number of updates
     mode: str = WAIT  # KEEP: running requests compute their KV pages again and continue
     is_kept: bool = True  # False: it cannot be read again

@@ -201,6 +201,8 @@ class Operations:
         InputError, and then drops all parts.
         """
         _ = self._residence  # raises for several ranks
+        if command.is_first:
+            self.drop_received()
         shared, broadcast = command.tensors, command.broadcast
         try:
             names = [each.name for each in shared] if broadcast is None else broadcast.names
@@ -219,9 +221,13 @@ class Operations:
             for name, tensor in coming:
                 self._received[name] = tensor.to("cpu", copy=broadcast is None)
         except BaseException:
-            self._received = {}
+            self.drop_received()
             raise
         return len(self._received), self._has_all()
+
+    def drop_received(self) -> None:
+        """Drop the parts of an update that has not ended."""
+        self._received = {}
 
     def _has_all(self) -> bool:
         """True if the received tensors are those of the model's folder, which is in float."""
@@ -241,7 +247,8 @@ class Operations:
 
         The received parts are dropped in any case: the next update begins anew.
         """
-        received, self._received = self._received, {}
+        received = self._received
+        self.drop_received()
         tensors = itertools.chain(received.items(), open_tensors(shared))
         return self.stage(tensors=tensors, version=version, digests=digests)
 

@@ -21,6 +21,7 @@ from qserve.engine.control.commands import CudaMemory, SharedTensor
 MEMORY = Path("/dev/shm")  # files in memory, on Linux
 PREFIX = "qserve-tensors-"  # of the files' names; no other file is opened
 ALIGNMENT = 64  # bytes: of each tensor in a file
+PART_BYTES = 2**31  # shared at a time, where tensors are made one after the other
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -70,6 +71,21 @@ def shared_tensors(
     finally:
         if path:
             os.unlink(path)
+
+
+def in_parts(
+    named: NamedTensors, part_bytes: int | None
+) -> Iterator[tuple[list[tuple[str, torch.Tensor]], bool]]:
+    """Yield lists of tensors of up to that many bytes, and True with the last one."""
+    part: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in named:
+        if part and part_bytes is not None and size + tensor.nbytes > part_bytes:
+            yield part, False
+            part, size = [], 0
+        part.append((name, tensor))
+        size += tensor.nbytes
+    yield part, True
 
 
 def open_tensors(shared: Sequence[SharedTensor]) -> Iterator[tuple[str, torch.Tensor]]:

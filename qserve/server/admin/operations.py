@@ -165,6 +165,7 @@ class SharedWeights(msgspec.Struct, frozen=True, kw_only=True):
 
     tensors: list[commands.SharedTensor]
     is_last: bool = True  # False: a part; the engine copies it and waits for the last one
+    is_first: bool = False  # drop parts that came before, of an update that did not end
     weight_version: str | int | None = None
     mode: str = commands.WAIT
     digests: bool = True  # compute them now; later they cannot be
@@ -175,10 +176,12 @@ async def update_weights_from_ipc(request: Request) -> Response:
     """Replace the weights by tensors in shared memory; nothing is pickled."""
     body = await _decoded(request, SharedWeights)
     if not body.is_last:
-        outcome = await _operate(request, commands.ReceiveWeights(tensors=body.tensors))
+        received = commands.ReceiveWeights(tensors=body.tensors, is_first=body.is_first)
+        outcome = await _operate(request, received)
         return json_response({"success": True, "num_tensors": outcome.num_tensors})
     command = commands.UpdateWeights(
         tensors=body.tensors,
+        is_first=body.is_first,
         version=_label(body.weight_version),
         mode=_mode({"mode": body.mode}),
         is_kept=False,
@@ -201,7 +204,7 @@ class NewGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BroadcastPart(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of /update_weights_from_distributed, as in SGLang, and `is_last`, `mode`, `digests`."""
+    """Body of /update_weights_from_distributed: SGLang's, and what follows `is_last`."""
 
     names: list[str]
     dtypes: list[str]
@@ -210,6 +213,7 @@ class BroadcastPart(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: str | int | None = None
     abort_all_requests: bool = False
     is_last: bool | None = None  # None: if all tensors of the model's folder have come
+    is_first: bool = False  # drop parts that came before, of an update that did not end
     mode: str | None = None
     digests: bool = True
 
@@ -247,7 +251,8 @@ async def update_weights_from_distributed(request: Request) -> Response:
     broadcast = commands.BroadcastWeights(
         group=body.group_name, names=body.names, dtypes=body.dtypes, shapes=body.shapes
     )
-    outcome = await _operate(request, commands.ReceiveWeights(broadcast=broadcast))
+    received = commands.ReceiveWeights(broadcast=broadcast, is_first=body.is_first)
+    outcome = await _operate(request, received)
     message = f"Received {outcome.num_tensors} tensors; the weights are unchanged."
     if outcome.is_complete if body.is_last is None else body.is_last:
         command = commands.UpdateWeights(

@@ -157,10 +157,11 @@ def posts_to(driven: Driven, monkeypatch) -> list[SharedWeights]:
         body = msgspec.json.decode(data, type=SharedWeights)
         bodies.append(body)
         if not body.is_last:
-            command = commands.ReceiveWeights(tensors=body.tensors)
+            command = commands.ReceiveWeights(tensors=body.tensors, is_first=body.is_first)
         else:
             command = commands.UpdateWeights(
                 tensors=body.tensors,
+                is_first=body.is_first,
                 version=str(body.weight_version),
                 mode=body.mode,
                 is_kept=False,
@@ -204,8 +205,16 @@ def test_refused_part_or_update_begins_anew(tiny_model, wanted, monkeypatch):
     with pytest.raises(InputError, match=f"{name}: is missing"):
         send_weights("", {n: t for n, t in new.items() if n != name}, api_key="", part_bytes=1)
     assert driven.engine.operations.version == "0"
-    old = stored(folder)
-    send_weights("", old, api_key="", version=1, part_bytes=1)
+
+    def interrupted():
+        yield from list(stored(folder).items())[:5]
+        raise ZeroDivisionError
+
+    for part_bytes in (None, 1):  # one that did not end is dropped by the next
+        with pytest.raises(ZeroDivisionError):
+            send_weights("", interrupted(), api_key="", part_bytes=1)
+        old = stored(folder)
+        send_weights("", old, api_key="", version=1, part_bytes=part_bytes)
     send_weights("", new, api_key="", version=2, digests=False)
     driven.add("a")
     driven.run_out()
