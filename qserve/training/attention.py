@@ -43,6 +43,12 @@ def engine_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention as transformers calls it; returns [B, T, H, D] and no weights."""
     _check(module, query, key, dropout, softcap, s_aux)
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise InputError(
+            f"{type(module).__name__} attention_mask",
+            f"expected [batch, tokens], found {list(attention_mask.shape)}",
+            f"the attention {NAME!r} is causal, with padding alone",
+        )
     if attention_mask is None:
         attention_mask = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool)
     mask_BT = attention_mask.to(query.device)

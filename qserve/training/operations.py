@@ -89,9 +89,16 @@ def _prepare_call(
     """
     given = {**given, "use_cache": False}
     mask_BT = args[1] if len(args) > 1 else given.get("attention_mask")
-    is_stated = len(args) > 2 or given.get("position_ids") is not None
-    if not is_stated and mask_BT is not None and mask_BT.ndim == 2:
-        given["position_ids"] = (mask_BT.long().cumsum(-1) - 1).clamp(min=0)
+    positions_BT = args[2] if len(args) > 2 else given.get("position_ids")
+    if positions_BT is None:
+        if mask_BT is not None and mask_BT.ndim == 2:
+            given["position_ids"] = (mask_BT.long().cumsum(-1) - 1).clamp(min=0)
+    elif mask_BT is None and (positions_BT.diff(dim=-1) != 1).any():
+        raise InputError(
+            f"{type(model).__name__} position_ids",
+            "begin anew within a row: packed sequences are not supported",
+            "give each sequence a row, and attention_mask",
+        )
     return args, given
 
 

@@ -138,6 +138,12 @@ def test_what_it_cannot_compute_is_refused(tiny_model):
     assert model(torch.tensor([PROMPTS[0]]), use_cache=True).past_key_values is None
     with pytest.raises(InputError, match="LlamaAttention: 1 queries over 6 keys: a KV cache"):
         model(torch.tensor([[3]]), past_key_values=cache)
+    tokens = torch.tensor([[5, 6, 7, 8]])
+    with pytest.raises(InputError, match="position_ids: begin anew.*packed sequences are not"):
+        model(tokens, position_ids=torch.tensor([[0, 1, 0, 1]]))
+    model(tokens, position_ids=torch.tensor([[3, 4, 5, 6]]))
+    with pytest.raises(InputError, match=r"attention_mask: expected \[batch, tokens\], found \[1"):
+        model(tokens, attention_mask=torch.ones(1, 1, 4, 4, dtype=torch.bool))
     q, attention = torch.ones(1, 2, 3, 16), copy.deepcopy(model.model.layers[0].self_attn)
     with pytest.raises(InputError, match="soft caps: is not supported"):
         engine_attention(attention, q, q, q, None, scaling=1.0, softcap=30.0)
