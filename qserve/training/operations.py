@@ -4,7 +4,7 @@ In batch-invariant mode the log probabilities of the engine's rollouts and of th
 then the same numbers, not only close ones.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from qkernels import replace_linears
 from qkernels.choice import FIXED_ORDER
 from qserve.training.attention import NAME, register
 from qserve.training.linear import FixedOrderLinear
+from qserve.training.norm import EngineLayerNorm
 
 ROTARY = "RotaryEmbedding"  # end of the names of transformers' classes
 ALIGNMENT = 64  # bytes: what torch allocates on a CPU
@@ -33,11 +34,12 @@ def use_engine_operations(
     - Linears: TrainableQuantLinear of the scheme; those that `ignore` fits, and all without a
       scheme, are float linears with the engine's order of sums.
     - Attention: the engine's kernel forward, torch's attention backward.
+    - Layer norms: the engine's operation forward, torch's gradient back.
     - Rotation: in float32. Positions: counted without padding, if `attention_mask` has any.
 
-    All parameters stay the same objects. Norms and activations stay those of transformers, which
-    have the bits of this project's on a CPU. The model must run in the engine's dtype, without
-    autocast. Raises InputError, and then changes nothing, if the model is of another kind.
+    All parameters stay the same objects. RMS norms and activations stay those of transformers,
+    which have the bits of this project's on a CPU. The model must run in the engine's dtype,
+    without autocast. Raises InputError, and then changes nothing, if the model is of another kind.
     """
     setter = getattr(model, "set_attn_implementation", None)
     rotaries = [
@@ -52,14 +54,8 @@ def use_engine_operations(
     rounded: list[str] = []
     if scheme is not None:
         rounded = replace_linears(model, scheme, ignore=ignore, trainable=True, kernel=FIXED_ORDER)
-    linears = {
-        name: each
-        for name, each in model.named_modules(remove_duplicate=False)
-        if type(each) is nn.Linear
-    }
-    made = {each: FixedOrderLinear.from_float(each) for each in linears.values()}
-    for name, linear in linears.items():
-        _put(model, name, made[linear])
+    _replace(model, nn.Linear, FixedOrderLinear.from_float)
+    _replace(model, nn.LayerNorm, EngineLayerNorm.from_float)
     _align(model)
     for name in rotaries:
         _put(model, name, Float32Rotary(model.get_submodule(name)))
@@ -111,6 +107,18 @@ def _align(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.device.type == "cpu" and parameter.data_ptr() % ALIGNMENT:
             parameter.data = parameter.data.clone()
+
+
+def _replace(model: nn.Module, kind: type[nn.Module], make: Callable[[Any], nn.Module]) -> None:
+    """Replace the modules of exactly this class; one that has several names stays one."""
+    found = {
+        name: each
+        for name, each in model.named_modules(remove_duplicate=False)
+        if type(each) is kind
+    }
+    made = {each: make(each) for each in found.values()}
+    for name, module in found.items():
+        _put(model, name, made[module])
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:

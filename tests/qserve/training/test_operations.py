@@ -21,8 +21,15 @@ CASES = [  # family, scheme
     ("mistral", "w8a8"),
     *(
         pytest.param(family, scheme, marks=pytest.mark.exhaustive)
-        for family in ("qwen2", "phi3", "smollm3", "gemma", "gemma3", "olmo2", "glm")
+        for family in ("qwen2", "phi3", "smollm3", "gemma", "gemma3", "olmo2", "glm", "stablelm")
         for scheme in ("w4a16-asym-g32", "w8a8", "w8a8-fp8", None)
+    ),
+    *(
+        pytest.param(family, "w4a16-sym-g32", marks=pytest.mark.exhaustive)
+        for family in (
+            *("granite", "seed_oss", "olmo3", "exaone4", "glm4", "starcoder2", "arcee"),
+            *("ernie4_5", "cohere", "helium", "cwm"),
+        )
     ),
 ]
 
@@ -81,7 +88,7 @@ def test_logprobs_are_those_of_the_rollout(family, scheme, dtype, tiny_model):
         pytest.param("cuda", torch.bfloat16, 5e-2, marks=pytest.mark.gpu),
     ],
 )
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "stablelm"])
 def test_gradients_are_those_of_transformers(family, device, dtype, most, tiny_model):
     plain, model = (load(tiny_model(family), dtype).to(device) for _ in range(2))
     parameters = dict(model.named_parameters())
