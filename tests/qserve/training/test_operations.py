@@ -28,7 +28,7 @@ CASES = [  # family, scheme
         pytest.param(family, "w4a16-sym-g32", marks=pytest.mark.exhaustive)
         for family in (
             *("granite", "seed_oss", "olmo3", "exaone4", "glm4", "starcoder2", "arcee"),
-            *("ernie4_5", "cohere", "helium", "cwm"),
+            *("ernie4_5", "cohere", "helium", "cwm", "qwen3", "mistral"),
         )
     ),
 ]
