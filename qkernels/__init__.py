@@ -8,14 +8,16 @@ if TYPE_CHECKING:
     from qkernels.operations import explain
     from qkernels.quant_linear import QuantLinear
     from qkernels.replace import replace_linears
+    from qkernels.trainable_linear import TrainableQuantLinear
 
 _MODULES = {
     "QuantLinear": "qkernels.quant_linear",
     "SchemeName": "formats.names",
+    "TrainableQuantLinear": "qkernels.trainable_linear",
     "explain": "qkernels.operations",
     "replace_linears": "qkernels.replace",
 }
-__all__ = ["QuantLinear", "SchemeName", "explain", "replace_linears"]
+__all__ = ["QuantLinear", "SchemeName", "TrainableQuantLinear", "explain", "replace_linears"]
 
 if not TYPE_CHECKING:  # a type checker reads the imports above, and reports other names
 

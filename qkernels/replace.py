@@ -5,12 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from formats.errors import InputError
-from formats.layouts import check_writable, find_layout, why_not
+from formats.errors import InputError, SchemeError
+from formats.layouts import Layout, check_writable, find_layout, why_not
 from formats.names import SchemeName
 from formats.plan import fits
 from formats.scheme import Scheme
 from qkernels.quant_linear import QuantLinear
+from qkernels.trainable_linear import TrainableQuantLinear
 
 HEAD = ("lm_head",)
 SHOWN = 5  # names in an error
@@ -21,6 +22,8 @@ def replace_linears(
     scheme: SchemeName | str | Scheme,
     *,
     ignore: Sequence[str] = HEAD,
+    trainable: bool = False,
+    kernel: str | None = None,
 ) -> list[str]:
     """Replace every torch Linear of a model by a QuantLinear, rounded to nearest, in place.
 
@@ -33,20 +36,34 @@ def replace_linears(
     A head that is tied to the embedding gets its own codes once `ignore` leaves it out; the
     embedding stays in float, and `model.config.tie_word_embeddings` becomes False.
 
+    `trainable`: replace by TrainableQuantLinear, which rounds the same float parameters at each
+    forward, so nothing is copied or untied. It also takes the schemes that GPTQ files do not hold,
+    such as w8a8-fp8. `kernel` requests a kernel of these layers.
+
     Raises InputError before anything is changed: for a scheme that QuantLinear cannot hold, layers
     of a shape that does not fit it, weights that are not loaded or not finite, and entries of
     `ignore` that fit no layer.
     """
     parsed = Scheme.parse(scheme)
-    check_writable(find_layout("gptq"), parsed, "replace_linears")
+    if kernel is not None and not trainable:
+        raise InputError("kernel", "is for trainable layers", "call prepare(kernel=) of a layer")
+    layout = None if trainable else find_layout("gptq")
+    if layout is not None:
+        check_writable(layout, parsed, "replace_linears")
     linears = _linears(model, ignore)
-    _check_shapes(linears, parsed)
-    made: dict[nn.Module, QuantLinear] = {}  # one layer may have several names
+    _check_shapes(linears, parsed, layout)
+    made: dict[nn.Module, QuantLinear | TrainableQuantLinear] = {}  # one may have several names
     for name, linear in linears.items():
-        if linear not in made:
-            layer = QuantLinear.from_float(_weight(name, linear), parsed, linear.bias, name)
-            made[linear] = layer.train(linear.training)
-    _untie(model, linears)
+        if linear in made:
+            continue
+        weight_NK = _weight(name, linear)
+        if trainable:
+            layer = TrainableQuantLinear.from_float(linear, parsed, kernel=kernel, name=name)
+        else:
+            layer = QuantLinear.from_float(weight_NK, parsed, linear.bias, name)
+        made[linear] = layer.train(linear.training)
+    if not trainable:
+        _untie(model, linears)
     for name, linear in linears.items():
         parent, _, local = name.rpartition(".")
         setattr(model.get_submodule(parent), local, made[linear])
@@ -78,10 +95,10 @@ def _linears(model: nn.Module, ignore: Sequence[str]) -> dict[str, nn.Linear]:
     return linears
 
 
-def _check_shapes(linears: dict[str, nn.Linear], scheme: Scheme) -> None:
-    layout, misfits = find_layout("gptq"), []
+def _check_shapes(linears: dict[str, nn.Linear], scheme: Scheme, layout: Layout | None) -> None:
+    misfits = []
     for name, linear in linears.items():
-        reason = why_not(layout, scheme, linear.out_features, linear.in_features)
+        reason = _misfit(linear, scheme, layout)
         if reason is not None:
             misfits.append((name, reason))
     if misfits:
@@ -93,6 +110,18 @@ def _check_shapes(linears: dict[str, nn.Linear], scheme: Scheme) -> None:
             f" {misfits[0][1]}",
             "name them in `ignore`, or give another group size, such as w4a16-sym-g32",
         )
+
+
+def _misfit(linear: nn.Linear, scheme: Scheme, layout: Layout | None) -> str | None:
+    """Return why a linear's shape does not fit the scheme, or the layout if there is one."""
+    shape = linear.out_features, linear.in_features
+    if layout is not None:
+        return why_not(layout, scheme, *shape)
+    try:
+        scheme.weight.check_shape("layer", *shape)
+    except SchemeError as error:
+        return error.problem
+    return None
 
 
 def _weight(name: str, linear: nn.Linear) -> torch.Tensor:

@@ -41,3 +41,13 @@ def test_a_measuring_program_runs(name, tmp_path):
     assert "failed" not in done.stderr, done.stderr[-2000:]
     found = numbers(json.loads(result.read_text()))
     assert len(found) > 1 and any(found), found
+
+
+@pytest.mark.exhaustive
+def test_grpo_trains_in_the_weights_that_are_served(tmp_path):
+    pytest.importorskip("trl")
+    command = [sys.executable, "examples/train_grpo.py", "--steps", "1", "--max-tokens", "8"]
+    command += ["--output", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "largest mismatch with the rollout: trainer 0.0, engine 0.0" in done.stdout

@@ -130,15 +130,29 @@ def row_logprobs(
     logprobs_SV = raw_SV.log_softmax(-1)
     drawn_S = logprobs_SV.gather(1, tokens_S.clamp(min=0)[:, None])[:, 0]
     count = min(settings.num_logprobs, raw_SV.shape[1])
-    values_SN, top_SN = logprobs_SV.sort(dim=-1, descending=True, stable=True)
+    top_SN = _likeliest(logprobs_SV, count)
+    values_SN = logprobs_SV.gather(1, top_SN)
     beyond_SN = (
         torch.arange(count, device=raw_SV.device) >= settings.column("num_logprobs")[:, None]
     )
     return (
         drawn_S,
-        top_SN[:, :count].masked_fill(beyond_SN, -1),
-        values_SN[:, :count].masked_fill(beyond_SN, -torch.inf),
+        top_SN.masked_fill(beyond_SN, -1),
+        values_SN.masked_fill(beyond_SN, -torch.inf),
     )
+
+
+def _likeliest(logprobs_SV: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the tokens [S, count] of the largest values; of equal ones the lower id comes first.
+
+    A search over unique integers: a stable sort of a whole row takes ten times as long.
+    """
+    if count == 0:
+        return torch.empty(len(logprobs_SV), 0, dtype=torch.int64, device=logprobs_SV.device)
+    # bits of floats of 0 or less are in the opposite order of the floats; adding 0 removes -0.0
+    bits_SV = (0.0 - logprobs_SV).view(torch.int32).to(torch.int64)
+    token_V = torch.arange(logprobs_SV.shape[1], device=logprobs_SV.device)
+    return (bits_SV << 32 | token_V).topk(count, largest=False, sorted=True).values & 0xFFFFFFFF
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """AsyncControl: pause, sleep, wake and new weights of an AsyncLLM. Names follow vLLM's."""
 
 import asyncio
-import shutil
-import tempfile
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from qserve.engine.control.commands import (
     GetDigests,
     Outcome,
     PauseGeneration,
+    ReceiveWeights,
     ResumeGeneration,
     Sleep,
     UpdateWeights,
@@ -31,7 +31,6 @@ from qserve.library.outputs import EngineDeadError
 if TYPE_CHECKING:
     import torch
 
-MEMORY = Path("/dev/shm")  # files in memory, on Linux
 RELOAD = "reload_weights"
 
 
@@ -89,25 +88,40 @@ class AsyncControl(ABC):
     ) -> str:
         """Replace all weights: from a model folder, a hub name, or tensors by name.
 
-        Tensors travel to the engine's process as a file in memory. `mode`: what happens to running
-        requests; "keep" computes their KV pages again with the new weights. Wrong weights are
-        refused before anything happens. Returns the new version.
+        Tensors on a CPU travel to the engine's process as a file in memory, those on a GPU by CUDA
+        IPC; they must not change until this returns. `mode`: what happens to running requests;
+        "keep" computes their KV pages again with the new weights. Wrong weights are refused before
+        anything happens. Returns the new version.
         """
         label = None if version is None else str(version)
         if isinstance(weights, str | Path):
             folder = await asyncio.to_thread(weights_folder, str(weights), self.config)
             command = UpdateWeights(folder=folder, version=label, mode=mode)
             return (await self._carry_out(command)).state.weight_version
-        named = weights.items() if isinstance(weights, Mapping) else weights
-        await self._supervisor()  # by then the config has the model's local path
-        folder = await asyncio.to_thread(_write, named, self.config.model)
-        try:
-            command = UpdateWeights(
-                folder=folder, version=label, mode=mode, is_kept=False, digests=True
-            )
-            return (await self._carry_out(command)).state.weight_version
-        finally:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        from qserve.engine.control import shared_tensors as shared  # loads torch
+
+        if isinstance(weights, Mapping):
+            parts = shared.in_parts(weights.items(), None)
+        else:
+            parts = shared.in_parts(weights, shared.PART_BYTES)
+        is_first, outcome = True, Outcome()
+        while (found := await asyncio.to_thread(next, parts, None)) is not None:
+            part, is_last = found
+            with contextlib.ExitStack() as stack:
+                tensors = await asyncio.to_thread(stack.enter_context, shared.shared_tensors(part))
+                command = UpdateWeights(
+                    tensors=tensors,
+                    is_first=is_first,
+                    version=label,
+                    mode=mode,
+                    is_kept=False,
+                    digests=True,
+                )
+                if not is_last:
+                    command = ReceiveWeights(tensors=tensors, is_first=is_first)
+                outcome = await self._carry_out(command)
+            is_first = False
+        return outcome.state.weight_version
 
     async def weight_digests(self) -> dict[str, str]:
         """Return the digest of each tensor in use, as `formats.weight_digest` computes it."""
@@ -144,25 +158,3 @@ class AsyncControl(ABC):
         if problem:
             raise InputError("engine", problem)
         return outcome
-
-
-def _write(tensors: "Iterable[tuple[str, torch.Tensor]]", model: str) -> str:
-    """Write tensors as a model folder with the config.json of `model`, and return its path."""
-    from safetensors.torch import save_file  # loads torch
-
-    from formats.checkpoint import CONFIG, SINGLE
-
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors:
-        if name in found:
-            raise InputError(f"tensor {name}", "comes twice in the update")
-        # a copy: two names of one memory cannot be saved
-        found[name] = tensor.detach().cpu().contiguous().clone()
-    folder = Path(tempfile.mkdtemp(prefix="qserve-", dir=MEMORY if MEMORY.is_dir() else None))
-    try:
-        shutil.copy(Path(model) / CONFIG, folder / CONFIG)
-        save_file(found, folder / SINGLE)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    return str(folder)

@@ -95,3 +95,21 @@ def test_killed_engine_comes_back_with_the_last_weights(docs_5m, tmp_path):
             await engine.close()
 
     asyncio.run(asyncio.wait_for(main(), GUARD))
+
+
+@pytest.mark.gpu
+def test_tensors_on_the_gpu_reach_the_process(docs_5m, tmp_path):
+    new = changed(docs_5m)
+    settings = {**SETTINGS, "gpu_memory_utilization": 0.2}
+    fresh_llm = LLM(str(written(new, docs_5m, tmp_path / "new")), **settings)
+    (output,) = fresh_llm.generate({"prompt_token_ids": PROMPT}, GREEDY, use_tqdm=False)
+    on_gpu = {name: tensor.cuda() for name, tensor in new.items()}
+
+    async def main():
+        async with AsyncLLM(str(docs_5m), **settings) as llm:
+            old = await tokens(llm)
+            assert await llm.update_weights(on_gpu, version=5) == "5"
+            assert await tokens(llm) == output.outputs[0].token_ids != old
+            assert await llm.update_weights(iter(on_gpu.items()), version=6) == "6"
+
+    asyncio.run(asyncio.wait_for(main(), GUARD))

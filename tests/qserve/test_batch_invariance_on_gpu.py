@@ -4,6 +4,7 @@ import pytest
 
 from calibrate.pipeline import quantize_checkpoint
 from formats.scheme import Scheme
+from qserve import LLM, SamplingParams
 from qserve.commands.check_invariance import InvarianceConfig, compare
 from qserve.config import EngineConfig
 from tests.conftest import make_tiny
@@ -56,3 +57,21 @@ def differing(folder, kv_cache_dtype="auto"):
         max_num_seqs=64,
     )
     return [each for each in compare(engine, CONFIG) if each.bits_differ]
+
+
+@pytest.mark.parametrize("quantization", ["w4a16", "w8a8", None])
+def test_prompt_logprobs_have_the_bits_of_generated_tokens(docs_5m, quantization):
+    settings = {"dtype": "bfloat16", "batch_invariant": True, "quantization": quantization}
+    llm = LLM(docs_5m, **settings, max_model_len=1024, gpu_memory_utilization=0.1)
+    prompts = [[(7 * i + 3 * j) % 500 + 3 for j in range(2 + 9 * i)] for i in range(40)]
+    drawn = SamplingParams(max_tokens=64, temperature=1.0, seed=3, logprobs=2, ignore_eos=True)
+    outputs = [each.outputs[0] for each in llm.generate(prompts, drawn, use_tqdm=False)]
+    whole = [ids + each.token_ids for ids, each in zip(prompts, outputs, strict=True)]
+    read = SamplingParams(max_tokens=0, prompt_logprobs=2, temperature=0)
+    for ids, output, again in zip(
+        prompts, outputs, llm.generate(whole, read, use_tqdm=False), strict=True
+    ):
+        found = again.prompt_logprobs[len(ids) :]
+        assert [{t: one.logprob for t, one in each.items()} for each in output.logprobs] == [
+            {t: one.logprob for t, one in each.items()} for each in found
+        ]

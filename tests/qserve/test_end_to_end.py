@@ -2,16 +2,21 @@
 
 import concurrent.futures
 import re
+import socket
 import subprocess
 import sys
 import urllib.request
+from functools import partial
 
 import openai
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
+from formats.errors import InputError
 from qserve import LLM, SamplingParams
+from qserve.training import WeightBroadcast, send_weights
+from tests.qserve.engine.control.new_weights import changed
 
 STOP_SECONDS = 30
 MESSAGES = [{"role": "user", "content": "What is a trait?"}]
@@ -180,6 +185,44 @@ def test_api_key_guards_and_sigterm_ends(quantized_5m, start_server):
         server.client("wrong").models.list()
     assert server.client("secret").models.list().data
     assert server.stop() == 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("part_bytes", [None, 500_000])
+def test_server_runs_the_weights_that_a_trainer_shares(docs_5m, start_server, part_bytes):
+    flags = ("--enable-admin-routes", "--quantization", "w4a16-sym", "--api-key", "secret")
+    server, new = start_server(docs_5m, *flags), changed(docs_5m)
+    asked = {"prompt": "The engine", "max_tokens": 9, "temperature": 0}
+    model = server.client("secret").models.list().data[0].id
+
+    def text():
+        return server.client("secret").completions.create(model=model, **asked).choices[0].text
+
+    before = text()
+    send = partial(send_weights, server.url, part_bytes=part_bytes, version=4)
+    with pytest.raises(InputError, match="answered 401"):
+        send(new, api_key="wrong")
+    surplus = {**new, "surplus": torch.zeros(1)}
+    with pytest.raises(InputError, match="answered 400: .*surplus"):
+        send(surplus, api_key="secret")
+    assert text() == before
+    if part_bytes is None:
+        assert send(new, api_key="secret") == "4"
+    else:  # the same in parts through a group, from a generator
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            port = found.getsockname()[1]
+        given = {"api_key": "secret", "port": port, "backend": "gloo", "timeout": 60.0}
+        with WeightBroadcast(server.url, **given) as group:
+            with pytest.raises(InputError, match="answered 400: .*surplus"):
+                group.send(surplus, part_bytes=part_bytes)
+            assert group.send(iter(new.items()), version=5, part_bytes=part_bytes) == "5"
+        assert send(new, api_key="secret") == "4"
+    llm = LLM(docs_5m, quantization="w4a16-sym", device="cpu")
+    llm.update_weights(new)
+    params = SamplingParams(max_tokens=9, temperature=0)
+    (output,) = llm.generate(["The engine"], params, use_tqdm=False)
+    assert text() == output.outputs[0].text != before
 
 
 @pytest.mark.exhaustive

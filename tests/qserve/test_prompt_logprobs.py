@@ -1,11 +1,14 @@
 """Log probabilities of prompts: transformers' own, however the prompt is cut into steps."""
 
+import numpy as np
 import pytest
 import torch
 
 import qserve.engine.runner.prompt_logprobs as module
+from qkernels import ops
 from qserve.engine.request import Request
 from qserve.engine.scheduling.plan import Chunk, StepPlan
+from qserve.engine.step.step_input import PromptRows
 from qserve.llm import LLM
 from qserve.params.sampling_params import ParameterError, SamplingParams
 
@@ -74,6 +77,55 @@ def test_they_are_transformers(docs_5m, references, mode, monkeypatch):
         assert completion.finish_reason == "length"
     llm.engine.scheduler.check_integrity()
     assert llm.engine.scheduler.pool.num_free == llm.engine.scheduler.pool.num_pages
+
+
+@pytest.mark.parametrize("quantization", [None, "w4a16", "w8a8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_they_have_the_bits_of_generated_tokens(docs_5m, quantization, dtype):
+    """Tokens drawn in a batch, and the same tokens as prompts, as a trainer compares them."""
+    llm = LLM(
+        docs_5m,
+        device="cpu",
+        batch_invariant=True,
+        quantization=quantization,
+        dtype=dtype,
+        max_num_batched_tokens=19,
+        max_num_seqs=3,
+    )
+    drawn = SamplingParams(
+        max_tokens=20, temperature=1.0, seed=3, logprobs=2, ignore_eos=True, detokenize=False
+    )
+    outputs = [each.outputs[0] for each in llm.generate(PROMPTS, drawn, use_tqdm=False)]
+    whole = [ids + each.token_ids for ids, each in zip(PROMPTS, outputs, strict=True)]
+    read = SamplingParams(max_tokens=0, prompt_logprobs=2, temperature=0, detokenize=False)
+    for ids, output, again in zip(
+        PROMPTS, outputs, llm.generate(whole, read, use_tqdm=False), strict=True
+    ):
+        found = again.prompt_logprobs[len(ids) :]
+        assert [{t: one.logprob for t, one in each.items()} for each in output.logprobs] == [
+            {t: one.logprob for t, one in each.items()} for each in found
+        ]
+
+
+def test_given_tokens_are_drawn_whatever_their_logits():
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(6, 300, generator=generator) * 9
+    logits[2, 7] = logits[3] = logits[4, 0] = -torch.inf
+    logits[3, 9] = 1.0
+    tokens = np.array([0, 299, 7, 9, 5, 200])
+    for count in (0, 4):
+        found = ops.sample_(logits, module.drawing(tokens, count))
+        given = found.tokens_S == torch.from_numpy(tokens)
+        assert given.tolist() == [True, True, False, True, True, True]
+        expected = logits.double().log_softmax(-1)
+        got = expected.gather(1, found.tokens_S[:, None])[:, 0]
+        torch.testing.assert_close(found.logprobs_S.double(), got, atol=1e-5, rtol=1e-5)
+        assert found.top_tokens_SN.shape == (6, count)
+    hidden, rows = torch.eye(6), PromptRows(rows=np.arange(6), targets=tokens, num_alternatives=1)
+    handle = module.launch_prompt_logprobs(lambda x_SC: x_SC @ logits.nan_to_num(), hidden, rows)
+    assert torch.isfinite(handle.logprobs.wait()).all()
+    handle = module.launch_prompt_logprobs(lambda x_SC: logits[x_SC.argmax(1)], hidden, rows)
+    assert handle.logprobs.wait().isinf().tolist() == [False, False, True, False, False, False]
 
 
 def test_the_preempted_mode_preempts(docs_5m):

@@ -7,7 +7,7 @@ from torch import nn
 
 from calibrate import quantize_checkpoint
 from formats import InputError, PackedWeight, Scheme, save_quantized
-from qkernels import QuantLinear, SchemeName, explain, replace_linears
+from qkernels import QuantLinear, SchemeName, TrainableQuantLinear, explain, replace_linears
 
 NAME: SchemeName = "w4a16-sym"
 
@@ -33,6 +33,13 @@ def whole_model(model: nn.Module) -> None:
         print(error.subject, error.problem, error.remedy)
         return
     assert_type(names, list[str])
+
+
+def trained(model: nn.Module, linear: nn.Linear) -> None:
+    assert_type(replace_linears(model, NAME, trainable=True, kernel="fixed_order"), list[str])
+    layer = TrainableQuantLinear.from_float(linear, "w8a8-fp8", name="layers.0.up")
+    assert_type(layer, TrainableQuantLinear)
+    assert_type(layer(torch.randn(2, layer.in_features)), torch.Tensor)
 
 
 def files(linears: dict[str, QuantLinear]) -> None:

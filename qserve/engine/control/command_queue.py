@@ -12,8 +12,11 @@ from qserve.engine.control.commands import (
     AnyCommand,
     EngineState,
     GetDigests,
+    JoinWeightGroup,
+    LeaveWeightGroup,
     Outcome,
     PauseGeneration,
+    ReceiveWeights,
     ResumeGeneration,
     Sleep,
     UpdateWeights,
@@ -97,6 +100,10 @@ class CommandQueue:
                 return self._sleep(command)
             case WakeUp():
                 return self._wake_up(command)
+            case JoinWeightGroup() | LeaveWeightGroup():
+                return self._change_group(command)
+            case ReceiveWeights():
+                return self._receive(command)
             case UpdateWeights():
                 return self._update(lambda: self._stage(command), command.mode)
             case GetDigests():
@@ -172,8 +179,26 @@ class CommandQueue:
                 engine.resume()
         return self._outcome()
 
+    def _receive(self, command: ReceiveWeights) -> Work:
+        count, is_complete = self._engine.operations.receive(command)
+        return Outcome(state=self._outcome().state, num_tensors=count, is_complete=is_complete)
+        yield
+
+    def _change_group(self, command: JoinWeightGroup | LeaveWeightGroup) -> Work:
+        operations = self._engine.operations
+        if isinstance(command, JoinWeightGroup):
+            operations.join_group(command)
+        else:
+            operations.leave_group(command.name)
+        return self._outcome()
+        yield
+
     def _stage(self, command: UpdateWeights) -> "StagedUpdate":
         operations = self._engine.operations
+        if command.tensors is not None:
+            if command.is_first:
+                operations.drop_received()
+            return operations.stage_shared(command.tensors, command.version, command.digests)
         update = operations.stage(
             folder=command.folder, version=command.version, digests=command.digests
         )

@@ -50,13 +50,76 @@ class WakeUp(Command):
     tags: list[str] | None = None
 
 
-class UpdateWeights(Command):
-    """Replace the weights by those of a folder."""
+class CudaMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """CUDA IPC handle of a tensor's memory, as torch makes it."""
 
-    folder: str
+    device: str  # UUID of the GPU: processes may number GPUs in different ways
+    handle: bytes
+    storage_bytes: int
+    storage_offset: int
+    tensor_offset: int  # in elements
+    stride: list[int]
+    counter: bytes  # of references, in host memory that torch shares
+    counter_offset: int
+    event: bytes
+    has_event: bool
+
+
+class SharedTensor(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor in memory that a trainer on this host shares: a file in memory, or CUDA memory."""
+
+    name: str
+    dtype: str  # as torch names it: bfloat16
+    shape: list[int]
+    path: str = ""  # of the file
+    offset: int = 0  # in the file, bytes
+    cuda: CudaMemory | None = None  # instead of the file
+
+
+class BroadcastWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """Tensors that a trainer broadcasts in a group, in this order."""
+
+    group: str
+    names: list[str]
+    dtypes: list[str]  # as torch names them, "torch." or not
+    shapes: list[list[int]]
+
+
+class JoinWeightGroup(Command):
+    """Join the group in which a trainer, rank 0, broadcasts weights."""
+
+    name: str
+    address: str  # of the trainer's store
+    port: int
+    rank: int
+    world_size: int
+    backend: str
+    timeout: float  # seconds, of joining and of each broadcast
+
+
+class LeaveWeightGroup(Command):
+    """Leave a group."""
+
+    name: str
+
+
+class ReceiveWeights(Command):
+    """Copy a part of the new weights to the host, until UpdateWeights brings the last part."""
+
+    tensors: list[SharedTensor] = []
+    broadcast: BroadcastWeights | None = None  # instead of shared tensors
+    is_first: bool = False  # drop parts that came before, of an update that did not end
+
+
+class UpdateWeights(Command):
+    """Replace the weights by those of a folder, or by all tensors that were shared."""
+
+    folder: str = ""
+    tensors: list[SharedTensor] | None = None  # instead of the folder
+    is_first: bool = False  # of tensors: drop parts that came before
     version: str | None = None  # None: the number of updates
     mode: str = WAIT  # KEEP: running requests compute their KV pages again and continue
-    is_kept: bool = True  # False: the folder is deleted afterwards
+    is_kept: bool = True  # False: it cannot be read again
     digests: bool = False  # compute them now, not when they are asked for
 
 
@@ -78,11 +141,22 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     state: EngineState = EngineState()
     num_requests: int = 0  # aborted
+    num_tensors: int = 0  # that ReceiveWeights has brought
+    is_complete: bool = False  # they are all tensors of the model's folder
     total_digest: str = ""
     digests: dict[str, str] = {}  # of each tensor, by name
     schemes: dict[str, str] = {}  # of each linear that is rounded, by name
 
 
 AnyCommand = (
-    PauseGeneration | ResumeGeneration | AbortAll | Sleep | WakeUp | UpdateWeights | GetDigests
+    PauseGeneration
+    | ResumeGeneration
+    | AbortAll
+    | Sleep
+    | WakeUp
+    | JoinWeightGroup
+    | LeaveWeightGroup
+    | ReceiveWeights
+    | UpdateWeights
+    | GetDigests
 )

@@ -1,7 +1,9 @@
 """Operations on one engine that has no step in flight: sleep, wake, new weights, their digests."""
 
+import itertools
 import logging
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -9,10 +11,23 @@ import torch
 
 from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
+from formats.files.held_tensors import HeldTensors
+from formats.layouts import quantized_modules
 from formats.weight_digest import total_digest
 from qserve.config import EngineConfig
-from qserve.engine.control.commands import FIRST_VERSION, KV_CACHE, LEVELS, TAGS, WEIGHTS
+from qserve.engine.control.commands import (
+    FIRST_VERSION,
+    KV_CACHE,
+    LEVELS,
+    TAGS,
+    WEIGHTS,
+    JoinWeightGroup,
+    ReceiveWeights,
+    SharedTensor,
+)
 from qserve.engine.control.fingerprint import system_fingerprint
+from qserve.engine.control.shared_tensors import NamedTensors, open_tensors
+from qserve.engine.control.weight_group import WeightGroup
 from qserve.engine.distributed.worker_group import WorkerGroup
 from qserve.engine.runner.residence import Residence
 from qserve.model.model_config import ModelConfig
@@ -20,8 +35,6 @@ from qserve.model.resident.staged import StagedWeights
 from qserve.model.resident.update_source import UpdateSource, rounded_schemes
 
 logger = logging.getLogger(__name__)
-
-NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +69,8 @@ class Operations:
         self._last_folder, self._last_version = config.model, FIRST_VERSION  # before tensors
         self._digests: dict[str, str] | None = None  # None: not computed yet
         self._num_updates = 0
+        self._received: dict[str, torch.Tensor] = {}  # parts of an update, on the host
+        self._groups: dict[str, WeightGroup] = {}  # by name
         self.version = FIRST_VERSION  # of the weights
         self.is_sleeping = False
         self._fingerprint: str | None = None  # None: the weights are others than before
@@ -156,6 +171,86 @@ class Operations:
         if version is None:
             version = str(self._num_updates + 1)
         return StagedUpdate(weights=staged, version=version, folder=folder)
+
+    def join_group(self, command: JoinWeightGroup) -> None:
+        """Join a group in which a trainer broadcasts weights. Raises InputError."""
+        _ = self._residence  # raises for several ranks
+        if command.name in self._groups:
+            raise InputError(
+                f"weight group {command.name:.80}", "exists already", "destroy it first"
+            )
+        device = self._workers.runner.device
+        self._groups[command.name] = WeightGroup(command, command.rank, device)
+
+    def leave_group(self, name: str) -> None:
+        """Leave a group. Raises InputError if there is none of that name."""
+        self._group(name)
+        del self._groups[name]
+
+    def _group(self, name: str) -> WeightGroup:
+        if name not in self._groups:
+            raise InputError(
+                f"weight group {name:.80}", "does not exist", "POST /init_weights_update_group"
+            )
+        return self._groups[name]
+
+    def receive(self, command: ReceiveWeights) -> tuple[int, bool]:
+        """Copy a part of the new weights to the host.
+
+        Returns the number of tensors so far, and True if they are all of the model's folder. Raises
+        InputError, and then drops all parts.
+        """
+        _ = self._residence  # raises for several ranks
+        if command.is_first:
+            self.drop_received()
+        shared, broadcast = command.tensors, command.broadcast
+        try:
+            names = [each.name for each in shared] if broadcast is None else broadcast.names
+            # before anything is received: a group that is left in the middle cannot be used again
+            for name, count in Counter([*self._received, *names]).items():
+                if count > 1:
+                    raise InputError(
+                        f"tensor {name:.200}",
+                        "comes twice in the update",
+                        "send all parts again: those that came are dropped",
+                    )
+            if broadcast is None:
+                coming = open_tensors(shared)
+            else:
+                coming = self._group(broadcast.group).receive(broadcast)
+            for name, tensor in coming:
+                self._received[name] = tensor.to("cpu", copy=broadcast is None)
+        except BaseException:
+            self.drop_received()
+            raise
+        return len(self._received), self._has_all()
+
+    def drop_received(self) -> None:
+        """Drop the parts of an update that has not ended."""
+        self._received = {}
+
+    def _has_all(self) -> bool:
+        """True if the received tensors are those of the model's folder, which is in float."""
+        reader = CheckpointReader(self._config.model)
+        if quantized_modules(reader.entries):
+            return False
+        held = HeldTensors(self._received.items(), reader.config)
+        return reader.entries.keys() <= held.entries.keys()
+
+    def stage_shared(
+        self,
+        shared: Sequence[SharedTensor],
+        version: str | None = None,
+        digests: bool = False,
+    ) -> StagedUpdate:
+        """Read and check what was received, and these tensors. Raises InputError.
+
+        The received parts are dropped in any case: the next update begins anew.
+        """
+        received = self._received
+        self.drop_received()
+        tensors = itertools.chain(received.items(), open_tensors(shared))
+        return self.stage(tensors=tensors, version=version, digests=digests)
 
     def commit(self, update: StagedUpdate) -> None:
         """Use staged weights. Wakes them, where they sleep. Raises InputError."""

@@ -2,25 +2,39 @@
 
 Row p of a prompt gives the log probability of token p + 1. Each row is taken once, by the first
 step that computes it, however the prompt is chunked; a request that is recomputed does not report
-it twice. Legend: P rows, V vocabulary, N alternatives.
+it twice. The operation that draws tokens computes the values: from equal logits the log probability
+of a prompt token has the bits of that of a generated one. Legend: P rows, S rows of a slice,
+V vocabulary, N alternatives.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from qkernels import ops
+from qkernels.sampling.settings import SampleSettings
+from qkernels.sampling.words import (
+    BIAS_END,
+    BIAS_START,
+    NUM_WORDS,
+    SampleRow,
+    pack_bias,
+    pack_row,
+)
 from qserve.engine.request import Request
 from qserve.engine.scheduling.scheduler import StepPlan
 from qserve.engine.step.step_input import PromptRows
 from qserve.engine.step.transfer import HostCopy, to_device
 from qserve.engine.token_event import TokenLogprobs
 
-# Logits that exist at a time, in float32: 64 MiB, plus twice that for intermediate results. The
-# 8000 rows of a long prompt would take 4 GB for a vocabulary of 128,256.
+# Logits that exist at a time. Of each: 4 bytes, 8 of candidates for the likeliest, 1 for its rank.
+# The 8000 rows of a long prompt would take 4 GB for a vocabulary of 128,256.
 SLICE_LOGITS = 2**24
-SLICE_BYTES = 3 * 4 * SLICE_LOGITS
+SLICE_BYTES = 13 * SLICE_LOGITS
+MOST_ROWS = 2**15  # of a slice; a grid has up to 65535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,15 +104,29 @@ def launch_prompt_logprobs(
     size = 1  # the first row shows the vocabulary size
     first = 0
     while first < len(rows.rows):
-        logits_SV = logits_of(hidden_TC[index_P[first : first + size]]).float()
-        target_S1 = logits_SV.gather(1, targets_P[first : first + size, None])
-        total_S1 = logits_SV.logsumexp(-1, keepdim=True)
-        top = logits_SV.topk(min(rows.num_alternatives, logits_SV.shape[1]), -1)
+        piece = slice(first, first + size)
+        logits_SV = logits_of(hidden_TC[index_P[piece]])
+        count = min(rows.num_alternatives, logits_SV.shape[1])
+        settings = drawing(rows.targets[piece], count).to(device)
+        samples = ops.sample_(logits_SV, settings)
+        target_S1 = logits_SV.gather(1, targets_P[piece, None])
+        # a token that has no chance cannot be drawn
+        logprob_S = torch.where(target_S1[:, 0] == -torch.inf, -torch.inf, samples.logprobs_S)
         rank_S = (logits_SV > target_S1).sum(-1) + 1
-        parts.append(((target_S1 - total_S1)[:, 0], rank_S, top.values - total_S1, top.indices))
+        parts.append((logprob_S, rank_S, samples.top_logprobs_SN, samples.top_tokens_SN))
         first += size
-        size = max(1, SLICE_LOGITS // logits_SV.shape[1])
+        size = min(MOST_ROWS, max(1, SLICE_LOGITS // logits_SV.shape[1]))
     columns = [HostCopy(torch.cat(column)) for column in zip(*parts, strict=True)]
     return PromptHandle(
         logprobs=columns[0], ranks=columns[1], top_logprobs=columns[2], top_tokens=columns[3]
     )
+
+
+def drawing(tokens_S: np.ndarray, num_logprobs: int) -> SampleSettings:
+    """Settings that draw the given tokens: each has a bias of infinity."""
+    words_SP = np.empty((len(tokens_S), NUM_WORDS), np.int64)
+    words_SP[:, :BIAS_START] = pack_row(SampleRow(num_logprobs=num_logprobs))
+    words_SP[:, BIAS_START] = np.arange(len(tokens_S))
+    words_SP[:, BIAS_END] = words_SP[:, BIAS_START] + 1
+    (entry,) = pack_bias(SampleRow(bias=((0, math.inf),)))
+    return SampleSettings.of_words(words_SP, tokens_S.astype(np.int64) << 32 | entry)

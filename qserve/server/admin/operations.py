@@ -7,8 +7,9 @@ Routes that would read pickled tensors are refused by name.
 import asyncio
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,17 +25,21 @@ MOST_BYTES = 65536  # of a body
 BOOLS = {"true": True, "1": True, "false": False, "0": False}
 # SGLang's modes of /pause_generation -> ours
 SGLANG_MODES = {"abort": commands.ABORT, "retract": commands.KEEP, "in_place": commands.KEEP}
-BY_FOLDER = "write the tensors to a folder (/dev/shm is memory) and POST /update_weights_from_disk"
+MOST_BYTES_OF_TENSORS = 2**25  # of a body that describes tensors, each in up to 1 KB
+BY_FOLDER = (
+    "share the tensors with POST /update_weights_from_ipc (qserve.training.send_weights), broadcast"
+    " them (/init_weights_update_group), or POST /update_weights_from_disk"
+)
 # Routes of other servers that are not served -> what to do instead
 NOT_HERE = {
     "/update_weights_from_tensor": BY_FOLDER,
-    "/update_weights_from_ipc": BY_FOLDER,
-    "/update_weights_from_distributed": BY_FOLDER,
-    "/init_weights_update_group": BY_FOLDER,
     "/init_weight_transfer_engine": BY_FOLDER,
     "/update_weights": BY_FOLDER,
 }
 RELOAD = "reload_weights"  # the one method of /collective_rpc
+DEFAULT_GROUP = "weight_update_group"
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 routes = RouteList()
 
@@ -155,6 +160,114 @@ async def update_weights_from_disk(request: Request) -> Response:
     )
 
 
+class SharedWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of /update_weights_from_ipc: tensors in memory that a trainer on this host shares."""
+
+    tensors: list[commands.SharedTensor]
+    is_last: bool = True  # False: a part; the engine copies it and waits for the last one
+    is_first: bool = False  # drop parts that came before, of an update that did not end
+    weight_version: str | int | None = None
+    mode: str = commands.WAIT
+    digests: bool = True  # compute them now; later they cannot be
+
+
+@routes.post("/update_weights_from_ipc")
+async def update_weights_from_ipc(request: Request) -> Response:
+    """Replace the weights by tensors in shared memory; nothing is pickled."""
+    body = await _decoded(request, SharedWeights)
+    if not body.is_last:
+        received = commands.ReceiveWeights(tensors=body.tensors, is_first=body.is_first)
+        outcome = await _operate(request, received)
+        return json_response({"success": True, "num_tensors": outcome.num_tensors})
+    command = commands.UpdateWeights(
+        tensors=body.tensors,
+        is_first=body.is_first,
+        version=_label(body.weight_version),
+        mode=_mode({"mode": body.mode}),
+        is_kept=False,
+        digests=body.digests,
+    )
+    outcome = await _operate(request, command)
+    return json_response({"success": True, "weight_version": outcome.state.weight_version})
+
+
+class NewGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of /init_weights_update_group, as in SGLang."""
+
+    master_address: str
+    master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    rank_offset: int  # rank of the engine; the trainer is rank 0
+    world_size: int
+    group_name: Name = DEFAULT_GROUP
+    backend: str = "nccl"
+    timeout: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 300.0  # seconds
+
+
+class BroadcastPart(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of /update_weights_from_distributed: SGLang's, and what follows `is_last`."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: Name = DEFAULT_GROUP
+    weight_version: str | int | None = None
+    abort_all_requests: bool = False
+    is_last: bool | None = None  # None: if all tensors of the model's folder have come
+    is_first: bool = False  # drop parts that came before, of an update that did not end
+    mode: str | None = None
+    digests: bool = True
+
+
+@routes.post("/init_weights_update_group")
+async def init_weights_update_group(request: Request) -> Response:
+    """Join a trainer's process group; it answers when all members have joined."""
+    body = await _decoded(request, NewGroup)
+    command = commands.JoinWeightGroup(
+        name=body.group_name,
+        address=body.master_address,
+        port=body.master_port,
+        rank=body.rank_offset,
+        world_size=body.world_size,
+        backend=body.backend,
+        timeout=body.timeout,
+    )
+    await _operate(request, command)
+    return json_response({"success": True, "message": "Succeeded to initialize the group."})
+
+
+@routes.post("/destroy_weights_update_group")
+async def destroy_weights_update_group(request: Request) -> Response:
+    name = (await _body(request)).get("group_name", DEFAULT_GROUP)
+    await _operate(request, commands.LeaveWeightGroup(name=str(name)))
+    return json_response({"success": True, "message": "Succeeded to destroy the group."})
+
+
+@routes.post("/update_weights_from_distributed")
+async def update_weights_from_distributed(request: Request) -> Response:
+    """Receive tensors that the trainer broadcasts; the last ones replace the weights."""
+    body = await _decoded(request, BroadcastPart)
+    mode = body.mode or (commands.ABORT if body.abort_all_requests else commands.WAIT)
+    mode = _mode({"mode": mode})
+    broadcast = commands.BroadcastWeights(
+        group=body.group_name, names=body.names, dtypes=body.dtypes, shapes=body.shapes
+    )
+    received = commands.ReceiveWeights(broadcast=broadcast, is_first=body.is_first)
+    outcome = await _operate(request, received)
+    message = f"Received {outcome.num_tensors} tensors; the weights are unchanged."
+    if outcome.is_complete if body.is_last is None else body.is_last:
+        command = commands.UpdateWeights(
+            tensors=[],
+            version=_label(body.weight_version),
+            mode=mode,
+            is_kept=False,
+            digests=body.digests,
+        )
+        outcome = await _operate(request, command)
+        message = "Succeeded to update model weights."
+    version = outcome.state.weight_version
+    return json_response({"success": True, "message": message, "weight_version": version})
+
+
 @routes.post("/collective_rpc")
 async def collective_rpc(request: Request) -> Response:
     """vLLM's reload_weights: from the folder `weights_path`, by default the model's."""
@@ -207,8 +320,12 @@ async def _update(request: Request, path: object, version: object, mode: str) ->
         folder = await asyncio.to_thread(service.weights_folder, path)
     except InputError as error:
         raise ApiError(400, f"{error}.", "model_path") from None
-    label = None if version is None else str(version)[:200]
-    return await _operate(request, commands.UpdateWeights(folder=folder, version=label, mode=mode))
+    command = commands.UpdateWeights(folder=folder, version=_label(version), mode=mode)
+    return await _operate(request, command)
+
+
+def _label(version: str | int | None) -> str | None:
+    return None if version is None else str(version)[:200]
 
 
 def _admin(request: Request) -> Service:
@@ -230,6 +347,16 @@ async def _operate(request: Request, command: AnyCommand) -> Outcome:
     if problem:
         raise ApiError(400, f"{problem}.")
     return outcome
+
+
+async def _decoded(request: Request, kind: type[Body]) -> Body:
+    """A body that describes tensors or groups. Raises ApiError."""
+    _admin(request)
+    data = await small_body(request, MOST_BYTES_OF_TENSORS)
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise ApiError(400, f"The body is not what this route takes: {error}.") from None
 
 
 async def _body(request: Request) -> dict[str, Any]:

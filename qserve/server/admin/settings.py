@@ -13,8 +13,8 @@ class AdminSettings:
 
     enable_admin_routes: bool = setting(
         False,
-        "enable POST /pause, /resume, /sleep, /wake_up, /abort_requests, /update_weights_from_disk"
-        " and GET /weights/digest; requires an API key",
+        "enable POST /pause, /resume, /sleep, /wake_up, /abort_requests, /update_weights_from_disk,"
+        " /update_weights_from_ipc and GET /weights/digest; requires an API key",
     )
     admin_api_key_file: str | None = setting(
         None,

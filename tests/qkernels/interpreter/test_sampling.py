@@ -235,6 +235,19 @@ def test_logprobs_of_equal_logits_come_in_order_of_token(device, vocabulary):
     assert float(got.logprobs_S[0]) == pytest.approx(-math.log(vocabulary), abs=1e-5)
 
 
+def test_bias_of_infinity_draws_its_token_with_the_bits_of_any_draw(device, half):
+    """So the log probability of a given token is that of a generated one."""
+    logits = logits_of(3, 2100, half, device)
+    rows = [SampleRow(temperature=2.0, seed=i, num_logprobs=2) for i in range(3)]
+    drawn = sampling.sample_(logits, pack(rows, device))
+    biases = [((token, math.inf),) for token in drawn.tokens_S.tolist()]
+    forced = [SampleRow(num_logprobs=2, bias=each) for each in biases]
+    again = sampling.sample_(logits, pack(forced, device))
+    assert all(map(torch.equal, drawn, again)), (drawn, again)
+    other = sampling.sample_(logits, pack([SampleRow(bias=((9, math.inf),))] * 3, device))
+    assert other.tokens_S.tolist() == [9] * 3
+
+
 @pytest.mark.parametrize("place", [0, 4500])
 def test_nan_row_is_marked_and_not_counted(device, place):
     logits = logits_of(3, 4501, torch.float32, device)

@@ -1,9 +1,11 @@
 """Routes for operators: access, the commands that they become, other requests meanwhile."""
 
 import asyncio
+import json
 import os
 import signal
 
+import msgspec
 import pytest
 
 from formats.errors import InputError
@@ -70,6 +72,34 @@ def test_routes_need_their_flag_and_a_key(make, make_server, error):
         make_server(ServerConfig(admin_api_key_file="/nowhere"))
 
 
+TENSOR = commands.SharedTensor(name="a", dtype="int8", shape=[4], path="/dev/shm/x", offset=64)
+MEMORY = commands.CudaMemory(
+    device="GPU-1",
+    handle=b"\0\1",
+    storage_bytes=8,
+    storage_offset=0,
+    tensor_offset=4,
+    stride=[1],
+    counter=b"name",
+    counter_offset=3,
+    event=b"",
+    has_event=False,
+)
+SHARED, CUDA = (json.loads(msgspec.json.encode(each)) for each in (TENSOR, MEMORY))
+
+GROUP = {"master_address": "10.0.0.1", "master_port": 29500, "rank_offset": 1, "world_size": 2}
+JOIN = {
+    "name": "weight_update_group",
+    "address": "10.0.0.1",
+    "port": 29500,
+    "rank": 1,
+    "world_size": 2,
+    "backend": "nccl",
+    "timeout": 300.0,
+}
+PART = {"names": ["a"], "dtypes": ["bfloat16"], "shapes": [[2, 3]]}
+BROADCAST = commands.BroadcastWeights(group="weight_update_group", **PART)
+
 P, S, W, U = (
     commands.PauseGeneration,
     commands.Sleep,
@@ -99,6 +129,37 @@ P, S, W, U = (
             "/update_weights_from_disk",
             {"model_path": "/new", "weight_version": 3, "abort_all_requests": True},
             U(folder="/new", version="3", mode="abort"),
+        ),
+        (
+            "/update_weights_from_ipc",
+            {"tensors": [SHARED], "weight_version": 3, "mode": "keep"},
+            U(tensors=[TENSOR], version="3", mode="keep", is_kept=False, digests=True),
+        ),
+        (
+            "/update_weights_from_ipc",
+            {"tensors": [SHARED], "is_last": False},
+            commands.ReceiveWeights(tensors=[TENSOR]),
+        ),
+        (
+            "/update_weights_from_ipc",
+            {"tensors": [{**SHARED, "cuda": CUDA}], "digests": False},
+            U(
+                tensors=[msgspec.structs.replace(TENSOR, cuda=MEMORY)],
+                mode="wait",
+                is_kept=False,
+                digests=False,
+            ),
+        ),
+        ("/init_weights_update_group", GROUP, commands.JoinWeightGroup(**JOIN)),
+        (
+            "/destroy_weights_update_group",
+            {"group_name": "weight_update_group"},
+            commands.LeaveWeightGroup(name="weight_update_group"),
+        ),
+        (
+            "/update_weights_from_distributed",
+            {**PART, "flush_cache": True},
+            commands.ReceiveWeights(broadcast=BROADCAST),
         ),
         ("/collective_rpc", {"method": "reload_weights"}, None),
         (
@@ -141,7 +202,31 @@ def test_requests_become_commands(path, body, command, make, docs_5m):
             "weight_version",
         ),
         ("/update_weights_from_tensor", {}, 501, "POST /update_weights_from_disk"),
-        ("/update_weights_from_ipc", {}, 501, "is not supported"),
+        ("/init_weight_transfer_engine", {}, 501, "qserve.training.send_weights"),
+        ("/init_weights_update_group", {**GROUP, "master_port": 0}, 400, "master_port"),
+        ("/init_weights_update_group", {**GROUP, "timeout": 1e9}, 400, "timeout"),
+        ("/update_weights_from_distributed", {**PART, "shapes": [3]}, 400, "`$.shapes[0]`"),
+        ("/update_weights_from_distributed", {**PART, "mode": "now"}, 400, "found 'now'"),
+        ("/update_weights_from_ipc", {}, 400, "missing required field `tensors`"),
+        ("/update_weights_from_ipc", [], 400, "is not what this route takes"),
+        (
+            "/update_weights_from_ipc",
+            {"tensors": [{**SHARED, "shape": "4"}]},
+            400,
+            "`$.tensors[0].shape`",
+        ),
+        (
+            "/update_weights_from_ipc",
+            {"tensors": [], "mode": "now"},
+            400,
+            "expected one of abort, wait, keep, found 'now'",
+        ),
+        (
+            "/update_weights_from_ipc",
+            {"tensors": [], "mode": "x" * 2**25},
+            413,
+            "expected at most 33554432 bytes",
+        ),
         ("/collective_rpc", {"method": "save"}, 400, "expected reload_weights"),
         ("/sleep", None, 400, "no such level"),
     ],
@@ -151,6 +236,21 @@ def test_wrong_requests_are_refused(path, body, status, message, make, error):
     server.operated.problem = "no such level"  # what the engine says of a command
     found = error(server.request("POST", path, json=body, headers=ADMIN), status)
     assert message in found["message"]
+
+
+@pytest.mark.parametrize("is_last", [None, True, False])
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_last_part_replaces_the_weights(is_last, is_complete, make):
+    server = make()
+    server.operated.outcome = Outcome(num_tensors=4, is_complete=is_complete)
+    body = {**PART, "is_last": is_last, "weight_version": 3, "abort_all_requests": True}
+    reply = server.request("POST", "/update_weights_from_distributed", json=body, headers=ADMIN)
+    assert reply.json()["success"]
+    update = U(tensors=[], version="3", mode="abort", is_kept=False, digests=True)
+    ends = is_complete if is_last is None else is_last
+    received = commands.ReceiveWeights(broadcast=BROADCAST)
+    assert server.operated.commands == [received, *([update] if ends else [])]
+    assert ("Received 4 tensors" in reply.json()["message"]) == (not ends)
 
 
 def test_answers_tell_the_state(make):

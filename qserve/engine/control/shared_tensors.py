@@ -1,0 +1,197 @@
+"""Tensors that another process of this host shares: files in memory, CUDA IPC handles.
+
+`shared_tensors` is the trainer's side, `open_tensors` the engine's. What passes between them is
+numbers, names and handles (commands.SharedTensor); nothing is pickled.
+"""
+
+import contextlib
+import math
+import os
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from formats.errors import InputError
+from qserve.engine.control.commands import CudaMemory, SharedTensor
+
+MEMORY = Path("/dev/shm")  # files in memory, on Linux
+PREFIX = "qserve-tensors-"  # of the files' names; no other file is opened
+ALIGNMENT = 64  # bytes: of each tensor in a file
+PART_BYTES = 2**31  # shared at a time, where tensors are made one after the other
+DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn),
+        *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool),
+    )
+}
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+@contextlib.contextmanager
+def shared_tensors(
+    tensors: Mapping[str, torch.Tensor] | NamedTensors,
+) -> Iterator[list[SharedTensor]]:
+    """Share tensors with processes of this host until the end of the block.
+
+    Tensors on a CPU are copied to a file in memory. Those on a GPU are shared as they are: they
+    must not change inside the block.
+    """
+    named = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
+    on_host = [(name, each.detach()) for name, each in named if each.device.type == "cpu"]
+    places, size = [], 0
+    for _, tensor in on_host:
+        places.append(size)
+        size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    path = ""
+    try:
+        if on_host:
+            file, path = tempfile.mkstemp(prefix=PREFIX, dir=_folder())
+            with os.fdopen(file, "wb") as opened:
+                opened.truncate(size)
+            for (_, tensor), place in zip(on_host, places, strict=True):
+                _view(path, place, tensor.dtype, tensor.shape, shared=True).copy_(tensor)
+        offset_of = dict(zip((name for name, _ in on_host), places, strict=True))
+        yield [
+            SharedTensor(
+                name=name,
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=list(tensor.shape),
+                path=path if name in offset_of else "",
+                offset=offset_of.get(name, 0),
+                cuda=None if name in offset_of else _cuda_memory(tensor.detach()),
+            )
+            for name, tensor in named
+        ]
+    finally:
+        if path:
+            os.unlink(path)
+
+
+def in_parts(
+    named: NamedTensors, part_bytes: int | None
+) -> Iterator[tuple[list[tuple[str, torch.Tensor]], bool]]:
+    """Yield lists of tensors of up to that many bytes, and True with the last one."""
+    part: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in named:
+        if part and part_bytes is not None and size + tensor.nbytes > part_bytes:
+            yield part, False
+            part, size = [], 0
+        part.append((name, tensor))
+        size += tensor.nbytes
+    yield part, True
+
+
+def open_tensors(shared: Sequence[SharedTensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors by name; nothing is copied. Raises InputError on wrong descriptions."""
+    for each in shared:
+        name, dtype = f"tensor {each.name:.200}", DTYPES.get(each.dtype)
+        if dtype is None:
+            known = ", ".join(DTYPES)
+            raise InputError(name, f"has the unknown dtype {each.dtype!r:.40}", f"known: {known}")
+        if any(not 0 <= size < 2**40 for size in (*each.shape, each.offset)):
+            raise InputError(name, f"has the shape {each.shape!s:.80}, offset {each.offset}")
+        if each.cuda is not None:
+            yield each.name, _open_cuda(each, dtype, name)
+            continue
+        _check_file(each, dtype.itemsize * math.prod(each.shape), name)
+        yield each.name, _view(each.path, each.offset, dtype, each.shape, shared=False)
+
+
+def _folder() -> Path:
+    return MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
+
+
+def _check_file(shared: SharedTensor, num_bytes: int, name: str) -> None:
+    """Raise InputError unless the tensor lies in a file that `shared_tensors` has made."""
+    path = Path(shared.path)
+    if path.parent != _folder() or not path.name.startswith(PREFIX):
+        raise InputError(
+            name, f"is not in a file {_folder() / PREFIX}*, found {shared.path!r:.200}"
+        )
+    try:
+        found = path.lstat()
+    except OSError as error:
+        raise InputError(
+            name, f"its file cannot be read: {error}", "keep it until the update has ended"
+        ) from None
+    if not stat.S_ISREG(found.st_mode) or shared.offset % ALIGNMENT:
+        raise InputError(name, "is not in a regular file, or not aligned there")
+    if shared.offset + num_bytes > found.st_size:
+        raise InputError(
+            name,
+            f"its bytes {shared.offset} to {shared.offset + num_bytes} are not in its file of"
+            f" {found.st_size} bytes",
+        )
+
+
+def _view(
+    path: str, offset: int, dtype: torch.dtype, shape: Sequence[int], *, shared: bool
+) -> torch.Tensor:
+    """A tensor over a part of a file; writes reach the file if it is `shared`."""
+    count = math.prod(shape)
+    if count == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    end = offset + count * dtype.itemsize
+    whole = torch.from_file(path, shared=shared, size=end, dtype=torch.uint8)
+    return whole[offset:].view(dtype).view(tuple(shape))
+
+
+def _cuda_memory(tensor: torch.Tensor) -> CudaMemory:
+    _, arguments = reduce_tensor(tensor)
+    (_, _, stride, offset, _, _, device, handle, storage_bytes, storage_offset) = arguments[:10]
+    (_, counter, counter_offset, event, has_event) = arguments[10:]
+    return CudaMemory(
+        device=str(torch.cuda.get_device_properties(device).uuid),
+        handle=handle,
+        storage_bytes=storage_bytes,
+        storage_offset=storage_offset,
+        tensor_offset=offset,
+        stride=list(stride),
+        counter=counter,
+        counter_offset=counter_offset,
+        event=event,
+        has_event=has_event,
+    )
+
+
+def _open_cuda(shared: SharedTensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    memory = shared.cuda
+    uuids = [
+        str(torch.cuda.get_device_properties(number).uuid)
+        for number in range(torch.cuda.device_count())
+    ]
+    if memory.device not in uuids:
+        raise InputError(
+            name,
+            f"is on the GPU {memory.device!r:.60}, which this engine does not see",
+            "share it from a GPU of the engine, or from the host's memory",
+        )
+    try:
+        return rebuild_cuda_tensor(
+            torch.Tensor,
+            torch.Size(shared.shape),
+            tuple(memory.stride),
+            memory.tensor_offset,
+            torch.UntypedStorage,
+            dtype,
+            uuids.index(memory.device),
+            memory.handle,
+            memory.storage_bytes,
+            memory.storage_offset,
+            False,
+            memory.counter,
+            memory.counter_offset,
+            memory.event,
+            memory.has_event,
+        )
+    except RuntimeError as error:
+        raise InputError(
+            name, f"its CUDA handle cannot be opened: {error!s:.200}", "keep the tensor alive"
+        ) from None
