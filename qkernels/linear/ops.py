@@ -13,6 +13,7 @@ from qkernels.checks import check_float, check_tensor, expect_ndim
 from qkernels.choice import FIXED_ORDER
 from qkernels.errors import KernelError
 from qkernels.linear.autograd import FrozenLinear
+from qkernels.linear.fixed_order import fixed_order_linear as fixed_order_linear
 from qkernels.linear.plan import GemmPlan, GemmProblem, plan_without_choice
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.linear.rows import LINEAR

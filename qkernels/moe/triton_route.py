@@ -13,7 +13,7 @@ from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
 from qkernels.gpu.workspace import WORKSPACE_COUNTERS, workspace
-from qkernels.linear.fixed_order import fixed_order_linear
+from qkernels.linear.ops import fixed_order_linear
 from qkernels.moe.routing import Routes, Routing
 from qkernels.problem import HALF_DTYPES
 
