@@ -95,6 +95,7 @@ def _launch(
     N = weight.out_features
     partials, counters = workspace(x_MK.device)
     scales, offsets = _boxes(weight)
+    assert config.scales_weights or not isinstance(weight.spec, GroupedSpec)
     max_blocks = config.blocks_per_sm * sm_count(x_MK.device)
     with on_device(x_MK):
         launch(
@@ -129,7 +130,7 @@ def _boxes(weight: PreparedWeight) -> tuple[object, object]:
     Of several groups both are int32 words of rows.
     """
     scales, spec = weight.tensors["scales"], weight.spec
-    if not isinstance(spec, GroupedSpec):
+    if not isinstance(spec, GroupedSpec):  # of whole K steps
         offsets = weight.tensors.get("offsets", scales)
         return descriptor(scales.view(-1), [TILE_N]), descriptor(offsets.view(-1), [TILE_N])
     words = spec.parts * spec.groups * scales.itemsize // 4
