@@ -254,10 +254,12 @@ def _epilogue(gemm, sums, work_tile, CONSUMER: gl.constexpr):
     """A consumer's sums [64, BM] plus the bias: unreduced, or reduced and rounded, to y.
 
     The first split adds the bias; with `scales_weights` the sum of all does, as in
-    sm90_large_m.py.
+    sm90_large_m.py, if it is made here.
     """
     SPLIT: gl.constexpr = gemm.CONFIG.split
-    BIAS_LAST: gl.constexpr = gemm.CONFIG.scales_weights
+    BIAS_LAST: gl.constexpr = gemm.CONFIG.scales_weights and not gemm.UNREDUCED
+    if gemm.CONFIG.scales_weights and gemm.UNREDUCED:
+        sums = rescale_rounded(sums, gemm.NUMERICS, gemm.x.dtype)
     if gemm.NUMERICS.has_bias:
         n = work_tile.stored_tile(CONSUMER) * 64
         n += gl.arange(0, 64, gl.SliceLayout(1, sums.type.layout))
