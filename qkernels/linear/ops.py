@@ -108,12 +108,11 @@ def _plan(
         return plan
     if with_tensor(plan.input) is None:
         plan = make(problem, M, consumer, fused=False)
-    adds = getattr(module, "adapters_fault", None)
-    return replace(
-        plan,
-        input=with_tensor(plan.input),
-        adds_adapters=adds is not None and adds(plan, adapted) is None,
-    )
+    fault = getattr(module, "adapters_fault", None)
+    adds = fault is not None and fault(plan, adapted) is None
+    if not adds and plan.output == "split_k":  # lora_expand_ adds to a sum
+        plan = make(problem, M, fused=False)
+    return replace(plan, input=with_tensor(plan.input), adds_adapters=adds)
 
 
 def linear(

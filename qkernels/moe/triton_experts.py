@@ -33,7 +33,7 @@ from qkernels.operands.split_k import LinearOutput, SplitKPartials
 from qkernels.rowwise import ops as rowwise
 from qkernels.wna16.layout import TILE_N, k_step
 from qkernels.wna16.prepack import VALUE_OF_ZERO
-from qkernels.wna16.triton_gemm import MAGIC_WORD
+from qkernels.wna16.unpack.words import MAGIC_WORD
 
 PLAIN_BLOCK_K = {1: 128, 2: 64}  # by bytes of an element
 TRITON_DTYPE = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from qkernels.moe.tiles_triton import find_pairs, store_pairs
-from qkernels.wna16.triton_gemm import prefetch_groups, unpack
+from qkernels.wna16.triton_gemm import prefetch_groups
+from qkernels.wna16.unpack.words import unpack
 
 
 @triton.jit(do_not_specialize=["P"])

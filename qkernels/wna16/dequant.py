@@ -21,6 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from qkernels.gpu.registers import pack_x2, unpack_x2
+from qkernels.wna16.layout import groups_ptx
 
 # The same of weights in groups: the largest d times the largest 6-bit scale is below 2^22.
 _GROUPS_SHRINK = gl.constexpr(2.0**-28)
@@ -371,32 +372,7 @@ def group_factors(
     return scale * d[:, None], minimum * -dmin[:, None]
 
 
-@gluon.constexpr_function
-def _groups_ptx(is_float16):
-    """To $0 to $3: the codes at bits 0, 4, 8 and 12 of both halves of $4, times $5 plus $6.
-
-    A code is made a float32 exactly: code 2^-133, or for float16 2^23 + code minus 2^23.
-    """
-    if is_float16:
-        code, high, to = "0x455{}", "0x4B", "cvt.rn.f16x2.f32"
-        exact = "add.rn.f32 {0}, {0}, 0fCB000000; "
-    else:
-        code, high, to = "0x4{}44", "0", "cvt.rn.bf16x2.f32"
-        exact = ""
-    lines = [
-        "{ .reg .b32 l, h, b; .reg .f32 w0, w1; and.b32 l, $4, 0x0F0F0F0F;"
-        " shr.u32 h, $4, 4; and.b32 h, h, 0x0F0F0F0F;"
-    ]
-    for out in range(4):
-        word = "lh"[out % 2]  # bytes with the codes at bits 0 and 8, or 4 and 12
-        for half in range(2):
-            w = f"w{half}"
-            lines.append(
-                f"prmt.b32 b, {word}, {high}, {code.format(out // 2 + 2 * half)};"
-                f" mov.b32 {w}, b; {exact.format(w)}fma.rn.f32 {w}, {w}, $5, $6;"
-            )
-        lines.append(f"{to} ${out}, w1, w0;")
-    return " ".join(lines) + " }"
+_groups_ptx = gluon.constexpr_function(groups_ptx)
 
 
 @gluon.jit
@@ -406,7 +382,7 @@ def unpack_groups(packed, scale, minimum, DTYPE: gl.constexpr, A: gl.constexpr):
     `scale` and `minimum` [64, C] are those of group_factors: a word's codes are of one group. The
     weights are rounded once; `rescale_rounded` takes the sums.
     """
-    PTX: gl.constexpr = _groups_ptx(DTYPE.is_fp16())
+    PTX: gl.constexpr = _groups_ptx(4, DTYPE.is_fp16())
     p0, p1, p2, p3 = gl.inline_asm_elementwise(
         PTX,
         "=&r,=&r,=&r,=&r,r,r,r",

@@ -78,11 +78,17 @@ def plan(
     shape = shape_of(problem)
     fused = fused and not problem.sorts_inputs
     config = _config(problem, shape, M, fused)
-    if consumer is not None and isinstance(config, SmallMConfig) and not config.scales_weights:
+    is_grouped = isinstance(shape.spec, GroupedSpec)
+    if (
+        consumer is not None
+        and isinstance(config, SmallMConfig)
+        and (is_grouped or not config.scales_weights)
+    ):
         shared = split_k_config(
             consumer, M, shape.N, shape.K, shape.group, shape.spec.bits, shape.sm_count
         )
         if shared is not None:
+            shared = replace(shared, scales_weights=is_grouped)
             return plan_for(shared, problem, output="split_k")
     return _in_two(problem, shape, M, config) or plan_for(config, problem)
 

@@ -80,3 +80,36 @@ def grouped_spec(
 def kernel_spec(spec: QuantSpec, in_features: int) -> QuantSpec:
     """Return the spec of the prepacked weight: GroupedSpec for BLOCK_TYPES, else the same."""
     return grouped_spec(spec, in_features) if spec.type in BLOCK_TYPES else spec
+
+
+def groups_ptx(bits: int, is_float16: bool) -> str:
+    """PTX of a packed word's codes times a scale plus an addend, each weight rounded once.
+
+    Pairs of 16-bit weights to $0 ..., in the order of the word's bits: four of 4-bit codes, two of
+    8-bit codes. Then the word, the scale and the addend, in float32. A code is made a float32
+    exactly: code 2^-133, which is in the scale, or for float16 2^23 + code minus 2^23.
+    """
+    pairs = 16 // bits
+    word, scale, addend = (f"${pairs + i}" for i in range(3))
+    if is_float16:
+        code, high, to = "0x455{}", "0x4B", "cvt.rn.f16x2.f32"
+        exact = "add.rn.f32 {0}, {0}, 0fCB000000; "
+    else:
+        code, high, to = "0x4{}44", "0", "cvt.rn.bf16x2.f32"
+        exact = ""
+    lines = ["{ .reg .b32 l, h, b; .reg .f32 w0, w1;"]
+    if bits == 4:  # bytes with the codes at bits 0 and 8, or 4 and 12
+        lines.append(
+            f"and.b32 l, {word}, 0x0F0F0F0F; shr.u32 h, {word}, 4; and.b32 h, h, 0x0F0F0F0F;"
+        )
+    for out in range(pairs):
+        source = "lh"[out % 2] if bits == 4 else word
+        byte = out // 2 if bits == 4 else out
+        for half in range(2):
+            w = f"w{half}"
+            lines.append(
+                f"prmt.b32 b, {source}, {high}, {code.format(byte + 2 * half)}; mov.b32 {w}, b;"
+                f" {exact.format(w)}fma.rn.f32 {w}, {w}, {scale}, {addend};"
+            )
+        lines.append(f"{to} ${out}, w1, w0;")
+    return " ".join(lines) + " }"

@@ -95,6 +95,7 @@ def _launch(
     N = weight.out_features
     partials, counters = workspace(x_MK.device)
     scales, offsets = _boxes(weight)
+    assert config.scales_weights or not isinstance(weight.spec, GroupedSpec)
     max_blocks = config.blocks_per_sm * sm_count(x_MK.device)
     with on_device(x_MK):
         launch(
@@ -129,7 +130,7 @@ def _boxes(weight: PreparedWeight) -> tuple[object, object]:
     Of several groups both are int32 words of rows.
     """
     scales, spec = weight.tensors["scales"], weight.spec
-    if not isinstance(spec, GroupedSpec):
+    if not isinstance(spec, GroupedSpec):  # of whole K steps
         offsets = weight.tensors.get("offsets", scales)
         return descriptor(scales.view(-1), [TILE_N]), descriptor(offsets.view(-1), [TILE_N])
     words = spec.parts * spec.groups * scales.itemsize // 4
@@ -253,10 +254,12 @@ def _epilogue(gemm, sums, work_tile, CONSUMER: gl.constexpr):
     """A consumer's sums [64, BM] plus the bias: unreduced, or reduced and rounded, to y.
 
     The first split adds the bias; with `scales_weights` the sum of all does, as in
-    sm90_large_m.py.
+    sm90_large_m.py, if it is made here.
     """
     SPLIT: gl.constexpr = gemm.CONFIG.split
-    BIAS_LAST: gl.constexpr = gemm.CONFIG.scales_weights
+    BIAS_LAST: gl.constexpr = gemm.CONFIG.scales_weights and not gemm.UNREDUCED
+    if gemm.CONFIG.scales_weights and gemm.UNREDUCED:
+        sums = rescale_rounded(sums, gemm.NUMERICS, gemm.x.dtype)
     if gemm.NUMERICS.has_bias:
         n = work_tile.stored_tile(CONSUMER) * 64
         n += gl.arange(0, 64, gl.SliceLayout(1, sums.type.layout))

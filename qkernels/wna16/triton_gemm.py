@@ -8,8 +8,6 @@ USE_PTX switches two pieces of inline PTX on; the results are the same without t
 Legend: M rows of x, K inputs, N outputs, G groups; BM, BN, BK the tile.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -22,14 +20,11 @@ from qkernels.gpu.split_k_reduce_triton import arrives_last, sum_splits
 from qkernels.gpu.tma import aligned, describe
 from qkernels.gpu.workspace import workspace
 from qkernels.linear.prepared import PreparedWeight
-from qkernels.wna16.layout import TILE_N, GroupedSpec, k_step, padded_n
+from qkernels.wna16.layout import TILE_N, k_step, padded_n
 from qkernels.wna16.prepack import offset_of
 from qkernels.wna16.triton_config import TritonGemmConfig
-
-# A code q or-ed into the low bits of each half of this word is exactly 1024 + q in float16 (ten
-# mantissa bits) and 128 + q in bfloat16 (seven). bfloat16 has no room for 8 bits: two nibbles make
-# q - 128.
-MAGIC_WORD = {torch.float16: 0x64006400, torch.bfloat16: 0x43004300}
+from qkernels.wna16.unpack.groups import grouped_weights, grouping, prefetch_steps
+from qkernels.wna16.unpack.words import MAGIC_WORD, unpack
 
 # Rows of a block of _dequantize_weight: one warp, so that a row's 16 bytes are gathered without a
 # barrier. All sizes that were tried take the same time: 80 us for gate_up, 60 MB to 235 MB.
@@ -120,87 +115,6 @@ def dequantize(weight: PreparedWeight) -> torch.Tensor:
     return out_NK
 
 
-class Grouping(NamedTuple):
-    """Groups of a K step, a constexpr of the kernels (layout.GroupedSpec)."""
-
-    group: int  # inputs of a group
-    groups: int  # of a K step
-    has_minima: bool
-    steps_per_block: int  # K steps that share d and dmin; 0: there are none
-
-
-def grouping(weight: PreparedWeight) -> Grouping | None:
-    """The groups of a weight's K steps; None: a K step has one scale."""
-    spec = weight.spec
-    if not isinstance(spec, GroupedSpec):
-        return None
-    return Grouping(spec.group, spec.groups, not spec.symmetric, spec.steps_per_block)
-
-
-@triton.jit
-def _or_into_magic(packed, MAGIC: tl.constexpr, USE_PTX: tl.constexpr):
-    """The codes at bits 0 and 16 of each word, both or-ed into the magic number.
-
-    The PTX is one instruction. The compiler makes two of the expression, because an instruction has
-    room for one constant: 27 more to the 217 of a 64 x 128 tile.
-    """
-    if not USE_PTX:
-        return (packed & 0x000F000F) | MAGIC
-    magic = tl.full(packed.shape, MAGIC, tl.int32)
-    # 0xEA: (a & b) | c
-    return tl.inline_asm_elementwise(
-        "lop3.b32 $0, $1, 0x000F000F, $2, 0xEA;", "=r,r,r", [packed, magic], tl.int32, True, 1
-    )
-
-
-@triton.jit
-def _unpack_x2(words, DTYPE: tl.constexpr):
-    """Both 16-bit values of each word: [..., 2]."""
-    low = (words & 0xFFFF).to(tl.int16).to(DTYPE, bitcast=True)
-    high = (words >> 16).to(tl.int16).to(DTYPE, bitcast=True)
-    return tl.join(low, high)
-
-
-@triton.jit
-def _unpack_bytes(packed, MAGIC: tl.constexpr, DTYPE: tl.constexpr, USE_PTX: tl.constexpr):
-    """The codes in bits 0..7 and 16..23 of each word: [..., 2] of code + the value of a 0."""
-    if DTYPE.is_fp16():
-        return _unpack_x2((packed & 0x00FF00FF) | MAGIC, DTYPE)
-    # 16 (128 + high) - 2304 + (128 + low) = code - 128; no term needs more than bfloat16's 8 bits
-    low = _unpack_x2(_or_into_magic(packed, MAGIC, USE_PTX), DTYPE)
-    high = _unpack_x2(_or_into_magic(packed >> 4, MAGIC, USE_PTX), DTYPE)
-    return (high * 16.0 - 2304.0).to(DTYPE) + low
-
-
-@triton.jit
-def unpack(
-    packed,
-    MAGIC: tl.constexpr,
-    BITS: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    DTYPE: tl.constexpr,
-    USE_PTX: tl.constexpr,
-):
-    """Packed words [BN, WORDS] to [BN, BK] of code + the value of a 0, within each thread."""
-    if BITS == 8:
-        e0 = _unpack_bytes(packed, MAGIC, DTYPE, USE_PTX)
-        e1 = _unpack_bytes(packed >> 8, MAGIC, DTYPE, USE_PTX)
-        # [BN, t, BK/16, e, h] -> [BN, BK/16, h, t, e]
-        values = tl.join(e0, e1).reshape(BN, 4, BK // 16, 2, 2)
-        return values.trans(0, 2, 4, 1, 3).reshape(BN, BK)
-    else:
-        p0 = _or_into_magic(packed, MAGIC, USE_PTX)
-        p1 = _or_into_magic(packed >> 4, MAGIC, USE_PTX)
-        p2 = _or_into_magic(packed >> 8, MAGIC, USE_PTX)
-        p3 = _or_into_magic(packed >> 12, MAGIC, USE_PTX)
-        i0 = tl.join(_unpack_x2(p0, DTYPE), _unpack_x2(p1, DTYPE))
-        i1 = tl.join(_unpack_x2(p2, DTYPE), _unpack_x2(p3, DTYPE))
-        # [BN, t, BK/32, e, h, i] -> [BN, BK/32, i, h, t, e]
-        values = tl.join(i0, i1).reshape(BN, 4, BK // 32, 2, 2, 2)
-        return values.trans(0, 2, 5, 4, 1, 3).reshape(BN, BK)
-
-
 @triton.jit
 def prefetch_groups(
     ptr,
@@ -223,91 +137,6 @@ def prefetch_groups(
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptrs], tl.int32, False, 1
         )
-
-
-@triton.jit
-def _group_scales(
-    scales_ptr,
-    blocks_ptr,
-    stored_tile,
-    stored_row,
-    step,
-    steps,
-    PART: tl.constexpr,
-    GROUPING: tl.constexpr,
-    TILE_N: tl.constexpr,
-):
-    """Scales (PART 0) or minima (PART 1) of rows and of the groups of a K step, exact in float32.
-
-    A quantized one has up to 8 bits and d up to 11.
-    """
-    PARTS: tl.constexpr = 2 if GROUPING.has_minima else 1
-    GROUPS: tl.constexpr = GROUPING.groups
-    row = (stored_tile * steps + step) * TILE_N + stored_row
-    ptrs = scales_ptr + ((row * PARTS + PART) * GROUPS)[:, None] + tl.arange(0, GROUPS)[None, :]
-    values = tl.load(ptrs).to(tl.float32)  # [BN, GROUPS]
-    if GROUPING.steps_per_block > 0:
-        blocks = steps // GROUPING.steps_per_block
-        block = (stored_tile * blocks + step // GROUPING.steps_per_block) * TILE_N + stored_row
-        whole = tl.load(blocks_ptr + block * PARTS + PART)
-        values *= whole.to(tl.float32)[:, None]
-    return values
-
-
-@triton.jit
-def _grouped_weights(
-    values,
-    scales_ptr,
-    blocks_ptr,
-    stored_tile,
-    stored_row,
-    step,
-    steps,
-    GROUPING: tl.constexpr,
-    OFFSET: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    TILE_N: tl.constexpr,
-):
-    """Unpacked codes [BN, BK] of a K step to weights, float32: those that gguf-py computes.
-
-    A code times its scale has up to 24 bits, which float32 holds; the subtraction rounds.
-    """
-    codes = (values - OFFSET).to(tl.float32).reshape(BN, GROUPING.groups, GROUPING.group)
-    scales = _group_scales(
-        scales_ptr, blocks_ptr, stored_tile, stored_row, step, steps, 0, GROUPING, TILE_N
-    )
-    weights = codes * scales[:, :, None]
-    if GROUPING.has_minima:
-        minima = _group_scales(
-            scales_ptr, blocks_ptr, stored_tile, stored_row, step, steps, 1, GROUPING, TILE_N
-        )
-        weights -= minima[:, :, None]
-    return weights.reshape(BN, BK)
-
-
-@triton.jit
-def _prefetch_steps(
-    scales_ptr,
-    tile,
-    first,
-    last,
-    steps,
-    GROUPING: tl.constexpr,
-    TILE_N: tl.constexpr,
-    BN: tl.constexpr,
-):
-    """prefetch_groups of K steps with several groups: the lines of 128 bytes of each step."""
-    PARTS: tl.constexpr = 2 if GROUPING.has_minima else 1
-    VALUES: tl.constexpr = PARTS * GROUPING.groups * TILE_N  # of a step
-    LINE: tl.constexpr = 1024 // scales_ptr.dtype.element_ty.primitive_bitwidth
-    for i in tl.static_range(BN // TILE_N):
-        for line in tl.static_range(VALUES // LINE):
-            step = tl.minimum(first + tl.arange(0, 128), last - 1)
-            ptrs = scales_ptr + ((tile * (BN // TILE_N) + i) * steps + step) * VALUES + line * LINE
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptrs], tl.int32, False, 1
-            )
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -358,7 +187,7 @@ def _wna16_gemm(
     packed_ptrs = packed_ptr + packed_rows[:, None] + tl.arange(0, WORDS)[None, :]
     group_rows = stored_tile * groups * TILE_N + stored_row
     if USE_PTX and GROUPING is not None:
-        _prefetch_steps(scales_ptr, tile_n, first, last, steps, GROUPING, TILE_N, BN)
+        prefetch_steps(scales_ptr, tile_n, first, last, steps, GROUPING, TILE_N, BN)
     elif USE_PTX:
         prefetch_groups(scales_ptr, tile_n, first, last, groups, STEPS_PER_GROUP, TILE_N, BN)
         if offsets_ptr is not None:
@@ -376,9 +205,8 @@ def _wna16_gemm(
             x_ptrs += BK
         packed = tl.load(packed_ptrs, eviction_policy="evict_first")  # [BN, WORDS]
         if GROUPING is not None:
-            values = unpack(packed, MAGIC, BITS, BN, BK, DTYPE, USE_PTX)
-            weights = _grouped_weights(
-                values,
+            weights = grouped_weights(
+                packed,
                 scales_ptr,
                 blocks_ptr,
                 stored_tile,
@@ -386,13 +214,16 @@ def _wna16_gemm(
                 step,
                 steps,
                 GROUPING,
+                MAGIC,
                 OFFSET,
+                BITS,
                 BN,
                 BK,
                 TILE_N,
+                DTYPE,
+                USE_PTX,
             )
-            # rounded to the bits of KWeight.dequantize
-            total = tl.dot(weights.to(DTYPE), x, total)
+            total = tl.dot(weights, x, total)
         else:
             group = group_rows + step // STEPS_PER_GROUP * TILE_N
             scale = tl.load(scales_ptr + group)  # [BN]
@@ -411,6 +242,8 @@ def _wna16_gemm(
         # Not earlier: the next kernel's waiting blocks would take room on some SMs (qkv, split 4:
         # 11.7 us at the top of this kernel, 8.6 us here).
         tl.extra.cuda.gdc_launch_dependents()
+    if GROUPING is not None and USE_PTX:
+        total *= 1 / GROUPING.shrink
     mask = (m[None, :] < M) & (n[:, None] < N)
     y_ptrs = y_ptr + m[None, :] * N + n[:, None]
     if SPLIT == 1:
@@ -461,9 +294,8 @@ def _dequantize_weight(
     ptrs = packed_ptr + word + tl.arange(0, WORDS)[None, :]
     packed = tl.load(ptrs, eviction_policy="evict_first")
     if GROUPING is not None:
-        values = unpack(packed, MAGIC, BITS, ROWS, BK, DTYPE, USE_PTX)
-        weights = _grouped_weights(
-            values,
+        weights = grouped_weights(
+            packed,
             scales_ptr,
             blocks_ptr,
             tile,
@@ -471,10 +303,14 @@ def _dequantize_weight(
             step,
             steps,
             GROUPING,
+            MAGIC,
             OFFSET,
+            BITS,
             ROWS,
             BK,
             TILE_N,
+            DTYPE,
+            False,
         )
     else:
         group = (tile * (steps // STEPS_PER_GROUP) + step // STEPS_PER_GROUP) * TILE_N + stored_row

@@ -332,11 +332,20 @@ class Weights:
         return FloatLinear(weight_NK, bias_N, names, fixed_order=fixed_order)
 
     def _quantized(self, weight: Weight, bias: torch.Tensor | None) -> QuantLinear:
-        operation = f"w{weight.spec.bits}a16" if weight.activation is None else "w8a8"
-        kernel = self.kernels.get(operation)
+        kernel = self.kernels.get(kernel_operation(weight))
         return QuantLinear.for_inference(
             weight.to(self.device), bias, self.dtype, self.device, kernel
         )
+
+
+def kernel_operation(weight: Weight) -> str:
+    """Return the operation by which `--kernel` names a weight's kernels."""
+    if weight.activation is not None:
+        return "w8a8"
+    bits = weight.spec.bits
+    if isinstance(weight, KWeight):  # kernels hold 5- and 6-bit codes in 8 bits
+        bits = 4 if bits == 4 else 8
+    return f"w{bits}a16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from formats.gguf.container import StoredTensor, read_gguf
 from formats.gguf.entries import schemes_of
 from formats.gguf.names import Presented
 from formats.inspection.inspect import inspect_checkpoint
+from qkernels import QuantLinear
 from qserve.cli import main
 from qserve.llm import LLM
 
@@ -100,6 +101,14 @@ def test_inspect_and_the_log_name_what_runs_packed(file):
     for kind, number in TYPES.items():
         assert f"{number} {kind} run packed" in summary
     assert "dequantized" not in summary
+
+
+def test_batch_invariance_reaches_every_type(file):
+    """5- and 6-bit types, too, whose kernels `--kernel` names w8a16."""
+    llm = LLM(str(file), device="cpu", max_model_len=128, batch_invariant=True)
+    layers = [m for m in llm.engine.runner.decoder.modules() if isinstance(m, QuantLinear)]
+    kernels = {layer.prepared_weight.kernel for layer in layers}
+    assert kernels == {"fixed_order"}
 
 
 @pytest.mark.parametrize(

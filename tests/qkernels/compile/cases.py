@@ -287,6 +287,7 @@ MORE_PRODUCTS = {
             ("q6_k", 2048, OUT, ()),
         )
     },
+    "q4_k for a norm": Case(run=lambda: linear(32, OUT, "q4_k", consumer="norm"), product="wgmma"),
     "w4a16 dequantized": Case(run=lambda: linear(2048, (128, 128), "w4a16-sym"), quick=SM80),
 }
 ATTENTION = {

@@ -46,6 +46,7 @@ SPILLS = (
     (("sm_90",), "wna16.sm90_large_m", "w4a16 fixed order", 80, 16),
     # addresses, after the loop, by ptxas of triton 3.9; that of 3.6 spills none
     (("sm_90",), "wna16.sm90_small_m", "w4a16 for a ", 12, 0),
+    (("sm_90",), "wna16.sm90_small_m", "q4_k for a norm", 12, 0),
     # of the next inputs, which are loaded before these are multiplied
     (("sm_80",), "lora.triton_lora", "lora gate_up", 12, 0),
     (("sm_89",), "lora.triton_lora", "", 2, 0),

@@ -6,12 +6,13 @@ import torch
 from formats.in_memory.k_weight import KWeight
 from formats.scheme import block_scheme
 from qkernels import ops
+from qkernels.operands.split_k import SplitKPartials
 from qkernels.wna16.sm90_small_m_config import SMALL_M_ROWS, SmallMConfig
 from tests.qkernels.gpu.products import random_x
 from tests.qkernels.plans import multiply
 
 gemm = pytest.importorskip("qkernels.wna16.gemm", exc_type=ImportError)
-pytest.importorskip("qkernels.wna16.sm90_small_m", exc_type=ImportError)
+sm90_small_m = pytest.importorskip("qkernels.wna16.sm90_small_m", exc_type=ImportError)
 pytestmark = pytest.mark.hopper
 
 KINDS = ("q4_k", "q4_1")
@@ -70,11 +71,9 @@ def test_each_weight_has_the_bits_of_gguf_pys(half, poison, rows, blocks_per_sm,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("split", [1, 2, 9])
-@pytest.mark.parametrize("stages", [1, 3, 6])
-@pytest.mark.parametrize("num_consumers", [1, 2])
+@pytest.mark.parametrize(("stages", "split", "num_consumers"), [(1, 9, 2), (4, 1, 2), (3, 2, 1)])
 @pytest.mark.parametrize("rows", SMALL_M_ROWS)
-def test_every_tile(check, half, poison, rows, num_consumers, stages, split, kind):
+def test_every_tile(check, half, poison, rows, stages, split, num_consumers, kind):
     """10 steps: splits of unequal length, some of which begin inside a block of 256."""
     config = tile(rows, stages=stages, split=split, num_consumers=num_consumers)
     bias = torch.randn(328, device="cuda", dtype=half)
@@ -88,6 +87,37 @@ def test_chosen_config(check, half, poison, M, kind):
     prepared = ops.prepare_weight(make_blocks(kind, 200, 512), half)
     variant = ops.plan_linear(prepared, M, "norm").variant
     assert variant == ("sm90_small_m" if M <= 64 else "triton")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("N, split", [(8, 2), (328, 1), (1000, 5)])
+@pytest.mark.parametrize("rows", SMALL_M_ROWS)
+def test_splits_left_unreduced(half, poison, rows, N, split, kind):
+    """Added in order they are, to the bit, what the last split would have made of them."""
+    prepared = ops.prepare_weight(make_blocks(kind, N, 1280), half)
+    x, config = random_x(rows - 1, 1280, half), tile(rows, split=split)
+    parts = sm90_small_m.run_split_k(x, prepared, None, config)
+    want = multiply(x, prepared, tile=config)
+    assert torch.equal(SplitKPartials(parts=parts, dtype=half).total(), want)
+    bias = torch.randn(N, device="cuda").to(half)
+    parts = sm90_small_m.run_split_k(x, prepared, bias, config)
+    total = SplitKPartials(parts=parts, dtype=half).total().float()
+    want = multiply(x, prepared, bias, tile=config).float()
+    assert (total - want).norm() <= 2 * torch.finfo(half).eps * want.norm()
+
+
+def test_a_norm_reduces_the_splits(half):
+    """Rows with adapters take the sum: they are added after the product."""
+    weight = make_blocks("q4_k", 1024, 4096)
+    prepared = ops.prepare_weight(weight, half)
+    x, residual = random_x(17, 4096, half), random_x(17, 1024, half)
+    spec = ops.NormSpec(weight_C=torch.ones(1024, device="cuda", dtype=half), eps=1e-5)
+    y = ops.linear(x, prepared, None, ops.plan_linear(prepared, 17, "norm"))
+    assert isinstance(y, SplitKPartials)
+    got, want = (ops.norm(each, residual, spec)[0] for each in (y, ops.linear(x, prepared)))
+    assert (got - want).float().norm() <= 4 * torch.finfo(half).eps * want.float().norm()
+    adapted = ops.plan_linear(prepared, 17, "norm", adapted=(1024,))
+    assert not adapted.adds_adapters and adapted.output == "sum"
 
 
 @pytest.mark.parametrize("inputs", [(0, 512), (128, 640), (384, 1280), (64, 704)])

@@ -1,0 +1,220 @@
+"""K steps of several groups with a scale and a minimum each, in Triton: words to weights.
+
+On NVIDIA GPUs USE_PTX switches a piece of inline PTX on; the weights are the same without it, but
+for a power of two. Legend: N outputs, K inputs; BN, BK the tile; WORDS of a row and a K step.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from qkernels.linear.prepared import PreparedWeight
+from qkernels.wna16.layout import GroupedSpec, groups_ptx
+from qkernels.wna16.unpack.words import in_order, unpack, unpack_x2
+
+
+class Grouping(NamedTuple):
+    """Groups of a K step, a constexpr of the kernels (layout.GroupedSpec)."""
+
+    group: int  # inputs of a group
+    groups: int  # of a K step
+    has_minima: bool
+    steps_per_block: int  # K steps that share d and dmin; 0: there are none
+    ptx: str
+    outputs: str  # constraints of the PTX
+    factor: float  # of scales in the PTX
+    addend: float  # of minima in the PTX; without minima, of scales
+    shrink: float  # of the weights that the PTX makes; sums are divided by it
+
+
+# A bfloat16 code in the PTX is code 2^-133. The shrink keeps the factor of the largest scale, 2^23
+# in Q6_K, finite.
+_SHRINK = {torch.float16: 1.0, torch.bfloat16: 2.0**-30}
+_FACTOR = {torch.float16: 1.0, torch.bfloat16: 2.0 ** (133 - 30)}
+
+
+def grouping(weight: PreparedWeight) -> Grouping | None:
+    """The groups of a weight's K steps; None: a K step has one scale."""
+    spec, dtype = weight.spec, weight.dtype
+    if not isinstance(spec, GroupedSpec):
+        return None
+    return Grouping(
+        group=spec.group,
+        groups=spec.groups,
+        has_minima=not spec.symmetric,
+        steps_per_block=spec.steps_per_block,
+        ptx=groups_ptx(spec.bits, dtype == torch.float16),
+        outputs="=&r," * (16 // spec.bits) + "r,r,r",
+        factor=_FACTOR[dtype],
+        addend=-_SHRINK[dtype] * (spec.symmetric_zero if spec.symmetric else 1),
+        shrink=_SHRINK[dtype],
+    )
+
+
+@triton.jit
+def _group_scales(
+    scales_ptr,
+    blocks_ptr,
+    stored_tile,
+    stored_row,
+    step,
+    steps,
+    PART: tl.constexpr,
+    GROUPING: tl.constexpr,
+    TILE_N: tl.constexpr,
+):
+    """Scales (PART 0) or minima (PART 1) of rows and of the groups of a K step, exact in float32.
+
+    A quantized one has up to 8 bits and d up to 11.
+    """
+    PARTS: tl.constexpr = 2 if GROUPING.has_minima else 1
+    GROUPS: tl.constexpr = GROUPING.groups
+    row = (stored_tile * steps + step) * TILE_N + stored_row
+    ptrs = scales_ptr + ((row * PARTS + PART) * GROUPS)[:, None] + tl.arange(0, GROUPS)[None, :]
+    values = tl.load(ptrs).to(tl.float32)  # [BN, GROUPS]
+    if GROUPING.steps_per_block > 0:
+        blocks = steps // GROUPING.steps_per_block
+        block = (stored_tile * blocks + step // GROUPING.steps_per_block) * TILE_N + stored_row
+        whole = tl.load(blocks_ptr + block * PARTS + PART)
+        values *= whole.to(tl.float32)[:, None]
+    return values
+
+
+@triton.jit
+def grouped_weights(
+    packed,
+    scales_ptr,
+    blocks_ptr,
+    stored_tile,
+    stored_row,
+    step,
+    steps,
+    GROUPING: tl.constexpr,
+    MAGIC: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BITS: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    TILE_N: tl.constexpr,
+    DTYPE: tl.constexpr,
+    USE_PTX: tl.constexpr,
+):
+    """Packed words [BN, WORDS] of a K step to weights [BN, BK]: the bits of KWeight.dequantize.
+
+    A code times its scale has up to 24 bits, which float32 holds; the subtraction rounds as
+    gguf-py's. With USE_PTX weights are times GROUPING.shrink.
+    """
+    if USE_PTX:
+        return _grouped_weights_ptx(
+            packed,
+            scales_ptr,
+            blocks_ptr,
+            stored_tile,
+            stored_row,
+            step,
+            steps,
+            GROUPING,
+            BITS,
+            BN,
+            BK,
+            TILE_N,
+            DTYPE,
+        )
+    values = unpack(packed, MAGIC, BITS, BN, BK, DTYPE, False)
+    codes = (values - OFFSET).to(tl.float32).reshape(BN, GROUPING.groups, GROUPING.group)
+    scales = _group_scales(
+        scales_ptr, blocks_ptr, stored_tile, stored_row, step, steps, 0, GROUPING, TILE_N
+    )
+    weights = codes * scales[:, :, None]
+    if GROUPING.has_minima:
+        minima = _group_scales(
+            scales_ptr, blocks_ptr, stored_tile, stored_row, step, steps, 1, GROUPING, TILE_N
+        )
+        weights -= minima[:, :, None]
+    return weights.reshape(BN, BK).to(DTYPE)
+
+
+@triton.jit
+def _for_words(values, WORDS: tl.constexpr):
+    """Values of groups [BN, groups] for each packed word [BN, WORDS] of a K step."""
+    BN: tl.constexpr = values.shape[0]
+    GROUPS: tl.constexpr = values.shape[1]
+    spread = tl.broadcast_to(values[:, None, :, None], (BN, 4, GROUPS, WORDS // 4 // GROUPS))
+    return spread.reshape(BN, WORDS)
+
+
+@triton.jit
+def _grouped_weights_ptx(
+    packed,
+    scales_ptr,
+    blocks_ptr,
+    stored_tile,
+    stored_row,
+    step,
+    steps,
+    GROUPING: tl.constexpr,
+    BITS: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    TILE_N: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """grouped_weights of packed words [BN, WORDS], in DTYPE and times GROUPING.shrink.
+
+    2.9 instructions for a 4-bit weight and 2.5 for one of 8 bits, where the compiler makes 6 and 8.
+    """
+    WORDS: tl.constexpr = BK * BITS // 32
+    scales = _group_scales(
+        scales_ptr, blocks_ptr, stored_tile, stored_row, step, steps, 0, GROUPING, TILE_N
+    )
+    minima = scales
+    if GROUPING.has_minima:
+        minima = _group_scales(
+            scales_ptr, blocks_ptr, stored_tile, stored_row, step, steps, 1, GROUPING, TILE_N
+        )
+    scale = _for_words(scales * GROUPING.factor, WORDS)
+    addend = _for_words(minima * GROUPING.addend, WORDS)
+    if BITS == 8:
+        h0, h1 = tl.inline_asm_elementwise(
+            GROUPING.ptx, GROUPING.outputs, [packed, scale, addend], (tl.int32, tl.int32), True, 1
+        )
+        # [BN, t, BK/16, e, h] -> [BN, BK/16, h, t, e]
+        values = tl.join(unpack_x2(h0, DTYPE), unpack_x2(h1, DTYPE))
+        values = values.reshape(BN, 4, BK // 16, 2, 2)
+        return values.trans(0, 2, 4, 1, 3).reshape(BN, BK)
+    else:
+        p0, p1, p2, p3 = tl.inline_asm_elementwise(
+            GROUPING.ptx,
+            GROUPING.outputs,
+            [packed, scale, addend],
+            (tl.int32, tl.int32, tl.int32, tl.int32),
+            True,
+            1,
+        )
+        return in_order(p0, p1, p2, p3, BN, BK, DTYPE)
+
+
+@triton.jit
+def prefetch_steps(
+    scales_ptr,
+    tile,
+    first,
+    last,
+    steps,
+    GROUPING: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """prefetch_groups of K steps with several groups: the lines of 128 bytes of each step."""
+    PARTS: tl.constexpr = 2 if GROUPING.has_minima else 1
+    VALUES: tl.constexpr = PARTS * GROUPING.groups * TILE_N  # of a step
+    LINE: tl.constexpr = 1024 // scales_ptr.dtype.element_ty.primitive_bitwidth
+    for i in tl.static_range(BN // TILE_N):
+        for line in tl.static_range(VALUES // LINE):
+            step = tl.minimum(first + tl.arange(0, 128), last - 1)
+            ptrs = scales_ptr + ((tile * (BN // TILE_N) + i) * steps + step) * VALUES + line * LINE
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [ptrs], tl.int32, False, 1
+            )
