@@ -114,7 +114,8 @@ class LayerRunner:
             stored: dict[str, str] = {}  # the checkpoint's names of tensors that have others here
             if self.layer_map.has_own_linears(self.raw_config, layer):
                 experts = self.layer_map.experts
-                own = experts.module if hasattr(module, experts.module) else "mlp"
+                own = experts.module if hasattr(module, experts.module or "-") else "mlp"
+                own = own if experts.module else ""  # the layer itself
                 mixture = module.get_submodule(own)
                 mixture.experts = Experts(
                     self.layer_map, self.config, self.raw_config, all_tokens=all_experts
@@ -122,7 +123,8 @@ class LayerRunner:
                 if experts.scaled_inputs:
                     mixture = ScaledMixture(mixture)
                     setattr(module, own, mixture)
-                setattr(module, experts.module, mixture)
+                if own:
+                    setattr(module, experts.module, mixture)
                 # If a module has two names, the checkpoint's name counts.
                 second = () if experts.module == own else (f"{own}.",)
                 correction, _, inside = experts.routing.correction.partition(".")

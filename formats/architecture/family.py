@@ -155,7 +155,7 @@ class Family:
         return Blocks(
             attention=not has_state or self.state_mixer.beside_attention,
             state=has_state,
-            dense=not has_experts,
+            dense=not has_experts or self.experts.with_dense,
             experts=has_experts,
         )
 

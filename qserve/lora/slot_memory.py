@@ -9,6 +9,7 @@ import torch
 
 from qkernels.lora.weights import TABLE_COLUMNS, LoraWeights
 from qserve.lora.layout import AdapterLayout, PackedAdapter, Place
+from qserve.model.blocks.dense_and_experts import DenseAndExperts
 from qserve.model.blocks.linear import AdaptedLinear, AdaptedRows, RowParallel
 from qserve.model.blocks.mlp import Mlp
 from qserve.model.blocks.moe import MoeMlp
@@ -78,7 +79,7 @@ def _linear_of(decoder: Decoder, place: Place) -> tuple[torch.nn.Module, str]:
     layer = decoder.layers[decoder.layer_numbers.index(place.layer)]
     if place.projection in (family.qkv, family.o):
         return layer.attention, "qkv_proj" if place.projection == family.qkv else "o_proj"
-    mlp = layer.mlp
+    mlp = layer.mlp.mlp if isinstance(layer.mlp, DenseAndExperts) else layer.mlp
     if isinstance(mlp, MoeMlp):
         mlp, gate_up = mlp.shared.mlp, family.experts.shared.gate_up
     else:

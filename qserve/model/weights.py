@@ -454,7 +454,19 @@ class LayerWeights:
             weight.float() if rule.float32 else weight,
             self._weights.tensor(f"{name}.bias", (E,)) if rule.bias else None,
             correction,
+            self._router_norm(rule.input_scale) if rule.input_scale else None,
+            self._float32(rule.expert_scale, (E,)) if rule.expert_scale else None,
         )
+
+    def _router_norm(self, scale: str) -> Norm:
+        """Norm of what a router reads, without weights, and the scale of that name."""
+        width = self._weights.config.hidden_size
+        scale_C = self._float32(scale, (width,)) * width**-0.5
+        return Norm(scale_C, self._weights.config.norm_eps)
+
+    def _float32(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        stored = self._weights.source.tensor(f"{self._prefix}.{name}", shape)
+        return stored.to(self._weights.device, torch.float32)
 
     def shared_gate(self) -> FloatLinear | None:
         """Gate of the layer's shared expert, if it has one."""

@@ -9,6 +9,7 @@ from formats.architecture.rows.classic_parts import (
     GRANITE,
     HUNYUAN,
 )
+from formats.architecture.rows.gemma4 import GEMMA_4
 from formats.architecture.rows.parts import (
     ATTENTION_BIAS,
     BEFORE_ATTENTION,
@@ -16,7 +17,6 @@ from formats.architecture.rows.parts import (
     GATE_UP,
     GEMMA,
     GEMMA_1,
-    GEMMA_4,
     GEMMA_NORMS,
     HEAD_NORMS,
     LAYER_NORM,

@@ -11,6 +11,7 @@ import torch
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput
 from qserve.model.blocks.attention import StepInputs
+from qserve.model.blocks.dense_and_experts import DenseAndExperts
 from qserve.model.blocks.linear import LinearPlan, Product
 from qserve.model.blocks.norm import BranchEnd, BranchOutput, Norm
 from qserve.model.cache_spec import Cache, CacheSpec, KvFormat
@@ -52,7 +53,7 @@ class Layer(torch.nn.Module):
         attention_norm: Norm,
         attention: Mixer,
         mlp_norm: Norm,
-        mlp: FeedForward,
+        mlp: FeedForward | DenseAndExperts,
         attention_end: BranchEnd | None = None,  # None: it is added as it is
         mlp_end: BranchEnd | None = None,
     ) -> None:
@@ -83,6 +84,8 @@ class Layer(torch.nn.Module):
         x_TC = self.attention_end(self.attention(x_TC, plan, step, cache))
         plan = self.mlp.plan(x_TC.shape[0])
         x_TC, residual_TC = self.mlp_norm(x_TC, residual_TC, plan.input)
+        if isinstance(self.mlp, DenseAndExperts):
+            return self.mlp_end(self.mlp(x_TC, plan, residual_TC)), residual_TC
         return self.mlp_end(self.mlp(x_TC, plan)), residual_TC
 
 

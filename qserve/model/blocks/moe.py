@@ -14,11 +14,15 @@ from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
 from qserve.model.blocks.linear import FLOAT_PLAN, FloatLinear, LinearPlan, Product
 from qserve.model.blocks.mlp import Mlp
+from qserve.model.blocks.norm import Norm
 from qserve.parallel.communicator import Communicator, RankPartial
 
 
 class Router(torch.nn.Module):
-    """Selects each token's experts. The product runs in the dtype of its weight."""
+    """Selects each token's experts. The product runs in the dtype of its weight.
+
+    With `norm` it reads the norm of what it is given. `expert_scale_E` multiplies routing weights.
+    """
 
     def __init__(
         self,
@@ -26,15 +30,24 @@ class Router(torch.nn.Module):
         weight_EC: torch.Tensor,
         bias_E: torch.Tensor | None = None,
         correction_E: torch.Tensor | None = None,  # float32
+        norm: Norm | None = None,
+        expert_scale_E: torch.Tensor | None = None,  # float32
     ) -> None:
         super().__init__()
-        self.routing = routing
+        self.routing, self.norm = routing, norm
         self.register_buffer("weight", weight_EC)
         self.register_buffer("bias", bias_E)
         self.register_buffer("correction", correction_E)
+        self.register_buffer("expert_scale", expert_scale_E)
 
     def forward(self, x_TC: torch.Tensor) -> Routes:
-        return ops.route_tokens(x_TC, self.weight, self.routing, self.bias, self.correction)
+        if self.norm is not None:
+            x_TC, _ = self.norm(x_TC, None, None)
+        routes = ops.route_tokens(x_TC, self.weight, self.routing, self.bias, self.correction)
+        if self.expert_scale is None:
+            return routes
+        scales_Mk = self.expert_scale[routes.ids_Mk.long()]
+        return routes._replace(shares_Mk=routes.shares_Mk * scales_Mk)
 
 
 class SharedExpert(torch.nn.Module):
@@ -79,9 +92,11 @@ class MoeMlp(torch.nn.Module):
         """The norm before this block outputs a tensor, since the router reads it, too."""
         return FLOAT_PLAN
 
-    def forward(self, x_TC: LinearInput, plan: LinearPlan) -> LinearOutput | RankPartial:
-        """The result goes to the norm that follows."""
-        routes = self.router(x_TC)
+    def forward(
+        self, x_TC: LinearInput, plan: LinearPlan, routed_TC: torch.Tensor | None = None
+    ) -> LinearOutput | RankPartial:
+        """The result goes to the norm that follows. `routed_TC`: what the router reads; None: x."""
+        routes = self.router(x_TC if routed_TC is None else routed_TC)
         shared_TC = None if self.shared is None else self.shared(x_TC)
         if self.scales_inputs:
             x_TC = x_TC * routes.shares_Mk.to(x_TC.dtype)

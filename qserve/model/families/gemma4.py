@@ -1,5 +1,6 @@
-"""Gemma 4 (text, dense): Gemma 3 with wider heads in layers that see all keys, in which keys before
-their norm are the values, too; a norm of values without weights; a factor on what a layer returns.
+"""Gemma 4 (text): Gemma 3 with wider heads in layers that see all keys, in which keys before their
+norm are the values, too; a norm of values without weights; a factor on what a layer returns.
+26B-A4B has experts next to the feed-forward of each layer.
 
 Columns of the family's row hold the two kinds of layers; the row has no per-layer embeddings.
 """
@@ -8,10 +9,12 @@ from dataclasses import replace
 
 import torch
 
+from qserve.model.blocks.dense_and_experts import DenseAndExperts
 from qserve.model.blocks.layer import ScaledLayer
+from qserve.model.blocks.mlp import Mlp
 from qserve.model.blocks.norm import BranchEnd
 from qserve.model.decoder import Decoder
-from qserve.model.families import llama
+from qserve.model.families import llama, moe
 from qserve.model.model_config import ModelConfig
 from qserve.model.weights import LayerWeights, Weights
 
@@ -36,9 +39,26 @@ def build_layer(config: ModelConfig, weights: LayerWeights) -> ScaledLayer:
         ),
         attention_end=BranchEnd(llama.build_norm(local, weights, "post_attention_layernorm")),
         mlp_norm=llama.build_norm(local, weights, "pre_feedforward_layernorm"),
-        mlp=llama.build_mlp(local, weights),
+        mlp=_feed_forward(local, weights),
         mlp_end=BranchEnd(llama.build_norm(local, weights, "post_feedforward_layernorm")),
         factor=weights.scalar(),
+    )
+
+
+def _feed_forward(config: ModelConfig, weights: LayerWeights) -> Mlp | DenseAndExperts:
+    mlp = llama.build_mlp(config, weights)
+    if config.family.experts is None:
+        return mlp
+    dense_norm, experts_norm, experts_end = (
+        llama.build_norm(config, weights, f"{name}_feedforward_layernorm_{number}")
+        for name, number in (("post", 1), ("pre", 2), ("post", 2))
+    )
+    return DenseAndExperts(
+        mlp=mlp,
+        mlp_norm=dense_norm,
+        experts=moe.build_mlp(config, weights),
+        experts_norm=experts_norm,
+        experts_end=BranchEnd(experts_end),
     )
 
 

@@ -121,6 +121,7 @@ OTHERS = (
                 "mpt",
                 "llama4",
                 "gemma4",
+                "gemma4_moe",
             ),
         )
     ),

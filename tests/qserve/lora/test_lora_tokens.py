@@ -96,15 +96,20 @@ def test_logits_are_peft_s(tiny_model, tmp_path, family):
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2_moe", pytest.param("glm4_moe", marks=pytest.mark.exhaustive)]
+    ("family", "targets"),
+    [
+        ("qwen2_moe", 10),  # attention, the dense feed-forward, the shared expert
+        pytest.param("glm4_moe", 10, marks=pytest.mark.exhaustive),
+        pytest.param("gemma4_moe", 7, marks=pytest.mark.exhaustive),
+    ],
 )
-def test_every_target_alone(tiny_model, tmp_path, family):
+def test_every_target_alone(tiny_model, tmp_path, family, targets):
     """Each linear's adapter reaches that linear, of shared experts and dense layers, too."""
     model = tiny_model(family)
     reader = CheckpointReader(model)
     shapes = adapted_shapes(FAMILIES[reader.config["architectures"][0]], reader.config)
     kinds = sorted({name.split(".", 3)[3] for name in shapes})
-    assert len(kinds) == 10  # attention, the dense feed-forward, the shared expert
+    assert len(kinds) == targets
     llm = engine(model, max_loras=12)
     loras = []
     for number, kind in enumerate(kinds, start=1):

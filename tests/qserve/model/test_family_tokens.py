@@ -14,6 +14,7 @@ import transformers
 from calibrate.float_model import FloatModel
 from calibrate.texts.data import CalibrationData
 from formats.errors import InputError
+from qkernels.moe.routing import SILU
 from qkernels.rowwise.spec import ActSpec
 from qserve.llm import LLM
 from qserve.model.blocks.layer import Layer
@@ -165,6 +166,8 @@ def test_logits_of_quantized_weights_equal_transformers(written, transformers_mo
         pytest.param("llama4", "gptq", marks=pytest.mark.exhaustive),
         pytest.param("gemma4", "gptq", marks=pytest.mark.exhaustive),
         pytest.param("gemma4", "awq", marks=pytest.mark.exhaustive),
+        ("gemma4_moe", "gptq"),
+        pytest.param("gemma4_moe", "awq", marks=pytest.mark.exhaustive),
         pytest.param("cohere", "awq", marks=pytest.mark.exhaustive),
     ],
 )
@@ -451,6 +454,30 @@ def values_of_normed_keys(layer):
         layer.attention.v_norm = layer.attention.k_norm
 
 
+def router_of(change):
+    """`change` of each router of experts next to a feed-forward."""
+    return every_layer(lambda layer: change(layer.mlp.experts.router))
+
+
+def router_reads_experts_input(layer):
+    """The router reads what the experts read, as in other families."""
+    experts, right = layer.mlp.experts, layer.mlp.experts.forward
+    experts.forward = lambda x_TC, plan, routed_TC: right(x_TC, plan, x_TC)
+
+
+def experts_read_dense_input(layer):
+    layer.mlp.experts_norm = layer.mlp_norm
+
+
+def sum_of_branches_without_norms(layer):
+    layer.mlp.experts_end.norm = None
+
+
+def swish(layer):
+    prepared = layer.mlp.experts.experts
+    layer.mlp.experts.experts = replace(prepared, glu=SILU)
+
+
 def without_embedding_norm(decoder):
     decoder.embedding.norm = None
 
@@ -545,6 +572,37 @@ WRONG = {
     "values not normed, Gemma 4": ("gemma4", set_attention(v_norm=None)),
     "values with the weights of keys' norm": ("gemma4", every_layer(values_of_normed_keys)),
     "layers not multiplied, Gemma 4": ("gemma4", every_layer(unscaled)),
+    "norms of both branches exchanged, Gemma 4": (
+        "gemma4_moe",
+        swapped("mlp.mlp_norm", "mlp.experts_end.norm"),
+    ),
+    "norms before and after experts exchanged, Gemma 4": (
+        "gemma4_moe",
+        swapped("mlp.experts_norm", "mlp.experts_end.norm"),
+    ),
+    "experts without a norm after, Gemma 4": (
+        "gemma4_moe",
+        every_layer(sum_of_branches_without_norms),
+    ),
+    "experts that read the feed-forward's input": (
+        "gemma4_moe",
+        every_layer(experts_read_dense_input),
+    ),
+    "router that reads the experts' input": ("gemma4_moe", every_layer(router_reads_experts_input)),
+    "router without its norm": ("gemma4_moe", router_of(lambda r: setattr(r, "norm", None))),
+    "router without its scale": (
+        "gemma4_moe",
+        router_of(lambda router: router.norm.weight.fill_(TINY["hidden_size"] ** -0.5)),
+    ),
+    "router without the root of the width": (
+        "gemma4_moe",
+        router_of(lambda router: router.norm.weight.mul_(TINY["hidden_size"] ** 0.5)),
+    ),
+    "experts without their scales": (
+        "gemma4_moe",
+        router_of(lambda router: router.expert_scale.fill_(1.0)),
+    ),
+    "experts with SiLU, Gemma 4": ("gemma4_moe", every_layer(swish)),
     "embeddings not normed": ("bloom", without_embedding_norm),
     "the whole head rotates, Bamba": ("bamba", lambda d: whole_rotation(d.layers[1])),
     "norms exchanged, Bamba": ("bamba", swapped("attention_norm", "mlp_norm")),
