@@ -113,6 +113,9 @@ class LayerMap:
     def required_in_layer(self, config: dict[str, Any], layer: int) -> tuple[str, ...]:
         """Required tensors of a layer besides the linears' weights; others are kept if present."""
         names, blocks = self.layer_tensors, self.family.blocks(config, layer)
+        own = {norm.name for norm in self.family.of_layer(layer, config).norms}
+        lacking = tuple(f"{norm.name}." for norm in self.family.norms if norm.name not in own)
+        names = [name for name in names if not name.startswith(lacking)] if lacking else names
         if not blocks.attention:
             of_attention = tuple(f"{norm.name}." for norm in self.family.norms if norm.of_attention)
             biases = tuple(f"{linear.name}.bias" for linear in self.family.linears)

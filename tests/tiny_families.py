@@ -406,6 +406,19 @@ TINY_FAMILIES |= {
         },
     ),
     "gemma4": ("Gemma4TextConfig", GEMMA_4),
+    "gemma4_shared": (
+        "Gemma4TextConfig",
+        {
+            **GEMMA_4,
+            **{"attention_k_eq_v": False, "hidden_size_per_layer_input": 32},
+            **{"vocab_size_per_layer_input": 512, "num_hidden_layers": 6},
+            **{"num_kv_shared_layers": 3, "use_double_wide_mlp": True},
+            "layer_types": [
+                *("full_attention", "sliding_attention", "sliding_attention"),
+                *("sliding_attention", "full_attention", "full_attention"),
+            ],
+        },
+    ),
     "gemma4_moe": (
         "Gemma4TextConfig",
         {
@@ -496,13 +509,13 @@ ROWS += ("flex_olmo",)
 ROWS += ("afmoe",)
 ROWS += ("minicpm3",)
 ROWS += ("mistral4",)
-ROWS += ("gemma4_moe",)
+ROWS += ("gemma4_moe", "gemma4_shared")
 # families whose layers have states
 STATES = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"),
     *("granite_hybrid", "granite_hybrid_moe", "falcon_h1", "nemotron_h", "nemotron_h_moe"),
     "bamba",
 )
-WITHOUT_RANKS = (*STATES, "gemma4", "gemma4_moe")  # ranks are refused
+WITHOUT_RANKS = (*STATES, "gemma4", "gemma4_moe", "gemma4_shared")  # ranks are refused
 # latent attention, or four linears in one matrix
 WITHOUT_ADAPTERS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "mistral4", "afmoe")

@@ -75,10 +75,14 @@ class SlotMemory:
 
 def _linear_of(decoder: Decoder, place: Place) -> tuple[torch.nn.Module, str]:
     """The block that has a projection's linear, and the name of its attribute."""
-    family = decoder.config.family
+    config = decoder.config
+    family = config.family.of_layer(place.layer, config.values)
     layer = decoder.layers[decoder.layer_numbers.index(place.layer)]
     if place.projection in (family.qkv, family.o):
         return layer.attention, "qkv_proj" if place.projection == family.qkv else "o_proj"
+    inputs = family.layer_inputs
+    if inputs is not None and place.projection in (inputs.gate, inputs.projection):
+        return layer.layer_input, "gate" if place.projection == inputs.gate else "projection"
     mlp = layer.mlp.mlp if isinstance(layer.mlp, DenseAndExperts) else layer.mlp
     if isinstance(mlp, MoeMlp):
         mlp, gate_up = mlp.shared.mlp, family.experts.shared.gate_up

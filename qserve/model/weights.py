@@ -24,8 +24,9 @@ from formats.numerics.alibi import alibi_slopes
 from qkernels import QuantLinear, ops
 from qkernels.choice import FIXED_ORDER
 from qkernels.moe.experts import PreparedExperts
-from qserve.model.blocks.embedding import PackedTable, VocabularyPart
+from qserve.model.blocks.embedding import Embedding, PackedTable, VocabularyPart
 from qserve.model.blocks.latent_attention import LatentShape
+from qserve.model.blocks.layer_inputs import LayerInput, LayerInputs
 from qserve.model.blocks.linear import (
     FloatLinear,
     GatheredInput,
@@ -91,13 +92,15 @@ class Weights:
         """True if this stage needs embedding, last norm and head."""
         return self.pipeline is None or self.pipeline.is_first
 
-    def embedding(self, name: str | None = None) -> torch.Tensor | PackedTable:
+    def embedding(
+        self, name: str | None = None, shape: tuple[int, ...] | None = None
+    ) -> torch.Tensor | PackedTable:
         """Token embedding [V, C]; in a divided model, this rank's rows.
 
-        `name`: another table than the model's.
+        `name`: another table than the model's. `shape`: of that table, if it is another one.
         """
         name = name or self.family.embedding
-        shape = self.shape(self.family.model_tensors[self.family.embedding])
+        shape = shape or self.shape(self.family.model_tensors[self.family.embedding])
         module, part = name.removesuffix(".weight"), self.vocabulary
         if self.source.is_quantized(module):
             weight = self._without_activation(self.source.weight(module, shape))
@@ -139,6 +142,20 @@ class Weights:
             return None
         shape = self.shape(self.family.model_tensors[learned.name])
         return self.tensor(learned.name, shape)[learned.offset :]
+
+    def layer_inputs(self) -> LayerInputs | None:
+        """Inputs of all layers, in models that have them."""
+        row, config = self.family.layer_inputs, self.config
+        if row is None:
+            return None
+        width, shapes = config.values[row.width_key], row.tensors
+        table = self.embedding(row.table, self.shape(shapes[row.table]))
+        projection = f"{row.model_projection}.weight"
+        weight = self.tensor(projection, self.shape(shapes[projection]))
+        norm = Norm(self.norm(row.model_norm, (width,)), config.norm_eps, self.family.norm_kind)
+        return LayerInputs(
+            table=Embedding(table, width**0.5), projection=self.float_linear(weight), norm=norm
+        )
 
     def head(self, embedding: torch.Tensor | PackedTable) -> Linear:
         """Output head: a separate matrix, or the embedding."""
@@ -495,6 +512,15 @@ class LayerWeights:
     def scalar(self) -> torch.Tensor:
         """Factor of what the layer returns."""
         return self._weights.tensor(f"{self._prefix}.{self._family.layer_scalar}", (1,))
+
+    def layer_input(self) -> LayerInput | None:
+        """Block that adds the layer's own input, in models with such inputs."""
+        row = self._family.layer_inputs
+        if row is None:
+            return None
+        norm = Norm(self.norm(row.norm), self._weights.config.norm_eps, self._family.norm_kind)
+        gate, projection = self.linear(row.gate), self.linear(row.projection)
+        return LayerInput(gate=gate, projection=projection, norm=norm)
 
     def sinks(self) -> dict[str, torch.Tensor]:
         """Attention sinks: a score per head besides the keys', if the family has them."""

@@ -12,6 +12,7 @@ from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput
 from qserve.model.blocks.attention import StepInputs
 from qserve.model.blocks.dense_and_experts import DenseAndExperts
+from qserve.model.blocks.layer_inputs import LayerInput
 from qserve.model.blocks.linear import LinearPlan, Product
 from qserve.model.blocks.norm import BranchEnd, BranchOutput, Norm
 from qserve.model.cache_spec import Cache, CacheSpec, KvFormat
@@ -90,11 +91,14 @@ class Layer(torch.nn.Module):
 
 
 class ScaledLayer(Layer):
-    """A layer whose sum is multiplied by a factor."""
+    """A layer whose sum is multiplied by a factor, after its own input was added, if it has one."""
 
-    def __init__(self, *, factor: torch.Tensor, **blocks: Any) -> None:
+    def __init__(
+        self, *, factor: torch.Tensor, layer_input: LayerInput | None = None, **blocks: Any
+    ) -> None:
         """`blocks`: those of Layer."""
         super().__init__(**blocks)
+        self.layer_input = layer_input
         self.register_buffer("factor", factor)
         self._sum = Norm(None, 0.0)
 
@@ -109,6 +113,8 @@ class ScaledLayer(Layer):
         """As Layer.forward; the residual is None, since what is returned is the sum."""
         x_TC, residual_TC = super().forward(x_TC, residual_TC, step, cache, taps)
         _, sum_TC = self._sum(x_TC, residual_TC, None)
+        if self.layer_input is not None:
+            sum_TC = self.layer_input(sum_TC, step.layer_input_TP)
         return sum_TC * self.factor, None
 
 

@@ -122,6 +122,7 @@ OTHERS = (
                 "llama4",
                 "gemma4",
                 "gemma4_moe",
+                "gemma4_shared",
             ),
         )
     ),

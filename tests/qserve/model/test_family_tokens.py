@@ -18,6 +18,8 @@ from qkernels.moe.routing import SILU
 from qkernels.rowwise.spec import ActSpec
 from qserve.llm import LLM
 from qserve.model.blocks.layer import Layer
+from qserve.model.blocks.rotary import Rotary
+from qserve.model.blocks.shared_attention import SharedAttention
 from qserve.model.model_config import ModelConfig
 from qserve.model.sharing import check_ranks
 from qserve.params.sampling_params import SamplingParams
@@ -103,6 +105,19 @@ VARIANTS = {
             **{"use_qk_norm": False, "attn_temperature_tuning": False},
         },
     ),
+    # what Gemma 4 E2B has, without the rest of it
+    "gemma 4, values of their own": (
+        "Gemma4TextConfig",
+        {**TINY_FAMILIES["gemma4"][1], "attention_k_eq_v": False},
+    ),
+    "gemma 4, shared keys": (
+        "Gemma4TextConfig",
+        {
+            **TINY_FAMILIES["gemma4"][1],
+            **{"num_kv_shared_layers": 1, "hidden_size_per_layer_input": 32},
+            "vocab_size_per_layer_input": 600,
+        },
+    ),
     "glm-4 without biases": (
         "Glm4Config",
         {"attention_bias": False, "head_dim": 16, "pad_token_id": 0},
@@ -167,6 +182,8 @@ def test_logits_of_quantized_weights_equal_transformers(written, transformers_mo
         pytest.param("gemma4", "gptq", marks=pytest.mark.exhaustive),
         pytest.param("gemma4", "awq", marks=pytest.mark.exhaustive),
         ("gemma4_moe", "gptq"),
+        ("gemma4_shared", "gptq"),
+        pytest.param("gemma4_shared", "awq", marks=pytest.mark.exhaustive),
         pytest.param("gemma4_moe", "awq", marks=pytest.mark.exhaustive),
         pytest.param("cohere", "awq", marks=pytest.mark.exhaustive),
     ],
@@ -454,6 +471,25 @@ def values_of_normed_keys(layer):
         layer.attention.v_norm = layer.attention.k_norm
 
 
+def exchanged_inputs(decoder):
+    """Each layer gets the next layer's input."""
+    right = decoder.layer_inputs.forward
+    decoder.layer_inputs.forward = lambda *given: right(*given).roll(-1, 1)
+
+
+def without_input(layer):
+    layer.layer_input = None
+
+
+def other_gate(layer_input):
+    layer_input.activation = ActSpec(kind="silu", gated=False)
+
+
+def without_rotation(layer):
+    rotary = layer.attention.rotary
+    layer.attention.rotary = Rotary(rotary.cos_sin[:, :0], rotary.interleaved)
+
+
 def router_of(change):
     """`change` of each router of experts next to a feed-forward."""
     return every_layer(lambda layer: change(layer.mlp.experts.router))
@@ -471,6 +507,18 @@ def experts_read_dense_input(layer):
 
 def sum_of_branches_without_norms(layer):
     layer.mlp.experts_end.norm = None
+
+
+def shared_layers(change):
+    """`change` of each layer that reads keys and values of an earlier one."""
+
+    def apply(decoder):
+        found = [layer for layer in decoder.layers if isinstance(layer.attention, SharedAttention)]
+        assert len(found) == 3
+        for layer in found:
+            change(layer)
+
+    return apply
 
 
 def swish(layer):
@@ -603,6 +651,37 @@ WRONG = {
         router_of(lambda router: router.expert_scale.fill_(1.0)),
     ),
     "experts with SiLU, Gemma 4": ("gemma4_moe", every_layer(swish)),
+    "no inputs of layers": (
+        "gemma4_shared",
+        every_layer(lambda x: setattr(x, "layer_input", None)),
+    ),
+    "inputs of layers without a norm after": (
+        "gemma4_shared",
+        every_layer(lambda layer: setattr(layer.layer_input.end, "norm", None)),
+    ),
+    "inputs of layers with SiLU": (
+        "gemma4_shared",
+        every_layer(
+            lambda x: setattr(x.layer_input, "activation", ActSpec(kind="silu", gated=False))
+        ),
+    ),
+    "rows of layers' inputs not multiplied by a root": (
+        "gemma4_shared",
+        lambda decoder: setattr(decoder.layer_inputs.table, "factor", 1.0),
+    ),
+    "products of layers' inputs without their norm": (
+        "gemma4_shared",
+        lambda decoder: decoder.layer_inputs.norm.weight.fill_(1.0),
+    ),
+    "inputs of layers in another order": ("gemma4_shared", exchanged_inputs),
+    "queries of shared layers not normed": (
+        "gemma4_shared",
+        shared_layers(lambda layer: layer.attention.q_norm.fill_(1.0)),
+    ),
+    "queries of shared layers that do not rotate": (
+        "gemma4_shared",
+        shared_layers(without_rotation),
+    ),
     "embeddings not normed": ("bloom", without_embedding_norm),
     "the whole head rotates, Bamba": ("bamba", lambda d: whole_rotation(d.layers[1])),
     "norms exchanged, Bamba": ("bamba", swapped("attention_norm", "mlp_norm")),
@@ -693,8 +772,10 @@ def test_float16_is_refused_where_activations_leave_its_range(model_of, name):
             {"alibi": True, "parallel_attn": False, "new_decoder_architecture": True},
         ),
         ("OlmoeConfig", {"clip_qkv": 4.0}),
-        ("Gemma4TextConfig", {"hidden_size_per_layer_input": 16}),
-        ("Gemma4TextConfig", {"attention_k_eq_v": False}),
+        (
+            "Gemma4TextConfig",
+            {**TINY_FAMILIES["gemma4_moe"][1], "hidden_size_per_layer_input": 16},
+        ),
         ("Gemma4TextConfig", {"use_bidirectional_attention": "all"}),
     ],
 )
@@ -704,7 +785,7 @@ def test_a_variant_that_nothing_computes_is_refused(tmp_path, config_class, chan
     if config_class == "Gemma4TextConfig":
         usual = {**TINY_FAMILIES["gemma4"][1], "vocab_size_per_layer_input": 512}
     folder = make_tiny(tmp_path / "model", config_class, {**usual, **changed})
-    *_, key = changed
+    key = "hidden_size_per_layer_input" if len(changed) > 3 else list(changed)[-1]
     refused = rf"config\.json {key}: expected .*, found .*not supported"
     with pytest.raises(InputError, match=refused):
         LLM(folder, device="cpu", max_model_len=64)
@@ -808,3 +889,43 @@ def test_logits_on_a_gpu_are_the_cpus(written, name):
 def test_layers_with_different_heads_are_not_divided_over_gpus(model_of):
     with pytest.raises(InputError, match="tensor-parallel-size 2: .*Gemma4.*different heads"):
         check_ranks(ModelConfig.from_folder(model_of("gemma4")), 2, 1)
+
+
+@pytest.mark.parametrize("name", ["gemma4_shared", "gemma 4, shared keys"])
+def test_layers_that_read_others_are_not_divided_over_stages(model_of, name):
+    with pytest.raises(InputError, match="pipeline-parallel-size 2: .*Gemma4.*other stages"):
+        check_ranks(ModelConfig.from_folder(model_of(name)), 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"vocab_size_per_layer_input": 500}, "vocab_size_per_layer_input: expected the 512"),
+        ({"num_kv_shared_layers": 5}, "num_kv_shared_layers: layer 1 reads keys .* sliding"),
+    ],
+)
+def test_a_damaged_config_of_gemma_4_is_refused(model_of, tmp_path, changed, reason):
+    folder = edited(model_of("gemma4_shared"), tmp_path / "x", config=lambda c: c.update(changed))
+    with pytest.raises(InputError, match=reason):
+        LLM(folder, device="cpu", max_model_len=64)
+
+
+def test_keys_of_shared_layers_are_not_read(model_of, tmp_path):
+    """Published files have them all the same, and transformers leaves them out."""
+
+    def add(state):
+        for layer in (3, 4, 5):
+            for name in ("k_proj", "v_proj", "k_norm"):
+                state[f"model.layers.{layer}.self_attn.{name}.weight"] = torch.ones(1)
+
+    folder = edited(model_of("gemma4_shared"), tmp_path / "x", add)
+    assert torch.equal(logits(folder), logits(model_of("gemma4_shared")))
+
+
+def test_shared_layers_keep_nothing(model_of):
+    """Pages hold the keys and values of three of six layers."""
+    runner = LLM(model_of("gemma4_shared"), device="cpu", max_model_len=64).engine.runner
+    sizes = [spec.bytes_per_page for spec in runner.cache_specs]
+    assert all(sizes[:3]) and not any(sizes[3:])
+    assert runner.bytes_per_page == sum(sizes)
+    assert len(runner.cache_tensors()) == 6  # keys and values of three layers
