@@ -95,17 +95,19 @@ DENSE = (
     ),
     family_row("GemmaForCausalLM", "Gemma", "gemma", builder="llama", **GEMMA_1),
     family_row(
-        "Gemma2ForCausalLM", "Gemma 2", "gemma2", builder="gemma2", **GEMMA, norms=GEMMA_NORMS
+        "Gemma2ForCausalLM", "Gemma 2", "gemma2", builder="gemma.gemma2", **GEMMA, norms=GEMMA_NORMS
     ),
     family_row(
         "Gemma3ForCausalLM",
         "Gemma 3 (text)",
         "gemma3_text",
-        builder="gemma3",
+        builder="gemma.gemma3",
         **GEMMA,
         norms=(*GEMMA_NORMS, *HEAD_NORMS),
     ),
-    family_row("Gemma4ForCausalLM", "Gemma 4 (text)", "gemma4_text", builder="gemma4", **GEMMA_4),
+    family_row(
+        "Gemma4ForCausalLM", "Gemma 4 (text)", "gemma4_text", builder="gemma.gemma4", **GEMMA_4
+    ),
     family_row(
         "GraniteForCausalLM",
         "Granite",
@@ -245,7 +247,7 @@ DENSE = (
         "VaultGemmaForCausalLM",
         "VaultGemma",
         "vaultgemma",
-        builder="gemma2",
+        builder="gemma.gemma2",
         **GEMMA,
         norms=(
             BEFORE_ATTENTION,
