@@ -180,6 +180,7 @@ def layer_map(family: Family) -> LayerMap:
             ),
             *biases,
             *([family.layer_scalar] if family.layer_scalar else []),
+            *(name for name, _ in family.activation_tensors.values()),
         ),
         norm_offset=family.norm_offset,
         # a router reads the residual stream, a norm after a linear stands in its way, and so does

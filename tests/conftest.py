@@ -150,7 +150,7 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
             is_norm = "norm" in name and "bias" not in name
             is_one = is_norm and (not adds_one or "linear_attn" in name)
             torch.nn.init.normal_(parameter, float(is_one), 0.2)
-        if name.endswith(("router.scale", "per_expert_scale")):
+        if name.endswith(("router.scale", "per_expert_scale", "alpha_p", "alpha_n")):
             torch.nn.init.normal_(parameter, 1.0, 0.4)
         if name.endswith(".D"):
             torch.nn.init.normal_(parameter)

@@ -509,6 +509,8 @@ ROWS += ("flex_olmo",)
 ROWS += ("afmoe",)
 ROWS += ("minicpm3",)
 ROWS += ("mistral4",)
+TINY_FAMILIES |= {"apertus": ("ApertusConfig", {"pad_token_id": 0, "head_dim": 32})}
+ROWS += ("apertus",)
 ROWS += ("gemma4_moe", "gemma4_shared")
 # families whose layers have states
 STATES = (

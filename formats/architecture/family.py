@@ -56,6 +56,8 @@ class Family:
     gated_attention: bool = False
     sinks: str = ""  # tensor of a layer: attention sinks, one score per head
     layer_scalar: str = ""  # tensor of a layer: a factor of what it returns
+    # Tensors of a layer: learned numbers of the activation, by their names in its block.
+    activation_tensors: Mapping[str, tuple[str, Shape]] = field(default_factory=dict)
     value_norm: bool = False  # values are normed by head, without weights
     # Fields that differ in layers with full attention, by `layer_types`; sizes call the width of
     # their heads "global_head_dim".
@@ -328,6 +330,7 @@ class Family:
             shapes |= self.state_mixer.tensors(config)
         if self.layer_scalar:
             shapes[self.layer_scalar] = (("one",),)
+        shapes |= dict(self.activation_tensors.values())
         if self.sinks and blocks.attention:
             shapes[self.sinks] = (("num_attention_heads",),)
         if blocks.experts:

@@ -13,6 +13,7 @@ from qserve.model.blocks.dense_and_experts import DenseAndExperts
 from qserve.model.blocks.linear import AdaptedLinear, AdaptedRows, RowParallel
 from qserve.model.blocks.mlp import Mlp
 from qserve.model.blocks.moe import MoeMlp
+from qserve.model.blocks.xielu_mlp import XieluMlp
 from qserve.model.decoder import Decoder
 
 
@@ -88,5 +89,5 @@ def _linear_of(decoder: Decoder, place: Place) -> tuple[torch.nn.Module, str]:
         mlp, gate_up = mlp.shared.mlp, family.experts.shared.gate_up
     else:
         gate_up = family.gate_up
-    assert isinstance(mlp, Mlp), f"{place.projection.name} is in no MLP"
+    assert isinstance(mlp, Mlp | XieluMlp), f"{place.projection.name} is in no MLP"
     return mlp, "up_proj" if place.projection == gate_up else "down_proj"

@@ -522,6 +522,14 @@ class LayerWeights:
         gate, projection = self.linear(row.gate), self.linear(row.projection)
         return LayerInput(gate=gate, projection=projection, norm=norm)
 
+    def activation_tensors(self) -> dict[str, torch.Tensor]:
+        """Learned numbers of the activation, float32, by their names in its block."""
+        weights = self._weights
+        return {
+            key: self._float32(name, weights.shape(shape))
+            for key, (name, shape) in self._family.activation_tensors.items()
+        }
+
     def sinks(self) -> dict[str, torch.Tensor]:
         """Attention sinks: a score per head besides the keys', if the family has them."""
         if not self._family.sinks:

@@ -254,4 +254,25 @@ DENSE = (
             Norm(name="pre_feedforward_layernorm", feeds=GATE_UP.name),
         ),
     ),
+    family_row(
+        "ApertusForCausalLM",
+        "Apertus",
+        "apertus",
+        builder="apertus",
+        **ATTENTION_BIAS,
+        **ungated("mlp.up_proj", "mlp.down_proj", False),
+        activations=("xielu",),
+        activation_tensors={
+            name: (f"mlp.act_fn.{name}", shape)
+            for name, shape in (
+                *(("alpha_p", (("one",),)), ("alpha_n", (("one",),))),
+                *(("beta", ()), ("eps", ())),
+            )
+        },
+        norms=(
+            Norm(name="attention_layernorm", feeds=QKV.name),
+            Norm(name="feedforward_layernorm", feeds="mlp.up_proj"),
+            *HEAD_NORMS,
+        ),
+    ),
 )

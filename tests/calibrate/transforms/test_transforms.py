@@ -82,6 +82,7 @@ ROTATABLE = (
     "helium",
     "cwm",
     "vaultgemma",
+    "apertus",
 )
 OTHERS = (
     *("gemma2", "gemma3", "olmo2", "glm4", "mixtral", "qwen3_moe", "phi3", "granite"),
@@ -123,6 +124,7 @@ OTHERS = (
                 "gemma4",
                 "gemma4_moe",
                 "gemma4_shared",
+                "apertus",
             ),
         )
     ),

@@ -183,6 +183,7 @@ def test_logits_of_quantized_weights_equal_transformers(written, transformers_mo
         pytest.param("gemma4", "awq", marks=pytest.mark.exhaustive),
         ("gemma4_moe", "gptq"),
         ("gemma4_shared", "gptq"),
+        pytest.param("apertus", "awq", marks=pytest.mark.exhaustive),
         pytest.param("gemma4_shared", "awq", marks=pytest.mark.exhaustive),
         pytest.param("gemma4_moe", "awq", marks=pytest.mark.exhaustive),
         pytest.param("cohere", "awq", marks=pytest.mark.exhaustive),
@@ -526,6 +527,18 @@ def swish(layer):
     layer.mlp.experts.experts = replace(prepared, glu=SILU)
 
 
+def set_xielu(**values):
+    def change(layer):
+        for name, value in values.items():
+            getattr(layer.mlp, name).fill_(value)
+
+    return every_layer(change)
+
+
+def exchanged_slopes_of_xielu(layer):
+    layer.mlp.alpha_p, layer.mlp.alpha_n = layer.mlp.alpha_n, layer.mlp.alpha_p
+
+
 def without_embedding_norm(decoder):
     decoder.embedding.norm = None
 
@@ -682,6 +695,10 @@ WRONG = {
         "gemma4_shared",
         shared_layers(without_rotation),
     ),
+    "slopes of xIELU exchanged": ("apertus", every_layer(exchanged_slopes_of_xielu)),
+    "xIELU without its linear part": ("apertus", set_xielu(beta=0.0)),
+    "one slope of xIELU for all layers": ("apertus", set_xielu(alpha_p=0.8)),
+    "norms exchanged, Apertus": ("apertus", swapped("attention_norm", "mlp_norm")),
     "embeddings not normed": ("bloom", without_embedding_norm),
     "the whole head rotates, Bamba": ("bamba", lambda d: whole_rotation(d.layers[1])),
     "norms exchanged, Bamba": ("bamba", swapped("attention_norm", "mlp_norm")),
