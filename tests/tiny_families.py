@@ -359,6 +359,16 @@ TINY_FAMILIES |= {
             "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
         },
     ),
+    "nemotron_h_latent": (
+        "NemotronHConfig",
+        {
+            **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 22},
+            **{"head_dim": 32, "chunk_size": 16, "n_routed_experts": 8, "num_experts_per_tok": 3},
+            **{"moe_intermediate_size": 96, "moe_shared_expert_intermediate_size": 96},
+            **{"moe_latent_size": 32, "routed_scaling_factor": 1.8},
+            "layers_block_type": ["linear_attention", "moe", "full_attention"],
+        },
+    ),
     "bamba": (
         "BambaConfig",
         {
@@ -516,7 +526,7 @@ ROWS += ("gemma4_moe", "gemma4_shared")
 STATES = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"),
     *("granite_hybrid", "granite_hybrid_moe", "falcon_h1", "nemotron_h", "nemotron_h_moe"),
-    "bamba",
+    *("bamba", "nemotron_h_latent"),
 )
 WITHOUT_RANKS = (*STATES, "gemma4", "gemma4_moe", "gemma4_shared")  # ranks are refused
 # latent attention, or four linears in one matrix

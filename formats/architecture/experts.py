@@ -61,6 +61,9 @@ class Experts:
     # all experts; the reader presents the linears of each (expert_stacks.py).
     stacks: tuple[str, ...] = ()
     stacks_transposed: bool = False  # those tensors are [E, H, 2 I] and [E, I, H]
+    # Linears of a layer before and after the experts, which read what the first one makes. Router
+    # and shared expert read the layer's input.
+    latent: tuple[Projection, ...] = ()
     with_dense: bool = False  # their layers have a dense feed-forward, too
     # The routing weight multiplies an expert's input instead of its output; a token has one expert.
     scaled_inputs: bool = False

@@ -270,9 +270,11 @@ class Family:
         if blocks.dense:
             yield from (self.gate_up, self.down)
         if blocks.experts:
+            yield from self.experts.latent[:1]
             for number in range(0 if self.experts.fused else num_experts):
                 yield self.experts.gate_up.expert(number)
                 yield self.experts.down.expert(number)
+            yield from self.experts.latent[1:]
             if self.experts.shared:
                 yield from (self.experts.shared.gate_up, self.experts.shared.down)
         if blocks.layer_input:

@@ -10,7 +10,7 @@ _NUMBERS = (
     *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
     *("shared_expert_intermediate_size", "shared_intermediate_size"),
-    "moe_shared_expert_intermediate_size",
+    *("moe_shared_expert_intermediate_size", "moe_latent_size"),
     *("intermediate_size_mlp", "global_head_dim", "num_global_key_value_heads"),
     *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
     *("linear_key_head_dim", "linear_value_head_dim"),

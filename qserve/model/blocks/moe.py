@@ -12,7 +12,14 @@ from qkernels.moe.experts import PreparedExperts
 from qkernels.moe.routing import Routes, Routing
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
-from qserve.model.blocks.linear import FLOAT_PLAN, FloatLinear, LinearPlan, Product
+from qserve.model.blocks.linear import (
+    FLOAT_PLAN,
+    FloatLinear,
+    Linear,
+    LinearPlan,
+    Product,
+    products_of,
+)
 from qserve.model.blocks.mlp import Mlp
 from qserve.model.blocks.norm import Norm
 from qserve.parallel.communicator import Communicator, RankPartial
@@ -64,6 +71,11 @@ class SharedExpert(torch.nn.Module):
         return out_TC if self.gate is None else torch.sigmoid(self.gate(x_TC)) * out_TC
 
 
+def _applied(linear: Linear, x_TK: torch.Tensor) -> torch.Tensor:
+    plan = linear.plan(x_TK.shape[0])
+    return reduced(linear(ops.in_form(x_TK, plan.input), plan))
+
+
 class MoeMlp(torch.nn.Module):
     """Sum over a token's experts of share * down(activation(gate(x)) * up(x))."""
 
@@ -75,8 +87,11 @@ class MoeMlp(torch.nn.Module):
         shared: SharedExpert | None = None,
         communicator: Communicator | None = None,  # of ranks that hold shards of each expert
         scales_inputs: bool = False,  # shares multiply inputs; a token has one expert (Llama 4)
+        before: Linear | None = None,  # makes what the experts read (Nemotron 3's latent)
+        after: Linear | None = None,  # reads the sum of their outputs
     ) -> None:
         super().__init__()
+        self.before, self.after = before, after
         self.communicator, self.scales_inputs = communicator, scales_inputs
         self.router = router
         self.experts = experts
@@ -85,6 +100,9 @@ class MoeMlp(torch.nn.Module):
     def products(self) -> Iterator[Product]:
         """Products whose kernels depend on the number of tokens."""
         yield self.experts, "norm"
+        for linear in (self.before, self.after):
+            if linear is not None:
+                yield from products_of(linear, None)
         if self.shared is not None:
             yield from self.shared.mlp.products()
 
@@ -101,6 +119,10 @@ class MoeMlp(torch.nn.Module):
         if self.scales_inputs:
             x_TC = x_TC * routes.shares_Mk.to(x_TC.dtype)
             routes = routes._replace(shares_Mk=torch.ones_like(routes.shares_Mk))
+        if self.before is not None:
+            out_TC = ops.experts(_applied(self.before, x_TC), routes, self.experts)
+            out_TC = _applied(self.after, reduced(out_TC))
+            return out_TC if shared_TC is None else out_TC + shared_TC
         out_TC = ops.experts(x_TC, routes, self.experts, None, shared_TC)
         if self.communicator is None:
             return out_TC

@@ -124,6 +124,7 @@ OTHERS = (
                 "gemma4",
                 "gemma4_moe",
                 "gemma4_shared",
+                "nemotron_h_latent",
                 "apertus",
             ),
         )

@@ -165,6 +165,7 @@ def test_logits_of_quantized_weights_equal_transformers(written, transformers_mo
         ),
         ("nemotron_h_moe", "gptq"),
         pytest.param("nemotron_h_moe", "awq", marks=pytest.mark.exhaustive),
+        pytest.param("nemotron_h_latent", "gptq", marks=pytest.mark.exhaustive),
         pytest.param("gpt2", "awq", marks=pytest.mark.exhaustive),
         pytest.param("falcon", "awq", marks=pytest.mark.exhaustive),
         pytest.param("falcon_rw", "gptq", marks=pytest.mark.exhaustive),
