@@ -53,11 +53,11 @@ class LayerMap:
 
     @property
     def experts(self) -> Experts | None:
-        """Experts that replace the feed-forward in some or all layers; None: there are none."""
+        """Experts of some or all layers; None: there are none."""
         return self.family.experts
 
     def has_experts(self, config: dict[str, Any], layer: int) -> bool:
-        """True if a layer has experts instead of a dense feed-forward."""
+        """True if a layer has experts."""
         return self.experts is not None and self.experts.stand_in(layer, config)
 
     def has_own_linears(self, config: dict[str, Any], layer: int) -> bool:
@@ -80,7 +80,7 @@ class LayerMap:
     @property
     def expert_modules(self) -> str:
         """Prefix of the local names of experts' linears; empty if there are none."""
-        return f"{self.experts.module}.experts." if self.experts else ""
+        return f"{self.experts.stem}." if self.experts else ""
 
     def expert_kind(self, local: str) -> str | None:
         """Name of a linear within its expert, such as down_proj; None for other linears."""
@@ -113,6 +113,9 @@ class LayerMap:
     def required_in_layer(self, config: dict[str, Any], layer: int) -> tuple[str, ...]:
         """Required tensors of a layer besides the linears' weights; others are kept if present."""
         names, blocks = self.layer_tensors, self.family.blocks(config, layer)
+        own = {norm.name for norm in self.family.of_layer(layer, config).norms}
+        lacking = tuple(f"{norm.name}." for norm in self.family.norms if norm.name not in own)
+        names = [name for name in names if not name.startswith(lacking)] if lacking else names
         if not blocks.attention:
             of_attention = tuple(f"{norm.name}." for norm in self.family.norms if norm.of_attention)
             biases = tuple(f"{linear.name}.bias" for linear in self.family.linears)
@@ -177,6 +180,7 @@ def layer_map(family: Family) -> LayerMap:
             ),
             *biases,
             *([family.layer_scalar] if family.layer_scalar else []),
+            *(name for name, _ in family.activation_tensors.values()),
         ),
         norm_offset=family.norm_offset,
         # a router reads the residual stream, a norm after a linear stands in its way, and so does
@@ -212,7 +216,7 @@ def _scale_pairs(family: Family, config: Mapping[str, Any], layer: int) -> Itera
         if not (family.qkv.by_head or family.latent or family.value_norm):
             values = _stored(family.qkv)[-1]
             yield ScalePair(previous=values, linears=_stored(family.o), kind="values")
-    if not blocks.dense or family.experts:
+    if not blocks.dense or (family.experts and not family.experts.with_dense):
         return
     gate_up = _stored(family.gate_up)
     if family.gate_up.name in norm_of:

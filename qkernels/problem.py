@@ -38,6 +38,7 @@ class Problem:
     tma_pages: bool = True  # TMA supports their address and strides
     alike: str | None = None  # why experts' weights cannot be one tensor; None: they can
     gated: bool = True  # experts have a gate
+    gelu: bool = False  # the tanh approximation of GELU is applied to that gate
 
 
 @functools.cache

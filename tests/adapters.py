@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from formats.checkpoint import CheckpointReader
-from formats.families import FAMILIES
 from formats.peft.lora import adapted_shapes
+from qserve.model.model_config import family_of
 
 NEUTRAL = {"bias": "none", "use_dora": False, "modules_to_save": None, "inference_mode": True}
 
@@ -16,7 +16,7 @@ NEUTRAL = {"bias": "none", "use_dora": False, "modules_to_save": None, "inferenc
 def write_adapter(model, folder, *, rank=4, alpha=8, seed=0, only=(), size=0.3, **config) -> Path:
     """An adapter of every linear of a model, or of those whose names end so (`only`)."""
     reader = CheckpointReader(model)
-    family = FAMILIES[reader.config["architectures"][0]]
+    family = family_of(reader.config)
     shapes = adapted_shapes(family, reader.config)
     generator = torch.Generator().manual_seed(seed)
     tensors, targets = {}, []

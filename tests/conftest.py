@@ -150,6 +150,8 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
             is_norm = "norm" in name and "bias" not in name
             is_one = is_norm and (not adds_one or "linear_attn" in name)
             torch.nn.init.normal_(parameter, float(is_one), 0.2)
+        if name.endswith(("router.scale", "per_expert_scale", "alpha_p", "alpha_n")):
+            torch.nn.init.normal_(parameter, 1.0, 0.4)
         if name.endswith(".D"):
             torch.nn.init.normal_(parameter)
     for name, buffer in model.named_buffers():
@@ -182,7 +184,7 @@ def module_name(name: str) -> str:
 
 
 EXPERT = re.compile(
-    r"(.*\.(?:mlp|block_sparse_moe|feed_forward|mixer))\.experts\.(\d+)\.(\w+)\.weight"
+    r"(.*\.(?:mlp|block_sparse_moe|feed_forward|mixer|\d+))\.experts\.(\d+)\.(\w+)\.weight"
 )
 
 

@@ -218,7 +218,7 @@ def test_caches_are_known_by_their_specs_alone():
     caches = set(classes_with("page_tensors", ROOT / "qkernels"))
     assert mixers == {
         *("Attention", "DeltaNet", "LatentAttention", "Mamba2", "NoMixer", "ShortConv"),
-        "SideBySide",
+        *("SharedAttention", "SideBySide"),
     }
     assert caches == {"PagedKv", "PagedLatents", "StateSlots"}
     for path in (ROOT / "qserve").rglob("*.py"):

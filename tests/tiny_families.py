@@ -359,6 +359,16 @@ TINY_FAMILIES |= {
             "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
         },
     ),
+    "nemotron_h_latent": (
+        "NemotronHConfig",
+        {
+            **{"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 22},
+            **{"head_dim": 32, "chunk_size": 16, "n_routed_experts": 8, "num_experts_per_tok": 3},
+            **{"moe_intermediate_size": 96, "moe_shared_expert_intermediate_size": 96},
+            **{"moe_latent_size": 32, "routed_scaling_factor": 1.8},
+            "layers_block_type": ["linear_attention", "moe", "full_attention"],
+        },
+    ),
     "bamba": (
         "BambaConfig",
         {
@@ -382,6 +392,12 @@ GRANITE_MOE = {
     **{"num_local_experts": 6, "num_experts_per_tok": 3, "logits_scaling": 2.5},
     **{"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1},
 }
+GEMMA_4 = {
+    **{"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1},
+    **{"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "sliding_window": 9},
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    **{"tie_word_embeddings": True, "final_logit_softcapping": 3.0},
+}
 TINY_FAMILIES |= {
     "granite_moe": ("GraniteMoeConfig", GRANITE_MOE),
     "granite_moe_shared": (
@@ -399,13 +415,26 @@ TINY_FAMILIES |= {
             **{"floor_scale": 4, "attn_scale": 0.5},
         },
     ),
-    "gemma4": (
+    "gemma4": ("Gemma4TextConfig", GEMMA_4),
+    "gemma4_shared": (
         "Gemma4TextConfig",
         {
-            **{"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1},
-            **{"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "sliding_window": 9},
-            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-            **{"tie_word_embeddings": True, "final_logit_softcapping": 3.0},
+            **GEMMA_4,
+            **{"attention_k_eq_v": False, "hidden_size_per_layer_input": 32},
+            **{"vocab_size_per_layer_input": 512, "num_hidden_layers": 6},
+            **{"num_kv_shared_layers": 3, "use_double_wide_mlp": True},
+            "layer_types": [
+                *("full_attention", "sliding_attention", "sliding_attention"),
+                *("sliding_attention", "full_attention", "full_attention"),
+            ],
+        },
+    ),
+    "gemma4_moe": (
+        "Gemma4TextConfig",
+        {
+            **GEMMA_4,
+            **{"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2},
+            "moe_intermediate_size": 32,
         },
     ),
     "helium": ("HeliumConfig", {"head_dim": 16, "rms_norm_eps": 1e-5}),
@@ -490,12 +519,15 @@ ROWS += ("flex_olmo",)
 ROWS += ("afmoe",)
 ROWS += ("minicpm3",)
 ROWS += ("mistral4",)
+TINY_FAMILIES |= {"apertus": ("ApertusConfig", {"pad_token_id": 0, "head_dim": 32})}
+ROWS += ("apertus",)
+ROWS += ("gemma4_moe", "gemma4_shared")
 # families whose layers have states
 STATES = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"),
     *("granite_hybrid", "granite_hybrid_moe", "falcon_h1", "nemotron_h", "nemotron_h_moe"),
-    "bamba",
+    *("bamba", "nemotron_h_latent"),
 )
-WITHOUT_RANKS = (*STATES, "gemma4")  # ranks are refused
+WITHOUT_RANKS = (*STATES, "gemma4", "gemma4_moe", "gemma4_shared")  # ranks are refused
 # latent attention, or four linears in one matrix
 WITHOUT_ADAPTERS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "mistral4", "afmoe")

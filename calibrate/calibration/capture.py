@@ -35,7 +35,10 @@ def batch_windows(length: int) -> int:
 
 
 class HiddenStates:
-    """Hidden states of all windows between two layers, [W, S, D], in memory or in a file."""
+    """Hidden states of all windows between two layers, [W, S, D], in memory or in a file.
+
+    D counts carried channels, too (carried.py).
+    """
 
     def __init__(
         self,
@@ -68,7 +71,7 @@ class HiddenStates:
                     "give a shorter --sequence-length",
                 )
             positions_SD = positions_SD[:length]
-        shape = (*ids_WS.shape, embedding_VD.shape[1])
+        shape = (*ids_WS.shape, embedding_VD.shape[1] + runner.num_carried)
         if spill is None:
             self.states_WSD = torch.empty(shape, dtype=runner.dtype, device=runner.device)
         else:
@@ -81,7 +84,7 @@ class HiddenStates:
                 rows_SD = rows_SD + positions_SD.to(rows_SD.device)
             if media and (found := media[number]) is not None:
                 rows_SD[found.is_image_S] = found.rows_RD.to(rows_SD)
-            self.states_WSD[number] = runner.normed_embeddings(rows_SD)
+            self.states_WSD[number] = runner.first_states(ids_S, rows_SD)
         self.batch, self.before_batch = batch_windows(ids_WS.shape[1]), before_batch
 
     def batches(self) -> Iterator[tuple[torch.Tensor, Media]]:

@@ -15,6 +15,7 @@ import transformers
 from torch import nn
 
 from calibrate.calibration.adapter import put_beside
+from calibrate.calibration.carried import carried_of
 from calibrate.calibration.modules import Experts, ScaledMixture, with_linears
 from calibrate.calibration.vision import (
     Media,
@@ -92,6 +93,9 @@ class LayerRunner:
         if row.embedding_norm:
             bias = reader.get(row.embedding_norm_bias) if row.norm_bias else None
             self._embedding_norm = self._norm(reader.get(row.embedding_norm), bias)
+        # What layers read besides hidden states; None: nothing.
+        values = {**config.to_dict(), **self.raw_config}
+        self.carried = carried_of(reader, layer_map, values, device, self.dtype)
         self._last_norm_bias = reader.get(row.last_norm_bias) if row.norm_bias else None
         self._head_bias = reader.get(row.head_bias_name) if row.head_bias else None
 
@@ -114,7 +118,8 @@ class LayerRunner:
             stored: dict[str, str] = {}  # the checkpoint's names of tensors that have others here
             if self.layer_map.has_own_linears(self.raw_config, layer):
                 experts = self.layer_map.experts
-                own = experts.module if hasattr(module, experts.module) else "mlp"
+                own = experts.module if hasattr(module, experts.module or "-") else "mlp"
+                own = own if experts.module else ""  # the layer itself
                 mixture = module.get_submodule(own)
                 mixture.experts = Experts(
                     self.layer_map, self.config, self.raw_config, all_tokens=all_experts
@@ -122,7 +127,8 @@ class LayerRunner:
                 if experts.scaled_inputs:
                     mixture = ScaledMixture(mixture)
                     setattr(module, own, mixture)
-                setattr(module, experts.module, mixture)
+                if own:
+                    setattr(module, experts.module, mixture)
                 # If a module has two names, the checkpoint's name counts.
                 second = () if experts.module == own else (f"{own}.",)
                 correction, _, inside = experts.routing.correction.partition(".")
@@ -218,12 +224,16 @@ class LayerRunner:
                 mask = mutual_mask(media, length, window, self.device, self.dtype)
         accepted = inspect.signature(self._layer_class.forward).parameters
         cache_name = "layer_past" if "layer_past" in accepted else "past_key_values"
-        others = {"alibi": None} if "alibi" in accepted else {}
+        others: dict[str, Any] = {"alibi": None} if "alibi" in accepted else {}
         if self.layer_map.family.alibi:
             others, mask = self._biases(hidden_BSD, mask, "alibi" in accepted)
+        inputs_BSD = hidden_BSD
+        if self.carried is not None:
+            others = self.carried.arguments(hidden_BSD, layer)
+            inputs_BSD = hidden_BSD[..., : self.carried.hidden_size]
         with torch.set_grad_enabled(grad):
             output = module(
-                hidden_BSD,
+                inputs_BSD,
                 attention_mask=mask,
                 position_ids=position_ids,
                 position_embeddings=rotary,
@@ -232,6 +242,9 @@ class LayerRunner:
                 **others,
             )
         output = output[0] if isinstance(output, tuple) else output
+        if self.carried is not None:
+            with torch.set_grad_enabled(grad):
+                return self.carried.joined(output, hidden_BSD, layer, others)
         return with_added(output, layer, media)
 
     def _biases(
@@ -258,6 +271,7 @@ class LayerRunner:
     ) -> torch.Tensor:
         """Last norm and head, with the divisor, factor and soft cap of models that have them."""
         family, norm = self.layer_map.family, self._norm(norm_D, self._last_norm_bias)
+        hidden_SD = hidden_SD[..., : len(norm_D)]  # without what is carried
         with torch.set_grad_enabled(grad):
             logits_SV = norm(hidden_SD) @ head_VD.to(self.device, self.dtype).t()
             if self._head_bias is not None:
@@ -280,15 +294,21 @@ class LayerRunner:
         norm.load_state_dict(given, assign=True)
         return norm.requires_grad_(False)
 
-    def normed_embeddings(self, rows_SD: torch.Tensor) -> torch.Tensor:
-        """Apply the norm of embeddings, in models that have one."""
-        if self._embedding_norm is None:
-            return rows_SD
-        return self._embedding_norm(rows_SD.to(self.device)).to(rows_SD.device)
+    def first_states(self, ids_S: torch.Tensor, rows_SD: torch.Tensor) -> torch.Tensor:
+        """Return what the first layer reads, from the embeddings of tokens."""
+        if self._embedding_norm is not None:
+            rows_SD = self._embedding_norm(rows_SD.to(self.device)).to(rows_SD.device)
+        return rows_SD if self.carried is None else self.carried.start(ids_S, rows_SD)
 
-    def has_state(self, layer: int) -> bool:
-        """True if a layer has a recurrent state instead of keys and values."""
-        return self.layer_map.has_state(self.raw_config, layer)
+    @property
+    def num_carried(self) -> int:
+        """Number of channels of hidden states after the hidden size."""
+        return 0 if self.carried is None else self.carried.width
+
+    def keeps_keys(self, layer: int) -> bool:
+        """True if a layer has keys and values of its own, and no recurrent state."""
+        is_shared = self.layer_map.family.kv_source(layer, self.raw_config) is not None
+        return not (is_shared or self.layer_map.has_state(self.raw_config, layer))
 
     def _kind(self, layer: int) -> str:
         kinds = getattr(self.config, "layer_types", None)

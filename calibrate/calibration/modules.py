@@ -41,8 +41,8 @@ class Experts(nn.ModuleList):
         linears = (*experts.gate_up.linears, *experts.down.linears)
         self.names = [linear.name.rpartition(".")[2] for linear in linears]
         self.gated = experts.gated
-        inner = layer_map.family.sizes(config.to_dict())[experts.down.inputs]
-        outer = config.hidden_size
+        sizes = layer_map.family.sizes(config.to_dict())
+        inner, outer = sizes[experts.down.inputs], sizes[experts.gate_up.inputs]
         shapes = (*((outer, inner) for _ in experts.gate_up.linears), (inner, outer))
         super().__init__(
             nn.ModuleDict(

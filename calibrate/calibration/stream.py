@@ -169,7 +169,7 @@ class Stream:
         """
         cache, scales = None, None
         runner = self._lanes[0].runner
-        rounds_kv = self.kv_cache is not None and not runner.has_state(layer)
+        rounds_kv = self.kv_cache is not None and runner.keeps_keys(layer)
         seen = [KvRange(self.kv_per_head) if rounds_kv else None for _ in self._lanes]
         state, roundings = finished.apply(original), finished.roundings()
         self._advance(lambda lane: lane.calibration, layer, state, roundings, seen)

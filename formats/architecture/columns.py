@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from formats.architecture.flags import Flag
+from formats.architecture.projection import Projection, Shape
 
 ATTENTION = "self_attn"  # module of a layer that holds its KV scales
+KEY_NORM = f"{ATTENTION}.k_norm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,40 @@ class Blocks:
     state: bool = False  # a mixer with a state, instead of or next to attention
     dense: bool = False  # a feed-forward without experts
     experts: bool = False
+    layer_input: bool = False  # what adds the layer's own input (LayerInputs)
+
+
+class LayerKind(NamedTuple):
+    """Kind of one layer, where layers differ in their heads."""
+
+    full: bool  # it has the fields of Family.full_layers
+    shared: bool  # it reads keys and values of an earlier layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInputs:
+    """Per-layer embeddings: each layer has an input of its own for each token.
+
+    The inputs of all layers are rows of a table, plus a product of the token's embedding. A layer
+    gates its input by the residual stream, and adds a projection of it.
+    """
+
+    width_key: str  # key of config.json
+    table: str  # [tokens, layers width]
+    model_projection: str  # linear [layers width, hidden_size], in float
+    model_norm: str  # norm of each layer's part of that product
+    gate: Projection  # the following are below a layer
+    projection: Projection
+    norm: str  # of the projection; one of the norms of the row
+
+    @property
+    def tensors(self) -> dict[str, Shape]:
+        """Return the tensors outside of layers."""
+        return {
+            self.table: (("vocab_size_per_layer_input",), ("layer_inputs",)),
+            f"{self.model_projection}.weight": (("layer_inputs",), ("hidden_size",)),
+            self.model_norm: ((self.width_key,),),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,8 @@ class ExpertNames(NamedTuple):
 def canonical_names(config: Mapping[str, Any], names: Collection[str]) -> dict[str, str]:
     """Map names in the file to names of the family's row; empty if they are the same."""
     experts = experts_apart(config)
-    if experts is None or not experts.gated:  # no tool renames those without a gate
+    # no tool renames those without a gate, or those that no module of the layer holds
+    if experts is None or not (experts.gated and experts.module):
         return {}
     renamed = {name: _canonical(experts, name) for name in names}
     differ = any(name != own for name, own in renamed.items())

@@ -63,7 +63,7 @@ REMEDY = (
     " original"
 )
 _STACK = re.compile(
-    rf"(?P<stem>.*\.layers\.\d{{1,9}}\.(?:{'|'.join(MODULES)})\.experts)"
+    rf"(?P<stem>.*\.layers\.\d{{1,9}}(?:\.(?:{'|'.join(MODULES)}))?\.experts)"
     rf"\.(?P<stack>{'|'.join(STACKED)})(?P<rest>.*)"
 )
 
@@ -219,7 +219,8 @@ def _split_floats(
     """
     family = FAMILIES[config["architectures"][0]]
     layer = re.escape(family.layer).replace(re.escape("{i}"), r"\d{1,9}")
-    usual = [tuple(f"{module}.experts.{name}" for name in STACKED) for module in MODULES]
+    stems = ("experts", *(f"{module}.experts" for module in MODULES))
+    usual = [tuple(f"{stem}.{name}" for name in STACKED) for stem in stems]
     projections = {
         name: projection
         for pair in ([experts.stacks] if experts.stacks else usual)

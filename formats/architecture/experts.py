@@ -28,6 +28,10 @@ class Router:
     group_score: Literal["", "max", "top2"] = ""
     grouped: Flag = True  # False: all experts are one group
     factor_key: str = ""  # key of config.json: factor of the routing weights
+    # It reads the residual stream, normed without weights, times this tensor of the layer and
+    # hidden_size^-0.5; empty: it reads what the experts read.
+    input_scale: str = ""
+    expert_scale: str = ""  # tensor of the layer: a factor of each expert's routing weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +45,11 @@ class SharedExpert:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """Mixture of experts that replaces a layer's feed-forward."""
+    """Mixture of experts that replaces a layer's feed-forward, or is next to it."""
 
-    module: str  # name in the checkpoint; transformers calls it `mlp`
+    # name in the checkpoint, which transformers calls `mlp`; empty: the layer holds router and
+    # experts
+    module: str
     gate_up: Projection
     down: Projection
     routing: Router
@@ -55,6 +61,10 @@ class Experts:
     # all experts; the reader presents the linears of each (expert_stacks.py).
     stacks: tuple[str, ...] = ()
     stacks_transposed: bool = False  # those tensors are [E, H, 2 I] and [E, I, H]
+    # Linears of a layer before and after the experts, which read what the first one makes. Router
+    # and shared expert read the layer's input.
+    latent: tuple[Projection, ...] = ()
+    with_dense: bool = False  # their layers have a dense feed-forward, too
     # The routing weight multiplies an expert's input instead of its output; a token has one expert.
     scaled_inputs: bool = False
     clamped: bool = False  # (up + 1) * gate * sigmoid(swiglu_alpha * gate), within swiglu_limit
@@ -73,10 +83,18 @@ class Experts:
     @property
     def router(self) -> str:
         """Return the router's linear."""
-        return f"{self.module}.{self.routing.name}"
+        return self._below(self.routing.name)
+
+    @property
+    def stem(self) -> str:
+        """Return the module of the experts alone."""
+        return self._below("experts")
+
+    def _below(self, name: str) -> str:
+        return f"{self.module}.{name}" if self.module else name
 
     def stand_in(self, layer: int, config: Mapping[str, Any]) -> bool:
-        """Return True if a layer has experts instead of a dense feed-forward."""
+        """Return True if a layer has experts."""
         if layer in (config.get(self.dense_layers_key) or ()):
             return False
         types = config.get(self.types_key)
@@ -94,10 +112,14 @@ class Experts:
             shapes[f"{self.router}.bias"] = (E,)
         if self.routing.correction:
             row = (("one",), E) if self.routing.correction_is_row else (E,)
-            shapes[f"{self.module}.{self.routing.correction}"] = row
+            shapes[self._below(self.routing.correction)] = row
+        if self.routing.input_scale:
+            shapes[self.routing.input_scale] = (("hidden_size",),)
+        if self.routing.expert_scale:
+            shapes[self.routing.expert_scale] = (E,)
         if self.fused:
             C, inner = ("hidden_size",), (self.down.inputs,)
-            both, stem = inner * 2, f"{self.module}.experts"
+            both, stem = inner * 2, self.stem
             shapes |= {
                 f"{stem}.gate_up_proj": (E, C, both),
                 f"{stem}.gate_up_proj_bias": (E, both),

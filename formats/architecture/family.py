@@ -8,7 +8,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from formats.architecture.columns import Blocks, ConfigRules, Norm, Positions
+from formats.architecture.columns import (
+    KEY_NORM,
+    Blocks,
+    ConfigRules,
+    LayerInputs,
+    LayerKind,
+    Norm,
+    Positions,
+)
 from formats.architecture.experts import Experts
 from formats.architecture.flags import Flag, is_set
 from formats.architecture.projection import Linear, Projection, Shape
@@ -48,10 +56,18 @@ class Family:
     gated_attention: bool = False
     sinks: str = ""  # tensor of a layer: attention sinks, one score per head
     layer_scalar: str = ""  # tensor of a layer: a factor of what it returns
+    # Tensors of a layer: learned numbers of the activation, by their names in its block.
+    activation_tensors: Mapping[str, tuple[str, Shape]] = field(default_factory=dict)
     value_norm: bool = False  # values are normed by head, without weights
     # Fields that differ in layers with full attention, by `layer_types`; sizes call the width of
     # their heads "global_head_dim".
     full_layers: Mapping[str, Any] = field(default_factory=dict)
+    keys_are_values: Flag = False  # in those layers; the last member of qkv, v, is missing
+    # Key of config.json: the last layers, which have no keys and values, but read those of the last
+    # earlier layer of their type; whether their feed-forward is twice as wide.
+    shared_layers_key: str = ""
+    wide_shared: Flag = False
+    layer_inputs: LayerInputs | None = None  # None: layers read the residual stream alone
     gated: bool = True  # gate_up makes gate and up; down reads activation(gate) * up
     # Attention and feed-forward read the same norm, and both outputs are added to its input. That
     # norm `feeds` the projection of attention.
@@ -113,11 +129,58 @@ class Family:
 
     def of_layer(self, layer: int | None, config: Mapping[str, Any]) -> "Family":
         """Return the row with the fields of one layer; None: of layers that are not special."""
+        row, kind = self, self.kind_of_layer(layer, config)
+        if kind.full:
+            row = replace(row, **self.full_layers)
+            if is_set(self.keys_are_values, config):
+                row = replace(row, qkv=row.qkv.first_members(2))
+        if not kind.shared:
+            return row
+        row = replace(
+            row,
+            qkv=row.qkv.first_members(1),
+            norms=tuple(norm for norm in row.norms if norm.name != KEY_NORM),
+        )
+        if not is_set(self.wide_shared, config):
+            return row
+        usual, wide = "intermediate_size", "wide_intermediate_size"
+        return replace(
+            row, gate_up=row.gate_up.with_size(usual, wide), down=row.down.with_size(usual, wide)
+        )
+
+    def kind_of_layer(self, layer: int | None, config: Mapping[str, Any]) -> LayerKind:
+        """Return the kind of one layer; None: of layers that are not special."""
         kinds = config.get("layer_types")
         if not self.full_layers or layer is None or not isinstance(kinds, list):
-            return self
-        is_full = layer < len(kinds) and kinds[layer] == "full_attention"
-        return replace(self, **self.full_layers) if is_full else self
+            return LayerKind(full=False, shared=False)
+        return LayerKind(
+            full=layer < len(kinds) and kinds[layer] == "full_attention",
+            shared=layer >= self._first_shared(config),
+        )
+
+    def _first_shared(self, config: Mapping[str, Any]) -> int:
+        """Return the first layer that reads keys and values of an earlier one."""
+        count, shared = config.get(self.num_layers_key), config.get(self.shared_layers_key)
+        count = min(count, MAX_LAYERS) if is_size(count) else MAX_LAYERS
+        return count - shared if is_size(shared) else count
+
+    def kv_source(self, layer: int, config: Mapping[str, Any]) -> int | None:
+        """Return the layer whose keys and values a layer reads; None: it has its own.
+
+        Raises CheckpointError if there is none.
+        """
+        if not self.kind_of_layer(layer, config).shared:
+            return None
+        kinds, first = config["layer_types"], self._first_shared(config)
+        found = [i for i in range(max(first, 0)) if kinds[i] == kinds[layer]]
+        if not found:
+            raise CheckpointError(
+                f"config.json {self.shared_layers_key}",
+                f"layer {layer} reads keys and values of an earlier layer of its type,"
+                f" {kinds[layer]}, and there is none among the first {max(first, 0)}",
+                "copy it from the float model",
+            )
+        return found[-1]
 
     @property
     def served(self) -> bool:
@@ -135,7 +198,15 @@ class Family:
     def unread(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the prefixes of tensors that the model itself does not use."""
         layers = self.draft_layers(config)
-        return (*layers, self.draft_prefix) if self.draft_prefix else layers
+        if self.draft_prefix:
+            layers = (*layers, self.draft_prefix)
+        count = config.get(self.num_layers_key)
+        if not is_size(count) or not is_size(config.get(self.shared_layers_key)):
+            return layers
+        # published files have them all the same
+        unused = [name for name, _ in self.qkv.members[1:]] + [KEY_NORM]
+        numbers = range(max(self._first_shared(config), 0), min(count, MAX_LAYERS))
+        return (*layers, *(f"{self.layer.format(i=i)}.{name}." for i in numbers for name in unused))
 
     def has_state(self, layer: int, config: Mapping[str, Any]) -> bool:
         """Return True if a layer has a state, instead of keys and values or besides them."""
@@ -155,8 +226,9 @@ class Family:
         return Blocks(
             attention=not has_state or self.state_mixer.beside_attention,
             state=has_state,
-            dense=not has_experts,
+            dense=not has_experts or self.experts.with_dense,
             experts=has_experts,
+            layer_input=self.layer_inputs is not None,
         )
 
     def is_tied(self, config: Mapping[str, Any]) -> bool:
@@ -198,11 +270,15 @@ class Family:
         if blocks.dense:
             yield from (self.gate_up, self.down)
         if blocks.experts:
+            yield from self.experts.latent[:1]
             for number in range(0 if self.experts.fused else num_experts):
                 yield self.experts.gate_up.expert(number)
                 yield self.experts.down.expert(number)
+            yield from self.experts.latent[1:]
             if self.experts.shared:
                 yield from (self.experts.shared.gate_up, self.experts.shared.down)
+        if blocks.layer_input:
+            yield from (self.layer_inputs.gate, self.layer_inputs.projection)
 
     def first_projections(
         self, config: Mapping[str, Any], layer: int | None = None
@@ -256,6 +332,7 @@ class Family:
             shapes |= self.state_mixer.tensors(config)
         if self.layer_scalar:
             shapes[self.layer_scalar] = (("one",),)
+        shapes |= dict(self.activation_tensors.values())
         if self.sinks and blocks.attention:
             shapes[self.sinks] = (("num_attention_heads",),)
         if blocks.experts:
@@ -280,6 +357,8 @@ class Family:
                 shapes[self.embedding_norm_bias] = (("hidden_size",),)
         if self.positions is not None:
             shapes[self.positions.name] = (("positions",), ("hidden_size",))
+        if self.layer_inputs is not None:
+            shapes |= self.layer_inputs.tensors
         return shapes
 
     @property

@@ -44,6 +44,8 @@ def routing_linears(family: Family, config: Mapping[str, Any]) -> dict[str, str]
 
     The values are the reasons.
     """
+    if family.layer_inputs is not None:
+        return {family.layer_inputs.model_projection: "makes inputs of all layers"}
     experts = family.experts
     if experts is None:
         return {}

@@ -49,6 +49,18 @@ class Projection:
             for name, outputs in members
         )
 
+    def first_members(self, count: int) -> "Projection":
+        """Return the projection of the first members alone."""
+        return replace(self, members=self.members[:count])
+
+    def with_size(self, size: str, other: str) -> "Projection":
+        """Return the projection with `other` instead of `size`."""
+        return replace(
+            self,
+            members=tuple((name, other if n == size else n) for name, n in self.members),
+            inputs=other if self.inputs == size else self.inputs,
+        )
+
     def expert(self, number: int) -> "Projection":
         """Return the projection of one expert."""
         return replace(

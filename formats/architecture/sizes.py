@@ -10,12 +10,13 @@ _NUMBERS = (
     *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
     *("shared_expert_intermediate_size", "shared_intermediate_size"),
-    "moe_shared_expert_intermediate_size",
+    *("moe_shared_expert_intermediate_size", "moe_latent_size"),
     *("intermediate_size_mlp", "global_head_dim", "num_global_key_value_heads"),
     *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
     *("linear_key_head_dim", "linear_value_head_dim"),
     *("conv_L_cache", "shared_intermediate_size"),
     *("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
+    *("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
 
@@ -114,6 +115,9 @@ def named_sizes(
         _product(found, name, "global_head_dim")
         for name in ("num_attention_heads", "num_global_key_value_heads")
     )
+    found["wide_intermediate_size"] = found["intermediate_size"] and 2 * found["intermediate_size"]
+    width, layers = found["hidden_size_per_layer_input"], config.get("num_hidden_layers")
+    found["layer_inputs"] = width * layers if width and is_size(layers) else None
     found |= _latent_sizes(found)
     found["q_and_gate"] = found["q"] and 2 * found["q"]
     keys, values = (

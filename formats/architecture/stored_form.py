@@ -169,14 +169,18 @@ def _gemma4(config: Mapping[str, Any]) -> dict[str, Any]:
         types = [kinds[layer % 6] for layer in range(min(count, MAX_LAYERS))]
         found["layer_types"] = [*types[:-1], "full_attention"]
     own = next((each for each in by_layer.values() if isinstance(each, Mapping)), {})
-    heads = config.get("num_global_key_value_heads") or own.get("num_key_value_heads")
+    keys_are_values = config.get("attention_k_eq_v", False)
+    # transformers takes the stated number only where keys are the values
+    heads = config.get("num_global_key_value_heads") if keys_are_values else None
+    heads = own.get("num_key_value_heads") or heads or config.get("num_key_value_heads", 4)
     return {
         **found,
-        "attention_k_eq_v": config.get("attention_k_eq_v", False),
+        "attention_k_eq_v": keys_are_values,
         "hidden_size_per_layer_input": config.get("hidden_size_per_layer_input", 256),
         **_known(
-            global_head_dim=config.get("global_head_dim") or own.get("head_dim") or 512,
-            num_global_key_value_heads=heads or config.get("num_key_value_heads", 4),
+            vocab_size_per_layer_input=config.get("vocab_size_per_layer_input", 262144),
+            global_head_dim=own.get("head_dim") or config.get("global_head_dim") or 512,
+            num_global_key_value_heads=heads,
         ),
     }
 

@@ -52,7 +52,7 @@ def _unlisted_linear(facts: Facts) -> str:
     family = FAMILIES.get(facts.architecture)
     if family is None or family.experts is None or facts.config is None:
         return ""
-    stem = f".{family.experts.module}.experts."
+    stem = f".{family.experts.stem}."
     prefixes = {each.name.partition(stem)[0] for each in facts.linears if stem in each.name}
     names = (f"{prefix}.{name}" for prefix in prefixes for name in of_routing(family.experts))
     return min((name for name in names if facts.config.scheme_for(name) is not None), default="")
@@ -212,6 +212,16 @@ RULES: tuple[Rule, ...] = (
             "looks for float tensors of all experts of a layer, and fills them with random numbers",
         ),
         "transformers 5.23.0 and compressed-tensors, run on qwen3_vl_moe",
+    ),
+    row(
+        "gemma-experts",
+        TRANSFORMERS,
+        "no",
+        when(
+            lambda f: f.architecture == "Gemma4ForCausalLM" and f.has_quantized_experts,
+            "looks for float tensors of all experts of a layer, and fills them with random numbers",
+        ),
+        "transformers 5.23.0 and compressed-tensors, run on gemma4_text",
     ),
     row(
         "unlisted-linears",

@@ -189,7 +189,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
         check_experts(config, shards, findings)
         check_shapes(config, linears, shards, findings)
         unplaced = check_places(config, quant.layout if quant else None, shards, findings)
-    check_kv_scales(quant, shards, findings)
+    check_kv_scales(config, quant, shards, findings)
     check_values(shards, findings)
     total_bytes = sum(entry.num_bytes for entry in shards.entries.values())
     method = _format_name(block, shards)

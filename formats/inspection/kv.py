@@ -1,8 +1,12 @@
 """Checks of the scales of an 8-bit KV cache. Reads them."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from formats.architecture.columns import ATTENTION
 from formats.codecs.kv_cache import KEY, KV_SCALE_NAMES, check_kv_scale, find_kv_scales
 from formats.errors import CheckpointError
+from formats.families import known_family
 from formats.inspection.files import Shards
 from formats.inspection.findings import Findings
 from formats.quant_config import BLOCK, QuantConfig
@@ -11,8 +15,14 @@ from formats.rules import LAYER_NUMBER
 _PLACES = tuple(f".{place}" for places in KV_SCALE_NAMES.values() for place in places)
 
 
-def check_kv_scales(quant: QuantConfig | None, shards: Shards, findings: Findings) -> None:
-    """Report scales that are missing, not above 0, or not announced in config.json."""
+def check_kv_scales(
+    config: Mapping[str, Any], quant: QuantConfig | None, shards: Shards, findings: Findings
+) -> None:
+    """Report scales that are missing, not above 0, or not announced in config.json.
+
+    Layers that read another layer's keys need none.
+    """
+    family = known_family(config)
     attentions = {
         name.partition(f".{ATTENTION}.")[0] + f".{ATTENTION}"
         for name in (*shards.entries, *shards.lost)
@@ -20,7 +30,9 @@ def check_kv_scales(quant: QuantConfig | None, shards: Shards, findings: Finding
     }
     stated = quant is not None and quant.kv_cache is not None
     unstated, missing, num_found = [], [], 0
-    for attention in sorted(attentions, key=lambda name: int(LAYER_NUMBER.search(name)[1])):
+    for attention in sorted(attentions, key=_layer_of):
+        if family is not None and family.kind_of_layer(_layer_of(attention), config).shared:
+            continue
         for kind, names in find_kv_scales(attention, shards).items():
             num_found += bool(names) or _is_lost(attention, kind, shards)
             if stated and not names and not _is_lost(attention, kind, shards):
@@ -54,6 +66,10 @@ def check_kv_scales(quant: QuantConfig | None, shards: Shards, findings: Finding
             " none: other servers do not use them",
             f"state {BLOCK}.{KEY}",
         )
+
+
+def _layer_of(name: str) -> int:
+    return int(LAYER_NUMBER.search(name)[1])
 
 
 def is_kv_scale(name: str) -> bool:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
+from formats.architecture.columns import LayerKind
 from formats.architecture.expert_names import missing_experts
 from formats.architecture.family import DERIVED, Family
 from formats.architecture.projection import Shape
@@ -165,16 +166,19 @@ def check_shapes(
 def _shape_finder(family: Family, config: Mapping[str, Any]) -> Callable[[str], Shape | None]:
     """Return a function from a tensor's full name to its expected shape, of optional biases too."""
 
-    tables: dict[bool, dict[str, Shape]] = {}  # by whether the layer's row is another one
+    family = family.variant(config)
+    tables: dict[LayerKind, dict[str, Shape]] = {}  # by the kind of the layer
 
     def find(name: str) -> Shape | None:
         match = LAYER_NUMBER.search(name)
-        row = family.of_layer(int(match[1]) if match else None, config)
-        shapes = tables.get(row is family)
+        layer = int(match[1]) if match else None
+        kind = family.kind_of_layer(layer, config)
+        shapes = tables.get(kind)
         if shapes is None:
+            row = family.of_layer(layer, config)
             biases = {f"{linear.name}.bias": (linear.outputs,) for linear in row.linears}
             shapes = {**biases, **row.layer_tensors(config), **family.model_tensors}
-            tables[row is family] = shapes
+            tables[kind] = shapes
         return shapes.get(LAYER_NUMBER.split(name)[-1])
 
     return find

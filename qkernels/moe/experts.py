@@ -73,6 +73,7 @@ class ExpertsProblem:
     hidden: int  # C
     inner: int  # I
     gated: bool = True  # the first product makes gate and up
+    gelu: bool = False  # the tanh approximation of GELU is applied to gate
     dtype: torch.dtype
     device: torch.device
     requested: str | None = None  # kernels that were asked for or forbidden (choice.py)

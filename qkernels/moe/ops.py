@@ -92,6 +92,7 @@ def prepare_experts(
         in_features=inner,
         alike=fault,
         gated=weights.glu.gated,
+        gelu=weights.glu.gelu,
     )
     row = dispatch.choose(EXPERTS, problem)
     prepared = dispatch.module_of(EXPERTS, row.name).prepare_experts(weights, dtype, device)

@@ -19,7 +19,7 @@ from qkernels.moe.experts import (
     shape_of,
     spec_of,
 )
-from qkernels.moe.routing import SILU, Glu, Routes, Routing
+from qkernels.moe.routing import GEGLU, SILU, Glu, Routes, Routing
 
 TINY = 1e-20  # added to a sum of shares, as the models' authors do
 
@@ -80,7 +80,7 @@ def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def glu(x_M2I: torch.Tensor, kind: Glu) -> torch.Tensor:
-    """gate * sigmoid(alpha * gate) * (up + offset), where x is [gate, up].
+    """activation(gate) * up as Glu states it, where x is [gate, up].
 
     Without a gate x is up [M, I], and the result is the square of its ReLU.
     """
@@ -89,6 +89,8 @@ def glu(x_M2I: torch.Tensor, kind: Glu) -> torch.Tensor:
     gate, up = x_M2I.chunk(2, dim=-1)
     if kind == SILU:
         return F.silu(gate) * up
+    if kind == GEGLU:
+        return F.gelu(gate, approximate="tanh") * up
     if kind.limit is not None:
         gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
     return (up + kind.offset) * (gate * torch.sigmoid(gate * kind.alpha))
@@ -113,6 +115,7 @@ def prepare_experts(
             hidden=hidden,
             inner=inner,
             gated=weights.glu.gated,
+            gelu=weights.glu.gelu,
             dtype=dtype,
             device=device,
         ),

@@ -53,10 +53,11 @@ class Glu:
     """Activation between an expert's products.
 
     "swiglu": gate * sigmoid(alpha * gate) * (up + offset). The default is silu(gate) * up; other
-    numbers are gpt-oss's. "relu2": the square of ReLU of up, without a gate.
+    numbers are gpt-oss's. "geglu": gelu(gate) * up, with the tanh approximation of GELU.
+    "relu2": the square of ReLU of up, without a gate.
     """
 
-    kind: Literal["swiglu", "relu2"] = "swiglu"
+    kind: Literal["swiglu", "geglu", "relu2"] = "swiglu"
     alpha: float = 1.0
     offset: float = 0.0
     limit: float | None = None  # gate is cut above it, up outside of it on both sides
@@ -64,7 +65,12 @@ class Glu:
     @property
     def gated(self) -> bool:
         """Return True if the first product makes gate and up, False if up alone."""
-        return self.kind == "swiglu"
+        return self.kind != "relu2"
+
+    @property
+    def gelu(self) -> bool:
+        """Return True if GELU is applied to the gate."""
+        return self.kind == "geglu"
 
     def outputs(self, inner: int) -> int:
         """Return the outputs of the first product for `inner` inputs of the second."""
@@ -72,4 +78,5 @@ class Glu:
 
 
 SILU = Glu()
+GEGLU = Glu(kind="geglu")
 RELU2 = Glu(kind="relu2")

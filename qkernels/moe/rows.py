@@ -71,6 +71,7 @@ def explain_variants(problem: Problem) -> list[tuple[str, str]]:
         hidden=problem.out_features,
         inner=problem.in_features,
         gated=problem.gated,
+        gelu=problem.gelu,
         sm_count=0,
         shared_bytes=0,
         lacks_sm90=gpu_device.lacks_arch(torch.device(problem.device), "sm_90"),

@@ -19,6 +19,7 @@ class ExpertsTile:
     pairs: int
     experts: int  # at least E, a power of two
     glu: bool = False  # the outputs are gate and up, of which the activation makes half as many
+    gelu: bool = False  # of the gate, instead of gate * sigmoid(alpha * gate)
     alpha: float = 1.0
     offset: float = 0.0
     limit: float = 0.0  # 0: none
@@ -83,7 +84,11 @@ def store_pairs(
         if TILE.limit > 0:
             gate = tl.minimum(gate, TILE.limit)
             up = tl.minimum(tl.maximum(up, -TILE.limit), TILE.limit)
-        act = (gate / (1 + tl.exp(-TILE.alpha * gate))).to(DTYPE).to(tl.float32)
+        argument = TILE.alpha * gate
+        if TILE.gelu:
+            # 0.5 (1 + tanh(y)) = 1 / (1 + exp(-2 y)), y = sqrt(2 / pi) (gate + 0.044715 gate^3)
+            argument = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        act = (gate / (1 + tl.exp(-argument))).to(DTYPE).to(tl.float32)
         y = (act * (up + TILE.offset)).reshape(BN // 2, BM)
         n = tile_n * (BN // 2) + tl.arange(0, BN // 2)
         y_ptrs = y_ptr + pair.to(tl.int64)[None, :] * (N // 2) + n[:, None]

@@ -68,6 +68,7 @@ def prepare_experts(
             hidden=hidden,
             inner=inner,
             gated=weights.glu.gated,
+            gelu=weights.glu.gelu,
             dtype=dtype,
             device=device,
         ),
@@ -160,6 +161,8 @@ def _constants(glu: Glu) -> dict[str, float]:
     """Return the constants of the first product's tile."""
     if not glu.gated:
         return {"relu2": True}
+    if glu.gelu:
+        return {"glu": True, "gelu": True}
     return {"glu": True, "alpha": glu.alpha, "offset": glu.offset, "limit": glu.limit or 0.0}
 
 

@@ -31,6 +31,7 @@ class Layer:
     hidden: int
     inner: int
     gated: bool
+    gelu: bool
     sm_count: int
     shared_bytes: int  # what one block may have
     lacks_sm90: str | None  # why this GPU does not run kernels for sm_90
@@ -51,6 +52,8 @@ def _refuses_few_tokens(layer: Layer) -> str | None:
         return "takes 4-bit weights with 16-bit activations"
     if not layer.gated:
         return "takes experts with a gate"
+    if layer.gelu:
+        return "takes SiLU, not GELU"
     for size in (layer.hidden, layer.inner):
         group = layer.spec.group_length(size)
         if k_step(group) != K_STEP:
@@ -118,7 +121,7 @@ NAMES = tuple(variant.name for variant in (*VARIANTS, ON_REQUEST))
 
 def layer_of(problem: ExpertsProblem) -> Layer:
     """The problem's experts on its GPU."""
-    names = ("kind", "spec", "num_experts", "top_k", "hidden", "inner", "gated")
+    names = ("kind", "spec", "num_experts", "top_k", "hidden", "inner", "gated", "gelu")
     return Layer(
         **{name: getattr(problem, name) for name in names},
         sm_count=gpu_device.sm_count(problem.device),

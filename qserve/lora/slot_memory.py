@@ -9,9 +9,11 @@ import torch
 
 from qkernels.lora.weights import TABLE_COLUMNS, LoraWeights
 from qserve.lora.layout import AdapterLayout, PackedAdapter, Place
+from qserve.model.blocks.dense_and_experts import DenseAndExperts
 from qserve.model.blocks.linear import AdaptedLinear, AdaptedRows, RowParallel
 from qserve.model.blocks.mlp import Mlp
 from qserve.model.blocks.moe import MoeMlp
+from qserve.model.blocks.xielu_mlp import XieluMlp
 from qserve.model.decoder import Decoder
 
 
@@ -74,14 +76,18 @@ class SlotMemory:
 
 def _linear_of(decoder: Decoder, place: Place) -> tuple[torch.nn.Module, str]:
     """The block that has a projection's linear, and the name of its attribute."""
-    family = decoder.config.family
+    config = decoder.config
+    family = config.family.of_layer(place.layer, config.values)
     layer = decoder.layers[decoder.layer_numbers.index(place.layer)]
     if place.projection in (family.qkv, family.o):
         return layer.attention, "qkv_proj" if place.projection == family.qkv else "o_proj"
-    mlp = layer.mlp
+    inputs = family.layer_inputs
+    if inputs is not None and place.projection in (inputs.gate, inputs.projection):
+        return layer.layer_input, "gate" if place.projection == inputs.gate else "projection"
+    mlp = layer.mlp.mlp if isinstance(layer.mlp, DenseAndExperts) else layer.mlp
     if isinstance(mlp, MoeMlp):
         mlp, gate_up = mlp.shared.mlp, family.experts.shared.gate_up
     else:
         gate_up = family.gate_up
-    assert isinstance(mlp, Mlp), f"{place.projection.name} is in no MLP"
+    assert isinstance(mlp, Mlp | XieluMlp), f"{place.projection.name} is in no MLP"
     return mlp, "up_proj" if place.projection == gate_up else "down_proj"

@@ -74,6 +74,15 @@ class Cache(Protocol):
         """Tensors [S, ...] of what a state slot holds."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedCache:
+    """Cache of a layer that reads the pages of another layer."""
+
+    source: Cache  # the other layer's
+    page_tensors: tuple[torch.Tensor, ...] = ()
+    slot_tensors: tuple[torch.Tensor, ...] = ()
+
+
 class CacheSpec:
     """Sizes and tensors of one layer's cache. Each kind of mixer has a frozen dataclass of it.
 
@@ -83,6 +92,11 @@ class CacheSpec:
     def make(self, num_pages: int, num_slots: int, device: torch.device) -> Cache:
         """Make the tensors, zeros: padding rows may read a page before it is written."""
         raise NotImplementedError
+
+    @property
+    def source(self) -> int | None:
+        """Layer whose cache this layer reads; None: it has one of its own."""
+        return None
 
     @property
     def split_rule(self) -> SplitRule | None:
@@ -120,6 +134,19 @@ class CacheSpec:
     @property
     def _smallest(self) -> Cache:
         return self.make(1, 1, torch.device("meta"))
+
+
+def make_caches(
+    specs: Iterable[CacheSpec], num_pages: int, num_slots: int, device: torch.device
+) -> list[Cache]:
+    """Make the caches of all layers."""
+    caches: list[Cache] = []
+    for spec in specs:
+        if spec.source is None:
+            caches.append(spec.make(num_pages, num_slots, device))
+        else:
+            caches.append(SharedCache(source=caches[spec.source]))
+    return caches
 
 
 def _bytes_of_first(tensors: tuple[torch.Tensor, ...]) -> int:

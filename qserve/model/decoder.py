@@ -4,12 +4,14 @@ Legend: T tokens of the step, S rows whose logits are wanted, C hidden size, V v
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from qserve.model.blocks.attention import StepInputs
 from qserve.model.blocks.embedding import Embedding
-from qserve.model.blocks.layer import Layer
+from qserve.model.blocks.layer import Layer, ScaledLayer
+from qserve.model.blocks.layer_inputs import LayerInputs
 from qserve.model.blocks.linear import Linear, Product, products_of
 from qserve.model.blocks.norm import Norm
 from qserve.model.cache_spec import Cache
@@ -34,6 +36,7 @@ class Decoder(torch.nn.Module):
         logits_divisor: float = 1.0,
         logits_factor: float = 1.0,
         logits_cap: float | None = None,
+        layer_inputs: LayerInputs | None = None,
         pipeline: Pipeline | None = None,
         like: torch.Tensor | None = None,
     ) -> None:
@@ -43,7 +46,7 @@ class Decoder(torch.nn.Module):
         super().__init__()
         self.config, self.pipeline = config, pipeline
         self.register_buffer("like", like)
-        self.embedding = embedding
+        self.embedding, self.layer_inputs = embedding, layer_inputs
         self.layers = torch.nn.ModuleList(layers)
         self.norm = norm
         self.head = head
@@ -75,6 +78,8 @@ class Decoder(torch.nn.Module):
         for layer in self.layers:
             yield from layer.attention.products()
             yield from layer.mlp.products()
+            if isinstance(layer, ScaledLayer) and layer.layer_input is not None:
+                yield from layer.layer_input.products()
         if self.head is not None:
             yield from products_of(self.head, None)
 
@@ -167,10 +172,15 @@ class Decoder(torch.nn.Module):
         x_TC, residual_TC = self.embedding(token_ids_T, step.positions_T), None
         if step.embeds is not None:
             x_TC = x_TC.index_copy(0, step.embeds.rows_M, step.embeds.values_MC)
+        inputs_TLP = None
+        if self.layer_inputs is not None:
+            inputs_TLP = self.layer_inputs(token_ids_T, x_TC, step.positions_T)
         added = () if step.embeds is None else step.embeds.added_MC
         states: list[torch.Tensor] = []
         for number, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             tapped = states if number in taps else None
+            if inputs_TLP is not None:
+                step = replace(step, layer_input_TP=inputs_TLP[:, number])
             x_TC, residual_TC = layer(x_TC, residual_TC, step, cache, tapped)
             if number < len(added):
                 residual_TC = residual_TC.index_add(0, step.embeds.rows_M, added[number])

@@ -19,9 +19,10 @@ from formats.in_memory.slices import take_inputs
 from formats.in_memory.weights import merge
 from formats.scheme import Scheme
 from qkernels.moe.experts import ExpertMatrix, ExpertWeights
-from qkernels.moe.routing import RELU2, SILU, Glu, Routing
+from qkernels.moe.routing import GEGLU, RELU2, SILU, Glu, Routing
 from qserve.model.sharing import Cut
 
+_GLUS = {"silu": SILU, "gelu_pytorch_tanh": GEGLU}
 MXFP4 = Scheme(weight=mxfp4.SPEC)  # scheme of a decoded MXFP4 weight
 
 
@@ -50,10 +51,10 @@ def expert_weights(weights: Any, prefix: str) -> ExpertWeights:
     """All experts of the layer with this prefix. `weights`: qserve.model.weights.Weights."""
     experts, config = weights.family.experts, weights.config.values
     routing = routing_of(experts, config)
-    glu = SILU if experts.gated else RELU2
+    glu = _GLUS[weights.config.activation] if experts.gated else RELU2
     if experts.clamped:
         glu = Glu(alpha=config["swiglu_alpha"], offset=1.0, limit=config["swiglu_limit"])
-    stem, E = f"{prefix}.{experts.module}.experts", routing.num_experts
+    stem, E = f"{prefix}.{experts.stem}", routing.num_experts
     if experts.fused and not _are_apart(weights, prefix):
         matrices = _fused(weights, stem, E)
     else:

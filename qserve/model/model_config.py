@@ -277,7 +277,7 @@ def _ropes(
         parameters = by_type[config.layer_types[number]] if by_type else stated
         if family.latent:  # all channels of the rotated part do
             parameters = {**parameters, "partial_rotary_factor": 1.0}
-        is_full = family.of_layer(number, vars(config)) is not family
+        is_full = family.kind_of_layer(number, vars(config)).full
         rope = RopeConfig.from_dict(
             parameters,
             dim=config.global_head_dim if is_full else head_dim,

@@ -205,13 +205,24 @@ def check_ranks(config: ModelConfig, size: int, stages: int) -> None:
             f"the model has {config.num_layers} layers, and each stage needs one",
             "use fewer stages",
         )
+    family = config.family
+    is_one_stage = family.layer_inputs is not None or any(
+        family.kv_source(layer, config.values) is not None for layer in range(config.num_layers)
+    )
+    if stages > 1 and is_one_stage:
+        raise InputError(
+            f"--pipeline-parallel-size {stages}",
+            f"does not work with {family.architecture} with per-layer embeddings or shared keys:"
+            " layers read what other stages hold",
+            "serve it on one GPU",
+        )
     if size == 1:
         return
     if config.family.full_layers:
         raise InputError(
             f"--tensor-parallel-size {size}",
             f"does not work with {config.family.architecture}, whose layers have different heads",
-            "use --pipeline-parallel-size",
+            "serve it on one GPU" if is_one_stage else "use --pipeline-parallel-size",
         )
     _head_shares(config, size)
     sizes = config.sizes

@@ -25,8 +25,9 @@ from formats.numerics.alibi import alibi_slopes
 from qkernels import QuantLinear, ops
 from qkernels.choice import FIXED_ORDER
 from qkernels.moe.experts import PreparedExperts
-from qserve.model.blocks.embedding import PackedTable, VocabularyPart
+from qserve.model.blocks.embedding import Embedding, PackedTable, VocabularyPart
 from qserve.model.blocks.latent_attention import LatentShape
+from qserve.model.blocks.layer_inputs import LayerInput, LayerInputs
 from qserve.model.blocks.linear import (
     FloatLinear,
     GatheredInput,
@@ -92,13 +93,15 @@ class Weights:
         """True if this stage needs embedding, last norm and head."""
         return self.pipeline is None or self.pipeline.is_first
 
-    def embedding(self, name: str | None = None) -> torch.Tensor | PackedTable:
+    def embedding(
+        self, name: str | None = None, shape: tuple[int, ...] | None = None
+    ) -> torch.Tensor | PackedTable:
         """Token embedding [V, C]; in a divided model, this rank's rows.
 
-        `name`: another table than the model's.
+        `name`: another table than the model's. `shape`: of that table, if it is another one.
         """
         name = name or self.family.embedding
-        shape = self.shape(self.family.model_tensors[self.family.embedding])
+        shape = shape or self.shape(self.family.model_tensors[self.family.embedding])
         module, part = name.removesuffix(".weight"), self.vocabulary
         if self.source.is_quantized(module):
             weight = self._without_activation(self.source.weight(module, shape))
@@ -140,6 +143,20 @@ class Weights:
             return None
         shape = self.shape(self.family.model_tensors[learned.name])
         return self.tensor(learned.name, shape)[learned.offset :]
+
+    def layer_inputs(self) -> LayerInputs | None:
+        """Inputs of all layers, in models that have them."""
+        row, config = self.family.layer_inputs, self.config
+        if row is None:
+            return None
+        width, shapes = config.values[row.width_key], row.tensors
+        table = self.embedding(row.table, self.shape(shapes[row.table]))
+        projection = f"{row.model_projection}.weight"
+        weight = self.tensor(projection, self.shape(shapes[projection]))
+        norm = Norm(self.norm(row.model_norm, (width,)), config.norm_eps, self.family.norm_kind)
+        return LayerInputs(
+            table=Embedding(table, width**0.5), projection=self.float_linear(weight), norm=norm
+        )
 
     def head(self, embedding: torch.Tensor | PackedTable) -> Linear:
         """Output head: a separate matrix, or the embedding."""
@@ -480,8 +497,20 @@ class LayerWeights:
             weight.float() if rule.float32 else weight,
             self._weights.tensor(f"{name}.bias", (E,)) if rule.bias else None,
             correction,
+            self._router_norm(rule.input_scale) if rule.input_scale else None,
+            self._float32(rule.expert_scale, (E,)) if rule.expert_scale else None,
             fixed_order=self.kernels.get("experts") == FIXED_ORDER,
         )
+
+    def _router_norm(self, scale: str) -> Norm:
+        """Norm of what a router reads, without weights, and the scale of that name."""
+        width = self._weights.config.hidden_size
+        scale_C = self._float32(scale, (width,)) * width**-0.5
+        return Norm(scale_C, self._weights.config.norm_eps)
+
+    def _float32(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        stored = self._weights.source.tensor(f"{self._prefix}.{name}", shape)
+        return stored.to(self._weights.device, torch.float32)
 
     def shared_gate(self) -> FloatLinear | None:
         """Gate of the layer's shared expert, if it has one."""
@@ -510,6 +539,23 @@ class LayerWeights:
     def scalar(self) -> torch.Tensor:
         """Factor of what the layer returns."""
         return self._weights.tensor(f"{self._prefix}.{self._family.layer_scalar}", (1,))
+
+    def layer_input(self) -> LayerInput | None:
+        """Block that adds the layer's own input, in models with such inputs."""
+        row = self._family.layer_inputs
+        if row is None:
+            return None
+        norm = Norm(self.norm(row.norm), self._weights.config.norm_eps, self._family.norm_kind)
+        gate, projection = self.linear(row.gate), self.linear(row.projection)
+        return LayerInput(gate=gate, projection=projection, norm=norm)
+
+    def activation_tensors(self) -> dict[str, torch.Tensor]:
+        """Learned numbers of the activation, float32, by their names in its block."""
+        weights = self._weights
+        return {
+            key: self._float32(name, weights.shape(shape))
+            for key, (name, shape) in self._family.activation_tensors.items()
+        }
 
     def sinks(self) -> dict[str, torch.Tensor]:
         """Attention sinks: a score per head besides the keys', if the family has them."""

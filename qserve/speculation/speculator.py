@@ -19,7 +19,7 @@ from qserve.engine.scheduling.plan import Drafting
 from qserve.engine.step.device_step import Batch
 from qserve.engine.step.step_input import StepInput
 from qserve.engine.step.transfer import all_to_device, to_device
-from qserve.model.cache_spec import Cache, CacheSpec, KvFormat
+from qserve.model.cache_spec import Cache, CacheSpec, KvFormat, make_caches
 from qserve.model.decoder import Decoder
 from qserve.parallel.ranks import Ranks
 from qserve.speculation.acceptance import synthetic_shares
@@ -106,7 +106,7 @@ class Speculator:
     def allocate_pages(self, num_pages: int, kv_format: KvFormat) -> None:
         """Make the drafter's pages, which have the numbers of the model's."""
         specs = self._cache_specs(kv_format)
-        self.state.caches[:] = [spec.make(num_pages, 0, self.device) for spec in specs]
+        self.state.caches[:] = make_caches(specs, num_pages, 0, self.device)
 
     def _cache_specs(self, kv_format: KvFormat) -> list[CacheSpec]:
         mixers = () if self.drafter is None else self.drafter.attentions

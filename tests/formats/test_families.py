@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 
@@ -49,6 +50,57 @@ def test_row_names_every_tensor_of_a_tiny_model(tiny_model, name):
 @pytest.mark.parametrize("folder", BUNDLED, ids=lambda path: path.name)
 def test_row_names_every_tensor_of_a_bundled_model(folder):
     check_names_and_shapes(folder)
+
+
+GEMMA_4 = {
+    **{"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text"},
+    **{"vocab_size": 262144, "head_dim": 256, "global_head_dim": 512},
+    **{"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "tie_word_embeddings": True},
+}
+PUBLISHED = {
+    # without the table of per-layer embeddings
+    "E2B": (
+        2.3e9,
+        {
+            **{"hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 35},
+            **{"num_attention_heads": 8, "num_key_value_heads": 1, "num_kv_shared_layers": 20},
+            **{"hidden_size_per_layer_input": 256, "use_double_wide_mlp": True},
+            "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+        },
+    ),
+    "26B-A4B": (
+        25.2e9,
+        {
+            **{"hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30},
+            **{"num_attention_heads": 16, "num_key_value_heads": 8},
+            **{"num_global_key_value_heads": 2, "attention_k_eq_v": True},
+            **{"enable_moe_block": True, "num_experts": 128, "moe_intermediate_size": 704},
+        },
+    ),
+    "31B": (
+        30.7e9,
+        {
+            **{"hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 60},
+            **{"num_attention_heads": 32, "num_key_value_heads": 16},
+            **{"num_global_key_value_heads": 4, "attention_k_eq_v": True},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_of_published_gemma_4(name):
+    """The row's shapes add up to the number that the model card states."""
+    stated, different = PUBLISHED[name]
+    config = usual_config({**GEMMA_4, **different})
+    family = FAMILIES["Gemma4ForCausalLM"].variant(config)
+    sizes = family.sizes(config)
+    counts = {
+        tensor: math.prod(size(names, sizes) for names in shape)
+        for tensor, shape in family.tensors(config).items()
+        if tensor != "model.embed_tokens_per_layer.weight"
+    }
+    assert sum(counts.values()) == pytest.approx(stated, rel=0.01)
 
 
 def test_every_row_has_a_tiny_model(tiny_model):

@@ -9,6 +9,7 @@ from formats.architecture.rows.classic_parts import (
     GRANITE,
     HUNYUAN,
 )
+from formats.architecture.rows.gemma4 import GEMMA_4
 from formats.architecture.rows.parts import (
     ATTENTION_BIAS,
     BEFORE_ATTENTION,
@@ -16,7 +17,6 @@ from formats.architecture.rows.parts import (
     GATE_UP,
     GEMMA,
     GEMMA_1,
-    GEMMA_4,
     GEMMA_NORMS,
     HEAD_NORMS,
     LAYER_NORM,
@@ -95,17 +95,19 @@ DENSE = (
     ),
     family_row("GemmaForCausalLM", "Gemma", "gemma", builder="llama", **GEMMA_1),
     family_row(
-        "Gemma2ForCausalLM", "Gemma 2", "gemma2", builder="gemma2", **GEMMA, norms=GEMMA_NORMS
+        "Gemma2ForCausalLM", "Gemma 2", "gemma2", builder="gemma.gemma2", **GEMMA, norms=GEMMA_NORMS
     ),
     family_row(
         "Gemma3ForCausalLM",
         "Gemma 3 (text)",
         "gemma3_text",
-        builder="gemma3",
+        builder="gemma.gemma3",
         **GEMMA,
         norms=(*GEMMA_NORMS, *HEAD_NORMS),
     ),
-    family_row("Gemma4ForCausalLM", "Gemma 4 (text)", "gemma4_text", builder="gemma4", **GEMMA_4),
+    family_row(
+        "Gemma4ForCausalLM", "Gemma 4 (text)", "gemma4_text", builder="gemma.gemma4", **GEMMA_4
+    ),
     family_row(
         "GraniteForCausalLM",
         "Granite",
@@ -245,11 +247,32 @@ DENSE = (
         "VaultGemmaForCausalLM",
         "VaultGemma",
         "vaultgemma",
-        builder="gemma2",
+        builder="gemma.gemma2",
         **GEMMA,
         norms=(
             BEFORE_ATTENTION,
             Norm(name="pre_feedforward_layernorm", feeds=GATE_UP.name),
+        ),
+    ),
+    family_row(
+        "ApertusForCausalLM",
+        "Apertus",
+        "apertus",
+        builder="apertus",
+        **ATTENTION_BIAS,
+        **ungated("mlp.up_proj", "mlp.down_proj", False),
+        activations=("xielu",),
+        activation_tensors={
+            name: (f"mlp.act_fn.{name}", shape)
+            for name, shape in (
+                *(("alpha_p", (("one",),)), ("alpha_n", (("one",),))),
+                *(("beta", ()), ("eps", ())),
+            )
+        },
+        norms=(
+            Norm(name="attention_layernorm", feeds=QKV.name),
+            Norm(name="feedforward_layernorm", feeds="mlp.up_proj"),
+            *HEAD_NORMS,
         ),
     ),
 )

@@ -73,22 +73,6 @@ GEMMA_1 = {
     "fixed": {"use_bidirectional_attention": None},
     "rules": ConfigRules(defaults={"num_key_value_heads": 16, "head_dim": 256}),
 }
-GEMMA_4 = {
-    **{name: value for name, value in GEMMA.items() if name not in ("norm_offset", "rules")},
-    "norms": (*GEMMA_NORMS, *HEAD_NORMS),
-    "value_norm": True,
-    "layer_scalar": "layer_scalar",
-    "full_layers": {  # keys are the values, too
-        "qkv": replace(QKV, members=((_Q, "global_q"), (_K, "global_kv")), bias="attention_bias"),
-        "o": replace(O_PROJ, inputs="global_q", bias="attention_bias"),
-        "norms": (*GEMMA_NORMS, *(replace(norm, size="global_head_dim") for norm in HEAD_NORMS)),
-    },
-    "fixed": {
-        **{"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
-        **{"enable_moe_block": False, "attention_k_eq_v": True},
-        "use_bidirectional_attention": (None, "vision"),  # the latter: within images
-    },
-}
 MLP_BIAS = {
     "gate_up": replace(GATE_UP, bias="mlp_bias"),
     "down": replace(DOWN, bias="mlp_bias"),
@@ -233,7 +217,8 @@ def experts(
     module: str, names: tuple[str, str, str], inner: str, routing: Router, **different: Any
 ) -> Experts:
     """Return experts below `module`, whose linears have these names and `inner` features."""
-    projections = gated(f"{module}.experts.{{e}}", *names, inner)
+    stem = f"{module}.experts" if module else "experts"
+    projections = gated(f"{stem}.{{e}}", *names, inner)
     return Experts(module=module, routing=routing, **projections, **different)
 
 

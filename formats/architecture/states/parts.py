@@ -270,7 +270,25 @@ _NEMOTRON_EXPERTS = Experts(
     stacks=("mixer.experts.up_proj", "mixer.experts.down_proj"),
     types_key="mlp_layer_types",
 )
-# Without experts here; the variant has them.
+_LATENT = "moe_latent_size"
+_NEMOTRON_LATENT_EXPERTS = replace(
+    _NEMOTRON_EXPERTS,
+    gate_up=_NEMOTRON_EXPERTS.gate_up.with_size("hidden_size", _LATENT),
+    down=_NEMOTRON_EXPERTS.down.with_size("hidden_size", _LATENT),
+    latent=tuple(
+        Projection(
+            name=f"mixer.{name}",
+            members=((f"mixer.{name}", outputs),),
+            inputs=inputs,
+            bias="mlp_bias",
+        )
+        for name, outputs, inputs in (
+            ("fc1_latent_proj", _LATENT, "hidden_size"),
+            ("fc2_latent_proj", "hidden_size", _LATENT),
+        )
+    ),
+)
+# Without experts here; the variants have them.
 NEMOTRON_H = {
     "qkv": replace(
         QKV,
@@ -295,8 +313,10 @@ NEMOTRON_H = {
         "mamba_d_conv": "conv_kernel",
     },
     "draft_prefix": "mtp.",
-    "fixed": {"moe_latent_size": None},
-    "variants": (("mlp_layer_types", {"experts": _NEMOTRON_EXPERTS}),),
+    "variants": (
+        (_LATENT, {"experts": _NEMOTRON_LATENT_EXPERTS}),
+        ("mlp_layer_types", {"experts": _NEMOTRON_EXPERTS}),
+    ),
     "layer": "backbone.layers.{i}",
     "embedding": "backbone.embeddings.weight",
     "last_norm": "backbone.norm_f.weight",

@@ -32,7 +32,7 @@ from qserve.engine.step.step_input import StepInput
 from qserve.engine.step.transfer import HostCopy, to_device
 from qserve.engine.token_event import TokenLogprobs
 from qserve.lora.slot_memory import SlotMemory
-from qserve.model.cache_spec import Cache, StepLimits, WarmUpShape
+from qserve.model.cache_spec import Cache, StepLimits, WarmUpShape, make_caches
 from qserve.model.decoder import Decoder
 from qserve.model.kv_format import pick_kv_format
 from qserve.model.layer_kinds import sample_of_layers
@@ -189,7 +189,7 @@ class ModelRunner:
     def allocate_pages(self, num_pages: int) -> None:
         """Make the KV pages, and the states of models that have some."""
         num_slots = self.num_state_slots + self.num_snapshots
-        self.caches = [spec.make(num_pages, num_slots, self.device) for spec in self.cache_specs]
+        self.caches = make_caches(self.cache_specs, num_pages, num_slots, self.device)
         if self.speculator is not None:
             self.speculator.allocate_pages(num_pages, self.kv_format)
 

@@ -55,6 +55,7 @@ class StepInputs(AttentionStep):
     row_ropes: RowRopes | None = None  # None: each position is one number
     rope_positions_T: torch.Tensor | None = None  # positions of rotations; None: positions_T
     split: SplitStep | None = None  # None: chunks are too short for it (SplitRule)
+    layer_input_TP: torch.Tensor | None = None  # of the layer that runs (LayerInputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,8 +301,14 @@ class Attention(torch.nn.Module):
             query_scales=self.query_scales,
             inputs_ready=True,  # a step's inputs are ready before its embedding begins
         )
+        return self._attended(q, gate[0] if gate else None, step, cache)
+
+    def _attended(
+        self, q: torch.Tensor, gate: LinearOutput | None, step: StepInputs, cache: PagedKv
+    ) -> LinearOutput:
+        """Return o_proj of what rotated queries find among the keys of the cache."""
         output = self.o_proj.plan(q.shape[0], "norm")
-        writes_limbs = isinstance(output.input, LimbForm) and not gate
+        writes_limbs = isinstance(output.input, LimbForm) and gate is None
         limbs = output.input if writes_limbs else None
         out = ops.paged_attention(
             q,
@@ -317,7 +324,7 @@ class Attention(torch.nn.Module):
             inputs_ready=True,
             kernel=self.kernel,
         )
-        if gate:
-            out = out * torch.sigmoid(reduced(gate[0]))
+        if gate is not None:
+            out = out * torch.sigmoid(reduced(gate))
             return self.o_proj(ops.in_form(out.flatten(1), output.input), output)
         return self.o_proj(out.flatten(1) if limbs is None else out, output)

@@ -11,6 +11,8 @@ import torch
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput
 from qserve.model.blocks.attention import StepInputs
+from qserve.model.blocks.dense_and_experts import DenseAndExperts
+from qserve.model.blocks.layer_inputs import LayerInput
 from qserve.model.blocks.linear import LinearPlan, Product
 from qserve.model.blocks.norm import BranchEnd, BranchOutput, Norm
 from qserve.model.cache_spec import Cache, CacheSpec, KvFormat
@@ -52,7 +54,7 @@ class Layer(torch.nn.Module):
         attention_norm: Norm,
         attention: Mixer,
         mlp_norm: Norm,
-        mlp: FeedForward,
+        mlp: FeedForward | DenseAndExperts,
         attention_end: BranchEnd | None = None,  # None: it is added as it is
         mlp_end: BranchEnd | None = None,
     ) -> None:
@@ -83,15 +85,20 @@ class Layer(torch.nn.Module):
         x_TC = self.attention_end(self.attention(x_TC, plan, step, cache))
         plan = self.mlp.plan(x_TC.shape[0])
         x_TC, residual_TC = self.mlp_norm(x_TC, residual_TC, plan.input)
+        if isinstance(self.mlp, DenseAndExperts):
+            return self.mlp_end(self.mlp(x_TC, plan, residual_TC)), residual_TC
         return self.mlp_end(self.mlp(x_TC, plan)), residual_TC
 
 
 class ScaledLayer(Layer):
-    """A layer whose sum is multiplied by a factor."""
+    """A layer whose sum is multiplied by a factor, after its own input was added, if it has one."""
 
-    def __init__(self, *, factor: torch.Tensor, **blocks: Any) -> None:
+    def __init__(
+        self, *, factor: torch.Tensor, layer_input: LayerInput | None = None, **blocks: Any
+    ) -> None:
         """`blocks`: those of Layer."""
         super().__init__(**blocks)
+        self.layer_input = layer_input
         self.register_buffer("factor", factor)
         self._sum = Norm(None, 0.0)
 
@@ -106,6 +113,8 @@ class ScaledLayer(Layer):
         """As Layer.forward; the residual is None, since what is returned is the sum."""
         x_TC, residual_TC = super().forward(x_TC, residual_TC, step, cache, taps)
         _, sum_TC = self._sum(x_TC, residual_TC, None)
+        if self.layer_input is not None:
+            sum_TC = self.layer_input(sum_TC, step.layer_input_TP)
         return sum_TC * self.factor, None
 
 

@@ -12,13 +12,24 @@ from qkernels.moe.experts import PreparedExperts
 from qkernels.moe.routing import Routes, Routing
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
-from qserve.model.blocks.linear import FLOAT_PLAN, FloatLinear, LinearPlan, Product
+from qserve.model.blocks.linear import (
+    FLOAT_PLAN,
+    FloatLinear,
+    Linear,
+    LinearPlan,
+    Product,
+    products_of,
+)
 from qserve.model.blocks.mlp import Mlp
+from qserve.model.blocks.norm import Norm
 from qserve.parallel.communicator import Communicator, RankPartial
 
 
 class Router(torch.nn.Module):
-    """Selects each token's experts. The product runs in the dtype of its weight."""
+    """Selects each token's experts. The product runs in the dtype of its weight.
+
+    With `norm` it reads the norm of what it is given. `expert_scale_E` multiplies routing weights.
+    """
 
     def __init__(
         self,
@@ -26,18 +37,27 @@ class Router(torch.nn.Module):
         weight_EC: torch.Tensor,
         bias_E: torch.Tensor | None = None,
         correction_E: torch.Tensor | None = None,  # float32
+        norm: Norm | None = None,
+        expert_scale_E: torch.Tensor | None = None,  # float32
         fixed_order: bool = False,  # a token's bits do not depend on the other tokens
     ) -> None:
         super().__init__()
-        self.routing, self.fixed_order = routing, fixed_order
+        self.routing, self.norm, self.fixed_order = routing, norm, fixed_order
         self.register_buffer("weight", weight_EC)
         self.register_buffer("bias", bias_E)
         self.register_buffer("correction", correction_E)
+        self.register_buffer("expert_scale", expert_scale_E)
 
     def forward(self, x_TC: torch.Tensor) -> Routes:
-        return ops.route_tokens(
+        if self.norm is not None:
+            x_TC, _ = self.norm(x_TC, None, None)
+        routes = ops.route_tokens(
             x_TC, self.weight, self.routing, self.bias, self.correction, self.fixed_order
         )
+        if self.expert_scale is None:
+            return routes
+        scales_Mk = self.expert_scale[routes.ids_Mk.long()]
+        return routes._replace(shares_Mk=routes.shares_Mk * scales_Mk)
 
 
 class SharedExpert(torch.nn.Module):
@@ -60,6 +80,11 @@ class SharedExpert(torch.nn.Module):
         return torch.sigmoid(share_T1) * out_TC
 
 
+def _applied(linear: Linear, x_TK: torch.Tensor) -> torch.Tensor:
+    plan = linear.plan(x_TK.shape[0])
+    return reduced(linear(ops.in_form(x_TK, plan.input), plan))
+
+
 class MoeMlp(torch.nn.Module):
     """Sum over a token's experts of share * down(activation(gate(x)) * up(x))."""
 
@@ -71,8 +96,11 @@ class MoeMlp(torch.nn.Module):
         shared: SharedExpert | None = None,
         communicator: Communicator | None = None,  # of ranks that hold shards of each expert
         scales_inputs: bool = False,  # shares multiply inputs; a token has one expert (Llama 4)
+        before: Linear | None = None,  # makes what the experts read (Nemotron 3's latent)
+        after: Linear | None = None,  # reads the sum of their outputs
     ) -> None:
         super().__init__()
+        self.before, self.after = before, after
         self.communicator, self.scales_inputs = communicator, scales_inputs
         self.router = router
         self.experts = experts
@@ -81,6 +109,9 @@ class MoeMlp(torch.nn.Module):
     def products(self) -> Iterator[Product]:
         """Products whose kernels depend on the number of tokens."""
         yield self.experts, "norm"
+        for linear in (self.before, self.after):
+            if linear is not None:
+                yield from products_of(linear, None)
         if self.shared is not None:
             yield from self.shared.mlp.products()
 
@@ -88,13 +119,19 @@ class MoeMlp(torch.nn.Module):
         """The norm before this block outputs a tensor, since the router reads it, too."""
         return FLOAT_PLAN
 
-    def forward(self, x_TC: LinearInput, plan: LinearPlan) -> LinearOutput | RankPartial:
-        """The result goes to the norm that follows."""
-        routes = self.router(x_TC)
+    def forward(
+        self, x_TC: LinearInput, plan: LinearPlan, routed_TC: torch.Tensor | None = None
+    ) -> LinearOutput | RankPartial:
+        """The result goes to the norm that follows. `routed_TC`: what the router reads; None: x."""
+        routes = self.router(x_TC if routed_TC is None else routed_TC)
         shared_TC = None if self.shared is None else self.shared(x_TC)
         if self.scales_inputs:
             x_TC = x_TC * routes.shares_Mk.to(x_TC.dtype)
             routes = routes._replace(shares_Mk=torch.ones_like(routes.shares_Mk))
+        if self.before is not None:
+            out_TC = ops.experts(_applied(self.before, x_TC), routes, self.experts)
+            out_TC = _applied(self.after, reduced(out_TC))
+            return out_TC if shared_TC is None else out_TC + shared_TC
         out_TC = ops.experts(x_TC, routes, self.experts, None, shared_TC)
         if self.communicator is None:
             return out_TC

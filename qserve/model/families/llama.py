@@ -99,13 +99,14 @@ def build_decoder(
             "expected a layer with full attention, found none: pages of keys tell how long a"
             " request is",
         )
-    embedding = norm = head = None
+    embedding = norm = head = layer_inputs = None
     if weights.has_ends:
         table = weights.embedding()
         factor = family.embedding_factor(values)
         embedding = Embedding(
             table, factor, weights.vocabulary, weights.positions(), weights.embedding_norm()
         )
+        layer_inputs = weights.layer_inputs()
     with closing(weights.layers()) as each:  # ends its progress bar where a layer is refused
         layers = [weights.finished(build_layer(config, layer)) for layer in each]
     if weights.has_ends:
@@ -117,6 +118,7 @@ def build_decoder(
         layers=layers,
         head=head,
         norm=norm,
+        layer_inputs=layer_inputs,
         pipeline=weights.pipeline,
         like=torch.empty(0, dtype=weights.dtype, device=weights.device),
         logits_divisor=values.get(family.logits_divisor_key, 1.0),

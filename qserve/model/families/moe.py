@@ -5,6 +5,7 @@ Columns of the family's row hold what differs: the router's rule, the shared exp
 without experts, norms over heads.
 """
 
+from formats.errors import InputError
 from qserve.model.blocks.layer import FeedForward, Layer
 from qserve.model.blocks.mlp import Mlp
 from qserve.model.blocks.moe import MoeMlp, SharedExpert
@@ -36,7 +37,16 @@ def build_mlp(config: ModelConfig, weights: LayerWeights) -> FeedForward:
     experts, activation = config.family.experts, config.activation
     if not experts.stand_in(weights.number, config.values):
         return llama.build_mlp(config, weights)
-    shared = None
+    shared = before = after = None
+    if experts.latent:
+        if not weights.sharing.is_whole:
+            raise InputError(
+                "--tensor-parallel-size",
+                f"does not work with {config.family.architecture} with moe_latent_size: linears"
+                " before and after the experts are not divided",
+                "serve it on one GPU",
+            )
+        before, after = (weights.linear(projection) for projection in experts.latent)
     if experts.shared is not None:
         mlp = Mlp(
             up_proj=weights.linear(experts.shared.gate_up, down=experts.shared.down),
@@ -51,4 +61,6 @@ def build_mlp(config: ModelConfig, weights: LayerWeights) -> FeedForward:
         shared=shared,
         communicator=weights.sharing.communicator,
         scales_inputs=experts.scaled_inputs,
+        before=before,
+        after=after,
     )

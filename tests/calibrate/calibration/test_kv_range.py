@@ -84,7 +84,7 @@ def test_every_head_gets_scales_of_its_own(tiny_model, transformers_model, tmp_p
     assert of_weights(inspect_checkpoint(folder)) == ()
 
 
-@pytest.mark.parametrize("family", ["phi3", "gemma3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["phi3", "gemma3", "mixtral", "qwen3_moe", "gemma4_shared"])
 def test_every_family_gets_scales_for_every_layer(tiny_model, tmp_path, family):
     quantize_checkpoint(tiny_model(family), tmp_path / "out", kv_cache="fp8", **OPTIONS)
     found = scales(tmp_path / "out")

@@ -27,6 +27,7 @@ DATA = CalibrationData(ids_WS=IDS, source="random", seed=0)
 HELD_OUT = range(7, 96, 8)
 QUICK = TrainingSettings(steps=24, tokens=96, rate=0.01, norm_rate=0.0005)
 FAMILIES = ["qwen3", "gemma2", "deepseek_v2", "qwen3_moe", "granite_hybrid"]
+FAMILIES.append("gemma4_shared")
 
 
 @pytest.fixture(scope="module")

@@ -82,6 +82,7 @@ ROTATABLE = (
     "helium",
     "cwm",
     "vaultgemma",
+    "apertus",
 )
 OTHERS = (
     *("gemma2", "gemma3", "olmo2", "glm4", "mixtral", "qwen3_moe", "phi3", "granite"),
@@ -121,6 +122,10 @@ OTHERS = (
                 "mpt",
                 "llama4",
                 "gemma4",
+                "gemma4_moe",
+                "gemma4_shared",
+                "nemotron_h_latent",
+                "apertus",
             ),
         )
     ),

@@ -164,6 +164,15 @@ def vision_experts(tensors, config):
         tensors[own.replace(".mlp.", ".mlp.experts.0.")] = tensors.pop(name)
 
 
+def gemma_experts(tensors, config):
+    config |= {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text"}
+    config |= {"enable_moe_block": True, "num_experts": 1, "hidden_size_per_layer_input": 0}
+    config |= {"attention_k_eq_v": True, "moe_intermediate_size": config["intermediate_size"]}
+    config["layer_types"] = ["sliding_attention"] * config["num_hidden_layers"]
+    for name in [name for name in tensors if ".mlp." in name]:
+        tensors[name.replace(".mlp.", ".experts.0.")] = tensors[name].clone()
+
+
 def unplaced(tensors, config):
     for layer in range(2):
         tensors[f"model.layers.{layer}.mlp.extra.weight"] = torch.ones(4)
@@ -325,6 +334,7 @@ CASES = {
     "granite-experts-apart": (CT, "w4a16-sym-g32", granite_experts),
     "granite-experts": (CT, "w4a16-sym-g32", granite_experts),
     "vision-experts": (CT, "w4a16-sym-g32", vision_experts),
+    "gemma-experts": (CT, "w4a16-sym-g32", gemma_experts),
     "unlisted-linears": (CT, "w4a16-sym-g32", hybrid_experts),
     "delta-net": ("gptq", "w4a16-sym-g32", config_of(architectures=["Qwen3_5ForCausalLM"])),
     "own-act-order": ("gptq", "w4a16-sym-g32", act_order),

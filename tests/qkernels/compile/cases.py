@@ -441,6 +441,9 @@ EXPERTS = {
     "experts without a gate, w4a16 M=8": Case(
         run=lambda: moe.experts(8, moe.NEMOTRON_3_NANO, "w4a16-sym-g64"), product="wgmma"
     ),
+    "few experts with GELU": Case(
+        run=lambda: moe.experts(8, moe.GEMMA_4, "w4a16-sym-g64"), product="wgmma"
+    ),
     "experts without a gate, bf16 M=512": Case(
         run=lambda: moe.experts(512, moe.NEMOTRON_3_NANO, None), product="wgmma"
     ),

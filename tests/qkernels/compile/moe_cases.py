@@ -8,13 +8,15 @@ import torch
 from formats.scheme import Scheme
 from qkernels import ops
 from qkernels.moe.experts import ExpertWeights, PreparedExperts
-from qkernels.moe.routing import RELU2, SILU, Glu, Routes, Routing
+from qkernels.moe.routing import GEGLU, RELU2, SILU, Glu, Routes, Routing
 from tests.qkernels.compile.cards import empty
 
 MIXTRAL = (4096, 14336, 8, 2)  # hidden size, inner size, experts, experts of a token
 QWEN3_30B = (2048, 768, 128, 8)
 GPT_OSS = (2880, 2880, 32, 4)
 NEMOTRON_3_NANO = (2688, 1856, 128, 6)  # without a gate
+GEMMA_4 = (2816, 704, 128, 8)
+_GLUS = {NEMOTRON_3_NANO: RELU2, GEMMA_4: GEGLU}
 IN_GROUPS = Routing(
     num_experts=256,
     top_k=8,
@@ -38,7 +40,7 @@ def _prepared(scheme: str | None, shape: Shape) -> PreparedExperts:
         return empty(N, K) if scheme is None else weight_of(Scheme.parse(scheme), N, K)
 
     biased = shape == GPT_OSS
-    glu = CLAMPED if biased else RELU2 if shape == NEMOTRON_3_NANO else SILU
+    glu = CLAMPED if biased else _GLUS.get(shape, SILU)
     weights = ExpertWeights(
         top_k=shape[3],
         gate_up=[matrix(glu.outputs(inner), hidden)] * 2,

@@ -7,7 +7,7 @@ from formats.scheme import Scheme
 from qkernels import ops, reference
 from qkernels.moe.config import ExpertsConfig, ExpertsPlan
 from qkernels.moe.experts import shape_of
-from qkernels.moe.routing import RELU2, SILU, Glu, Routes, Routing
+from qkernels.moe.routing import GEGLU, RELU2, SILU, Glu, Routes, Routing
 from qkernels.operands.split_k import reduced
 from tests.qkernels.moe_case import make_experts
 
@@ -229,6 +229,16 @@ def test_experts_without_a_gate(device, half, poison, assert_close, scheme, inne
     parsed = None if scheme is None else Scheme.parse(scheme)
     hidden = 128 if scheme == "w8a8-fp8-block" else 64
     weights = make_experts(parsed, hidden, inner, 5, 2, RELU2, False, half)
+    got, want = run(weights, M, half, device, shared=True)
+    assert_close(str(scheme), want, reduced(got), 3 * SCHEMES.get(scheme, 2e-3) * COARSER[half])
+
+
+@pytest.mark.parametrize("M", [1, 33])
+@pytest.mark.parametrize("scheme", ["w4a16-sym-g32", "w8a8", None], ids=str)
+def test_experts_with_gelu(device, half, poison, assert_close, scheme, M):
+    """Gemma 4's: the tanh approximation of GELU, applied to the gate."""
+    parsed = None if scheme is None else Scheme.parse(scheme)
+    weights = make_experts(parsed, 64, 96, 5, 2, GEGLU, False, half)
     got, want = run(weights, M, half, device, shared=True)
     assert_close(str(scheme), want, reduced(got), 3 * SCHEMES.get(scheme, 2e-3) * COARSER[half])
 

@@ -25,7 +25,14 @@ SPEC = Scheme.parse("w4a16-sym-g32").weight
 
 
 def plan(
-    M, model=MODELS[1], shared_kb=227, scheme="w4a16-sym", choice=None, lacks_sm90="no", gated=True
+    M,
+    model=MODELS[1],
+    shared_kb=227,
+    scheme="w4a16-sym",
+    choice=None,
+    lacks_sm90="no",
+    gated=True,
+    gelu=False,
 ):
     """By the kernels for any GPU, unless told otherwise."""
     hidden, inner, E, k = model
@@ -37,6 +44,7 @@ def plan(
         hidden=hidden,
         inner=inner,
         gated=gated,
+        gelu=gelu,
         sm_count=132,
         shared_bytes=shared_kb * 1024,
         lacks_sm90=lacks_sm90,
@@ -191,6 +199,12 @@ def test_sizes_of_experts_without_a_gate(inner, reason):
     assert reason is None or reason in found.reason
     variant = plan(1, (2048, 768, 128, 6), lacks_sm90=None, gated=False).variant
     assert variant == "few" != plan(1, (2048, 768, 128, 6), lacks_sm90=None).variant
+
+
+def test_experts_with_gelu_use_kernels_for_any_gpu():
+    """Gemma 4's; the kernel for few tokens on sm_90 computes SiLU alone."""
+    variants = [plan(1, lacks_sm90=None, gelu=gelu).variant for gelu in (True, False)]
+    assert variants == ["few", "sm90_few_tokens"]
 
 
 def explained_experts(scheme, sizes, requested=None, gated=True):

@@ -8,10 +8,10 @@ import torch
 
 from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
-from formats.families import FAMILIES
 from formats.peft.lora import adapted_shapes, read_adapter
 from qserve.llm import LLM
 from qserve.lora.request import LoRARequest
+from qserve.model.model_config import family_of
 from qserve.params.handling import Handling
 from qserve.params.sampling_params import SamplingParams
 from tests.adapters import write_adapter
@@ -57,7 +57,7 @@ def assert_is(model, found, prompt=PROMPT):
 def merged(model, folder, adapter):
     """transformers' model of a folder with an adapter in its weights."""
     reader = CheckpointReader(folder)
-    shapes = adapted_shapes(FAMILIES[reader.config["architectures"][0]], reader.config)
+    shapes = adapted_shapes(family_of(reader.config), reader.config)
     with torch.no_grad():
         for name, pair in read_adapter(adapter, shapes).pairs.items():
             model.get_parameter(f"{name}.weight").add_(pair.delta())
@@ -96,15 +96,21 @@ def test_logits_are_peft_s(tiny_model, tmp_path, family):
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2_moe", pytest.param("glm4_moe", marks=pytest.mark.exhaustive)]
+    ("family", "targets"),
+    [
+        ("qwen2_moe", 10),  # attention, the dense feed-forward, the shared expert
+        pytest.param("glm4_moe", 10, marks=pytest.mark.exhaustive),
+        pytest.param("gemma4_moe", 7, marks=pytest.mark.exhaustive),
+        pytest.param("gemma4_shared", 9, marks=pytest.mark.exhaustive),  # with inputs of layers
+    ],
 )
-def test_every_target_alone(tiny_model, tmp_path, family):
+def test_every_target_alone(tiny_model, tmp_path, family, targets):
     """Each linear's adapter reaches that linear, of shared experts and dense layers, too."""
     model = tiny_model(family)
     reader = CheckpointReader(model)
-    shapes = adapted_shapes(FAMILIES[reader.config["architectures"][0]], reader.config)
+    shapes = adapted_shapes(family_of(reader.config), reader.config)
     kinds = sorted({name.split(".", 3)[3] for name in shapes})
-    assert len(kinds) == 10  # attention, the dense feed-forward, the shared expert
+    assert len(kinds) == targets
     llm = engine(model, max_loras=12)
     loras = []
     for number, kind in enumerate(kinds, start=1):

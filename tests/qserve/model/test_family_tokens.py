@@ -14,9 +14,12 @@ import transformers
 from calibrate.float_model import FloatModel
 from calibrate.texts.data import CalibrationData
 from formats.errors import InputError
+from qkernels.moe.routing import SILU
 from qkernels.rowwise.spec import ActSpec
 from qserve.llm import LLM
 from qserve.model.blocks.layer import Layer
+from qserve.model.blocks.rotary import Rotary
+from qserve.model.blocks.shared_attention import SharedAttention
 from qserve.model.model_config import ModelConfig
 from qserve.model.sharing import check_ranks
 from qserve.params.sampling_params import SamplingParams
@@ -102,6 +105,19 @@ VARIANTS = {
             **{"use_qk_norm": False, "attn_temperature_tuning": False},
         },
     ),
+    # what Gemma 4 E2B has, without the rest of it
+    "gemma 4, values of their own": (
+        "Gemma4TextConfig",
+        {**TINY_FAMILIES["gemma4"][1], "attention_k_eq_v": False},
+    ),
+    "gemma 4, shared keys": (
+        "Gemma4TextConfig",
+        {
+            **TINY_FAMILIES["gemma4"][1],
+            **{"num_kv_shared_layers": 1, "hidden_size_per_layer_input": 32},
+            "vocab_size_per_layer_input": 600,
+        },
+    ),
     "glm-4 without biases": (
         "Glm4Config",
         {"attention_bias": False, "head_dim": 16, "pad_token_id": 0},
@@ -150,6 +166,7 @@ def test_logits_of_quantized_weights_equal_transformers(written, transformers_mo
         ),
         ("nemotron_h_moe", "gptq"),
         pytest.param("nemotron_h_moe", "awq", marks=pytest.mark.exhaustive),
+        pytest.param("nemotron_h_latent", "gptq", marks=pytest.mark.exhaustive),
         pytest.param("gpt2", "awq", marks=pytest.mark.exhaustive),
         pytest.param("falcon", "awq", marks=pytest.mark.exhaustive),
         pytest.param("falcon_rw", "gptq", marks=pytest.mark.exhaustive),
@@ -166,6 +183,11 @@ def test_logits_of_quantized_weights_equal_transformers(written, transformers_mo
         pytest.param("llama4", "gptq", marks=pytest.mark.exhaustive),
         pytest.param("gemma4", "gptq", marks=pytest.mark.exhaustive),
         pytest.param("gemma4", "awq", marks=pytest.mark.exhaustive),
+        ("gemma4_moe", "gptq"),
+        ("gemma4_shared", "gptq"),
+        pytest.param("apertus", "awq", marks=pytest.mark.exhaustive),
+        pytest.param("gemma4_shared", "awq", marks=pytest.mark.exhaustive),
+        pytest.param("gemma4_moe", "awq", marks=pytest.mark.exhaustive),
         pytest.param("cohere", "awq", marks=pytest.mark.exhaustive),
     ],
 )
@@ -452,6 +474,73 @@ def values_of_normed_keys(layer):
         layer.attention.v_norm = layer.attention.k_norm
 
 
+def exchanged_inputs(decoder):
+    """Each layer gets the next layer's input."""
+    right = decoder.layer_inputs.forward
+    decoder.layer_inputs.forward = lambda *given: right(*given).roll(-1, 1)
+
+
+def without_input(layer):
+    layer.layer_input = None
+
+
+def other_gate(layer_input):
+    layer_input.activation = ActSpec(kind="silu", gated=False)
+
+
+def without_rotation(layer):
+    rotary = layer.attention.rotary
+    layer.attention.rotary = Rotary(rotary.cos_sin[:, :0], rotary.interleaved)
+
+
+def router_of(change):
+    """`change` of each router of experts next to a feed-forward."""
+    return every_layer(lambda layer: change(layer.mlp.experts.router))
+
+
+def router_reads_experts_input(layer):
+    """The router reads what the experts read, as in other families."""
+    experts, right = layer.mlp.experts, layer.mlp.experts.forward
+    experts.forward = lambda x_TC, plan, routed_TC: right(x_TC, plan, x_TC)
+
+
+def experts_read_dense_input(layer):
+    layer.mlp.experts_norm = layer.mlp_norm
+
+
+def sum_of_branches_without_norms(layer):
+    layer.mlp.experts_end.norm = None
+
+
+def shared_layers(change):
+    """`change` of each layer that reads keys and values of an earlier one."""
+
+    def apply(decoder):
+        found = [layer for layer in decoder.layers if isinstance(layer.attention, SharedAttention)]
+        assert len(found) == 3
+        for layer in found:
+            change(layer)
+
+    return apply
+
+
+def swish(layer):
+    prepared = layer.mlp.experts.experts
+    layer.mlp.experts.experts = replace(prepared, glu=SILU)
+
+
+def set_xielu(**values):
+    def change(layer):
+        for name, value in values.items():
+            getattr(layer.mlp, name).fill_(value)
+
+    return every_layer(change)
+
+
+def exchanged_slopes_of_xielu(layer):
+    layer.mlp.alpha_p, layer.mlp.alpha_n = layer.mlp.alpha_n, layer.mlp.alpha_p
+
+
 def without_embedding_norm(decoder):
     decoder.embedding.norm = None
 
@@ -546,6 +635,72 @@ WRONG = {
     "values not normed, Gemma 4": ("gemma4", set_attention(v_norm=None)),
     "values with the weights of keys' norm": ("gemma4", every_layer(values_of_normed_keys)),
     "layers not multiplied, Gemma 4": ("gemma4", every_layer(unscaled)),
+    "norms of both branches exchanged, Gemma 4": (
+        "gemma4_moe",
+        swapped("mlp.mlp_norm", "mlp.experts_end.norm"),
+    ),
+    "norms before and after experts exchanged, Gemma 4": (
+        "gemma4_moe",
+        swapped("mlp.experts_norm", "mlp.experts_end.norm"),
+    ),
+    "experts without a norm after, Gemma 4": (
+        "gemma4_moe",
+        every_layer(sum_of_branches_without_norms),
+    ),
+    "experts that read the feed-forward's input": (
+        "gemma4_moe",
+        every_layer(experts_read_dense_input),
+    ),
+    "router that reads the experts' input": ("gemma4_moe", every_layer(router_reads_experts_input)),
+    "router without its norm": ("gemma4_moe", router_of(lambda r: setattr(r, "norm", None))),
+    "router without its scale": (
+        "gemma4_moe",
+        router_of(lambda router: router.norm.weight.fill_(TINY["hidden_size"] ** -0.5)),
+    ),
+    "router without the root of the width": (
+        "gemma4_moe",
+        router_of(lambda router: router.norm.weight.mul_(TINY["hidden_size"] ** 0.5)),
+    ),
+    "experts without their scales": (
+        "gemma4_moe",
+        router_of(lambda router: router.expert_scale.fill_(1.0)),
+    ),
+    "experts with SiLU, Gemma 4": ("gemma4_moe", every_layer(swish)),
+    "no inputs of layers": (
+        "gemma4_shared",
+        every_layer(lambda x: setattr(x, "layer_input", None)),
+    ),
+    "inputs of layers without a norm after": (
+        "gemma4_shared",
+        every_layer(lambda layer: setattr(layer.layer_input.end, "norm", None)),
+    ),
+    "inputs of layers with SiLU": (
+        "gemma4_shared",
+        every_layer(
+            lambda x: setattr(x.layer_input, "activation", ActSpec(kind="silu", gated=False))
+        ),
+    ),
+    "rows of layers' inputs not multiplied by a root": (
+        "gemma4_shared",
+        lambda decoder: setattr(decoder.layer_inputs.table, "factor", 1.0),
+    ),
+    "products of layers' inputs without their norm": (
+        "gemma4_shared",
+        lambda decoder: decoder.layer_inputs.norm.weight.fill_(1.0),
+    ),
+    "inputs of layers in another order": ("gemma4_shared", exchanged_inputs),
+    "queries of shared layers not normed": (
+        "gemma4_shared",
+        shared_layers(lambda layer: layer.attention.q_norm.fill_(1.0)),
+    ),
+    "queries of shared layers that do not rotate": (
+        "gemma4_shared",
+        shared_layers(without_rotation),
+    ),
+    "slopes of xIELU exchanged": ("apertus", every_layer(exchanged_slopes_of_xielu)),
+    "xIELU without its linear part": ("apertus", set_xielu(beta=0.0)),
+    "one slope of xIELU for all layers": ("apertus", set_xielu(alpha_p=0.8)),
+    "norms exchanged, Apertus": ("apertus", swapped("attention_norm", "mlp_norm")),
     "embeddings not normed": ("bloom", without_embedding_norm),
     "the whole head rotates, Bamba": ("bamba", lambda d: whole_rotation(d.layers[1])),
     "norms exchanged, Bamba": ("bamba", swapped("attention_norm", "mlp_norm")),
@@ -636,8 +791,10 @@ def test_float16_is_refused_where_activations_leave_its_range(model_of, name):
             {"alibi": True, "parallel_attn": False, "new_decoder_architecture": True},
         ),
         ("OlmoeConfig", {"clip_qkv": 4.0}),
-        ("Gemma4TextConfig", {"hidden_size_per_layer_input": 16}),
-        ("Gemma4TextConfig", {"attention_k_eq_v": False}),
+        (
+            "Gemma4TextConfig",
+            {**TINY_FAMILIES["gemma4_moe"][1], "hidden_size_per_layer_input": 16},
+        ),
         ("Gemma4TextConfig", {"use_bidirectional_attention": "all"}),
     ],
 )
@@ -647,7 +804,7 @@ def test_a_variant_that_nothing_computes_is_refused(tmp_path, config_class, chan
     if config_class == "Gemma4TextConfig":
         usual = {**TINY_FAMILIES["gemma4"][1], "vocab_size_per_layer_input": 512}
     folder = make_tiny(tmp_path / "model", config_class, {**usual, **changed})
-    *_, key = changed
+    key = "hidden_size_per_layer_input" if len(changed) > 3 else list(changed)[-1]
     refused = rf"config\.json {key}: expected .*, found .*not supported"
     with pytest.raises(InputError, match=refused):
         LLM(folder, device="cpu", max_model_len=64)
@@ -722,6 +879,7 @@ def test_rms_norm_of_gemma_keeps_float32_weights(model_of):
         *("gemma2", "gemma3", "granite", "olmo2", "glm4", "ministral3"),
         *("gpt2", "opt", "falcon", "cohere", "nemotron", "bloom", "mpt"),
         *("granite_moe", "llama4", "gemma4", "deepseek_v2", "glm4_moe_lite"),
+        *("gemma4_moe", "gemma4_shared", "apertus"),
     ],
 )
 def test_logits_on_a_gpu_are_the_cpus(written, name):
@@ -751,3 +909,43 @@ def test_logits_on_a_gpu_are_the_cpus(written, name):
 def test_layers_with_different_heads_are_not_divided_over_gpus(model_of):
     with pytest.raises(InputError, match="tensor-parallel-size 2: .*Gemma4.*different heads"):
         check_ranks(ModelConfig.from_folder(model_of("gemma4")), 2, 1)
+
+
+@pytest.mark.parametrize("name", ["gemma4_shared", "gemma 4, shared keys"])
+def test_layers_that_read_others_are_not_divided_over_stages(model_of, name):
+    with pytest.raises(InputError, match="pipeline-parallel-size 2: .*Gemma4.*other stages"):
+        check_ranks(ModelConfig.from_folder(model_of(name)), 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"vocab_size_per_layer_input": 500}, "vocab_size_per_layer_input: expected the 512"),
+        ({"num_kv_shared_layers": 5}, "num_kv_shared_layers: layer 1 reads keys .* sliding"),
+    ],
+)
+def test_a_damaged_config_of_gemma_4_is_refused(model_of, tmp_path, changed, reason):
+    folder = edited(model_of("gemma4_shared"), tmp_path / "x", config=lambda c: c.update(changed))
+    with pytest.raises(InputError, match=reason):
+        LLM(folder, device="cpu", max_model_len=64)
+
+
+def test_keys_of_shared_layers_are_not_read(model_of, tmp_path):
+    """Published files have them all the same, and transformers leaves them out."""
+
+    def add(state):
+        for layer in (3, 4, 5):
+            for name in ("k_proj", "v_proj", "k_norm"):
+                state[f"model.layers.{layer}.self_attn.{name}.weight"] = torch.ones(1)
+
+    folder = edited(model_of("gemma4_shared"), tmp_path / "x", add)
+    assert torch.equal(logits(folder), logits(model_of("gemma4_shared")))
+
+
+def test_shared_layers_keep_nothing(model_of):
+    """Pages hold the keys and values of three of six layers."""
+    runner = LLM(model_of("gemma4_shared"), device="cpu", max_model_len=64).engine.runner
+    sizes = [spec.bytes_per_page for spec in runner.cache_specs]
+    assert all(sizes[:3]) and not any(sizes[3:])
+    assert runner.bytes_per_page == sum(sizes)
+    assert len(runner.cache_tensors()) == 6  # keys and values of three layers

@@ -121,6 +121,7 @@ VARIANTS = {
         },
     ),
 }
+VARIANTS["nemotron 3 with a latent"] = TINY_FAMILIES["nemotron_h_latent"]
 FEW_PAGES = {"num_gpu_blocks_override": 9, "admission": "fits", "block_size": 8, "max_num_seqs": 4}
 MODES = {
     "whole": {},
@@ -169,6 +170,7 @@ def test_logits_equal_transformers(hybrid, name):
         ("granite_hybrid_moe", "w4a16-sym-g32", "compressed-tensors"),
         ("nemotron_h", "w4a16-sym-g32", "gptq"),
         ("nemotron_h_moe", "w4a16-sym-g32", "compressed-tensors"),
+        ("nemotron_h_latent", "w4a16-sym-g32", "compressed-tensors"),
         ("bamba", "w4a16-sym-g32", "gptq"),
         pytest.param("qwen3_next", "w4a16-sym-g32", "gptq", marks=pytest.mark.exhaustive),
         pytest.param("qwen3_5", "w4a16-asym-g32", "awq", marks=pytest.mark.exhaustive),

@@ -177,12 +177,13 @@ def test_layers_of_llama_4_without_experts(stated):
         {},
         {"global_head_dim": 32, "num_global_key_value_heads": 2, "num_key_value_heads": 8},
         {"num_key_value_heads": 8},
+        {"attention_k_eq_v": False, "num_global_key_value_heads": 2, "num_key_value_heads": 8},
         {"layer_types": ["sliding_attention"] * 6 + ["full_attention"]},
     ],
 )
 def test_heads_of_gemma_4(stated):
     """As published, and as transformers writes them: by layer."""
-    stated = {**stated, "attention_k_eq_v": True, "num_hidden_layers": 7}
+    stated = {"attention_k_eq_v": True, **stated, "num_hidden_layers": 7}
     theirs = transformers.Gemma4TextConfig(**stated)
     names = {"model_type": "gemma4_text", "architectures": ["Gemma4ForCausalLM"]}
     for config in (stated, json.loads(theirs.to_json_string(use_diff=False))):

@@ -64,6 +64,18 @@ def gemma4():
     )
 
 
+def gemma4_shared():
+    """E2B: per-layer embeddings, and layers without keys of their own."""
+    whole = gemma4()
+    text = {**TEXT, **TINY_FAMILIES["gemma4_shared"][1], "model_type": "gemma4_text"}
+    return transformers.Gemma4Config(
+        text_config=text,
+        vision_config=whole.vision_config,
+        audio_config=None,
+        tie_word_embeddings=True,
+    )
+
+
 def mistral4():
     """Mistral Small 4: its text model has latent attention and experts."""
     return transformers.Mistral3Config(
@@ -75,6 +87,7 @@ def mistral4():
 
 WHOLE = {
     "gemma 4": gemma4,
+    "gemma 4 E2B": gemma4_shared,
     "gemma 3": gemma,
     "mistral 3": mistral,
     "mistral 4": mistral4,

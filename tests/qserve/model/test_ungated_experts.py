@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from formats.errors import InputError
 from qkernels import ops
 from qkernels.moe import reference
 from qserve.llm import LLM
@@ -130,9 +129,27 @@ def stored_names(folder):
     return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
 
 
-def test_experts_of_a_latent_are_refused(tiny_model, tmp_path):
-    folder = edited(
-        tiny_model(NAME), tmp_path / "latent", config=lambda c: c.update(moe_latent_size=32)
-    )
-    with pytest.raises(InputError, match="moe_latent_size: expected null, found 32"):
-        logits(folder)
+def activated(block):
+    """The linear before the experts is activated, as one of a feed-forward would be."""
+    block.before.register_forward_hook(lambda module, args, output: torch.relu(output))
+
+
+LATENT_WRONG = {
+    "a latent that is activated": activated,
+    "without the shared expert": lambda block: setattr(block, "shared", None),
+    "another linear after the experts": lambda block: block.after.weight.mul_(-1),
+    "without the factor": lambda block: setattr(
+        block.router, "routing", replace(block.router.routing, factor=1.0)
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", LATENT_WRONG)
+def test_a_wrong_reading_of_a_latent_is_seen(tiny_model, wrong):
+    """Experts of Nemotron 3's larger models, which read a projection of the layer's input."""
+    llm = LLM(tiny_model("nemotron_h_latent"), device="cpu", max_model_len=64)
+    right = llm.logits(TOKENS)
+    (block,) = (m for m in llm.engine.runner.decoder.modules() if isinstance(m, MoeMlp))
+    with torch.inference_mode():
+        LATENT_WRONG[wrong](block)
+    assert relative(llm.logits(TOKENS), right) > 1e-3

@@ -33,7 +33,6 @@ SIZES = {
 # model type -> what its config needs besides; each has something of its own
 RUN = {
     "olmo": {},  # norms without factors
-    "apertus": {"hidden_act": "silu"},
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2},
     "bitnet": {},
     "cohere2_moe": {"num_experts": 4, "num_experts_per_tok": 2},
@@ -46,7 +45,7 @@ RUN = {
     "granitemoe_swa": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
-QUANTIZED = ["olmo", "bitnet", "granite_swa", "apertus"]
+QUANTIZED = ["olmo", "bitnet", "granite_swa"]
 REFUSED = {
     "bert": "hidden states differ from those of its own attention",
     "diffllama": "a layer calls attention twice",

@@ -5,7 +5,8 @@ Layers that slide and layers that do not have rotations of their own, in config.
 
 from qserve.model.blocks.layer import Layer
 from qserve.model.decoder import Decoder
-from qserve.model.families import gemma2, llama
+from qserve.model.families import llama
+from qserve.model.families.gemma import gemma2
 from qserve.model.model_config import ModelConfig
 from qserve.model.weights import LayerWeights, Weights
 

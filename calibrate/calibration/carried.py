@@ -1,0 +1,161 @@
+"""Carried: channels of hidden states for what layers read besides them, as in Gemma 4 E2B and E4B.
+
+A layer reads an input of each token (LayerInputs), and the last layers read keys and values of
+earlier ones. Tokens, keys and values are channels behind those of the hidden states. So they pass
+through everything that takes a layer's inputs or outputs, and gradients do, too.
+
+Legend: B windows, S tokens of a window, D hidden size, X channels with those that are carried, U
+different tokens, L layers, P width of a layer's input, J KV heads, H head dim.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from calibrate.float_model import FloatModel
+from calibrate.layer_map import LayerMap
+from formats.checkpoint import CheckpointReader
+from formats.errors import CheckpointError
+
+# A token's number in channels of 6 bits each, below 1: every dtype holds them.
+DIGITS, BASE = 4, 64
+
+
+class Carried:
+    """Channels of one model, and the inputs of layers for the tokens seen so far."""
+
+    def __init__(
+        self,
+        reader: FloatModel | CheckpointReader,
+        layer_map: LayerMap,
+        config: dict[str, Any],
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> None:
+        """`reader`: of the tensors outside of layers. `config`: with transformers' defaults."""
+        row, self._kinds = layer_map.family, config["layer_types"]
+        self._device, self._dtype, self._eps = device, dtype, row.norm_eps(config)
+        self.hidden_size = config["hidden_size"]
+        read = {
+            layer: source
+            for layer in range(layer_map.num_layers(config))
+            if (source := row.kv_source(layer, config)) is not None
+        }
+        self._shared, self._sources = frozenset(read), sorted(set(read.values()))
+        self._heads: dict[str, tuple[int, int]] = {}  # (J, H) of the layers that are read, by kind
+        for layer in self._sources:
+            prefix = "global_" if row.kind_of_layer(layer, config).full else ""
+            heads = config["num_global_key_value_heads" if prefix else "num_key_value_heads"]
+            self._heads[self._kinds[layer]] = (heads, config[f"{prefix}head_dim"])
+        self.width = DIGITS + sum(2 * J * H for J, H in self._heads.values())
+        inputs = row.layer_inputs
+        self._inputs_ULP: torch.Tensor | None = None
+        if inputs is not None:
+            self._table, self._layer_width = inputs.table, config[inputs.width_key]
+            self._entries = reader.entries
+            self._projection = reader.get(f"{inputs.model_projection}.weight").to(device, dtype)
+            self._norm_P = reader.get(inputs.model_norm).to(device, torch.float32)
+            shape = 0, layer_map.num_layers(config), self._layer_width
+            self._inputs_ULP = torch.empty(shape, dtype=dtype, device=device)
+            self._place_V = torch.full((config["vocab_size"],), -1)
+
+    def start(self, ids_S: torch.Tensor, rows_SD: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of a window with the carried channels [S, X]. No layer has run."""
+        if self._inputs_ULP is not None:
+            self._add_tokens(ids_S, rows_SD)
+        digits_SN = torch.stack([ids_S // BASE**i % BASE for i in range(DIGITS)], -1) / BASE
+        zeros = rows_SD.new_zeros(len(ids_S), self.width - DIGITS)
+        return torch.cat([rows_SD, digits_SN.to(rows_SD), zeros], -1)
+
+    def _add_tokens(self, ids_S: torch.Tensor, rows_SD: torch.Tensor) -> None:
+        """Compute the inputs of all layers for tokens that are new, as transformers does."""
+        ids_S = ids_S.cpu()
+        new = {int(token): at for at, token in enumerate(ids_S) if self._place_V[token] < 0}
+        if not new:
+            return
+        entry = self._entries.get(self._table)
+        if entry is None or not entry.dtype.is_floating_point:
+            raise CheckpointError(
+                self._table, "expected a float matrix", "start from the float model"
+            )
+        stored = torch.cat([entry.rows(token, token + 1) for token in new])
+        stored = stored.to(self._device, self._dtype)
+        rows_UD = rows_SD[list(new.values())].to(self._device, self._dtype)
+        made = functional.linear(rows_UD, self._projection) * self.hidden_size**-0.5
+        made_ULP = made.unflatten(-1, (-1, self._layer_width))
+        normed = functional.rms_norm(
+            made_ULP.float(), (self._layer_width,), self._norm_P, self._eps
+        )
+        root = torch.tensor(self._layer_width**0.5, dtype=self._dtype)
+        stored_ULP = stored.unflatten(-1, (-1, self._layer_width)) * root
+        inputs_ULP = (normed.to(self._dtype) + stored_ULP) * 2**-0.5
+        count = len(self._inputs_ULP)
+        self._place_V[list(new)] = torch.arange(count, count + len(new))
+        self._inputs_ULP = torch.cat([self._inputs_ULP, inputs_ULP])
+
+    def arguments(self, hidden_BSX: torch.Tensor, layer: int) -> dict[str, Any]:
+        """Return what a layer of transformers takes besides the hidden states.
+
+        The layer puts its keys and values into `shared_kv_states` if others read them.
+        """
+        found: dict[str, Any] = {"shared_kv_states": {}}
+        if self._inputs_ULP is not None:
+            first = self.hidden_size
+            digits = (hidden_BSX[..., first : first + DIGITS].detach() * BASE).round().long()
+            ids_BS = sum(digits[..., i] * BASE**i for i in range(DIGITS))
+            place_BS = self._place_V.to(ids_BS.device)[ids_BS]
+            found["per_layer_input"] = self._inputs_ULP[place_BS, layer]
+        if layer in self._shared:
+            kind = self._kinds[layer]
+            keys, values = (
+                hidden_BSX[..., part].unflatten(-1, (-1, self._heads[kind][1])).transpose(1, 2)
+                for part in self._parts(kind)
+            )
+            found["shared_kv_states"][kind] = (keys, values)
+        return found
+
+    def joined(
+        self,
+        output_BSD: torch.Tensor,
+        hidden_BSX: torch.Tensor,
+        layer: int,
+        arguments: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """Return a layer's outputs with the carried channels, its keys and values among them."""
+        carried = hidden_BSX[..., self.hidden_size :]
+        if layer not in self._sources:
+            return torch.cat([output_BSD, carried], -1)
+        kind = self._kinds[layer]
+        made = [x.transpose(1, 2).flatten(2) for x in arguments["shared_kv_states"][kind]]
+        keys, _ = self._parts(kind)
+        start = keys.start - self.hidden_size
+        stop = start + sum(each.shape[-1] for each in made)
+        parts = [output_BSD, carried[..., :start], *made, carried[..., stop:]]
+        return torch.cat(parts, -1)
+
+    def _parts(self, kind: str) -> tuple[slice, slice]:
+        """Channels of the keys, and of the values, that layers of a kind share."""
+        start = self.hidden_size + DIGITS
+        for each, (J, H) in self._heads.items():
+            if each == kind:
+                return slice(start, start + J * H), slice(start + J * H, start + 2 * J * H)
+            start += 2 * J * H
+        raise AssertionError(f"no layer of kind {kind} is shared")
+
+
+def carried_of(
+    reader: FloatModel | CheckpointReader,
+    layer_map: LayerMap,
+    config: dict[str, Any],
+    device: torch.device | str,
+    dtype: torch.dtype,
+) -> Carried | None:
+    """Return the carried channels of a model; None: its layers read hidden states alone."""
+    row = layer_map.family
+    layers = range(layer_map.num_layers(config))
+    shares = any(row.kv_source(layer, config) is not None for layer in layers)
+    if row.layer_inputs is None and not shares:
+        return None
+    return Carried(reader, layer_map, config, device, dtype)

@@ -1,0 +1,61 @@
+"""Per-layer embeddings: an input of each layer for each token, and what a layer does with it.
+
+Legend: T tokens of the step, C hidden size, L layers, P width of a layer's input.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from qkernels import ops
+from qkernels.operands.split_k import reduced
+from qserve.model.blocks.embedding import Embedding
+from qserve.model.blocks.linear import FloatLinear, Linear, Product, products_of
+from qserve.model.blocks.norm import BranchEnd, Norm
+
+
+class LayerInputs(torch.nn.Module):
+    """Inputs of all layers: rows of a table, and a product of the embeddings of tokens.
+
+    They are (norm(projection(x) C^-0.5) + rows) / sqrt(2), with a norm over each layer's part.
+    """
+
+    def __init__(self, *, table: Embedding, projection: FloatLinear, norm: Norm) -> None:
+        super().__init__()
+        self.table, self.projection, self.norm = table, projection, norm
+        self.width = norm.weight.shape[0]
+
+    def forward(
+        self, token_ids_T: torch.Tensor, x_TC: torch.Tensor, positions_T: torch.Tensor
+    ) -> torch.Tensor:
+        """Return [T, L, P]. `x_TC`: embeddings of the tokens."""
+        made = self.projection(x_TC) * x_TC.shape[1] ** -0.5
+        normed, _ = self.norm(made.reshape(-1, self.width), None, None)
+        rows = self.table(token_ids_T, positions_T).view(-1, self.width)
+        return ((normed + rows) * 2**-0.5).view(len(token_ids_T), -1, self.width)
+
+
+class LayerInput(torch.nn.Module):
+    """x + norm(projection(gelu(gate(x)) * input))."""
+
+    def __init__(self, *, gate: Linear, projection: Linear, norm: Norm) -> None:
+        super().__init__()
+        self.gate, self.projection, self.end = gate, projection, BranchEnd(norm)
+        self.activation = ops.ActSpec(kind="gelu_tanh", gated=False)
+        self._sum = Norm(None, 0.0)
+
+    def products(self) -> Iterator[Product]:
+        """Quantized products, each with the operation that consumes its result."""
+        yield from products_of(self.gate, None)
+        yield from products_of(self.projection, "norm")
+
+    def forward(self, x_TC: torch.Tensor, input_TP: torch.Tensor) -> torch.Tensor:
+        """Return the residual stream [T, C] with the layer's input added."""
+        rows = x_TC.shape[0]
+        plan = self.gate.plan(rows)
+        gate_TP = reduced(self.gate(ops.in_form(x_TC, plan.input), plan))
+        gated_TP = ops.activate(gate_TP, self.activation) * input_TP
+        plan = self.projection.plan(rows, "norm")
+        added = self.projection(ops.in_form(gated_TP, plan.input), plan)
+        _, sum_TC = self._sum(self.end(added), x_TC, None)
+        return sum_TC

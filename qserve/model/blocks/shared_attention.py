@@ -1,0 +1,55 @@
+"""Attention over the keys and values of an earlier layer, which keeps none of its own."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from qkernels import ops
+from qkernels.operands.forms import LinearInput
+from qkernels.operands.split_k import LinearOutput, reduced
+from qserve.model.blocks.attention import Attention, StepInputs
+from qserve.model.blocks.linear import LinearPlan
+from qserve.model.blocks.lone_layer import NoCacheSpec
+from qserve.model.cache_spec import KvFormat, SharedCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedKvSpec(NoCacheSpec):
+    """Spec of a layer that reads the pages of another one."""
+
+    layer: int  # the other one
+
+    @property
+    def source(self) -> int | None:
+        return self.layer
+
+
+class SharedAttention(Attention):
+    """Attention whose linear makes queries alone."""
+
+    has_kv_scales = None
+
+    def __init__(self, *arguments: Any, source: int, **blocks: Any) -> None:
+        """`source`: layer whose keys and values it reads. The rest: as Attention's."""
+        super().__init__(*arguments, **blocks)
+        self.source = source
+
+    def cache_spec(self, kv_format: KvFormat, page_size: int) -> SharedKvSpec:
+        """Return the spec of no cache, with the layer whose pages are read."""
+        return SharedKvSpec(layer=self.source)
+
+    @property
+    def _qkv_consumer(self) -> None:
+        """None: the norm of queries reads a tensor."""
+        return None
+
+    def forward(
+        self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: SharedCache
+    ) -> LinearOutput:
+        """Attend from the step's tokens [T, C] to the keys that the other layer has stored."""
+        q_TN = reduced(self.qkv_proj(x_TC, plan))
+        spec = ops.NormSpec(weight_C=self.q_norm, eps=self.eps)
+        q_PD, _ = ops.norm(q_TN.reshape(-1, self.head_dim), None, spec)
+        q = q_PD.view(-1, self.num_heads, self.head_dim)
+        cos_sin = self.rotary.cos_sin
+        q, _ = ops.apply_rope(q, q[:, :1], cos_sin, step.positions_T, self.rotary.interleaved)
+        return self._attended(q, None, step, cache.source)

@@ -1,0 +1,30 @@
+"""Apertus: Llama with norms over each head's queries and keys, and xIELU without a gate.
+
+Columns of the family's row hold the rest: names of norms, and the tensors of the activation.
+"""
+
+from qserve.model.blocks.layer import Layer
+from qserve.model.blocks.xielu_mlp import XieluMlp
+from qserve.model.decoder import Decoder
+from qserve.model.families import llama
+from qserve.model.model_config import ModelConfig
+from qserve.model.weights import LayerWeights, Weights
+
+
+def build(config: ModelConfig, weights: Weights) -> Decoder:
+    return llama.build_decoder(config, weights, build_layer)
+
+
+def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
+    family = config.family
+    head_norms = {f"{name}_norm": weights.norm(f"self_attn.{name}_norm") for name in "qk"}
+    return Layer(
+        attention_norm=llama.build_norm(config, weights, "attention_layernorm"),
+        attention=llama.build_attention(config, weights, **head_norms),
+        mlp_norm=llama.build_norm(config, weights, "feedforward_layernorm"),
+        mlp=XieluMlp(
+            up_proj=weights.linear(family.gate_up, down=family.down),
+            down_proj=weights.linear(family.down),
+            **weights.activation_tensors(),
+        ),
+    )

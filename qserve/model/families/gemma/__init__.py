@@ -1,0 +1,1 @@
+"""Families of Gemma after the first, which is built as Llama."""
