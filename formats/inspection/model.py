@@ -143,6 +143,7 @@ def check_shapes(
     family = known_family(config)
     if family is None:
         return
+    family = family.variant(config)
     sizes, shape_of, checked = family.sizes(config), _shape_finder(family, config), set()
     for linear in linears:
         name = f"{linear.name}.weight"
@@ -166,7 +167,6 @@ def check_shapes(
 def _shape_finder(family: Family, config: Mapping[str, Any]) -> Callable[[str], Shape | None]:
     """Return a function from a tensor's full name to its expected shape, of optional biases too."""
 
-    family = family.variant(config)
     tables: dict[LayerKind, dict[str, Shape]] = {}  # by the kind of the layer
 
     def find(name: str) -> Shape | None:

@@ -31,8 +31,8 @@ class XieluMlp(torch.nn.Module):
         self.up_proj, self.down_proj = up_proj, down_proj
         self.register_buffer("alpha_p", functional.softplus(alpha_p))
         self.register_buffer("alpha_n", beta + functional.softplus(alpha_n))
-        self.register_buffer("beta", beta)
-        self.register_buffer("eps", eps)
+        self.register_buffer("beta", beta.reshape(1))
+        self.register_buffer("eps", eps.reshape(1))
 
     def products(self) -> Iterator[Product]:
         """Quantized products, each with the operation that consumes its result."""
