@@ -14,6 +14,7 @@ from formats.numerics.activation import quantize_input
 from formats.scheme import Scheme
 from formats.weight_digest import rounded, weight_digest
 from qkernels import QuantLinear, TrainableQuantLinear, replace_linears, trainable_linear
+from qkernels.errors import KernelError
 
 N, K = 64, 128
 OF_GPTQ = ["w4a16-sym-g32", "w4a16-asym", "w8a16-sym-channel", "w8a8"]
@@ -26,6 +27,7 @@ OTHERS = [
     "w4a16-mxfp4",
     "w4a16-nvfp4",
 ]
+WITHOUT_ORDER_ON_GPU = ["w3a16-sym", "w4a8", "w8a16-fp8", "w4a16-nvfp4"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -53,6 +55,10 @@ def test_output_has_the_bits_of_the_served_layer(scheme, number, kernel, device)
     linear = float_linear(number).to(device)
     layer = TrainableQuantLinear.from_float(linear, scheme, kernel=kernel)
     x = torch.randn(2, 3, K, dtype=number, device=device)
+    if device == "cuda" and kernel is not None and scheme in WITHOUT_ORDER_ON_GPU:
+        with pytest.raises(KernelError, match="fixed_order"):
+            layer(x)
+        return
     with torch.no_grad():
         expected = served(linear, scheme, number, kernel)(x)
     found = layer(x)
