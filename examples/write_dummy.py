@@ -16,8 +16,8 @@ from bench_shapes import SHAPES, write_config
 from safetensors.torch import save_file
 
 from formats.layouts import LAYOUTS, encode_linear
-from qserve.model.dummy_source import DummySource
-from qserve.model.loader import load
+from qserve.model.loading.dummy_source import DummySource
+from qserve.model.loading.loader import load
 from qserve.model.model_config import ModelConfig
 
 SHARD_BYTES = 2**30

@@ -18,7 +18,7 @@ from qserve.command_line.setting import check_key, check_settings, setting
 from qserve.hub.settings import HubSettings
 from qserve.kv_transfer.config import KvTransferConfig
 from qserve.lora.request import MAX_RANK, parse_modules
-from qserve.model.online_quantization import OnlineQuantization
+from qserve.model.loading.online_quantization import OnlineQuantization
 from qserve.multimodal.settings import MediaSettings
 from qserve.output_parsing.detection import AUTO, NONE
 from qserve.output_parsing.reasoning_formats import REASONING_PARSERS

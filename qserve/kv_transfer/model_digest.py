@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from formats.checkpoint import CheckpointReader
+from qserve.model.loading.online_quantization import RoundingPlan
 from qserve.model.model_config import ModelConfig
-from qserve.model.online_quantization import RoundingPlan
 from qserve.model.rope import inverse_frequencies
 
 FORM = "1"  # version of the page format: the order of its parts in page_copies.py

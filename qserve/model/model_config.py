@@ -26,7 +26,7 @@ from qserve.model.context_length import ContextLength
 from qserve.model.fallback import support
 from qserve.model.fallback.config import fallback_fields
 from qserve.model.filled_config import filled_config
-from qserve.model.online_quantization import OnlineQuantization, RoundingPlan
+from qserve.model.loading.online_quantization import OnlineQuantization, RoundingPlan
 from qserve.model.rope import RopeConfig
 from qserve.multimodal.families import VisionConfig
 

@@ -11,9 +11,9 @@ import torch
 from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
 from qserve.model.decoder import Decoder
-from qserve.model.loader import load
+from qserve.model.loading.loader import load
+from qserve.model.loading.weight_source import WeightSource
 from qserve.model.model_config import ModelConfig
-from qserve.model.weight_source import WeightSource
 from qserve.speculation.draft_step import DraftStep
 from qserve.speculation.drafter import BuildContext
 

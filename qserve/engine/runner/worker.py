@@ -43,11 +43,11 @@ from qserve.lora.layout import AdapterLayout
 from qserve.lora.rank_adapters import RankAdapters
 from qserve.lora.slot_memory import SlotMemory
 from qserve.model.cache_spec import WarmUpShape
-from qserve.model.dummy_source import DummySource
-from qserve.model.loader import load
+from qserve.model.loading.dummy_source import DummySource
+from qserve.model.loading.loader import load
+from qserve.model.loading.rounding_source import open_source
 from qserve.model.model_config import ModelConfig
 from qserve.model.resident.update_source import UpdateSource
-from qserve.model.rounding_source import open_source
 from qserve.parallel.ranks import ALONE, Ranks
 
 

@@ -16,12 +16,12 @@ from formats.checkpoint import read_json
 from formats.errors import CheckpointError, InputError, one_line
 from qkernels import QuantLinear
 from qserve.model.blocks.attention import StepInputs
-from qserve.model.dummy_source import DummySource
 from qserve.model.fallback.attention import INTERFACE, Call, attach
 from qserve.model.fallback.decoder import FallbackDecoder, QuantizedLinear
 from qserve.model.fallback.support import config_of, model_class
+from qserve.model.loading.dummy_source import DummySource
+from qserve.model.loading.weight_source import WeightSource
 from qserve.model.model_config import ModelConfig
-from qserve.model.weight_source import WeightSource
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,9 @@ Columns of the family's row hold the rest: rotations of neighbours, windows, the
 from qserve.model.blocks.layer import ParallelLayer
 from qserve.model.decoder import Decoder
 from qserve.model.families import llama
+from qserve.model.loading.layer_weights import LayerWeights
+from qserve.model.loading.weights import Weights
 from qserve.model.model_config import ModelConfig
-from qserve.model.weights import LayerWeights, Weights
 
 
 def build(config: ModelConfig, weights: Weights) -> Decoder:

@@ -21,8 +21,9 @@ from qserve.model.blocks.layer import Layer
 from qserve.model.blocks.mlp import Mlp
 from qserve.model.blocks.norm import Norm
 from qserve.model.decoder import Decoder
+from qserve.model.loading.layer_weights import LayerWeights
+from qserve.model.loading.weights import Weights
 from qserve.model.model_config import ModelConfig
-from qserve.model.weights import LayerWeights, Weights
 
 
 def build(config: ModelConfig, weights: Weights) -> Decoder:

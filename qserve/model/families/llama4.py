@@ -10,8 +10,9 @@ import torch
 from qserve.model.blocks.layer import Layer
 from qserve.model.decoder import Decoder
 from qserve.model.families import llama, moe
+from qserve.model.loading.layer_weights import LayerWeights
+from qserve.model.loading.weights import Weights
 from qserve.model.model_config import ModelConfig
-from qserve.model.weights import LayerWeights, Weights
 
 CHUNKED = "chunked_attention"
 

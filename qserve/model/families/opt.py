@@ -6,8 +6,9 @@ Columns of the family's row hold what differs from Llama but for the norms' name
 from qserve.model.blocks.layer import Layer
 from qserve.model.decoder import Decoder
 from qserve.model.families import llama
+from qserve.model.loading.layer_weights import LayerWeights
+from qserve.model.loading.weights import Weights
 from qserve.model.model_config import ModelConfig
-from qserve.model.weights import LayerWeights, Weights
 
 
 def build(config: ModelConfig, weights: Weights) -> Decoder:

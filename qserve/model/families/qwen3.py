@@ -3,8 +3,9 @@
 from qserve.model.blocks.layer import Layer
 from qserve.model.decoder import Decoder
 from qserve.model.families import llama
+from qserve.model.loading.layer_weights import LayerWeights
+from qserve.model.loading.weights import Weights
 from qserve.model.model_config import ModelConfig
-from qserve.model.weights import LayerWeights, Weights
 
 
 def build(config: ModelConfig, weights: Weights) -> Decoder:

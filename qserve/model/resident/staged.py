@@ -14,11 +14,11 @@ import torch
 from formats.errors import InputError
 from qserve.model.blocks.layer import Layer
 from qserve.model.decoder import Decoder
-from qserve.model.loader import load
+from qserve.model.loading.loader import load
+from qserve.model.loading.weights import Source
 from qserve.model.model_config import ModelConfig
 from qserve.model.resident.leaves import leaves, tensors
 from qserve.model.resident.memory import storages_of
-from qserve.model.weights import Source
 
 OTHER_MODEL = "the new weights are of another model, or quantized in another way"
 

@@ -17,10 +17,10 @@ from formats.errors import InputError
 from formats.files.held_tensors import HeldTensors
 from formats.layouts import quantized_modules
 from formats.scheme import Scheme
+from qserve.model.loading.online_quantization import RoundingPlan
+from qserve.model.loading.rounding_source import open_source
+from qserve.model.loading.weights import Source
 from qserve.model.model_config import ModelConfig
-from qserve.model.online_quantization import RoundingPlan
-from qserve.model.rounding_source import open_source
-from qserve.model.weights import Source
 
 # Fields of ModelConfig that may differ between the running model and its new weights.
 MAY_DIFFER = frozenset({"values", "quant", "rounding", "dtype", "eos_token_ids", "context"})

@@ -25,9 +25,9 @@ from qserve.model.blocks.linear import Linear
 from qserve.model.blocks.mlp import Mlp
 from qserve.model.blocks.rotary import Rotary
 from qserve.model.filled_config import filled_config
+from qserve.model.loading.weight_source import WeightSource
+from qserve.model.loading.weights import Weights
 from qserve.model.rope import RopeConfig, cos_sin_table
-from qserve.model.weight_source import WeightSource
-from qserve.model.weights import Weights
 from qserve.speculation.drafter import BuildContext
 
 logger = logging.getLogger(__name__)

@@ -23,11 +23,11 @@ from qserve.model.blocks.layer import Layer
 from qserve.model.blocks.linear import FloatLinear, GatheredLinear, Linear
 from qserve.model.blocks.norm import Norm
 from qserve.model.decoder import Decoder
-from qserve.model.dummy_source import DummySource
+from qserve.model.loading.dummy_source import DummySource
+from qserve.model.loading.weight_source import WeightSource
+from qserve.model.loading.weights import Source, Weights
 from qserve.model.model_config import ModelConfig
 from qserve.model.sharing import Sharing
-from qserve.model.weight_source import WeightSource
-from qserve.model.weights import Source, Weights
 from qserve.speculation.draft_step import DraftStep
 from qserve.speculation.drafter import BuildContext
 from qserve.speculation.heads.chain import ChainDrafter

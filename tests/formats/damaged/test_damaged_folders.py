@@ -12,9 +12,9 @@ import torch
 from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
 from formats.inspection.inspect import inspect_checkpoint
-from qserve.model.loader import load
+from qserve.model.loading.loader import load
+from qserve.model.loading.weight_source import WeightSource
 from qserve.model.model_config import ModelConfig
-from qserve.model.weight_source import WeightSource
 from tests.formats.damaged.kinds import DAMAGES, Folder, NotApplicable
 from tests.formats.damaged.made_here import MADE_HERE
 

@@ -22,8 +22,8 @@ from formats.quant_config import BLOCK
 from formats.scheme import Scheme
 from qserve.llm import LLM
 from qserve.model import families
-from qserve.model.dummy_source import DummySource
-from qserve.model.loader import load
+from qserve.model.loading.dummy_source import DummySource
+from qserve.model.loading.loader import load
 from qserve.model.model_config import ModelConfig
 from qserve.params.sampling_params import SamplingParams
 from tests.qserve.model.variants import TOKENS, edited, logits, relative

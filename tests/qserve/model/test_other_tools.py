@@ -14,9 +14,9 @@ from formats.inspection.inspect import inspect_checkpoint
 from formats.layouts import is_quantized
 from formats.quant_config import BLOCK
 from qserve.llm import LLM
-from qserve.model.dummy_source import DummySource
+from qserve.model.loading.dummy_source import DummySource
+from qserve.model.loading.weight_source import WeightSource
 from qserve.model.model_config import ModelConfig
-from qserve.model.weight_source import WeightSource
 from tests.formats.inspection.findings import of_weights
 from tests.formats.made_by.expected import expected_weights
 from tests.qserve.model.variants import edited, logits, relative

@@ -7,8 +7,8 @@ from formats.checkpoint import CheckpointReader
 from qserve.config import EngineConfig
 from qserve.engine.runner.model_runner import ModelRunner
 from qserve.engine.sizes import read_model
-from qserve.model.loader import load
-from qserve.model.rounding_source import open_source
+from qserve.model.loading.loader import load
+from qserve.model.loading.rounding_source import open_source
 from qserve.parallel.ranks import Ranks
 from tests.tiny_families import TINY_FAMILIES, WITHOUT_RANKS
 

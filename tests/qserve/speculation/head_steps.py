@@ -15,9 +15,9 @@ from formats.heads.config import EagleConfig, read_head_config
 from qkernels.drafts.reference import draft_places
 from qserve.engine.step.device_step import Batch
 from qserve.model.cache_spec import KvFormat
-from qserve.model.loader import load
+from qserve.model.loading.loader import load
+from qserve.model.loading.weight_source import WeightSource
 from qserve.model.model_config import ModelConfig
-from qserve.model.weight_source import WeightSource
 from qserve.parallel.ranks import ALONE
 from qserve.speculation.config import SpeculativeConfig
 from qserve.speculation.draft_step import DraftStep

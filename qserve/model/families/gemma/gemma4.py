@@ -19,8 +19,9 @@ from qserve.model.blocks.norm import BranchEnd
 from qserve.model.blocks.shared_attention import SharedAttention
 from qserve.model.decoder import Decoder
 from qserve.model.families import llama, moe
+from qserve.model.loading.layer_weights import LayerWeights
+from qserve.model.loading.weights import Weights
 from qserve.model.model_config import ModelConfig
-from qserve.model.weights import LayerWeights, Weights
 
 
 def build(config: ModelConfig, weights: Weights) -> Decoder:

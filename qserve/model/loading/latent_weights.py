@@ -16,7 +16,7 @@ def absorbed(weights: Any, prefix: str, shape: LatentShape) -> tuple[torch.Tenso
     """Return W_UK [H, P, L] and W_UV [H, L, V] of the layer with this prefix.
 
     A quantized kv_b_proj is dequantized here, once: W_UK reduces over its outputs, which no
-    kernel of packed weights does. `weights`: qserve.model.weights.Weights.
+    kernel of packed weights does. `weights`: qserve.model.loading.weights.Weights.
     """
     (linear,) = KEYS_VALUES.linears
     name, stored = f"{prefix}.{linear.name}", weights.shape(linear.shape)

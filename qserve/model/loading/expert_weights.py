@@ -48,7 +48,7 @@ def routing_of(experts: Experts, config: Mapping[str, Any]) -> Routing:
 
 
 def expert_weights(weights: Any, prefix: str) -> ExpertWeights:
-    """All experts of the layer with this prefix. `weights`: qserve.model.weights.Weights."""
+    """All experts of the layer with this prefix, from `weights` (loading/weights.py)."""
     experts, config = weights.family.experts, weights.config.values
     routing = routing_of(experts, config)
     glu = _GLUS[weights.config.activation] if experts.gated else RELU2

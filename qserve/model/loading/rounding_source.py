@@ -11,9 +11,9 @@ from formats.errors import CheckpointError
 from formats.in_memory.weights import Weight
 from formats.layouts import quantized_modules
 from formats.weight_digest import rounded, weight_digest
+from qserve.model.loading.online_quantization import FLAG
+from qserve.model.loading.weight_source import WeightSource
 from qserve.model.model_config import ModelConfig
-from qserve.model.online_quantization import FLAG
-from qserve.model.weight_source import WeightSource
 
 
 class RoundingSource(WeightSource):

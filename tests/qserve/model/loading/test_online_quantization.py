@@ -19,9 +19,9 @@ from qserve.config import EngineConfig
 from qserve.engine.sizes import read_model
 from qserve.engine.step.step_input import StepInput
 from qserve.kv_transfer.model_digest import page_digest
-from qserve.model.loader import load
-from qserve.model.online_quantization import ALIASES, METHODS
-from qserve.model.rounding_source import open_source
+from qserve.model.loading.loader import load
+from qserve.model.loading.online_quantization import ALIASES, METHODS
+from qserve.model.loading.rounding_source import open_source
 from qserve.params.sampling_params import SamplingParams
 from tests.conftest import make_tiny
 from tests.qserve.model.live_bytes import LiveBytes

@@ -7,7 +7,7 @@ import torch
 
 from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError
-from qserve.model.read_ahead import ReadAhead
+from qserve.model.loading.read_ahead import ReadAhead
 
 CPU = torch.device("cpu")
 

@@ -14,9 +14,9 @@ from qserve.model.blocks.layer import Layer
 from qserve.model.decoder import Decoder
 from qserve.model.fallback.loading import load_fallback
 from qserve.model.fallback.support import BUILDER
+from qserve.model.loading.weights import Source, Weights
 from qserve.model.model_config import ModelConfig
 from qserve.model.sharing import Sharing
-from qserve.model.weights import Source, Weights
 from qserve.parallel.ranks import ALONE, Ranks
 
 

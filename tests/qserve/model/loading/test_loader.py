@@ -12,8 +12,8 @@ from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError, InputError
 from qkernels import QuantLinear
 from qserve.llm import LLM
+from qserve.model.loading.weight_source import WeightSource
 from qserve.model.model_config import ModelConfig
-from qserve.model.weight_source import WeightSource
 from qserve.params.sampling_params import SamplingParams
 
 Q_PROJ = "model.layers.1.self_attn.q_proj"

@@ -23,8 +23,8 @@ from formats.layouts import (
     tensor_names,
 )
 from formats.weight_digest import tensor_digest, weight_digest
+from qserve.model.loading.read_ahead import ReadAhead
 from qserve.model.model_config import ModelConfig
-from qserve.model.read_ahead import ReadAhead
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""Reading, rounding and slicing the weights of a model for its builder."""

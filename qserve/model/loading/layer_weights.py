@@ -1,0 +1,271 @@
+"""Weights of one layer as its builder requests them.
+
+Legend: N outputs, K inputs, C hidden size, E experts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from formats.architecture.columns import ATTENTION
+from formats.architecture.flags import is_set
+from formats.architecture.projection import Projection
+from formats.errors import InputError
+from formats.in_memory.slices import Rows
+from formats.numerics.alibi import alibi_slopes
+from qkernels import ops
+from qkernels.choice import FIXED_ORDER
+from qkernels.moe.experts import PreparedExperts
+from qserve.model.blocks.latent_attention import LatentShape
+from qserve.model.blocks.layer_inputs import LayerInput
+from qserve.model.blocks.linear import (
+    FloatLinear,
+    GatheredInput,
+    Linear,
+    RowParallel,
+)
+from qserve.model.blocks.moe import Router
+from qserve.model.blocks.norm import Norm
+from qserve.model.loading.expert_weights import expert_weights, routing_of
+from qserve.model.loading.latent_weights import absorbed
+from qserve.model.sharing import LinearPart, Sharing
+from qserve.parallel.norm import NormOverRanks
+
+
+class LayerWeights:
+    """Weights of one layer; names are relative to the layer."""
+
+    def __init__(self, weights: Any, number: int) -> None:
+        """`weights`: those of the model (loading/weights.py), which makes this."""
+        self.number = number
+        self.rotary = weights.rotary(weights.config.ropes[number])
+        self.kernels = weights.kernels
+        self._weights = weights
+        self._family = weights.family.of_layer(number, weights.config.values)
+        self._prefix = weights.family.layer.format(i=number)
+
+    def linear(
+        self,
+        projection: Projection,
+        *,
+        down: Projection | None = None,
+        summed: bool = True,
+        orders: Mapping[str, Rows] | None = None,
+    ) -> Linear:
+        """Single matrix of a projection, however it is stored.
+
+        `down`: the projection that reads the features of this one. `summed` False: if ranks hold
+        parts of the inputs, the caller sums over them. `orders`: other output orders of linears,
+        for models that are not divided.
+        """
+        linears, sharing = projection.linears, self._weights.sharing
+        shapes = [self._weights.shape(linear.shape) for linear in linears]
+        cuts = [
+            sharing.cut(projection, linear, self._prefix, self._order_of, down)
+            for linear in linears
+        ]
+        if orders:
+            cuts = [
+                replace(cut, rows=orders[linear.name]) if linear.name in orders else cut
+                for cut, linear in zip(cuts, linears, strict=True)
+            ]
+        if orders or not sharing.is_whole:
+            for linear, shape, cut in zip(linears, shapes, cuts, strict=True):
+                order = None if cut.columns is None else self._order_of(linear.name, shape)
+                part = LinearPart.of(cut, order)
+                self._weights.parts[f"{self._prefix}.{linear.name}"] = part
+        gathered = None
+        if not sharing.is_whole and projection.inputs == "q":
+            order = self._order_of(linears[0].name, shapes[0])
+            if order is not None:
+                ours = order[slice(*cuts[0].columns)]
+                gathered = GatheredInput(widths=sharing.head_widths, order_K=ours)
+        made = self._weights.linear(
+            [f"{self._prefix}.{linear.name}" for linear in linears],
+            [n for n, _ in shapes],
+            shapes[0][1],
+            bias=is_set(projection.bias, self._weights.config.values),
+            cuts=cuts,
+        )
+        if sharing.is_whole or projection.split == "outputs" or not summed:
+            return made
+        return RowParallel(made, sharing.communicator, gathered)
+
+    def _order_of(self, name: str, shape: tuple[int, int]) -> torch.Tensor | None:
+        """Order in which a linear takes its inputs, if the checkpoint sorts them by group."""
+        full = f"{self._prefix}.{name}"
+        if not self._weights.source.is_quantized(full):
+            return None
+        return self._weights.source.input_order(full, shape)
+
+    def norm(self, name: str) -> torch.Tensor:
+        """Factors of a norm of the family's row."""
+        row = next(norm for norm in self._family.norms if norm.name == name)
+        shape = self._weights.shape(((row.size,),))
+        factors = self._weights.norm(f"{self._prefix}.{name}.weight", shape)
+        part = self._weights.sharing.head_rows(row.size)
+        return factors if part is None else factors[slice(*part)].clone()
+
+    def norm_bias(self, name: str) -> torch.Tensor | None:
+        """The bias of a norm of the family's row; None: its norms have none."""
+        if not self._family.norm_bias:
+            return None
+        row = next(norm for norm in self._family.norms if norm.name == name)
+        shape = self._weights.shape(((row.size,),))
+        return self._weights.tensor(f"{self._prefix}.{name}.bias", shape)
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """Tensors of a mixer with a state besides its projections, by the names of its block."""
+        weights, mixer, found = self._weights, self._family.state_mixer, {}
+        for local, each in mixer.present(weights.config.values):
+            stored = weights.source.tensor(f"{self._prefix}.{local}", weights.shape(each.shape))
+            dtype = torch.float32 if each.float32 else weights.dtype
+            found[each.key] = stored.to(weights.device, dtype)
+        return {**found, "conv_weight": found["conv_weight"].squeeze(1)}
+
+    def constant(self, values: torch.Tensor) -> torch.Tensor:
+        """Numbers of config.json as a tensor of the activations' dtype."""
+        return values.to(self._weights.device, self._weights.dtype)
+
+    def absorbed(self, shape: LatentShape) -> tuple[torch.Tensor, torch.Tensor]:
+        """W_UK and W_UV of latent attention."""
+        return absorbed(self._weights, self._prefix, shape)
+
+    def has_norm(self, name: str) -> bool:
+        """True if the model has a norm of the family's row."""
+        config = self._weights.config.values
+        return any(n.name == name and is_set(n.present, config) for n in self._family.norms)
+
+    def router(self) -> Router:
+        """Router of the layer's experts."""
+        experts, config = self._family.experts, self._weights.config.values
+        rule, routing = experts.routing, routing_of(experts, config)
+        E = routing.num_experts
+        name = f"{self._prefix}.{experts.router}"
+        shape = (E, self._weights.config.hidden_size)
+        correction = None
+        if rule.correction:
+            stored = f"{self._prefix}.{experts.module}.{rule.correction}"
+            row = (1, E) if rule.correction_is_row else (E,)
+            found = self._weights.source.tensor(stored, row).flatten()
+            correction = found.to(self._weights.device, torch.float32)
+        weight = self._weights.tensor(f"{name}.weight", shape)
+        return Router(
+            routing,
+            weight.float() if rule.float32 else weight,
+            self._weights.tensor(f"{name}.bias", (E,)) if rule.bias else None,
+            correction,
+            self._router_norm(rule.input_scale) if rule.input_scale else None,
+            self._float32(rule.expert_scale, (E,)) if rule.expert_scale else None,
+            fixed_order=self.kernels.get("experts") == FIXED_ORDER,
+        )
+
+    def _router_norm(self, scale: str) -> Norm:
+        """Norm of what a router reads, without weights, and the scale of that name."""
+        width = self._weights.config.hidden_size
+        scale_C = self._float32(scale, (width,)) * width**-0.5
+        return Norm(scale_C, self._weights.config.norm_eps)
+
+    def _float32(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        stored = self._weights.source.tensor(f"{self._prefix}.{name}", shape)
+        return stored.to(self._weights.device, torch.float32)
+
+    def shared_gate(self) -> FloatLinear | None:
+        """Gate of the layer's shared expert, if it has one."""
+        shared = self._family.experts.shared
+        if not shared.gate:
+            return None
+        name = f"{self._prefix}.{shared.gate}.weight"
+        weights = self._weights
+        return weights.float_linear(weights.tensor(name, (1, weights.config.hidden_size)))
+
+    def experts(self) -> PreparedExperts:
+        """The layer's experts, prepared for their kernel."""
+        weights = self._weights
+        found = expert_weights(weights, self._prefix)
+        kernel = self.kernels.get("experts")
+        prepared = ops.prepare_experts(found, weights.dtype, weights.device, kernel)
+        if prepared.problem.kernel == "reference" and weights.device.type == "cuda" and not kernel:
+            raise InputError(
+                f"{self._prefix} experts",
+                "no kernel supports them, and plain torch would synchronize with the GPU "
+                "after each choice",
+                "use --kernel experts=reference and --enforce-eager to run them slowly",
+            )
+        return prepared
+
+    def scalar(self) -> torch.Tensor:
+        """Factor of what the layer returns."""
+        return self._weights.tensor(f"{self._prefix}.{self._family.layer_scalar}", (1,))
+
+    def layer_input(self) -> LayerInput | None:
+        """Block that adds the layer's own input, in models with such inputs."""
+        row = self._family.layer_inputs
+        if row is None:
+            return None
+        norm = Norm(self.norm(row.norm), self._weights.config.norm_eps, self._family.norm_kind)
+        gate, projection = self.linear(row.gate), self.linear(row.projection)
+        return LayerInput(gate=gate, projection=projection, norm=norm)
+
+    def activation_tensors(self) -> dict[str, torch.Tensor]:
+        """Learned numbers of the activation, float32, by their names in its block."""
+        weights = self._weights
+        return {
+            key: self._float32(name, weights.shape(shape))
+            for key, (name, shape) in self._family.activation_tensors.items()
+        }
+
+    def sinks(self) -> dict[str, torch.Tensor]:
+        """Attention sinks: a score per head besides the keys', if the family has them."""
+        if not self._family.sinks:
+            return {}
+        size = "num_attention_heads"
+        name, shape = f"{self._prefix}.{self._family.sinks}", self._weights.shape(((size,),))
+        found = self._weights.source.tensor(name, shape)
+        part = self._weights.sharing.head_rows(size)
+        found = found if part is None else found[slice(*part)].clone()
+        return {"sinks": found.to(self._weights.device, torch.float32)}
+
+    def alibi_slopes(self) -> dict[str, torch.Tensor]:
+        """ALiBi slopes of this rank's heads, if the family has them."""
+        if not self._family.alibi:
+            return {}
+        num_heads = self._weights.config.values["num_attention_heads"]
+        slopes = torch.tensor(alibi_slopes(num_heads), dtype=torch.float32)
+        if self._family.scaled_alibi:
+            slopes *= self._weights.config.head_dim**-0.5
+        part = self.sharing.head_rows("num_attention_heads")
+        slopes = slopes if part is None else slopes[slice(*part)].clone()
+        return {"slopes": slopes.to(self._weights.device)}
+
+    @property
+    def sharing(self) -> Sharing:
+        """Tensor-parallel shard of these weights."""
+        return self._weights.sharing
+
+    def norms_over_ranks(self) -> tuple[NormOverRanks, NormOverRanks] | None:
+        """Norms of queries and keys over ranks, if the family norms all heads together; None: this
+        rank alone suffices.
+        """
+        sharing, sizes = self._weights.sharing, {norm.size for norm in self._family.norms}
+        if sharing.is_whole or not sizes & {"q", "kv"}:
+            return None
+        q, k = (
+            NormOverRanks(
+                communicator=sharing.communicator,
+                total=self._weights.shape(((size,),))[0],
+                counts=size == "q" or sharing.heads.is_first,
+            )
+            for size in ("q", "kv")
+        )
+        return q, k
+
+    def kv_scales(self) -> dict[str, torch.Tensor]:
+        """k_scale and v_scale of a checkpoint calibrated for an 8-bit KV cache, if any."""
+        scales = self._weights.source.kv_scales(f"{self._prefix}.{ATTENTION}")
+        part = self._weights.sharing.head_rows("num_key_value_heads")
+        if part is not None:  # this rank's scales, if each KV head has its own
+            scales = {n: s[slice(*part)].clone() if s.ndim else s for n, s in scales.items()}
+        return {name: scale.to(self._weights.device) for name, scale in scales.items()}
