@@ -32,8 +32,8 @@ if "OMP_NUM_THREADS" not in os.environ:
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)
 def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
-    """Twice as many workers as cores: tests that start servers wait for half of their time."""
-    return 2 * (yield)
+    """A worker more than cores: where a test waits for a server, its core has another to run."""
+    return (yield) + 1
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -71,6 +71,8 @@ SPILLS = (
     (("sm_120",), "collective.one_shot_norm", "norm over 2 ranks, widest", 2, 0),
     # after the loop, where splits store their sums
     (("sm_90", "sm_100"), "latent.triton_latent", "latent attention, decode of ", 16, 0),
+    # by ptxas of triton 3.9
+    (("sm_90",), "latent.triton_latent", "latent attention, 20 heads", 32, 16),
     # a product of float32 is three of tf32, with parts of both operands in registers
     (tuple(CARDS), "delta_net.triton_chunks", "delta net, prompts in float32", 128, 192),
     (tuple(CARDS), "delta_net.triton_chunks", "delta net, prompts in float16", 8, 0),
