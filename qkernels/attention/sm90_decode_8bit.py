@@ -247,7 +247,7 @@ def _transposed(weight):
 
 
 @gluon.jit
-def _request_of(starts_ptr, block, R, BLOCK_Q: gl.constexpr):
+def request_of(starts_ptr, block, R, BLOCK_Q: gl.constexpr):
     """As in gpu/row_blocks.py: Triton and Gluon functions cannot call each other."""
     PROBES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     probe = gl.arange(0, 32, layout=PROBES)
@@ -319,7 +319,7 @@ def _decode_attention_8bit(
     BLOCK_Q: gl.constexpr = M // PADDED_GROUP
     # the heads of a request run at the same time: their rows are neighbours in memory
     kv_head, block, split = gl.program_id(0), gl.program_id(1), gl.program_id(2)
-    request = _request_of(starts_ptr, block, R, BLOCK_Q)
+    request = request_of(starts_ptr, block, R, BLOCK_Q)
     start = gl.load(starts_ptr + request)
     count = gl.load(starts_ptr + request + 1) - start
     first_row = (block - start // BLOCK_Q - request) * BLOCK_Q

@@ -66,7 +66,7 @@ def paged_attention(
 ) -> torch.Tensor | Limbs:
     """ops.paged_attention for chunks (attention/rows.py); `split` overrides prefill_split.
 
-    `by_segment` sums the values of each 128 keys apart, as fixed_order/segments.py defines it.
+    `by_segment` sums the values of each 128 keys apart, as fixed_order/sm90_segments.py defines it.
     The counter of tiles is in the stream's workspace (gpu/workspace.py).
     """
     T, H, D = q_THD.shape

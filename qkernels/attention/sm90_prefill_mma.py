@@ -78,11 +78,11 @@ def _softmax(attention, shared, scale, score, last_key, largest, total, n, MASKE
         log_value_scales = key_vector(shared.vectors, stage, LOG_VALUE_SCALES, layout)[None, :]
         scale = 1.0
         if SOFT_CAP:
-            score = _capped(score * key_scales, attention.cap_log2, 1.0) + log_value_scales
+            score = capped(score * key_scales, attention.cap_log2, 1.0) + log_value_scales
         else:
             score = score * key_scales + log_value_scales
     elif SOFT_CAP:
-        score = _capped(score, attention.cap_log2, scale)
+        score = capped(score, attention.cap_log2, scale)
         scale = 1.0
     if MASKED:
         key = gl.arange(0, KEYS, gl.SliceLayout(0, score.type.layout))
@@ -110,7 +110,7 @@ def _softmax(attention, shared, scale, score, last_key, largest, total, n, MASKE
 
 
 @gluon.jit
-def _capped(score, cap_log2, scale):
+def capped(score, cap_log2, scale):
     """cap * tanh(score * scale), where exp2 may be 0 or infinite."""
     two_log2_e: gl.constexpr = 2.8853900817779268
     return cap_log2 - 2 * cap_log2 / (1 + gl.exp2(score * (scale * two_log2_e)))

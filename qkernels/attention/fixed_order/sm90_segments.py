@@ -20,14 +20,16 @@ from qkernels.attention.cache import AttentionStep, PagedKv
 from qkernels.attention.fixed_order.config import SEGMENT_KEYS, SEGMENT_ROWS, segment_splits
 from qkernels.attention.fixed_order.merge_segments import merge_segments
 from qkernels.attention.fixed_order.sm90_fold import fold_factors, fold_values
+from qkernels.attention.sm90_decode_8bit import request_of
 from qkernels.attention.sm90_prefill import boxes
 from qkernels.attention.sm90_prefill_load import load_step, zero_tail
+from qkernels.attention.sm90_prefill_mma import capped
 from qkernels.attention.triton_paged import LOG2_E
 from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.device import sm_count
 from qkernels.gpu.gluon_compat import aggregate, integer
 from qkernels.gpu.launch import launch, on_device
-from qkernels.gpu.pipeline import Pipeline, make_pipeline
+from qkernels.gpu.pipeline import make_pipeline
 
 KEYS = gl.constexpr(SEGMENT_KEYS)
 M = gl.constexpr(SEGMENT_ROWS)
@@ -111,8 +113,6 @@ def paged_attention(
 class Pages:
     """The pages of one request and one KV head."""
 
-    k: Pipeline  # [1, KEYS, PADDED_D]
-    v: Pipeline
     table: gl.tensor
     kv_head: gl.tensor
     begin: integer  # the first key that may be read
@@ -131,31 +131,6 @@ class Pages:
                 page = gl.load(self.table + key // self.B)
             pages = pages + (page,)
         load_step(desc, pipeline, count, pages, self.kv_head, KEYS, self.B)
-
-
-@gluon.jit
-def _request_of(starts_ptr, block, R, BLOCK_Q: gl.constexpr):
-    """The last request r with starts[r] // BLOCK_Q + r <= block, as in gpu/row_blocks.py."""
-    PROBES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    probe = gl.arange(0, 32, layout=PROBES)
-    first = 0
-    count = R
-    while count > 1:
-        apart = (count + 31) // 32
-        request = first + probe * apart
-        inside = probe * apart < count
-        start = gl.load(starts_ptr + request, mask=inside, other=0)
-        owned = inside & (start // BLOCK_Q + request <= block)
-        first += (gl.sum(owned.to(gl.int32), 0) - 1) * apart
-        count = gl.minimum(apart, R - first)
-    return first
-
-
-@gluon.jit
-def _capped(score, cap_log2, scale):
-    """As in sm90_prefill_mma.py."""
-    two_log2_e: gl.constexpr = 2.8853900817779268
-    return cap_log2 - 2 * cap_log2 / (1 + gl.exp2(score * (scale * two_log2_e)))
 
 
 @gluon.jit(do_not_specialize=["R", "T", "window", "num_segments", "stride_table"])
@@ -194,7 +169,7 @@ def _attend_segments(
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     # the heads of a request run at the same time: their rows are neighbours in memory
     kv_head, block, split = gl.program_id(0), gl.program_id(1), gl.program_id(2)
-    request = _request_of(starts_ptr, block, R, BLOCK_Q)
+    request = request_of(starts_ptr, block, R, BLOCK_Q)
     start = gl.load(starts_ptr + request)
     count = gl.load(starts_ptr + request + 1) - start
     first_row = (block - start // BLOCK_Q - request) * BLOCK_Q
@@ -215,8 +190,6 @@ def _attend_segments(
     v = make_pipeline(gl.allocate_shared_memory(dtype, [1, KEYS, PADDED_D], memory), 1, 1)
     fence_async_shared()
     pages = Pages(
-        k=k,
-        v=v,
         table=tables_ptr + request.to(gl.int64) * stride_table,
         kv_head=kv_head,
         begin=begin,
@@ -265,7 +238,7 @@ def _attend_segments(
             pages.load(k_desc, k, i + 1, segment - SPLITS)
         factor = scale
         if SOFT_CAP:
-            score = _capped(score, cap_log2, scale)
+            score = capped(score, cap_log2, scale)
             factor = 1.0
         last_key = (before + row - segment * KEYS)[:, None]
         visible = key[None, :] <= last_key
