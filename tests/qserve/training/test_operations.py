@@ -82,28 +82,36 @@ def test_logprobs_are_those_of_the_rollout(family, scheme, dtype, tiny_model):
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "most"),
+    ("device", "dtype"),
     [
-        ("cpu", torch.float32, 2e-5),
-        pytest.param("cuda", torch.bfloat16, 5e-2, marks=pytest.mark.gpu),
+        ("cpu", torch.float32),
+        ("cpu", torch.bfloat16),
+        pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
     ],
 )
 @pytest.mark.parametrize("family", ["llama", "mistral", "stablelm"])
-def test_gradients_are_those_of_transformers(family, device, dtype, most, tiny_model):
-    plain, model = (load(tiny_model(family), dtype).to(device) for _ in range(2))
+def test_gradients_are_those_of_transformers(family, device, dtype, tiny_model):
+    """In bfloat16 both models round: each is compared with the gradients of a float32 model."""
+    exact, plain, model = (load(tiny_model(family), dtype).to(device) for _ in range(3))
+    exact = exact.float()
     parameters = dict(model.named_parameters())
     use_engine_operations(model)
     assert all(parameters[name] is each for name, each in model.named_parameters())
     sequences = [[(7 * i + 3 * j) % 500 + 3 for j in range(6 + 5 * i)] for i in range(3)]
     ids, mask = (each.to(device) for each in padded(sequences, [2, 5, 9]))
+    torch.manual_seed(0)
     upstream = torch.randn(*ids.shape, 512, device=device) * mask[:, :, None]
-    for each in (plain, model):
+    for each in (exact, plain, model):
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         logits = each(ids, attention_mask=mask, position_ids=positions).logits
         (logits * upstream).sum().backward()
-    for name, parameter in plain.named_parameters():
-        error = (parameters[name].grad - parameter.grad).float().norm() / parameter.grad.norm()
-        assert error < most, name
+
+    def error(parameter, gradient):
+        return ((parameter.grad.float() - gradient).norm() / gradient.norm()).item()
+
+    for name, parameter in exact.named_parameters():
+        plain_error = error(plain.get_parameter(name), parameter.grad)
+        assert error(parameters[name], parameter.grad) < 2 * plain_error + 2e-5, name
 
 
 def test_one_training_step_leaves_engine_and_model_equal(tiny_model):
