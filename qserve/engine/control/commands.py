@@ -51,18 +51,18 @@ class WakeUp(Command):
 
 
 class CudaMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """CUDA IPC handle of a tensor's memory, as torch makes it."""
+    """CUDA IPC handle of a tensor, as torch makes it. An empty tensor has a device alone."""
 
     device: str  # UUID of the GPU: processes may number GPUs in different ways
-    handle: bytes
-    storage_bytes: int
-    storage_offset: int
-    tensor_offset: int  # in elements
-    stride: list[int]
-    counter: bytes  # of references, in host memory that torch shares
-    counter_offset: int
-    event: bytes
-    has_event: bool
+    handle: bytes = b""
+    storage_bytes: int = 0
+    storage_offset: int = 0
+    tensor_offset: int = 0  # in elements
+    stride: list[int] = []
+    counter: bytes = b""  # of references, in host memory that torch shares
+    counter_offset: int = 0
+    event: bytes = b""
+    has_event: bool = False
 
 
 class SharedTensor(msgspec.Struct, frozen=True, kw_only=True):

@@ -144,6 +144,9 @@ def _view(
 
 
 def _cuda_memory(tensor: torch.Tensor) -> CudaMemory:
+    if tensor.numel() == 0:  # has no memory, so no handle
+        uuid = torch.cuda.get_device_properties(tensor.device).uuid
+        return CudaMemory(device=str(uuid))
     _, arguments = reduce_tensor(tensor)
     (_, _, stride, offset, _, _, device, handle, storage_bytes, storage_offset) = arguments[:10]
     (_, counter, counter_offset, event, has_event) = arguments[10:]
@@ -173,6 +176,9 @@ def _open_cuda(shared: SharedTensor, dtype: torch.dtype, name: str) -> torch.Ten
             f"is on the GPU {memory.device!r:.60}, which this engine does not see",
             "share it from a GPU of the engine, or from the host's memory",
         )
+    if math.prod(shared.shape) == 0:
+        device = torch.device("cuda", uuids.index(memory.device))
+        return torch.empty(shared.shape, dtype=dtype, device=device)
     try:
         return rebuild_cuda_tensor(
             torch.Tensor,

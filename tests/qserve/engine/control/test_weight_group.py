@@ -61,7 +61,7 @@ def train(folder, backend: str, device: str, port: int, parts: int) -> None:
 
 
 def start(folder, **settings) -> Driven:
-    config = EngineConfig(model=str(folder), block_size=4, num_gpu_blocks_override=64, **settings)
+    config = EngineConfig(model=str(folder), block_size=16, num_gpu_blocks_override=64, **settings)
     return Driven(Engine(config), Clock())
 
 
