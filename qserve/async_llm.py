@@ -14,8 +14,8 @@ from typing import ClassVar, Self
 
 from formats.errors import InputError
 from qserve.config import EngineConfig
+from qserve.engine.ipc.data_parallel import Engines, start_engines
 from qserve.engine.ipc.process import ENGINE
-from qserve.engine.ipc.supervisor import EngineSupervisor
 from qserve.engine.token_event import TokenEvent
 from qserve.hub.local import local_adapter, local_config
 from qserve.library.async_control import AsyncControl
@@ -48,7 +48,7 @@ class AsyncLLM(AsyncControl, EngineOwner):
 
     def _start_on(self, config: EngineConfig) -> None:
         self.config = config
-        self._starting: asyncio.Task[tuple[Tokenizer, EngineSupervisor]] | None = None
+        self._starting: asyncio.Task[tuple[Tokenizer, Engines]] | None = None
         self._inboxes: dict[str, asyncio.Queue] = {}  # queue of each running request
         # Numbers make the engine's ids unique: a caller may reuse the id of an aborted request
         # while events of that request are still on their way.
@@ -186,7 +186,7 @@ class AsyncLLM(AsyncControl, EngineOwner):
             _, client = await self._starting
             await client.close()
 
-    async def _supervisor(self) -> EngineSupervisor:
+    async def _supervisor(self) -> Engines:
         return (await self._ready())[1]
 
     def _read(
@@ -206,23 +206,21 @@ class AsyncLLM(AsyncControl, EngineOwner):
     def _engine_id(self, name: str) -> str:
         return f"{name}-{next(self._numbers)}"
 
-    async def _ready(self) -> tuple[Tokenizer, EngineSupervisor]:
+    async def _ready(self) -> tuple[Tokenizer, Engines]:
         """Start the engine if needed. Raises EngineDeadError if it has died."""
         tokenizer, client = await self._started()
         if not client.is_alive:
             raise EngineDeadError("the engine has died")
         return tokenizer, client
 
-    async def _started(self) -> tuple[Tokenizer, EngineSupervisor]:
+    async def _started(self) -> tuple[Tokenizer, Engines]:
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
         return await asyncio.shield(self._starting)
 
-    async def _start(self) -> tuple[Tokenizer, EngineSupervisor]:
+    async def _start(self) -> tuple[Tokenizer, Engines]:
         self.config = await asyncio.to_thread(local_config, self.config)
-        starting = asyncio.create_task(
-            EngineSupervisor.start(self.config, engine=self.engine_class)
-        )
+        starting = asyncio.create_task(start_engines(self.config, engine=self.engine_class))
         try:
             tokenizer = await asyncio.to_thread(Tokenizer, self.config.model, self.config.tokenizer)
         except BaseException:
@@ -241,7 +239,7 @@ class AsyncLLM(AsyncControl, EngineOwner):
 
 async def _feed(
     inbox: asyncio.Queue,
-    client: EngineSupervisor,
+    client: Engines,
     engine_id: str,
     ids: list[int],
     params: SamplingParams,
@@ -259,7 +257,7 @@ async def _feed(
         inbox.put_nowait(error)
 
 
-def _failure(client: EngineSupervisor, name: str, event: TokenEvent) -> Exception:
+def _failure(client: Engines, name: str, event: TokenEvent) -> Exception:
     if not client.is_alive:
         return EngineDeadError(event.error)
     remedy = "" if event.is_asked_for else "look at the model with `qserve inspect`"

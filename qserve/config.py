@@ -23,6 +23,7 @@ from qserve.multimodal.settings import MediaSettings
 from qserve.output_parsing.detection import AUTO, NONE
 from qserve.output_parsing.reasoning_formats import REASONING_PARSERS
 from qserve.output_parsing.tool_formats import TOOL_PARSERS
+from qserve.parallel.settings import ParallelSettings
 from qserve.processes.logs import FORMATS as LOG_FORMATS
 from qserve.processes.logs import LEVELS
 from qserve.profile.profiler_config import ProfilerConfig
@@ -35,8 +36,6 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("auto", "cuda", "cpu")
 MODEL_IMPLS = ("auto", "native", "transformers")
-EXECUTORS = ("mp", "ray")
-ALL_REDUCES = ("auto", "nccl")
 KV_CACHE_DTYPES = ("auto", *KV_CACHES)
 KERNEL_OPERATIONS = ("w4a16", "w8a16", "w8a8", "experts", "attention")
 # What --batch-invariant requests of these operations; "float" are linears that are not quantized.
@@ -53,7 +52,7 @@ PREFIXES = ("qserve", "vllm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig(HubSettings):
+class EngineConfig(HubSettings, ParallelSettings):
     """The engine's settings.
 
     Raises InputError for bad values, also when Python code creates one.
@@ -77,24 +76,6 @@ class EngineConfig(HubSettings):
     )
     max_model_len: int | None = setting(
         None, "maximum length of prompt plus output, in tokens; default: the model's own limit"
-    )
-    tensor_parallel_size: int = setting(
-        1, "GPUs that each layer is split over; on a CPU: processes", low=1, high=64
-    )
-    pipeline_parallel_size: int = setting(
-        1, "pipeline stages that the layers are split into, each on its own GPUs", low=1, high=64
-    )
-    distributed_executor_backend: str = setting(
-        "mp",
-        "what starts the ranks of a model on several devices; mp: processes on this "
-        "machine; ray: actors in a cluster",
-        EXECUTORS,
-    )
-    all_reduce: str = setting(
-        "auto",
-        "how GPUs sum their results; auto: directly through peer memory where the GPUs can "
-        "reach each other's, else NCCL",
-        ALL_REDUCES,
     )
     max_num_seqs: int = setting(256, "maximum number of requests in one step", low=1)
     max_num_batched_tokens: int = setting(
@@ -278,6 +259,7 @@ class EngineConfig(HubSettings):
                 "requires the prefix cache, whose pages it exchanges; remove "
                 "--no-enable-prefix-caching",
             )
+        self.check_engines()
         if parse_modules(self.lora_modules) and not self.enable_lora:
             raise InputError("--lora-modules", "requires --enable-lora", "add the flag")
         if self.num_cpu_loras < self.max_loras:
@@ -315,11 +297,6 @@ class EngineConfig(HubSettings):
         if self.quantization_config is not None:
             raise InputError("--quantization-config", "requires --quantization", "add it")
         return None
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of processes, each with a GPU, that compute one model."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def kernels(self) -> dict[str, str]:

@@ -18,8 +18,8 @@ from qserve.command_line.tool_config import BatchConfig
 from qserve.commands.batch_answers import BatchAnswers, digest
 from qserve.commands.batch_file import BatchRequest, WrongLine, read_batch
 from qserve.config import EngineConfig, ServerConfig
+from qserve.engine.ipc.data_parallel import start_engines
 from qserve.engine.ipc.process import ENGINE
-from qserve.engine.ipc.supervisor import EngineSupervisor
 from qserve.hub.local import local_config
 from qserve.lora.request import parse_modules
 from qserve.processes import logs
@@ -87,21 +87,21 @@ async def _run(
         api_key_env="",
     )
     tokenizer = await asyncio.to_thread(Tokenizer, engine_config.model, engine_config.tokenizer)
-    client = await EngineSupervisor.start(
+    client = await start_engines(
         engine_config, engine=engine, arguments=logs.arguments("warning", "text")
     )
-    num_done = 0
+    num_done, num_seqs = 0, engine_config.max_num_seqs * engine_config.num_engines
     try:
         app = build_app(
             client,
             tokenizer,
             server,
-            max_num_seqs=engine_config.max_num_seqs,
+            max_num_seqs=num_seqs,
             loras=parse_modules(engine_config.lora_modules),
             media=MediaAccess.of(client, server),
         )
         # Keeps the engine full, without one request waiting for the tokenization of another.
-        places = asyncio.Semaphore(2 * engine_config.max_num_seqs)
+        places = asyncio.Semaphore(2 * num_seqs)
 
         async def answer(request: BatchRequest) -> None:
             nonlocal num_done

@@ -139,9 +139,9 @@ def gpus_of(engine: EngineConfig, settings: DeploySettings) -> float:
     if engine.device == "cpu":
         return 0
     if engine.device == "cuda":
-        return engine.num_ranks
+        return engine.num_ranks * engine.num_engines
     has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
-    return engine.num_ranks if has_gpus else 0
+    return engine.num_ranks * engine.num_engines if has_gpus else 0
 
 
 def serve_on_ray(

@@ -13,7 +13,7 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from qserve.deploy.prefix_table import PrefixTable
+from qserve.engine.ipc.prefix_table import PrefixTable
 
 # of DeploySettings.router
 ROUTER_PATHS = {

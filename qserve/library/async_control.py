@@ -24,7 +24,7 @@ from qserve.engine.control.commands import (
     UpdateWeights,
     WakeUp,
 )
-from qserve.engine.ipc.supervisor import EngineSupervisor
+from qserve.engine.ipc.data_parallel import Engines
 from qserve.hub.local import weights_folder
 from qserve.library.outputs import EngineDeadError
 
@@ -40,7 +40,7 @@ class AsyncControl(ABC):
     config: EngineConfig
 
     @abstractmethod
-    async def _supervisor(self) -> EngineSupervisor:
+    async def _supervisor(self) -> Engines:
         """The engine, started if necessary."""
 
     async def pause_generation(self, *, mode: str = ABORT, clear_cache: bool = True) -> None:

@@ -25,6 +25,8 @@ class EngineOwner(ABC):
         max_model_len: int | None = None,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
+        data_parallel_size: int = 1,
+        data_parallel_rank: int | None = None,
         distributed_executor_backend: Literal["mp", "ray"] = "mp",
         all_reduce: Literal["auto", "nccl"] = "auto",
         max_num_seqs: int = 256,

@@ -24,6 +24,13 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         """Load the model, from the hub if it has a name there. Raises InputError."""
+        if config.num_engines > 1:
+            raise InputError(
+                f"data_parallel_size={config.data_parallel_size}",
+                "LLM runs one engine, in this process",
+                "use AsyncLLM, `qserve serve` or `qserve run-batch`; or start as many processes,"
+                " each with its data_parallel_rank",
+            )
         config = local_config(config)
         self.engine = Engine(config)
         self._tokenizer: Tokenizer | None = None

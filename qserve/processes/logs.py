@@ -59,7 +59,18 @@ def arguments(level: str, form: str) -> list[str]:
     return [f"--log-level={level}", f"--log-format={form}"]
 
 
+def name_argument(name: str) -> list[str]:
+    """Command-line argument that begins the lines of a child process with this name."""
+    return [f"--log-name={name}"]
+
+
+def named(name: str) -> str:
+    """Format of text lines of a process with this name."""
+    return f"%(levelname)s {name} %(name)s: %(message)s" if name else TEXT
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `arguments` to a child process's parser."""
+    """Add the flags of `arguments` and `name_argument` to a child process's parser."""
+    parser.add_argument("--log-name", default="")
     parser.add_argument("--log-level", choices=LEVELS, default="info")
     parser.add_argument("--log-format", choices=FORMATS, default="text")

@@ -1,4 +1,4 @@
-"""HostedModel: one model of a server: its engine process, worker processes and Service."""
+"""HostedModel: one model of a server: its engine processes, worker processes and Service."""
 
 import asyncio
 import contextlib
@@ -10,8 +10,8 @@ from pathlib import Path
 from formats.errors import InputError
 from qserve.config import EngineConfig, ServerConfig
 from qserve.engine.ipc.client import Limits
+from qserve.engine.ipc.data_parallel import Engines, start_engines
 from qserve.engine.ipc.process import ENGINE
-from qserve.engine.ipc.supervisor import EngineSupervisor
 from qserve.hub.local import weights_folder
 from qserve.lora.request import parse_modules
 from qserve.params.generation_defaults import load_defaults
@@ -36,7 +36,7 @@ class HostedModel:
     """Processes of one model. Created by `start`, ended by `close`."""
 
     service: Service
-    client: EngineSupervisor
+    client: Engines
     preparation: Preparation
     watch: asyncio.Task  # measures the delays of the event loop
 
@@ -64,7 +64,7 @@ class HostedModel:
                 client,
                 tokenizer,
                 config,
-                max_num_seqs=engine_config.max_num_seqs,
+                max_num_seqs=engine_config.max_num_seqs * engine_config.num_engines,
                 metrics=metrics,
                 tracing=tracing,
                 preparation=preparation,
@@ -97,10 +97,10 @@ class HostedModel:
 
 async def load(
     config: EngineConfig, server: ServerConfig, engine: str, metrics: Metrics
-) -> tuple[Tokenizer, EngineSupervisor]:
-    """Load the tokenizer here and the model in the engine process, in parallel."""
+) -> tuple[Tokenizer, Engines]:
+    """Load the tokenizer here and the model in its process or processes, in parallel."""
     starting = asyncio.create_task(
-        EngineSupervisor.start(
+        start_engines(
             config,
             restarts=server.restart_engine,
             engine=engine,
@@ -129,9 +129,7 @@ def _load_tokenizer(folder: str, files: str | None) -> Tokenizer:
     return Tokenizer(folder, files)
 
 
-def start_preparation(
-    client: EngineSupervisor, tokenizer: Tokenizer, config: ServerConfig
-) -> Preparation:
+def start_preparation(client: Engines, tokenizer: Tokenizer, config: ServerConfig) -> Preparation:
     """Start the worker processes: one, one more if the model has a chat template, and those that
     take images if the model does.
     """

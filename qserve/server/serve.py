@@ -11,8 +11,8 @@ from pathlib import Path
 
 from formats.errors import InputError
 from qserve.config import EngineConfig, ServerConfig
+from qserve.engine.ipc.data_parallel import Engines
 from qserve.engine.ipc.process import ENGINE
-from qserve.engine.ipc.supervisor import EngineSupervisor
 from qserve.hub.local import local_config
 from qserve.lora.request import parse_modules
 from qserve.processes import logs
@@ -153,7 +153,7 @@ def _check_adapters(engine: EngineConfig, config: ServerConfig) -> None:
         raise InputError("--lora-folder", f"{config.lora_folder} is not a folder")
 
 
-async def _stop_when_dead(client: EngineSupervisor, server: WebServer) -> None:
+async def _stop_when_dead(client: Engines, server: WebServer) -> None:
     await client.wait_until_dead()
     if not server.is_stopping:
         server.stop()

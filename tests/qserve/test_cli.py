@@ -67,6 +67,8 @@ ENGINE_FLAGS = {
     "--prefill-batch-size",
     "--target-itl-ms",
     "--tensor-parallel-size",
+    "--data-parallel-size",
+    "--data-parallel-rank",
     "--pipeline-parallel-size",
     "--distributed-executor-backend",
     "--all-reduce",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from qserve.bench.simulation.replica import Replica, SimulatedRequest
-from qserve.deploy.prefix_table import PrefixTable
+from qserve.engine.ipc.prefix_table import PrefixTable
 
 PREFIX = 512  # number of leading tokens by which "prefix" distinguishes prompts
 

@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rank", type=int, required=True, help="for log lines")
     logs.add_arguments(parser)
     arguments = parser.parse_args(argv)
-    text = f"%(levelname)s rank {arguments.rank} %(name)s: %(message)s"
+    text = logs.named(f"rank {arguments.rank}")
     logs.configure(arguments.log_level, arguments.log_format, text)
     if arguments.fd is not None:
         connection = socket.socket(fileno=arguments.fd)

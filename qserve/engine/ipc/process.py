@@ -154,7 +154,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--engine", default=ENGINE, help=argparse.SUPPRESS)  # for tests
     logs.add_arguments(parser)
     arguments = parser.parse_args(argv)
-    logs.configure(arguments.log_level, arguments.log_format)
+    text = logs.named(arguments.log_name)
+    logs.configure(arguments.log_level, arguments.log_format, text)
     limit_logging()
     line = _Line(socket.socket(fileno=arguments.fd))
     inbox = Inbox()

@@ -18,31 +18,33 @@ def pick_device(config: EngineConfig, index: int = 0, num_here: int = 1) -> torc
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda", "torch finds no CUDA GPU", "use --device cpu")
-    if name == "cpu" or config.num_ranks == 1:
+    if name == "cpu" or (config.num_ranks == 1 and config.data_parallel_size == 1):
         return torch.device(name)
-    found = torch.cuda.device_count()
-    if found < num_here:
+    found, needed = torch.cuda.device_count(), config.first_device + num_here
+    if found < needed:
+        engine = f" --data-parallel-rank {config.data_parallel_rank}" if config.first_device else ""
         raise InputError(
             f"--tensor-parallel-size {config.tensor_parallel_size}"
-            f" --pipeline-parallel-size {config.pipeline_parallel_size}",
-            f"needs {num_here} GPUs on this machine, torch finds {found}",
-            "use fewer ranks, or check CUDA_VISIBLE_DEVICES",
+            f" --pipeline-parallel-size {config.pipeline_parallel_size}{engine}",
+            f"needs {needed} GPUs on this machine, torch finds {found}",
+            "use fewer ranks or engines, or check CUDA_VISIBLE_DEVICES",
         )
-    return torch.device(name, index)
+    return torch.device(name, config.first_device + index)
 
 
 def use_device(device: torch.device, config: EngineConfig) -> None:
     """Let this process compute on `device`, and launch kernels as the settings say."""
     set_plain_launches(config.plain_kernel_launch)
+    num_processes = config.num_ranks * config.data_parallel_size
     if device.type == "cuda":
         if device.index is not None:
             torch.cuda.set_device(device)
     elif config.cpu_threads is not None:
-        torch.set_num_threads(max(1, config.cpu_threads // config.num_ranks))
-    elif config.num_ranks > 1 and not os.environ.get(SET_BY_USER):
+        torch.set_num_threads(max(1, config.cpu_threads // num_processes))
+    elif num_processes > 1 and not os.environ.get(SET_BY_USER):
         # Ranks that each compute on all cores would wait for each other.
         num_cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, num_cores // config.num_ranks))
+        torch.set_num_threads(max(1, num_cores // num_processes))
 
 
 def pick_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from qserve.deploy.prefix_table import BLOCK, MAX_BLOCKS, PrefixTable
 from qserve.deploy.routed_request import RoutedRequest, look_into
+from qserve.engine.ipc.prefix_table import BLOCK, MAX_BLOCKS, PrefixTable
 
 IDLE = {"a": 0, "b": 0, "c": 0}
 

@@ -54,6 +54,11 @@ class PrefixTable:
             self._note(order[0], keys)
         return order
 
+    def matches(self, text: bytes, servers: Collection[str]) -> dict[str, int]:
+        """Number of blocks from the start of a text that were sent to each server."""
+        keys = self._keys(text)
+        return {name: self._num_matched(name, keys) for name in servers}
+
     def note(self, text: bytes, server: str) -> None:
         """Record that a text was sent to a server."""
         self._note(server, self._keys(text))

@@ -1,0 +1,321 @@
+"""DataParallelEngines: several engines of one model, each with its own GPUs and its own KV pages.
+
+It has the interface of EngineSupervisor. A request runs on one engine; commands go to all.
+"""
+
+import asyncio
+import contextlib
+import logging
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from formats.errors import InputError
+from qserve.config import EngineConfig
+from qserve.engine.control.commands import AnyCommand, EngineState, JoinWeightGroup, Outcome
+from qserve.engine.ipc.client import Watch, WatchEngine, ignore
+from qserve.engine.ipc.prefix_table import PrefixTable
+from qserve.engine.ipc.supervisor import EngineSupervisor
+from qserve.engine.report import EngineReport
+from qserve.engine.token_event import TokenEvent
+from qserve.lora.request import LoRARequest
+from qserve.params.handling import DEFAULT, Handling
+from qserve.params.sampling_params import SamplingParams
+from qserve.processes import logs
+from qserve.profile.profiler_config import ProfilerConfig
+
+TOKENS = 64  # of a block of a prompt; its hash says which engines have computed it
+BLOCK = TOKENS * array("i").itemsize
+# A running request slows an engine as this many more tokens of a prompt would.
+TOKENS_OF_A_REQUEST = 64
+
+logger = logging.getLogger(__name__)
+
+
+async def start_engines(config: EngineConfig, **options: Any) -> "Engines":
+    """Start the engine, or the engines of --data-parallel-size. Raises InputError.
+
+    `options` are those of EngineSupervisor.start.
+    """
+    if config.num_engines == 1:
+        return await EngineSupervisor.start(config, **options)
+    return await DataParallelEngines.start(config, **options)
+
+
+@dataclass(slots=True)
+class _Engine:
+    """An engine and the work that it has been given."""
+
+    supervisor: EngineSupervisor
+    num_requests: int = 0  # in progress
+    num_tokens: int = 0  # of prompts that are not computed yet
+
+
+class DataParallelEngines:
+    """Running engines. Created by `start`, ended by `close`.
+
+    A request goes to the engine that has the least to do for it: tokens of its prompt that this
+    engine has not computed before, and the work that is there already.
+    """
+
+    def __init__(self, watch: WatchEngine) -> None:
+        self._watch = watch
+        self._engines: list[_Engine] = []
+        self._reports: dict[int, EngineReport] = {}
+        self._table = PrefixTable(block=BLOCK)
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        *,
+        watch: WatchEngine = ignore,
+        on_restart: Callable[[], None] | None = None,
+        arguments: Sequence[str] = (),
+        **options: Any,
+    ) -> "DataParallelEngines":
+        """Start the engines. Raises InputError, which names the engine, where one cannot start.
+
+        The first starts alone and compiles the kernels, which the others then find on disk.
+        `watch` gets the sum of all engines' reports. Other arguments are those of
+        EngineSupervisor.start.
+        """
+        engines = cls(watch)
+
+        async def start_one(rank: int) -> _Engine:
+            def restarted() -> None:
+                engines._table.keep([name for name in engines._names if name != str(rank)])
+                if on_restart is not None:
+                    on_restart()
+
+            supervisor = await EngineSupervisor.start(
+                replace(config, data_parallel_rank=rank),
+                watch=lambda report: engines._take_report(rank, report),
+                on_restart=restarted,
+                arguments=[*arguments, *logs.name_argument(f"engine {rank}")],
+                **options,
+            )
+            return _Engine(supervisor)
+
+        try:
+            with _named(0):
+                engines._engines.append(await start_one(0))
+            others = range(1, config.data_parallel_size)
+            logger.info("Starting engines 1 to %d", others[-1])
+            starting = [asyncio.create_task(start_one(rank)) for rank in others]
+            try:
+                await asyncio.wait(starting, return_when=asyncio.FIRST_EXCEPTION)
+            finally:
+                for task in starting:
+                    task.cancel()  # those that have ended stay as they are
+                ended = await asyncio.gather(*starting, return_exceptions=True)
+                engines._engines += [each for each in ended if isinstance(each, _Engine)]
+            for rank, each in zip(others, ended, strict=True):
+                if isinstance(each, BaseException):
+                    with _named(rank):
+                        raise each
+        except BaseException:
+            await engines.close()
+            raise
+        return engines
+
+    @property
+    def _names(self) -> list[str]:
+        """Names of the engines in the prefix table."""
+        return [str(rank) for rank in range(len(self._engines))]
+
+    @property
+    def _supervisors(self) -> list[EngineSupervisor]:
+        return [each.supervisor for each in self._engines]
+
+    @property
+    def max_model_len(self) -> int:
+        """The smallest of the engines': their GPUs may differ in memory."""
+        return min(each.max_model_len for each in self._supervisors)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._supervisors[0].vocab_size
+
+    @property
+    def media_kinds(self) -> tuple[str, ...]:
+        """Kinds of media that prompts may have."""
+        return self._supervisors[0].media_kinds
+
+    @property
+    def no_vision(self) -> str:
+        """Remedy for a vision-language model that takes text only here; "": no such model."""
+        return self._supervisors[0].no_vision
+
+    @property
+    def is_alive(self) -> bool:
+        """True if a request can run now, on one of the engines."""
+        return any(each.is_alive for each in self._supervisors)
+
+    @property
+    def is_restarting(self) -> bool:
+        """True if no request can run now but an engine will be restarted."""
+        return not self.is_alive and any(each.is_restarting for each in self._supervisors)
+
+    async def wait_until_dead(self) -> None:
+        """Return when all engines are gone and will not be restarted."""
+        await asyncio.gather(*(each.wait_until_dead() for each in self._supervisors))
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        watch: Watch = ignore,
+        client: str = "",
+        group: str = "",
+        handling: Handling = DEFAULT,
+    ) -> AsyncIterator[TokenEvent]:
+        """Run one request on one of the engines, as EngineClient.generate does."""
+        engine, num_tokens = self._choose(prompt_token_ids, handling)
+        engine.num_requests += 1
+        engine.num_tokens += num_tokens
+        events = engine.supervisor.generate(
+            request_id, prompt_token_ids, params, watch, client, group, handling
+        )
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    engine.num_tokens -= num_tokens
+                    num_tokens = 0
+                    yield event
+        finally:
+            engine.num_tokens -= num_tokens
+            engine.num_requests -= 1
+
+    def _choose(self, prompt_token_ids: list[int], handling: Handling) -> tuple[_Engine, int]:
+        """The engine for a prompt, and the number of its tokens that were not computed there."""
+        salt = f"{handling.cache_salt}\n{handling.lora.lora_name if handling.lora else ''}"
+        key = array("i", prompt_token_ids).tobytes()
+        if len(salt) > 1:  # pages of another salt or adapter are no match
+            key = salt.encode().ljust(BLOCK)[:BLOCK] + key
+        known = self._table.matches(key, self._names)
+
+        def missing(rank: int) -> int:
+            return max(0, len(prompt_token_ids) - known[str(rank)] * TOKENS)
+
+        def work(rank: int) -> tuple[int, int]:
+            engine = self._engines[rank]
+            waiting = engine.num_tokens + TOKENS_OF_A_REQUEST * engine.num_requests
+            return missing(rank) + waiting, rank
+
+        ranks = range(len(self._engines))
+        alive = [rank for rank in ranks if self._engines[rank].supervisor.is_alive]
+        best = min(alive or ranks, key=work)  # a dead engine gives the event of its death
+        self._table.note(key, str(best))
+        return self._engines[best], missing(best)
+
+    def reset_prefix_cache(self) -> None:
+        """Make later requests find no KV pages of earlier ones."""
+        self._table.keep([])
+        for each in self._supervisors:
+            each.reset_prefix_cache()
+
+    async def profile(self, config: ProfilerConfig | None) -> str:
+        """Start recording steps, or stop with None. Returns an error message, or ""."""
+        return await self._problem_of_all(lambda each: each.profile(config))
+
+    @property
+    def state(self) -> EngineState:
+        """State after the last command, of an engine that is alive."""
+        return self._first_alive().state
+
+    async def operate(self, command: AnyCommand) -> tuple[Outcome, str]:
+        """Carry out an operator's command on all engines, as EngineClient.operate does.
+
+        In a group of a trainer the engines have ranks one after the other. If only some engines
+        took new weights, the others are closed: no two answers come from different weights.
+        """
+
+        def of(rank: int) -> AnyCommand:
+            if isinstance(command, JoinWeightGroup):
+                return msgspec.structs.replace(command, rank=command.rank + rank)
+            return command
+
+        alive = [rank for rank, each in enumerate(self._supervisors) if each.is_alive]
+        answers = await asyncio.gather(
+            *(self._supervisors[rank].operate(of(rank)) for rank in alive)
+        )
+        problems = {rank: text for rank, (_, text) in zip(alive, answers, strict=True) if text}
+        outcomes = [outcome for outcome, text in answers if not text]
+        if not outcomes:
+            return answers[0] if answers else (Outcome(), "no engine is alive")
+        for rank in problems:
+            if self._supervisors[rank].state.weight_version != outcomes[0].state.weight_version:
+                logger.error("Closing engine %d, whose weights are not those of others", rank)
+                await self._supervisors[rank].close()
+        outcome = _outcome_of_all(outcomes)
+        digests = {each.total_digest for each in outcomes}
+        if len(digests) > 1:
+            return outcome, f"the engines have different weights: digests {sorted(digests)}"
+        return outcome, _problem(problems)
+
+    async def load_adapter(self, lora: LoRARequest) -> str:
+        """Load an adapter on all engines. A restarted engine loads it with its first request."""
+        return await self._problem_of_all(lambda each: each.load_adapter(lora))
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter. Requests that already use it keep it."""
+        for each in self._supervisors:
+            each.unload_adapter(name)
+
+    async def close(self) -> None:
+        """End the engines without another restart."""
+        await asyncio.gather(*(each.close() for each in self._supervisors))
+
+    def _first_alive(self) -> EngineSupervisor:
+        alive = (each for each in self._supervisors if each.is_alive)
+        return next(alive, self._supervisors[0])
+
+    async def _problem_of_all(self, ask: Callable[[EngineSupervisor], Awaitable[str]]) -> str:
+        ranks = [rank for rank, each in enumerate(self._supervisors) if each.is_alive]
+        answers = await asyncio.gather(*(ask(self._supervisors[rank]) for rank in ranks))
+        return _problem(dict(zip(ranks, answers, strict=True)))
+
+    def _take_report(self, rank: int, report: EngineReport) -> None:
+        self._reports[rank] = report
+        self._watch(sum_of_reports(report, list(self._reports.values())))
+
+
+def sum_of_reports(newest: EngineReport, last: Sequence[EngineReport]) -> EngineReport:
+    """The report of all engines: contents summed over their last ones, events of the newest.
+
+    The engines are paused or asleep together, so one that is not outweighs those that are dead.
+    """
+    counts = ("num_running", "num_waiting", "num_waiting_tokens", "num_pages_used", "num_pages")
+    names = ("running_adapters", "waiting_adapters")
+    merged = {name: sum(getattr(each, name) for each in last) for name in counts}
+    for name in names:
+        merged[name] = tuple(dict.fromkeys(each for one in last for each in getattr(one, name)))
+    return replace(newest, **merged)
+
+
+def _outcome_of_all(outcomes: Sequence[Outcome]) -> Outcome:
+    """The first one, with the requests of all."""
+    num_requests = sum(each.num_requests for each in outcomes)
+    return msgspec.structs.replace(outcomes[0], num_requests=num_requests)
+
+
+def _problem(problems: dict[int, str]) -> str:
+    """One line about the engines that reported one."""
+    return "; ".join(f"engine {rank}: {text}" for rank, text in problems.items() if text)
+
+
+@contextlib.contextmanager
+def _named(rank: int) -> Iterator[None]:
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"engine {rank}: {error.subject}", error.problem, error.remedy) from error
+
+
+Engines = EngineSupervisor | DataParallelEngines
