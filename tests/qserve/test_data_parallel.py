@@ -7,6 +7,7 @@ from array import array
 from pathlib import Path
 
 import pytest
+import torch
 
 from formats.errors import InputError
 from qserve import LLM, AsyncLLM, SamplingParams
@@ -334,6 +335,33 @@ def test_tokens_are_those_of_one_engine(docs_5m):
 
     found = asyncio.run(asyncio.wait_for(main(), GUARD))
     assert found == [each.outputs[0].token_ids for each in wanted]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+def test_each_engine_has_a_gpu_and_answers_as_one_alone(docs_5m):
+    rounds = [[list(range(5 + n, 90 + n)), list(range(300 + n, 345 + n))] for n in range(3)]
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, detokenize=False)
+    settings = {"num_gpu_blocks_override": 256, "device": "cuda", "max_model_len": 256}
+    alone = LLM(str(docs_5m), **settings)
+    wanted = [
+        [alone.generate([ids], params, use_tqdm=False)[0].outputs[0].token_ids for ids in two]
+        for two in rounds
+    ]
+    alone.close()
+    free = torch.cuda.mem_get_info(1)[0]
+
+    async def main():
+        async with AsyncLLM(str(docs_5m), data_parallel_size=2, **settings) as llm:
+            assert torch.cuda.mem_get_info(1)[0] < free
+
+            async def tokens(ids):
+                outputs = llm.generate({"prompt_token_ids": ids}, params)
+                return [each async for each in outputs][-1].outputs[0].token_ids
+
+            return [await asyncio.gather(*map(tokens, two)) for two in rounds]  # one an engine
+
+    assert asyncio.run(asyncio.wait_for(main(), GUARD)) == wanted
 
 
 def test_blocks_of_the_table_are_blocks_of_tokens():
