@@ -1,6 +1,6 @@
 """Measure the output rate of 1, 2, ... engines behind one server (--data-parallel-size).
 
-    python examples/measure_data_parallel.py --sizes 1 2        # an 8B's shape, random W4A16 weights
+    python examples/measure_data_parallel.py --sizes 1 2  # an 8B's shape, random W4A16 weights
 
 Starts `qserve serve` for each size and sends all requests at once, from two client processes,
 since one would limit the rate. Prints output tokens per second and the time to the first token.
