@@ -26,16 +26,8 @@ class Limit(NamedTuple):
 LIMITS = (
     Limit(lambda config, _: config.language_model_only, "remove --language-model-only"),
     Limit(
-        lambda config, _: config.tensor_parallel_size > 1,
-        "images need --tensor-parallel-size 1: the tower is not shared by ranks",
-    ),
-    Limit(
         lambda config, _: config.pipeline_parallel_size > 1,
-        "images need --pipeline-parallel-size 1: the tower is not shared by ranks",
-    ),
-    Limit(
-        lambda config, _: config.kv_transfer is not None,
-        "images do not work with --kv-transfer-config",
+        "images need --pipeline-parallel-size 1: stages do not exchange their embeddings",
     ),
     Limit(
         lambda config, vision: vision.family.is_mutual and config.target_itl_ms is not None,

@@ -27,7 +27,9 @@ from qserve.config import EngineConfig
 from qserve.engine.kv_cache.host_tier import PageMoves
 from qserve.engine.kv_cache.state_snapshots import StateMoves
 from qserve.engine.step.draft_rows import DraftRows
+from qserve.engine.step.media_rows import MediaRows
 from qserve.engine.step.step_input import HistoryFill, PoolRows, PromptRows, StepInput
+from qserve.multimodal.media import Feature, MediaItem
 from qserve.processes import frames
 
 KNOWN = {
@@ -40,6 +42,9 @@ KNOWN = {
         DraftRows,
         PageMoves,
         StateMoves,
+        MediaRows,
+        MediaItem,
+        Feature,
         EngineConfig,
     )
 }
@@ -49,7 +54,7 @@ HEADER = 4
 
 
 def pack(value: Any) -> bytes:
-    """Encode numbers, strings, None, sequences, arrays, and the dataclasses of KNOWN."""
+    """Encode numbers, strings, bytes, None, sequences, arrays, and the dataclasses of KNOWN."""
     arrays: list[np.ndarray] = []
     tree = json.dumps(_tree(value, arrays), separators=(",", ":")).encode()
     parts = [len(tree).to_bytes(HEADER, "little"), tree, bytes(-(HEADER + len(tree)) % ALIGNMENT)]
@@ -74,6 +79,9 @@ def _tree(value: Any, arrays: list[np.ndarray]) -> Any:
     if isinstance(value, np.ndarray):
         arrays.append(value)
         return {"array": value.dtype.str, "shape": value.shape}
+    if isinstance(value, bytes):
+        arrays.append(np.frombuffer(value, np.uint8))
+        return {"bytes": len(value)}
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, tuple | list):
@@ -105,6 +113,8 @@ def _value(tree: Any, arrays: Iterator[np.ndarray]) -> Any:
         return tree
     if "array" in tree:
         return arrays.send((np.dtype(tree["array"]), tree["shape"]))
+    if "bytes" in tree:
+        return arrays.send((np.dtype(np.uint8), (tree["bytes"],))).tobytes()
     made = KNOWN[tree["class"]]
     values = [_value(each, arrays) for each in tree["fields"]]
     return made(**dict(zip(FIELDS[made], values, strict=True)))

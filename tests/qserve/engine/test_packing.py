@@ -12,7 +12,7 @@ from qserve.config import EngineConfig
 from qserve.engine.distributed.rank_channel import HEADER, KNOWN, pack, unpack
 from qserve.engine.kv_cache.host_tier import PageMoves
 from qserve.engine.kv_cache.state_snapshots import StateMoves
-from qserve.engine.step.media_rows import MediaRows
+from qserve.engine.step.media_rows import ItemRows, MediaRows
 from qserve.engine.step.step_input import HistoryFill, PoolRows, PromptRows, StepInput
 from qserve.multimodal.media import Feature, MediaItem
 from qserve.params.sampling_params import SamplingParams
@@ -39,6 +39,10 @@ def test_a_step_with_everything():
         [3, 4, 5], [7], page_size=16, params=SamplingParams(logit_bias=((5, 1.5),))
     )
     ids = np.array([1, 2], np.int64)
+    pixels = Feature.of("pixel_values", np.arange(6, dtype=np.float32).reshape(2, 3))
+    item = MediaItem(
+        kind="image", digest="a" * 64, offset=1, length=2, is_embed=b"\1\0", features=(pixels,)
+    )
     step = dataclasses.replace(
         step,
         history_fills=(HistoryFill(row=1, prompt_token_ids=ids, output_token_ids=ids[:0]),),
@@ -48,6 +52,14 @@ def test_a_step_with_everything():
         state_moves=StateMoves(saved_from=ids, saved_to=ids),
         prompt_rows=PromptRows(rows=ids, targets=ids, num_alternatives=2),
         pool_rows=PoolRows(rows=ids, counts=ids, logit_rows=ids, logit_tokens=((), (4, 5))),
+        media=MediaRows(
+            dropped=("b" * 64,),
+            encode=(item,),
+            rows_M=ids,
+            of_items=(ItemRows(item.digest, 0, 2),),
+            before_M=ids[:0],
+            of_next=(),
+        ),
     )
     assert_same(unpack(pack(("launch", step))), ("launch", step))
 
@@ -76,9 +88,7 @@ def dataclasses_in(hint):
 
 
 def test_whatever_a_step_holds_is_known():
-    # models on several ranks take no media (engine/media_limits.py)
-    of_media = {MediaRows, MediaItem, Feature}
-    assert set(dataclasses_in(StepInput)) - of_media == set(KNOWN.values()) - {EngineConfig}
+    assert set(dataclasses_in(StepInput)) == set(KNOWN.values()) - {EngineConfig}
 
 
 def test_unknown_classes_stay_out():

@@ -1,0 +1,44 @@
+"""KV pages of prompts with images reach another engine, which encodes nothing again."""
+
+import json
+
+import pytest
+
+from tests.qserve.multimodal.test_image_tokens import requests_of
+from tests.tiny_vision import VISION_FAMILIES, picture
+
+STATES = ("qwen3_5", "qwen3_5_moe")  # refused: states are not exchanged
+FAMILIES = [
+    pytest.param(name, marks=() if name == "gemma3" else pytest.mark.exhaustive)
+    for name in VISION_FAMILIES
+    if name not in STATES
+]
+GUARD = 60  # seconds, against hanging
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_second_engine_finds_the_pages(family, vision, tmp_path, monkeypatch):
+    model = vision(family)
+    given = {"kv_connector": "folder", "kv_connector_extra_config": {"path": str(tmp_path)}}
+    requests = requests_of(model)
+
+    def engine():
+        return model.engine(kv_transfer_config=json.dumps(given))
+
+    first, second = engine(), engine()
+    wanted = [model.expected(*request) for request in requests]
+    assert model.run(first, *requests)[0] == wanted
+    for write in list(first._remote_kv._writes):
+        write.result(GUARD)
+    encoded, tower = [], second.runner.encoder.tower
+    encode = tower.encode
+    monkeypatch.setattr(tower, "encode", lambda items: encoded.extend(items) or encode(items))
+    text, images = requests[1]
+    longer = f"{text} and then"
+    (found,), (event,) = model.run(second, (longer, images))
+    assert found == model.expected(longer, images)
+    media_end = model.prompt(longer, images)[1][-1].end
+    assert event.facts.num_cached >= media_end - 4
+    assert not encoded or event.facts.num_cached < media_end
+    other = (picture(*images[0].size, 77),)  # as many tokens, another picture
+    assert model.run(second, (longer, other))[0] == [model.expected(longer, other)]
