@@ -5,7 +5,6 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -28,11 +27,12 @@ from qserve.engine.control.commands import (
 from qserve.engine.control.fingerprint import system_fingerprint
 from qserve.engine.control.shared_tensors import NamedTensors, open_tensors
 from qserve.engine.control.weight_group import WeightGroup
+from qserve.engine.distributed.shared_residence import SharedResidence, SharedStaged
 from qserve.engine.distributed.worker_group import WorkerGroup
 from qserve.engine.runner.residence import Residence
 from qserve.model.model_config import ModelConfig
 from qserve.model.resident.staged import StagedWeights
-from qserve.model.resident.update_source import UpdateSource, rounded_schemes
+from qserve.model.resident.update_source import rounded_schemes
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class WeightDigests:
 class StagedUpdate:
     """New weights that are read and checked, but not used yet."""
 
-    weights: StagedWeights
+    weights: StagedWeights | SharedStaged
     version: str
     folder: str | None  # None: tensors, which cannot be read again
 
@@ -86,7 +86,7 @@ class Operations:
         return self._fingerprint or ""
 
     @property
-    def _residence(self) -> Residence:
+    def _residence(self) -> Residence | SharedResidence:
         return self._workers.residence
 
     def check_awake(self) -> None:
@@ -99,7 +99,7 @@ class Operations:
         if level not in LEVELS:
             raise InputError("sleep level", f"expected 0, 1 or 2, found {level}")
         if level:
-            _ = self._residence  # raises for several ranks
+            _ = self._residence  # raises where weights cannot leave the device
 
     def sleep(self, level: int) -> None:
         """Give the device's memory back. Level 0 does nothing: generation is paused anyway."""
@@ -161,20 +161,16 @@ class Operations:
                 "do not include the vision tower, which would keep its old weights",
                 "start with --language-model-only",
             )
-        residence, device = self._residence, self._workers.runner.device
         if folder is not None:
-            update = UpdateSource.of_folder(self._model, folder, device)
+            staged = self._residence.stage_folder(folder, digests=digests)
         else:
-            config = CheckpointReader(self._config.model).config
-            update = UpdateSource.of_tensors(self._model, tensors or (), config, device)
-        staged = residence.stage(update, {} if digests else None)
+            staged = self._residence.stage_tensors(tensors or (), digests=digests)
         if version is None:
             version = str(self._num_updates + 1)
         return StagedUpdate(weights=staged, version=version, folder=folder)
 
     def join_group(self, command: JoinWeightGroup) -> None:
         """Join a group in which a trainer broadcasts weights. Raises InputError."""
-        _ = self._residence  # raises for several ranks
         if command.name in self._groups:
             raise InputError(
                 f"weight group {command.name:.80}", "exists already", "destroy it first"
@@ -200,7 +196,6 @@ class Operations:
         Returns the number of tensors so far, and True if they are all of the model's folder. Raises
         InputError, and then drops all parts.
         """
-        _ = self._residence  # raises for several ranks
         if command.is_first:
             self.drop_received()
         shared, broadcast = command.tensors, command.broadcast
@@ -262,10 +257,7 @@ class Operations:
             if self._folder is not None:
                 self._last_folder, self._last_version = self._folder, self.version
         else:
-            device = self._workers.runner.device
-            self._residence.open_weights = partial(
-                UpdateSource.of_folder, self._model, update.folder, device
-            )
+            self._residence.use_folder(update.folder)
         self._folder, self.version = update.folder, update.version
         self.is_sleeping = self._residence.is_asleep
 
@@ -283,9 +275,8 @@ class Operations:
                 )
             if self._config.load_format == "dummy":
                 raise InputError("weight digests", "random weights have none")
-            found: dict[str, str] = {}
-            self._residence.stage(self._residence.open_weights(), found)
-            self._digests = found
+            staged = self._residence.stage_folder(None, digests=True)
+            self._digests = dict(staged.digests or {})
         return WeightDigests(
             version=self.version,
             total=total_digest(self._digests),

@@ -5,6 +5,7 @@ numbers, names and handles (commands.SharedTensor); nothing is pickled.
 """
 
 import contextlib
+import errno
 import math
 import os
 import stat
@@ -53,7 +54,7 @@ def shared_tensors(
         if on_host:
             file, path = tempfile.mkstemp(prefix=PREFIX, dir=_folder())
             with os.fdopen(file, "wb") as opened:
-                opened.truncate(size)
+                _reserve(opened.fileno(), size)
             for (_, tensor), place in zip(on_host, places, strict=True):
                 _view(path, place, tensor.dtype, tensor.shape, shared=True).copy_(tensor)
         offset_of = dict(zip((name for name, _ in on_host), places, strict=True))
@@ -102,6 +103,21 @@ def open_tensors(shared: Sequence[SharedTensor]) -> Iterator[tuple[str, torch.Te
             continue
         _check_file(each, dtype.itemsize * math.prod(each.shape), name)
         yield each.name, _view(each.path, each.offset, dtype, each.shape, shared=False)
+
+
+def _reserve(file: int, size: int) -> None:
+    """Give a file its size, and the memory for it now. Raises InputError if there is too little."""
+    try:
+        if size:
+            os.posix_fallocate(file, 0, size)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise InputError(
+            str(_folder()),
+            f"has no room for {size / 2**30:.2f} GiB of shared tensors",
+            "make it larger (in a container: --shm-size), or share fewer at a time",
+        ) from None
 
 
 def _folder() -> Path:

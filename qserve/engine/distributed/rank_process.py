@@ -97,7 +97,7 @@ CALLS = (
     *("place_adapter", "forget_adapter", "tap", "prepare_replay", "run_replay", "leave"),
 )
 # Calls that return a future, whose result is the reply.
-BEGUN = ("read_adapter", "match_pages", "load_pages", "save_pages")
+BEGUN = ("read_adapter", "match_pages", "load_pages", "save_pages", "reside")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -18,6 +18,7 @@ from qserve.config import EngineConfig
 from qserve.engine.distributed.executors import ProcessExecutor
 from qserve.engine.distributed.rank_channel import RankDiedError
 from qserve.engine.distributed.rank_group import RankGroup
+from qserve.engine.distributed.shared_residence import SharedResidence
 from qserve.engine.runner.devices import pick_device, use_device
 from qserve.engine.runner.model_runner import ModelRunner, StepHandle
 from qserve.engine.runner.out_of_memory import ran_out
@@ -108,16 +109,17 @@ class WorkerGroup:
         ours = self._ours.adapters
         return None if ours is None else SharedAdapters(ours, self._rank_group)
 
-    @property
-    def residence(self) -> Residence:
-        """Weights and pages on the device. Raises InputError if there are several ranks."""
-        if self._rank_group is not None:
-            raise InputError(
-                "sleep and weight updates",
-                f"are not supported by a model on {self.num_ranks} ranks",
-                "restart the server for new weights",
-            )
-        return self._ours.residence
+    @functools.cached_property
+    def residence(self) -> Residence | SharedResidence:
+        """Weights and pages on the devices. Raises InputError where they cannot leave them."""
+        if self._rank_group is None:
+            return self._ours.residence
+        return SharedResidence(
+            self._ours.residence,
+            self._rank_group,
+            self._in_step,
+            shares_memory=self._config.distributed_executor_backend == "mp",
+        )
 
     @property
     def computes_in_launch(self) -> bool:

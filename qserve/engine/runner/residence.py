@@ -7,18 +7,23 @@ compiled kernels stay.
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
+from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
+from qserve.engine.control.shared_tensors import NamedTensors
 from qserve.engine.runner.memory import GIB
 from qserve.engine.runner.model_runner import ModelRunner
 from qserve.engine.runner.out_of_memory import out_of_memory_is_named
 from qserve.engine.start_phases import phase
+from qserve.model.model_config import ModelConfig
 from qserve.model.resident.leaves import tensors
 from qserve.model.resident.memory import SleepingMemory
 from qserve.model.resident.staged import StagedWeights, stage
 from qserve.model.resident.update_source import UpdateSource
+from qserve.parallel.ranks import ALONE, Ranks
 
 OTHERS = "another program holds the GPU's memory; wake the model again when it is free"
 
@@ -31,17 +36,22 @@ class Residence:
     def __init__(
         self,
         runner: ModelRunner,
+        model: ModelConfig,
         *,
         max_model_len: int,
         open_weights: Callable[[], UpdateSource],
         capture_graphs: Callable[[], None] | None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        """`open_weights`: source of the weights that a sleep of level 2 drops.
+        """`model`: the whole model, of which the runner may have a part.
 
-        `capture_graphs`: captures the first CUDA graphs again; None: there are none.
+        `open_weights`: source of the weights that a sleep of level 2 drops. `capture_graphs`:
+        captures the first CUDA graphs again; None: there are none. `ranks`: the place of this rank,
+        which says what part of new weights it loads.
         """
-        self._runner, self._max_model_len = runner, max_model_len
-        self.open_weights, self._capture_graphs = open_weights, capture_graphs
+        self._runner, self._model = runner, model
+        self._max_model_len, self._ranks = max_model_len, ranks
+        self._open_weights, self._capture_graphs = open_weights, capture_graphs
         self._pages: SleepingMemory | None = None  # None: awake
         self._weights: SleepingMemory | None = None
 
@@ -80,7 +90,7 @@ class Residence:
         if self._weights is None:
             return
         if self.lost_weights:
-            self.fill(self.stage(self.open_weights()))
+            self.fill(self.stage_folder(None))
             return
         with phase("Waking the weights"), out_of_memory_is_named("waking the weights", OTHERS):
             self._weights.restore()
@@ -98,8 +108,28 @@ class Residence:
         if self._capture_graphs is not None and self._runner.device.type == "cuda":
             self._capture_graphs()
 
-    def stage(self, update: UpdateSource, digests: dict[str, str] | None = None) -> StagedWeights:
-        """Read new weights and check them; nothing changes. Raises InputError."""
+    def stage_folder(self, folder: str | None, *, digests: bool = False) -> StagedWeights:
+        """Read new weights and check them; nothing changes. Raises InputError.
+
+        `folder`: None: that of the weights in use. `digests`: compute them.
+        """
+        if folder is None:
+            return self._stage(self._open_weights(), digests)
+        device = self._runner.device
+        return self._stage(UpdateSource.of_folder(self._model, folder, device), digests)
+
+    def stage_tensors(self, tensors: NamedTensors, *, digests: bool = False) -> StagedWeights:
+        """The same with tensors in place of a folder."""
+        config = CheckpointReader(self._runner.config.model).config
+        update = UpdateSource.of_tensors(self._model, tensors, config, self._runner.device)
+        return self._stage(update, digests)
+
+    def use_folder(self, folder: str) -> None:
+        """Let a wake after a sleep of level 2 read this folder."""
+        device = self._runner.device
+        self._open_weights = partial(UpdateSource.of_folder, self._model, folder, device)
+
+    def _stage(self, update: UpdateSource, digests: bool) -> StagedWeights:
         with out_of_memory_is_named("reading the new weights", OTHERS):
             return stage(
                 self._runner.decoder,
@@ -108,7 +138,8 @@ class Residence:
                 device=self._runner.device,
                 max_model_len=self._max_model_len,
                 kernels=self._runner.config.kernels,
-                digests=digests,
+                digests={} if digests else None,
+                ranks=self._ranks,
             )
 
     def fill(self, staged: StagedWeights) -> None:

@@ -33,6 +33,7 @@ from qserve.engine.runner.memory import (
 )
 from qserve.engine.runner.model_runner import ModelRunner, StepHandle
 from qserve.engine.runner.out_of_memory import out_of_memory_is_named
+from qserve.engine.runner.rank_residence import RankResidence
 from qserve.engine.runner.residence import Residence
 from qserve.engine.runner.warm_up import warm_up_step, with_adapters
 from qserve.engine.start_phases import phase
@@ -102,7 +103,8 @@ class Worker:
         """Load the model. Raises InputError."""
         self._max_model_len = max_model_len
         self._max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
-        self._ranks = ranks
+        self._model, self._ranks = model, ranks
+        self._reside: RankResidence | None = None  # made with the leader's first call
         is_eager = config.enforce_eager or is_fallback(model)
         self._uses_graphs = not is_eager and ranks.pipeline is None
         self._plans_kernels = _plans_kernels(config, device) and not is_fallback(model)
@@ -176,8 +178,7 @@ class Worker:
     @functools.cached_property
     def residence(self) -> Residence:
         """Weights and pages of this rank, which sleep and get new contents."""
-        runner = self.runner
-        model, device = runner.decoder.config, runner.device
+        runner, model = self.runner, self._model
         if is_fallback(model):
             raise InputError(
                 "sleep and new weights",
@@ -186,10 +187,23 @@ class Worker:
             )
         return Residence(
             runner,
+            model,
             max_model_len=self._max_model_len,
-            open_weights=lambda: self._open_weights(runner.config, model, device),
+            open_weights=lambda: self._open_weights(runner.config, model, runner.device),
             capture_graphs=self._capture_graphs if self._uses_graphs else None,
+            ranks=self._ranks,
         )
+
+    def reside(self, name: str, *values: Any) -> Future:
+        """Call a method of RankResidence for the leader. The future is done when this returns."""
+        done: Future = Future()
+        try:
+            if self._reside is None:
+                self._reside = RankResidence(self.residence)
+            done.set_result(self._reside.call(name, *values))
+        except Exception as error:
+            done.set_exception(error)
+        return done
 
     @property
     def computes_in_launch(self) -> bool:

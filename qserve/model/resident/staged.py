@@ -19,6 +19,7 @@ from qserve.model.loading.weights import Source
 from qserve.model.model_config import ModelConfig
 from qserve.model.resident.leaves import leaves, tensors
 from qserve.model.resident.memory import storages_of
+from qserve.parallel.ranks import ALONE, Ranks
 
 OTHER_MODEL = "the new weights are of another model, or quantized in another way"
 
@@ -79,11 +80,12 @@ def stage(
     kernels: Mapping[str, str] | None,
     digests: dict[str, str] | None = None,
     offload: bool | None = None,
+    ranks: Ranks = ALONE,
 ) -> StagedWeights:
     """Read new weights of a running decoder. Raises InputError, and changes nothing of it.
 
     `digests`: filled with the digest of each tensor. `offload`: move layers to the host; None: on a
-    GPU.
+    GPU. `ranks`: where this rank is among those that the model is split over.
     """
     copies = HostCopies(decoder)
     source.digests = digests
@@ -97,6 +99,7 @@ def stage(
         progress=False,
         kernels=kernels,
         on_layer=copies.take if moves else None,
+        ranks=ranks,
     )
     pairs = [(old, copies.contents(new)) for old, new in _matched(decoder, fresh)]
     return StagedWeights(pairs=tuple(pairs), digests=digests)

@@ -1,5 +1,6 @@
 """Tensors shared between processes: the same bits, and no file that was not made for it."""
 
+import errno
 import multiprocessing
 import os
 from pathlib import Path
@@ -94,6 +95,20 @@ def test_files_end_with_the_block_and_what_was_opened_stays():
         list(open_tensors(shared))
     with shared_tensors.shared_tensors({}) as shared:
         assert shared == [] and files() == before
+
+
+def test_memory_that_is_too_small_is_named(monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    before = files()
+    with (
+        pytest.raises(InputError, match="has no room for 0.00 GiB.*--shm-size"),
+        shared_tensors.shared_tensors({"a": torch.ones(4)}),
+    ):
+        pass
+    assert files() == before
 
 
 def test_reader_changes_nothing_of_the_trainers():

@@ -1,0 +1,141 @@
+"""SharedResidence: sleep and new weights of a model that is split over ranks.
+
+It has the interface of Residence. Each rank does the same at the same time, since captured CUDA
+graphs hold sums over all ranks.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from formats.errors import InputError
+from qserve.engine.control.shared_tensors import NamedTensors, shared_tensors
+from qserve.engine.distributed.rank_group import RankGroup
+from qserve.engine.runner.residence import Residence
+from qserve.model.resident.staged import StagedWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedStaged:
+    """New weights that all ranks have read and checked."""
+
+    ours: StagedWeights
+    digests: dict[str, str] | None  # of all ranks' tensors, if they were requested
+
+
+class SharedResidence:
+    """Weights and pages of all ranks."""
+
+    def __init__(
+        self,
+        ours: Residence,
+        rank_group: RankGroup,
+        in_step: Callable[[], AbstractContextManager[None]],
+        *,
+        shares_memory: bool,
+    ) -> None:
+        """`in_step`: context of work that may wait for other ranks. `shares_memory`: all ranks are
+        on this machine.
+        """
+        self._ours, self._rank_group, self._in_step = ours, rank_group, in_step
+        self._shares_memory = shares_memory
+
+    @property
+    def is_asleep(self) -> bool:
+        """True if pages or weights are not on the devices."""
+        return self._ours.is_asleep
+
+    @property
+    def has_weights(self) -> bool:
+        return self._ours.has_weights
+
+    @property
+    def lost_weights(self) -> bool:
+        """True if the weights were dropped."""
+        return self._ours.lost_weights
+
+    def sleep(self, level: int) -> None:
+        """Give memory back. Raises InputError, and then all ranks are awake."""
+        try:
+            self._on_all("sleep", level)
+        except InputError:
+            self.wake_weights()
+            self.wake_pages()
+            raise
+
+    def wake_weights(self) -> None:
+        """Bring the weights back. Raises InputError."""
+        self._on_all("wake_weights")
+
+    def wake_pages(self) -> None:
+        """Make the KV pages, empty, and capture the first CUDA graphs. Raises InputError."""
+        if not self._ours.has_weights:
+            self._ours.wake_pages()  # raises
+        self._on_all("wake_pages")
+
+    def stage_folder(self, folder: str | None, *, digests: bool = False) -> SharedStaged:
+        """Let each rank read its part of new weights and check it. Raises InputError."""
+        return self._stage(
+            lambda: self._ours.stage_folder(folder, digests=digests),
+            *("stage_folder", folder, digests),
+        )
+
+    def stage_tensors(self, tensors: NamedTensors, *, digests: bool = False) -> SharedStaged:
+        """The same with tensors in place of a folder. They pass through the host's memory."""
+        if not self._shares_memory:
+            raise InputError(
+                "weight updates from tensors",
+                "are not supported by ranks on several machines",
+                "update from a folder that all of them can read",
+            )
+        named = [(name, each.cpu()) for name, each in tensors]
+        with shared_tensors(named) as shared:
+            return self._stage(
+                lambda: self._ours.stage_tensors(named, digests=digests),
+                *("stage_tensors", msgspec.json.encode(shared), digests),
+            )
+
+    def use_folder(self, folder: str) -> None:
+        """Let a wake after a sleep of level 2 read this folder."""
+        self._on_all("use_folder", folder)
+
+    def fill(self, staged: SharedStaged) -> None:
+        """Replace the weights. If a rank cannot, the model cannot be used any more."""
+        theirs = self._rank_group.begin("reside", "fill")
+        try:
+            with self._in_step():
+                self._ours.fill(staged.ours)
+            for each in theirs:
+                each.result()
+        except BaseException as error:
+            self._rank_group.break_off(f"some ranks have new weights, others not: {error}")
+            raise
+
+    def _stage(self, ours: Callable[[], StagedWeights], *call: Any) -> SharedStaged:
+        theirs = self._rank_group.begin("reside", *call)
+        try:
+            staged = ours()
+            digests = dict(staged.digests or {})
+            for each in theirs:
+                digests |= msgspec.json.decode(each.result())
+        except BaseException:
+            for each in theirs:
+                each.exception()  # before they drop what they have read
+            self._rank_group.begin("reside", "drop")
+            raise
+        return SharedStaged(ours=staged, digests=digests if staged.digests is not None else None)
+
+    def _on_all(self, name: str, *values: Any) -> None:
+        """Let all ranks do it at the same time. Raises the first one's InputError, after all."""
+        theirs = self._rank_group.begin("reside", name, *values)
+        try:
+            with self._in_step():
+                getattr(self._ours, name)(*values)
+        finally:
+            ended = [each.exception() for each in theirs]
+        for error in ended:
+            if error is not None:
+                raise error

@@ -1,0 +1,86 @@
+"""Sleep and new weights of a model on ranks: tokens and digests are those of one rank."""
+
+import pytest
+import torch
+
+from formats.errors import InputError
+from tests.qserve.engine.control.new_weights import changed, stored, written
+from tests.qserve.parallel.engines import make_prompts, start, tokens
+
+SETTINGS = {"num_gpu_blocks_override": 64, "block_size": 8}
+PROMPTS = make_prompts()[4:8]
+CASES = [
+    ("llama", 2, 1, None),
+    *(
+        pytest.param(*each, marks=pytest.mark.exhaustive)
+        for each in (
+            ("llama", 1, 2, None),
+            ("qwen2_moe", 2, 1, None),
+            ("gemma3", 2, 1, "w8a8"),
+            ("qwen3", 2, 2, None),
+        )
+    ),
+]
+
+
+def reference(folder, **settings):
+    alone = start(folder, **SETTINGS, **settings)
+    digests = alone.weight_digests()
+    return tokens(alone, PROMPTS), {name: digests[name] for name in sorted(digests)}
+
+
+def digests_of(llm):
+    found = llm.weight_digests()
+    return {name: found[name] for name in sorted(found)}
+
+
+@pytest.mark.parametrize(("family", "tensor", "stages", "scheme"), CASES)
+def test_sleep_and_updates(family, tensor, stages, scheme, tiny_model, many, tmp_path):
+    folder, settings = tiny_model(family), {} if scheme is None else {"quantization": scheme}
+    new = changed(folder)
+    other = written(new, folder, tmp_path / "new")
+    old_tokens, old_digests = reference(folder, **settings)
+    new_tokens, new_digests = reference(other, **settings)
+    assert old_tokens != new_tokens
+    llm = many(folder, tensor, stages, **SETTINGS, **settings)
+    assert tokens(llm, PROMPTS) == old_tokens and digests_of(llm) == old_digests
+    for level in (1, 2):
+        llm.sleep(level)
+        assert llm.is_sleeping
+        llm.wake_up()
+        assert tokens(llm, PROMPTS) == old_tokens
+    llm.update_weights(str(other))
+    assert tokens(llm, PROMPTS) == new_tokens and digests_of(llm) == new_digests
+    llm.sleep(2)
+    llm.wake_up()  # from the folder of the update
+    assert tokens(llm, PROMPTS) == new_tokens
+    llm.update_weights(stored(folder), version="9")
+    assert tokens(llm, PROMPTS) == old_tokens and digests_of(llm) == old_digests
+    with pytest.raises(InputError, match="surplus"):
+        llm.update_weights({**new, "surplus": torch.zeros(1)})
+    name = next(name for name, each in new.items() if each.ndim == 2)
+    with pytest.raises(InputError, match=name.replace(".", r"\.")):
+        llm.update_weights({**new, name: new[name][:-1]})
+    assert tokens(llm, PROMPTS) == old_tokens and llm.weight_version == "9"
+
+
+def test_rank_that_cannot_read_refuses_the_update_for_all(tiny_model, many, tmp_path, monkeypatch):
+    """Only the other rank sees a folder that is gone by the time it reads."""
+    folder = tiny_model("llama")
+    other = written(changed(folder), folder, tmp_path / "new")
+    llm = many(folder, 2, **SETTINGS)
+    before = tokens(llm, PROMPTS)
+    residence = llm.engine.workers.residence
+    begin = residence._rank_group.begin
+
+    def begin_elsewhere(call, name, *values):
+        values = (str(tmp_path / "gone"), *values[1:]) if name == "stage_folder" else values
+        return begin(call, name, *values)
+
+    monkeypatch.setattr(residence._rank_group, "begin", begin_elsewhere)
+    with pytest.raises(InputError, match="rank 1: .*gone"):
+        llm.update_weights(str(other))
+    monkeypatch.undo()
+    assert tokens(llm, PROMPTS) == before and llm.weight_version == "0"
+    llm.update_weights(str(other))
+    assert tokens(llm, PROMPTS) == tokens(start(other, **SETTINGS), PROMPTS)
