@@ -84,7 +84,7 @@ class SharedResidence:
         )
 
     def stage_tensors(self, tensors: NamedTensors, *, digests: bool = False) -> SharedStaged:
-        """The same with tensors in place of a folder. They pass through the host's memory."""
+        """Let each rank read its part of tensors, which pass through the host's memory."""
         if not self._shares_memory:
             raise InputError(
                 "weight updates from tensors",

@@ -119,7 +119,7 @@ class Residence:
         return self._stage(UpdateSource.of_folder(self._model, folder, device), digests)
 
     def stage_tensors(self, tensors: NamedTensors, *, digests: bool = False) -> StagedWeights:
-        """The same with tensors in place of a folder."""
+        """Read tensors as `stage_folder` reads a folder. Raises InputError."""
         config = CheckpointReader(self._runner.config.model).config
         update = UpdateSource.of_tensors(self._model, tensors, config, self._runner.device)
         return self._stage(update, digests)

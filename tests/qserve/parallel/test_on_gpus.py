@@ -1,11 +1,13 @@
 """Ranks on GPUs of their own: NCCL, CUDA graphs on each, the same tokens as one GPU."""
 
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from qserve.llm import LLM
 from qserve.lora.request import LoRARequest
@@ -75,6 +77,27 @@ def test_two_gpus_say_what_one_says(quantized_5m, many, settings):
     ids = list(range(3, 303))
     want, found = alone.logits(ids).float(), two.logits(ids).float()
     assert (found - want).norm() / want.norm() < 0.02
+
+
+def test_sleep_and_new_weights(quantized_5m, many, tmp_path):
+    """Graphs are captured again: all ranks sum at the same time."""
+    llm = many(quantized_5m, 2)
+    before = [each.token_ids for each in answers(llm)]
+    free = [torch.cuda.mem_get_info(gpu)[0] for gpu in range(2)]
+    for level in (1, 2):
+        llm.sleep(level)
+        assert all(torch.cuda.mem_get_info(gpu)[0] > free[gpu] for gpu in range(2))
+        llm.wake_up()
+        assert [each.token_ids for each in answers(llm)] == before
+    other = shutil.copytree(quantized_5m, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
+    tensors[name] = tensors[name].flip(0)
+    save_file(tensors, other / "model.safetensors")
+    llm.update_weights(str(other))
+    fresh = many(other, 2)
+    assert [each.token_ids for each in answers(llm)] == [e.token_ids for e in answers(fresh)]
+    assert [each.token_ids for each in answers(llm)] != before
 
 
 def test_sampled_tokens_repeat(quantized_5m, many):
