@@ -176,6 +176,8 @@ class Operations:
                 f"weight group {command.name:.80}", "exists already", "destroy it first"
             )
         device = self._workers.runner.device
+        if device.type == "cuda" and device.index is None:  # NCCL requires the number
+            device = torch.device("cuda", torch.cuda.current_device())
         self._groups[command.name] = WeightGroup(command, command.rank, device)
 
     def leave_group(self, name: str) -> None:
