@@ -70,9 +70,7 @@ def fp4_weights(
     USE_PTX: tl.constexpr,
 ):
     """Packed words [BN, WORDS] of a K step to weights [BN, BK] without the factor of outputs."""
-    first, second = _step_scales(
-        scales_ptr, stored_tile, stored_row, step, steps, FP4, BK, TILE_N
-    )
+    first, second = _step_scales(scales_ptr, stored_tile, stored_row, step, steps, FP4, BK, TILE_N)
     if USE_PTX:
         p0, p1, p2, p3 = tl.inline_asm_elementwise(
             FP4.ptx,
@@ -115,9 +113,7 @@ def fp4_dequantized(
     DTYPE: tl.constexpr,
 ):
     """Packed words [BN, WORDS] of a K step to weights [BN, BK] in float32."""
-    first, second = _step_scales(
-        scales_ptr, stored_tile, stored_row, step, steps, FP4, BK, TILE_N
-    )
+    first, second = _step_scales(scales_ptr, stored_tile, stored_row, step, steps, FP4, BK, TILE_N)
     factor = tl.load(factors_ptr + stored_tile * TILE_N + stored_row)
     v0 = _dequantized(_numbers(packed, 0, 0, FP4), first, factor, FP4, DTYPE)
     v1 = _dequantized(_numbers(packed, 3, 3, FP4), first, factor, FP4, DTYPE)
