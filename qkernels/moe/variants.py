@@ -15,7 +15,7 @@ from qkernels.moe.config import FEW_TOKENS, ExpertsPlan, few_plan, sorted_plan
 from qkernels.moe.experts import ExpertsProblem
 from qkernels.moe.sm90_few_tokens_config import few_tokens_tiles
 from qkernels.operands.limbs import K_STEP
-from qkernels.wna16.layout import TILE_N, k_step
+from qkernels.wna16.layout import TILE_N, Fp4Spec, k_step
 
 ANY = KernelChoice()
 
@@ -50,6 +50,8 @@ class Variant:
 def _refuses_few_tokens(layer: Layer) -> str | None:
     if layer.kind != "packed" or layer.spec.bits != 4:
         return "takes 4-bit weights with 16-bit activations"
+    if layer.spec.type != "int" or isinstance(layer.spec, Fp4Spec):
+        return "takes integer codes, not 4-bit floats"
     if not layer.gated:
         return "takes experts with a gate"
     if layer.gelu:

@@ -145,10 +145,10 @@ def prepare_fp4(
     # [N/64, 64, steps, C, parts] -> [N/64, steps, 64, parts, C], of which C bytes are one integer
     per_step, parts = step // WORD_INPUTS, WORD_INPUTS // spec.group
     scales = _padded(scales_NG).unflatten(1, (steps, per_step, parts)).unflatten(0, (-1, TILE_N))
-    scales = scales.permute(0, 2, 1, 4, 3).contiguous().view(STEP_DTYPES[per_step]).squeeze(-1)
+    scales = scales.permute(0, 2, 1, 4, 3).flatten().view(STEP_DTYPES[per_step])
     tensors = {
         "packed": words.contiguous(),  # int32 [N/64, steps, 64, 4, C]
-        "scales": scales,  # [N/64, steps, 64, parts]
+        "scales": scales.view(-1, steps, TILE_N, parts),
         "blocks": _padded(factors_N[:, None]).view(-1, TILE_N),  # float32 [N/64, 64]
     }
     workspace(weight.device)
