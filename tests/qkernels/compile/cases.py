@@ -479,6 +479,21 @@ EXPERTS = {
     "experts w8a16 M=16": Case(
         run=lambda: moe.experts(16, moe.GPT_OSS, "w8a16-sym-g32"), product="wgmma"
     ),
+    **{
+        f"experts {kind} M={M}": Case(
+            run=functools.partial(moe.experts, M, shape, f"w4a16-{kind}"),
+            quick=quick,
+            product="wgmma",
+        )
+        for kind, M, shape, quick in (
+            ("mxfp4", 1, moe.GPT_OSS, SM90),
+            ("mxfp4", 16, moe.GPT_OSS, ()),
+            ("mxfp4", 64, moe.GPT_OSS, ()),
+            ("mxfp4", 1024, moe.GPT_OSS, SM80),
+            ("nvfp4", 4, moe.QWEN3_30B, ()),
+            ("nvfp4", 512, moe.QWEN3_30B, ()),
+        )
+    },
     "experts w8a8 M=8": Case(run=lambda: moe.experts(8, moe.QWEN3_30B, "w8a8"), product="wgmma"),
     "experts w8a8 M=512": Case(run=lambda: moe.experts(512, moe.MIXTRAL, "w8a8"), product="wgmma"),
     "experts w8a8-fp8 M=1": Case(
