@@ -69,22 +69,28 @@ class Fp4Spec(GroupedSpec):
     floats: str  # "mxfp4" or "nvfp4" (formats/in_memory/fp4.py)
 
 
-def fp4_spec(spec: QuantSpec, in_features: int) -> Fp4Spec:
-    """Return how kernels hold a weight of FP4_TYPES.
-
-    K steps are 128 inputs where padding then adds at most a sixteenth.
-    """
+def fp4_step(in_features: int) -> int:
+    """Return the inputs of a K step of 4-bit floats: 128 where padding adds at most a sixteenth."""
     steps = (K_STEP, K_STEP // 2, MIN_K_STEP)
     wasted = [ceil_div(in_features, step) * step - in_features for step in steps]
-    step = next((s for s, w in zip(steps, wasted, strict=True) if 16 * w <= in_features), steps[-1])
+    pairs = zip(steps, wasted, strict=True)
+    return next((step for step, waste in pairs if 16 * waste <= in_features), steps[-1])
+
+
+def fp4_spec(spec: QuantSpec, in_features: int) -> Fp4Spec:
+    """Return how kernels hold a weight of FP4_TYPES."""
     return Fp4Spec(
-        bits=4, symmetric=True, group_size=step, group=FP4_TYPES[spec.type], floats=spec.type
+        bits=4,
+        symmetric=True,
+        group_size=fp4_step(in_features),
+        group=FP4_TYPES[spec.type],
+        floats=spec.type,
     )
 
 
-def num_steps(spec: QuantSpec, in_features: int) -> int:
-    """Return the K steps of a prepacked weight."""
-    return ceil_div(in_features, k_step(spec.group_length(in_features)))
+def has_fp4(spec: QuantSpec) -> bool:
+    """Return True for 4-bit floats, prepacked or not."""
+    return isinstance(spec, Fp4Spec) or spec.type in FP4_TYPES
 
 
 def grouped_spec(
