@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from qkernels.wna16.unpack.fp4_layout import fp4_words, prepare_fp4
+from qkernels.wna16.unpack.fp4_layout import fp4_order, fp4_words, prepare_fp4
 from tests.qkernels.fp4_case import KINDS, random_fp4
 
 LOP3_TABLE = 0xEA  # (a & b) | c
@@ -76,6 +76,18 @@ def weights_of(prepared):
     rows_NK = values.reshape(packed.shape[0] * 64, -1)
     rows_NK = rows_NK * prepared.tensors["blocks"].double().flatten()[:, None]
     return rows_NK[: prepared.out_features, : prepared.in_features]
+
+
+def test_word_of_the_layout():
+    """Golden: numbers 1 to 4 and 9 to 12 (as codes) at A, B, C, D of both halves."""
+    codes = torch.zeros(1, 32, dtype=torch.uint8)
+    for number, (low, high) in enumerate([(1, 9), (2, 10), (3, 11), (4, 12)]):
+        k = 16 * (number // 2) + 8 * (number % 2)
+        codes[0, k], codes[0, k + 1] = low, high
+    # A = 001 at bit 6, B = 010 at 3, C = 011 at 0, D = 100 at 9; all signs of the upper half
+    half = 4 << 9 | 1 << 6 | 2 << 3 | 3
+    word = (0xF000 | half) << 16 | half
+    assert fp4_order(codes)[0].tolist() == [word - 2**32, 0, 0, 0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
