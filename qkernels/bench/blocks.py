@@ -1,5 +1,4 @@
-"""Products of weights in blocks of a GGUF file and in 4-bit floats, beside symmetric groups and the
-floats they mean.
+"""Products of weights in blocks of a GGUF file and in 4-bit floats, and of what they replace.
 
 Baselines of the same shape: `sym_g128` and `sym_g32`, symmetric codes in as many bits; `triton`,
 the same weight in the portable kernel; `cublas`, the dequantized weight; `copy`, a copy that moves

@@ -124,8 +124,8 @@ def prepare_fp4(
 ) -> PreparedWeight:
     """Prepack a weight in 4-bit floats: words, scale bytes, and a factor for each output.
 
-    Nothing is rounded, but for scales that are 2^-28 and less of the largest of their row, which
-    float16 has no number for.
+    Nothing is rounded but what float16 has no number for: weights of MXFP4 scales that are below
+    2^-24 of the largest of their row.
     """
     weight = weight if device is None else weight.to(device)
     spec = fp4_spec(weight.spec, weight.in_features)
