@@ -4,9 +4,13 @@ A block of 32 inputs has one scale byte s, 2^(s - 127), and 16 bytes of two numb
 Fp4Weight (fp4.py). Legend: N outputs, G = K / 32 groups of inputs.
 """
 
+import math
+from collections.abc import Mapping
+
 import torch
 
 from formats.errors import CheckpointError
+from formats.files.tensor_entry import TensorEntry
 from formats.in_memory.fp4 import Fp4Weight
 from formats.scheme import FP4_TYPES, QuantSpec
 
@@ -29,3 +33,11 @@ def decode(blocks_NGB: torch.Tensor, scales_NG: torch.Tensor, name: str = "weigh
     return Fp4Weight(
         bytes_NB=blocks_NGB.flatten(1), scales_NG=scales_NG, global_scale=None, spec=SPEC
     )
+
+
+def size_of_experts(entries: Mapping[str, TensorEntry]) -> tuple[int, int]:
+    """Return the bytes and the number of weights of a model's experts in MXFP4."""
+    blocks = {n.removesuffix("_blocks"): e for n, e in entries.items() if n.endswith("_blocks")}
+    pairs = [(e, entries[f"{n}_scales"]) for n, e in blocks.items() if f"{n}_scales" in entries]
+    num_bytes = sum(each.num_bytes for pair in pairs for each in pair)
+    return num_bytes, sum(2 * math.prod(entry.shape) for entry, _ in pairs)

@@ -161,6 +161,11 @@ def test_mxfp4_experts_are_their_numbers(tiny_model, tmp_path):
     assert len(numbers) == 6
     assert relative(logits(folder), logits(plain)) < 1e-5
     assert relative(logits(folder), logits(source)) > 0.1
+    found = inspect_checkpoint(folder)
+    num_bytes = sum(tensor.numel() for tensor in packed.values())
+    assert found.mxfp4_experts == (num_bytes, sum(each.numel() for each in numbers.values()))
+    assert "experts in MXFP4" in found.to_text() and "4.25 bits per weight" in found.to_text()
+    assert inspect_checkpoint(plain).mxfp4_experts == (0, 0)
     # random experts have the form of the file's
     config = ModelConfig.from_folder(folder)
     stored, dummy = CheckpointReader(folder), DummySource(config, torch.device("cpu"), 0)
