@@ -4,8 +4,32 @@ import json
 from pathlib import Path
 
 from formats.quant_config import BLOCK, QuantConfig
-from formats.scheme import Scheme
+from formats.scheme import FP4_TYPES, Scheme
 
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_experts_per_tok": 4,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "attention_bias": True,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "vocab_size": 201088,
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "max_position_embeddings": 131072,
+}
 SHAPES = {
     "llama-3-8b": {
         "hidden_size": 4096,
@@ -211,6 +235,8 @@ SHAPES = {
         "rope_theta": 250000.0,
         "pad_token_id": 0,
     },
+    "gpt-oss-20b": {**GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-120b": {**GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128},
     "tiny": {
         "hidden_size": 256,
         "intermediate_size": 768,
@@ -223,7 +249,10 @@ SHAPES = {
 
 
 def write_config(folder: Path, shape: str, scheme: str | None) -> None:
-    """A model folder that holds nothing but config.json. `scheme` None: float weights."""
+    """A model folder that holds nothing but config.json. `scheme` None: float weights.
+
+    "w4a16-mxfp4" of gpt-oss is its published form: the experts alone.
+    """
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -237,7 +266,10 @@ def write_config(folder: Path, shape: str, scheme: str | None) -> None:
         "eos_token_id": 1,
         **SHAPES[shape],
     }
-    if scheme is not None:
-        method = "compressed-tensors" if scheme.startswith("w8a8") else "gptq"
+    if scheme == "w4a16-mxfp4" and config["model_type"] == "gpt_oss":
+        config[BLOCK] = {"quant_method": "mxfp4"}
+    elif scheme is not None:
+        packed = Scheme.parse(scheme).weight.type in FP4_TYPES or scheme.startswith("w8a8")
+        method = "compressed-tensors" if packed else "gptq"
         config[BLOCK] = QuantConfig(method=method, scheme=Scheme.parse(scheme)).to_dict()
     (folder / "config.json").write_text(json.dumps(config))

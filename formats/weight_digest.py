@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from formats.in_memory.fp4 import Fp4Weight
 from formats.in_memory.weights import Weight, round_to_nearest, tensors_of, with_activation
 from formats.scheme import Scheme
 
@@ -37,8 +36,7 @@ def rounded_digest(weight_NK: torch.Tensor, scheme: str | Scheme, name: str = "w
 
 def rounded(weight_NK: torch.Tensor, scheme: Scheme, name: str) -> Weight:
     """Weight that a float matrix becomes by `--recipe rtn`. Raises CheckpointError."""
-    weight = with_activation(round_to_nearest(weight_NK, scheme.weight, name), scheme, None, name)
-    return weight.as_codes() if isinstance(weight, Fp4Weight) else weight
+    return with_activation(round_to_nearest(weight_NK, scheme.weight, name), scheme, None, name)
 
 
 def digests(

@@ -1,7 +1,8 @@
 """QuantLinear: a linear layer with quantized weights, as a torch module.
 
-Its state_dict is exactly what a GPTQ checkpoint stores for one linear. The kernel's own copy of the
-weight is made at the first forward and never saved. Legend: N outputs, K inputs, G groups.
+Its state_dict is exactly what a GPTQ checkpoint stores for one linear, or one of compressed-tensors
+for 4-bit floats (stored_form.py). The kernel's own copy of the weight is made at the first forward
+and never saved. Legend: N outputs, K inputs, G groups.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,11 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from formats.codecs import gptq
 from formats.errors import SchemeError
 from formats.in_memory.packed import PackedWeight
-from formats.in_memory.weights import Weight
-from formats.layouts import check_writable, find_layout
+from formats.in_memory.weights import Weight, round_to_nearest
+from formats.layouts import check_writable
 from formats.names import SchemeName
 from formats.numerics import affine
 from formats.scheme import Scheme
@@ -26,6 +26,15 @@ from qkernels.linear.prepared import PreparedWeight
 from qkernels.lora.term import LoraTerm
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import Consumer, LinearOutput
+from qkernels.stored_form import (
+    NAMES,
+    StoredWeight,
+    decode,
+    empty_tensors,
+    encode,
+    stored_layout,
+    stored_names,
+)
 
 
 class QuantLinear(nn.Module):
@@ -41,11 +50,11 @@ class QuantLinear(nn.Module):
         """An empty layer, to be filled by load_state_dict."""
         self._start(in_features, out_features, Scheme.parse(scheme))
         self.scheme.weight.check_shape("QuantLinear", out_features, in_features)
-        gptq_layout = find_layout("gptq")
-        check_writable(gptq_layout, self.scheme, "QuantLinear")
-        reason = gptq_layout.refuses_shape(self.scheme, out_features, in_features)
+        layout = stored_layout(self.scheme)
+        check_writable(layout, self.scheme, "QuantLinear")
+        reason = layout.refuses_shape(self.scheme, out_features, in_features)
         if reason is not None:
-            raise SchemeError("QuantLinear", reason, "its tensors are those of GPTQ")
+            raise SchemeError("QuantLinear", reason, f"its tensors are those of {layout.name}")
         for name, tensor in self._empty_tensors(torch.device("cpu")).items():
             setattr(self, name, tensor)
         if bias:
@@ -61,7 +70,7 @@ class QuantLinear(nn.Module):
         self._prepared: PreparedWeight | None = None
         self._prepared_bias: torch.Tensor | None = None
         self._released = False
-        for name in (*gptq.TENSOR_NAMES, "bias"):
+        for name in (*NAMES, "bias"):
             self.register_buffer(name, None)
 
     @classmethod
@@ -87,8 +96,8 @@ class QuantLinear(nn.Module):
             found = type(linear_or_weight).__name__
             raise KernelError(name, f"expected a torch.nn.Linear or a weight [N, K], found {found}")
         scheme = Scheme.parse(scheme)
-        check_writable(find_layout("gptq"), scheme, name)
-        packed = PackedWeight.from_float(weight_NK.detach(), scheme.weight, name)
+        check_writable(stored_layout(scheme), scheme, name)
+        packed = round_to_nearest(weight_NK.detach(), scheme.weight, name)
         return cls.from_packed(replace(packed, activation=scheme.activation), bias)
 
     @classmethod
@@ -134,8 +143,8 @@ class QuantLinear(nn.Module):
         return layer
 
     @classmethod
-    def from_packed(cls, packed: PackedWeight, bias: torch.Tensor | None = None) -> "QuantLinear":
-        """Wrap a packed weight. Raises InputError where GPTQ cannot store it."""
+    def from_packed(cls, packed: StoredWeight, bias: torch.Tensor | None = None) -> "QuantLinear":
+        """Wrap a packed weight. Raises InputError where its format cannot store it."""
         packed.check()
         if bias is not None and bias.shape != (packed.out_features,):
             raise KernelError("bias", f"expected [{packed.out_features}], found {list(bias.shape)}")
@@ -145,7 +154,7 @@ class QuantLinear(nn.Module):
             packed.scheme,
             bias=bias is not None,
         )
-        for name, tensor in gptq.encode(packed).items():
+        for name, tensor in encode(packed).items():
             setattr(layer, name, tensor)
         if bias is not None:
             layer.bias = bias.detach().clone().to(packed.device)
@@ -203,7 +212,7 @@ class QuantLinear(nn.Module):
 
         A forward prepares when needed, which must not happen in a CUDA graph capture. On CUDA it
         waits for the copy, so that a forward on any stream may follow. `release` then frees the
-        GPTQ tensors; after that the layer can only run: no state_dict, packed or dequantize.
+        stored tensors; after that the layer can only run: no state_dict, packed or dequantize.
         """
         # tensors made in inference mode could not serve a later forward that needs x's gradient
         with torch.inference_mode(False), torch.no_grad():
@@ -214,16 +223,15 @@ class QuantLinear(nn.Module):
             torch.cuda.current_stream(self._prepared.device).synchronize()
         if release:
             self._released = True
-            for name in gptq.TENSOR_NAMES:
+            for name in NAMES:
                 setattr(self, name, None)
         return self
 
-    def packed(self) -> PackedWeight:
+    def packed(self) -> StoredWeight:
         """The weight in memory form. Raises CheckpointError on an empty or damaged layer."""
         self._check_not_released()
-        tensors = {name: getattr(self, name) for name in gptq.TENSOR_NAMES}
-        packed = gptq.decode(tensors, self.scheme.weight, "QuantLinear")
-        return replace(packed, activation=self.scheme.activation)
+        names = stored_names(self.scheme)
+        return decode({name: getattr(self, name) for name in names}, self.scheme)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Weights [N, K] in `dtype`."""
@@ -235,6 +243,8 @@ class QuantLinear(nn.Module):
         0: the layer computes with exactly this weight, whoever chose its codes.
         """
         packed = self.packed()
+        if not isinstance(packed, PackedWeight):
+            raise KernelError("off_grid", f"is for integer codes, not {self.scheme}")
         if packed.input_order is not None:
             weight_NK = weight_NK[:, packed.input_order]
         weight_NK = weight_NK.to(packed.device)
@@ -248,21 +258,14 @@ class QuantLinear(nn.Module):
         )
 
     def _empty_tensors(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Zeroed GPTQ tensors of the right shapes."""
-        spec, N, K = self.scheme.weight, self.out_features, self.in_features
-        G = spec.num_groups(K)
-        return {
-            "qweight": torch.zeros(K * spec.bits // 32, N, dtype=torch.int32, device=device),
-            "qzeros": torch.zeros(G, N * spec.bits // 32, dtype=torch.int32, device=device),
-            "scales": torch.zeros(G, N, dtype=torch.float16, device=device),
-            "g_idx": torch.arange(K, dtype=torch.int32, device=device) // spec.group_length(K),
-        }
+        """Zeroed tensors of the right shapes."""
+        return empty_tensors(self.scheme, self.out_features, self.in_features, device)
 
     def _check_not_released(self) -> None:
         if self._released:
             raise KernelError(
                 "QuantLinear",
-                "its GPTQ tensors were released, so the layer can only run as it was prepared",
+                "its stored tensors were released, so the layer can only run as it was prepared",
                 "prepare the layer without release=True",
             )
 
@@ -274,7 +277,7 @@ class QuantLinear(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         if self._released:
-            check_writable(find_layout("gptq"), self.scheme, "QuantLinear")
+            check_writable(stored_layout(self.scheme), self.scheme, "QuantLinear")
             self._released = False
             for name, tensor in self._empty_tensors(self._prepared.device).items():
                 setattr(self, name, tensor)
@@ -290,7 +293,7 @@ class QuantLinear(nn.Module):
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> "QuantLinear":
         """Follow .to() and .cuda() to a device, but keep every dtype: it is the checkpoint's."""
-        before = {"scales": self.scales, "bias": self.bias}
+        before = {name: getattr(self, name) for name in (*NAMES, "bias")}
         prepared = self._prepared
         super()._apply(fn, recurse)
         for name, old in before.items():

@@ -6,11 +6,12 @@ import torch
 from torch import nn
 
 from formats.errors import InputError, SchemeError
-from formats.layouts import Layout, check_writable, find_layout, why_not
+from formats.layouts import Layout, check_writable, why_not
 from formats.names import SchemeName
 from formats.plan import fits
 from formats.scheme import Scheme
 from qkernels.quant_linear import QuantLinear
+from qkernels.stored_form import stored_layout
 from qkernels.trainable_linear import TrainableQuantLinear
 
 HEAD = ("lm_head",)
@@ -37,7 +38,7 @@ def replace_linears(
     embedding stays in float, and `model.config.tie_word_embeddings` becomes False.
 
     `trainable`: replace by TrainableQuantLinear, which rounds the same float parameters at each
-    forward, so nothing is copied or untied. It also takes the schemes that GPTQ files do not hold,
+    forward, so nothing is copied or untied. It also takes schemes that QuantLinear does not hold,
     such as w8a8-fp8. `kernel` requests a kernel of these layers.
 
     Raises InputError before anything is changed: for a scheme that QuantLinear cannot hold, layers
@@ -47,7 +48,7 @@ def replace_linears(
     parsed = Scheme.parse(scheme)
     if kernel is not None and not trainable:
         raise InputError("kernel", "is for trainable layers", "call prepare(kernel=) of a layer")
-    layout = None if trainable else find_layout("gptq")
+    layout = None if trainable else stored_layout(parsed)
     if layout is not None:
         check_writable(layout, parsed, "replace_linears")
     linears = _linears(model, ignore)

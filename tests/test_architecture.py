@@ -61,7 +61,7 @@ OPERATIONS = {
     "moe": {
         *("linear.ops", "linear.prepared", "linear.rows", "rowwise.ops"),
         *("wna16.layout", "wna16.prepack", "wna16.sm90_k_step", "wna16.triton_gemm"),
-        "wna16.unpack.words",
+        *("wna16.unpack.fp4", "wna16.unpack.fp4_layout", "wna16.unpack.words"),
     },
     "linear": {"lora.term", "rowwise.ops", "rowwise.reference", "w8a8.rows", "wna16.rows"},
     "collective": {

@@ -3,7 +3,8 @@
 A number is a sign, two bits of exponent and one of mantissa (e2m1): 0, 0.5, 1, 1.5, 2, 3, 4 or 6.
 MXFP4 has a power-of-two scale for 32 inputs. NVFP4 has a float8 scale for 16 inputs and one float32
 scale for the tensor. Twice a number is an integer, so `as_codes` converts exactly to symmetric
-8-bit codes, for which there are kernels. Legend: N outputs, K inputs, G groups, B bytes of a row.
+8-bit codes, for products with 8-bit inputs. Legend: N outputs, K inputs, G groups, B bytes of a
+row.
 """
 
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ import torch
 
 from formats.errors import CheckpointError
 from formats.in_memory.packed import PackedWeight
+from formats.numerics.activation import same_activation
 from formats.numerics.affine import rows_at_once
 from formats.scheme import FP4_TYPES, ActivationSpec, QuantSpec, Scheme
 
@@ -29,11 +31,12 @@ class Fp4Weight:
 
     bytes_NB: torch.Tensor  # uint8 [N, K / 2]: the number of an even input in the low four bits
     scales_NG: torch.Tensor  # MXFP4: uint8 exponents; NVFP4: float8_e4m3fn
-    global_scale: torch.Tensor | None  # NVFP4: float32 [], a divisor of the scales
+    # NVFP4: a divisor of the scales, float32 []; of merged weights [N, 1]
+    global_scale: torch.Tensor | None
     spec: QuantSpec
     activation: ActivationSpec | None = None
     input_scale: torch.Tensor | None = None
-    # NVFP4 as NVIDIA's tools write it: float32 [], a factor of the scales
+    # NVFP4 as NVIDIA's tools write it: a factor of the scales, float32 [] or [N, 1]
     global_factor: torch.Tensor | None = None
 
     @classmethod
@@ -122,7 +125,8 @@ class Fp4Weight:
             raise CheckpointError(f"{name} global scale", "is there for NVFP4 and only for it")
         if self.spec.type == "mxfp4" and (self.scales_NG == 255).any():
             raise CheckpointError(f"{name} scales", "contain NaN")
-        if whole is not None and not (whole.numel() == 1 and bool(whole > 0)):
+        is_one = whole is None or whole.numel() == 1 or whole.shape == (self.out_features, 1)
+        if whole is not None and not (is_one and bool((whole > 0).all())):
             raise CheckpointError(f"{name} global scale", "expected one number above 0")
         steps_NG = self.steps()
         if not torch.isfinite(steps_NG).all():
@@ -177,6 +181,48 @@ class Fp4Weight:
             parts.append(PackedWeight.from_codes(codes_NK, steps_NG[own], None, spec))
         return PackedWeight.merge(parts)
 
+    @staticmethod
+    def merge(parts: "list[Fp4Weight]", name: str = "weight") -> "Fp4Weight":
+        """Stack outputs; each keeps its own global scale. Raises CheckpointError."""
+        first = parts[0]
+        for part in parts[1:]:
+            if not isinstance(part, Fp4Weight) or not (
+                (part.spec, part.in_features) == (first.spec, first.in_features)
+                and (part.global_factor is None) == (first.global_factor is None)
+                and same_activation(part, first)
+            ):
+                raise CheckpointError(
+                    name, f"its parts differ: {first.scheme} against {part.scheme}"
+                )
+        whole = {
+            field: _whole_of_rows([getattr(part, field) for part in parts], parts)
+            for field in ("global_scale", "global_factor")
+            if getattr(first, field) is not None
+        }
+        return replace(
+            first,
+            bytes_NB=torch.cat([part.bytes_NB for part in parts]),
+            scales_NG=torch.cat([part.scales_NG.view(torch.uint8) for part in parts]).view(
+                first.scales_NG.dtype
+            ),
+            **whole,
+        )
+
+    def take_inputs(self, start: int, stop: int, name: str = "weight") -> "Fp4Weight":
+        """Return the weight of inputs `start` to `stop` - 1. Raises CheckpointError."""
+        length = self.spec.group_size
+        if start % length or stop % length:
+            raise CheckpointError(
+                name,
+                f"its inputs {start} to {stop - 1} do not begin and end at multiples of {length}",
+                "use fewer GPUs",
+            )
+        return replace(
+            self,
+            bytes_NB=self.bytes_NB[:, start // 2 : stop // 2].contiguous(),
+            scales_NG=self.scales_NG[:, start // length : stop // length].contiguous(),
+        )
+
     def to(self, device: torch.device | str) -> "Fp4Weight":
         whole = {
             field: value.to(device)
@@ -186,6 +232,15 @@ class Fp4Weight:
         return replace(
             self, bytes_NB=self.bytes_NB.to(device), scales_NG=self.scales_NG.to(device), **whole
         )
+
+
+def _whole_of_rows(values: list[torch.Tensor], parts: list[Fp4Weight]) -> torch.Tensor:
+    """Return the global scale of merged parts: one for all where they agree, else [N, 1]."""
+    first = values[0]
+    if first.numel() == 1 and all(torch.equal(value, first) for value in values[1:]):
+        return first
+    rows = zip(values, parts, strict=True)
+    return torch.cat([value.reshape(-1, 1).expand(part.out_features, 1) for value, part in rows])
 
 
 def _groups(weight_NK: torch.Tensor, spec: QuantSpec) -> torch.Tensor:

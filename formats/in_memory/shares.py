@@ -13,7 +13,7 @@ from formats.architecture.sizes import check_heads
 from formats.errors import InputError
 from formats.in_memory.k_weight import MIN_INPUTS, is_in_blocks
 from formats.numerics.bits import code_multiple
-from formats.scheme import CHANNEL, Scheme
+from formats.scheme import CHANNEL, FP4_TYPES, Scheme
 
 FLAG = "--tensor-parallel-size"
 # Unit sizes that are fast in kernels, best first.
@@ -31,7 +31,7 @@ def input_units(scheme: Scheme | None) -> Units:
         return (WIDTHS,)
     spec = scheme.weight
     word = code_multiple(spec.bits) if spec.type == "int" else 1
-    word = MIN_INPUTS if is_in_blocks(spec) else word
+    word = MIN_INPUTS if is_in_blocks(spec) or spec.type in FP4_TYPES else word
     group = spec.group_size
     if group == CHANNEL:
         return (tuple(width for width in WIDTHS if width % word == 0) or (word,),)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from formats.errors import CheckpointError
+from formats.in_memory.fp4 import Fp4Weight
 from formats.in_memory.fp8 import Fp8Weight, block_size
 from formats.in_memory.k_weight import KWeight
 from formats.in_memory.packed import PackedWeight
@@ -34,6 +35,8 @@ def take_outputs(weight: Weight, rows: Rows) -> Weight:
     """Return the weight of some outputs."""
     if isinstance(weight, KWeight):
         return replace(weight, bytes_NX=take_rows(weight.bytes_NX, rows))
+    if isinstance(weight, Fp4Weight):
+        return _fp4_outputs(weight, rows)
     if isinstance(weight, PackedWeight):
         return replace(
             weight,
@@ -57,6 +60,20 @@ def take_outputs(weight: Weight, rows: Rows) -> Weight:
     return replace(weight, codes_NK=codes_NK, scales_RC=take_rows(scales_NC, rows), spec=spec)
 
 
+def _fp4_outputs(weight: Fp4Weight, rows: Rows) -> Fp4Weight:
+    whole = {
+        field: take_rows(value, rows)
+        for field in ("global_scale", "global_factor")
+        if (value := getattr(weight, field)) is not None and value.ndim == 2
+    }
+    return replace(
+        weight,
+        bytes_NB=take_rows(weight.bytes_NB, rows),
+        scales_NG=take_rows(weight.scales_NG, rows),
+        **whole,
+    )
+
+
 def _are_blocks(rows: Sequence[tuple[int, int]], block: int, total: int) -> bool:
     """Return True if the ranges are whole blocks, so the result has the same blocks."""
     *others, last = rows
@@ -71,7 +88,7 @@ def take_inputs(weight: Weight, start: int, stop: int, name: str = "weight") -> 
     input_order itself. If it begins or ends inside a group, groups become smaller ones of the same
     scale.
     """
-    if isinstance(weight, KWeight):
+    if isinstance(weight, KWeight | Fp4Weight):
         return weight.take_inputs(start, stop, name)
     if isinstance(weight, Fp8Weight):
         return _fp8_inputs(weight, start, stop)

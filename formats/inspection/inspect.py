@@ -20,6 +20,7 @@ from formats.architecture.stored_form import usual_config, usual_entries
 from formats.architecture.text_part import has_text_part, text_block, text_config
 from formats.architecture.tied_head import HEAD, TIE, says_tied, settle_head
 from formats.checkpoint import CONFIG, read_json
+from formats.codecs import mxfp4
 from formats.compatibility.loads_in import Facts, Verdict
 from formats.compatibility.rules import loads_in
 from formats.errors import CheckpointError, InputError
@@ -36,7 +37,12 @@ from formats.inspection.files import Shards, check_tokenizer, read_shards
 from formats.inspection.findings import Findings, Problem, how_many
 from formats.inspection.gptq import gptq_linear
 from formats.inspection.kv import check_kv_scales
-from formats.inspection.linear_summary import LinearSummary, decoded_linear, float_linear
+from formats.inspection.linear_summary import (
+    LinearSummary,
+    decoded_linear,
+    describe_experts,
+    float_linear,
+)
 from formats.inspection.model import check_experts, check_model, check_places, check_shapes
 from formats.inspection.parallel import parallel_sizes
 from formats.inspection.values import check_values
@@ -75,6 +81,7 @@ class Inspection:
     parallel: dict[int, str]  # number of GPUs -> why tensor parallelism fails; empty: it works
     loads_in: tuple[Verdict, ...]
     problems: tuple[Problem, ...]
+    mxfp4_experts: tuple[int, int] = (0, 0)  # bytes and weights; not among the linears
     vision_bytes: int = 0  # tensors of the vision part, which stay in float
     draft_layers: DraftLayers | None = None  # MTP layers; None: config.json states none
     # Distance from the float model as `quantize` measured it; None: not measured
@@ -120,9 +127,10 @@ class Inspection:
             "",
             text_table(("linear", "N", "K", "scheme", "bytes"), rows),
             "",
-            f"{len(rows)} linears: {size_text(self.total_bytes - self.other_bytes)},"
+            f"{len(rows)} linears: {size_text(sum(each.num_bytes for each in self.linears))},"
             f" {self.bits_per_weight:.2f} bits per weight;"
             f" other tensors: {size_text(self.other_bytes)}; total: {size_text(self.total_bytes)}",
+            *([describe_experts(*self.mxfp4_experts)] if self.mxfp4_experts[0] else []),
             *([f"vision part: {size_text(self.vision_bytes)}, in float"] * bool(self.vision_bytes)),
             "",
             text_table(
@@ -192,7 +200,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
     check_kv_scales(config, quant, shards, findings)
     check_values(shards, findings)
     total_bytes = sum(entry.num_bytes for entry in shards.entries.values())
-    method = _format_name(block, shards)
+    method, experts = _format_name(block, shards), mxfp4.size_of_experts(shards.entries)
     block = block if isinstance(block, dict) else {}
     errors = [problem for problem in findings.problems if problem.severity == "error"]
     facts = Facts(
@@ -229,11 +237,12 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
         scheme=_headline(linears) if quant else "",
         kv_cache=quant.kv_cache if quant else None,
         linears=tuple(linears),
-        other_bytes=total_bytes - sum(linear.num_bytes for linear in linears),
+        other_bytes=total_bytes - experts[0] - sum(linear.num_bytes for linear in linears),
         total_bytes=total_bytes,
         parallel=parallel_sizes(config, quant, linears),
         loads_in=(*loads_in(facts), *([verdict_of_folder(folder)] if gguf_name(folder) else [])),
         problems=tuple(findings.problems),
+        mxfp4_experts=experts,
         vision_bytes=shards.vision_bytes,
         draft_layers=find_draft_layers(config, shards.entries),
         quality=quality and quality.measured,

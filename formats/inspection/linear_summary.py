@@ -12,6 +12,7 @@ from formats.in_memory.weights import Weight
 from formats.inspection.files import Shards
 from formats.inspection.findings import Findings
 from formats.scheme import Scheme
+from formats.table import size_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,12 @@ def float_linear(name: str, entry: TensorEntry) -> LinearSummary:
         num_bytes=entry.num_bytes,
         traits=frozenset({"float"}),
     )
+
+
+def describe_experts(num_bytes: int, weights: int) -> str:
+    """Return the line of experts in MXFP4."""
+    bits = 8 * num_bytes / weights
+    return f"experts in MXFP4: {size_text(num_bytes)}, {bits:.2f} bits per weight"
 
 
 def decoded_linear(

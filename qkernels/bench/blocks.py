@@ -1,4 +1,4 @@
-"""Products of weights in blocks of a GGUF file, beside symmetric groups and the floats they mean.
+"""Products of weights in blocks of a GGUF file and in 4-bit floats, and of what they replace.
 
 Baselines of the same shape: `sym_g128` and `sym_g32`, symmetric codes in as many bits; `triton`,
 the same weight in the portable kernel; `cublas`, the dequantized weight; `copy`, a copy that moves
@@ -11,8 +11,9 @@ from functools import partial
 import torch
 from torch.nn import functional
 
+from formats.in_memory.fp4 import Fp4Weight
 from formats.in_memory.k_weight import KWeight
-from formats.scheme import block_scheme
+from formats.scheme import FP4_TYPES, Scheme, block_scheme
 from qkernels import ops
 from qkernels.bench.linear import LINEAR_SHAPES, random_weight
 from qkernels.bench.measure import Baselines, BenchedOp, Call, Case, copies_needed, read_shape
@@ -21,14 +22,25 @@ BLOCKS_M = (1, 4, 16, 64)
 STD = 0.02  # of the weights
 
 
+def random_fp4(kind: str, N: int, K: int, seed: int) -> Fp4Weight:
+    """Normal weights rounded to 4-bit floats, on the GPU."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    weight_NK = torch.randn(N, K, device="cuda", generator=generator) * STD
+    return Fp4Weight.from_float(weight_NK, Scheme.parse(f"w4a16-{kind}").weight)
+
+
+def _random(kind: str, N: int, K: int, seed: int) -> KWeight | Fp4Weight:
+    if kind in FP4_TYPES:
+        return random_fp4(kind, N, K, seed)
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return KWeight.random((N, K), block_scheme(kind).weight, STD, generator)
+
+
 def _blocks(kind: str, shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
     N, K = read_shape(LINEAR_SHAPES, shape)
-    spec = block_scheme(kind).weight
-    bits = 4 if spec.bits == 4 else 8
-    stored = []
-    for seed in range(copies_needed(N * K * bits // 8)):
-        generator = torch.Generator("cuda").manual_seed(seed)
-        stored.append(KWeight.random((N, K), spec, STD, generator))
+    bits = 8 if kind in ("q5_k", "q6_k") else 4
+    seeds = range(copies_needed(N * K * bits // 8))
+    stored = [_random(kind, N, K, seed) for seed in seeds]
     weight_NK = stored[0].dequantize(torch.bfloat16).double()
     weights = [ops.prepare_weight(each, torch.bfloat16) for each in stored]
     rivals = {}
@@ -82,5 +94,5 @@ OPS: dict[str, BenchedOp] = {
         baselines=("sym_g128", "sym_g32", "triton", "cublas", "copy"),
         dims=2,
     )
-    for kind in ("q4_k", "q4_1", "q5_k", "q6_k")
+    for kind in ("q4_k", "q4_1", "q5_k", "q6_k", *FP4_TYPES)
 }

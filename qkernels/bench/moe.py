@@ -7,6 +7,7 @@ reads experts of its own, and the floor counts those that a call reads on averag
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -15,6 +16,7 @@ from formats.in_memory.fp8 import FP8_DTYPE, Fp8Weight, scales_shape
 from formats.in_memory.weights import with_activation
 from formats.scheme import CHANNEL, Scheme
 from qkernels import ops
+from qkernels.bench.blocks import random_fp4
 from qkernels.bench.linear import GROUP, random_weight
 from qkernels.bench.measure import COLD_BYTES, Baselines, BenchedOp, Call, Case
 from qkernels.moe.experts import ExpertMatrix, ExpertWeights, PreparedExperts
@@ -28,6 +30,7 @@ MOE_SHAPES = {
     "qwen3-30b-a3b": (2048, 768, 128, 8),
     "qwen3-235b-a22b": (4096, 1536, 128, 8),
     "gpt-oss-20b": (2880, 2880, 32, 4),
+    "gpt-oss-120b": (2880, 2880, 128, 4),
     "glm-4.5-air": (4096, 1408, 128, 8),
 }
 MOE_M = (1, 2, 4, 8, 16, 32, 64, 128, 512, 4096)
@@ -39,6 +42,10 @@ Make = Callable[[int, int, int], ExpertMatrix]  # of N, K and a seed
 
 def _packed(N: int, K: int, seed: int) -> ExpertMatrix:
     return random_weight(N, K, seed, group_size=GROUP if K % GROUP == 0 else 32)
+
+
+def _fp4(kind: str) -> Make:
+    return partial(random_fp4, kind)
 
 
 def _int8(N: int, K: int, seed: int) -> ExpertMatrix:
@@ -125,7 +132,8 @@ def _case(
     zeros_MC = torch.zeros(m, C, device="cuda", dtype=torch.bfloat16)
     routes = [layer.route(x) for x in xs]
     read = sum(len(each.ids_Mk.unique()) for each in routes) / count
-    has_tiles = ops.plan_experts(layer.prepared, m).variant == SM90_FEW_TOKENS.name
+    has_tiles = op == "moe_w4a16"  # whose configs are tuned
+    has_tiles &= ops.plan_experts(layer.prepared, m).variant == SM90_FEW_TOKENS.name
     others: dict[str, list[Call]] = {}
     if "experts" in baselines:  # without router and norm
         others["experts"] = [
@@ -180,8 +188,12 @@ def _op(op: str, make: Make, bits: int, leave_out: tuple[str, ...] = ()) -> Benc
 
 OPS: dict[str, BenchedOp] = {
     "moe_w4a16": _op("moe_w4a16", _packed, 4),
+    "moe_mxfp4": _op("moe_mxfp4", _fp4("mxfp4"), 4),
+    "moe_nvfp4": _op("moe_nvfp4", _fp4("nvfp4"), 4),
     "moe_w8a8": _op("moe_w8a8", _int8, 8),
     "moe_fp8": _op("moe_fp8", _float8("w8a8-fp8"), 8),
-    "moe_fp8_block": _op("moe_fp8_block", _float8("w8a8-fp8-block"), 8, ("gpt-oss-20b",)),
+    "moe_fp8_block": _op(
+        "moe_fp8_block", _float8("w8a8-fp8-block"), 8, ("gpt-oss-20b", "gpt-oss-120b")
+    ),
     "moe_bf16": _op("moe_bf16", _bf16, 16),
 }

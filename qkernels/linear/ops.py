@@ -39,8 +39,8 @@ def prepare_weight(
     kernel or one of its variants to use instead of the best one, or, with a leading minus, kernels
     to exclude (`explain("linear", ...)` lists them). Raises KernelError if none can run.
     """
-    if isinstance(packed, Fp4Weight):
-        packed = packed.as_codes()  # no kernel takes 4-bit floats; the 8-bit codes are exact
+    if isinstance(packed, Fp4Weight) and packed.activation is not None:
+        packed = packed.as_codes()  # no kernel takes both in few bits; the 8-bit codes are exact
     device = packed.device if device is None else torch.device(device)
     if dtype not in FLOAT_DTYPES:
         raise KernelError("weight", f"expected a float dtype of activations, found {dtype}")

@@ -6,6 +6,7 @@ Legend: M rows of x, K inputs, N outputs, G groups.
 import torch
 import torch.nn.functional as F
 
+from formats.in_memory.fp4 import Fp4Weight
 from formats.in_memory.fp8 import Fp8Weight
 from formats.in_memory.k_weight import KWeight
 from formats.in_memory.packed import PackedWeight
@@ -36,6 +37,11 @@ def prepare_weight(
         tensors = {"blocks": packed.bytes_NX}
         if packed.inputs is not None:
             tensors["inputs"] = torch.tensor(packed.inputs)
+    elif isinstance(packed, Fp4Weight):
+        tensors = {"fp4": packed.bytes_NB, "scales": packed.scales_NG}
+        for name in ("global_scale", "global_factor"):
+            if getattr(packed, name) is not None:
+                tensors[name] = getattr(packed, name)
     elif isinstance(packed, Fp8Weight):
         tensors = {"fp8": packed.codes_NK, "scales": packed.scales_RC}
     elif _is_int8(packed):
@@ -137,6 +143,14 @@ def _dequantize(weight: PreparedWeight) -> torch.Tensor:
         inputs = None if inputs is None else tuple(inputs.tolist())
         blocks = KWeight(bytes_NX=tensors["blocks"], spec=weight.spec, inputs=inputs)
         return blocks.dequantize()
+    if "fp4" in tensors:
+        return Fp4Weight(
+            bytes_NB=tensors["fp4"],
+            scales_NG=tensors["scales"],
+            global_scale=tensors.get("global_scale"),
+            global_factor=tensors.get("global_factor"),
+            spec=weight.spec,
+        ).dequantize()
     if "fp8" in tensors:
         return Fp8Weight(
             codes_NK=tensors["fp8"], scales_RC=tensors["scales"], spec=weight.spec

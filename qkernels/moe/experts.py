@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from formats.in_memory.fp4 import Fp4Weight
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import Weight
 from formats.scheme import ActivationSpec, QuantSpec
@@ -110,5 +111,5 @@ def shape_of(matrix: ExpertMatrix) -> tuple[int, int]:
 
 
 def is_packed(matrix: ExpertMatrix) -> bool:
-    """True if the weights are integer codes, packed into words."""
-    return isinstance(matrix, PackedWeight)
+    """True if the weights are integer codes, packed into words, or 4-bit floats."""
+    return isinstance(matrix, PackedWeight | Fp4Weight)

@@ -2,6 +2,7 @@
 
 import torch
 
+from formats.scheme import FP4_TYPES
 from qkernels.choice import FIXED_ORDER, parse_choice
 from qkernels.dispatch import Kernel, Operation, reference, triton_or_reference
 from qkernels.gpu import device as gpu_device
@@ -50,8 +51,10 @@ def triton_experts(problem: Problem) -> str | None:
 
 def _refuses_packed(problem: Problem) -> str | None:
     spec = problem.spec
+    if spec.type in FP4_TYPES:
+        return None
     if spec.type != "int" or spec.bits not in (4, 8):
-        return f"takes 4- and 8-bit integer weights with 16-bit activations, not {spec}"
+        return f"takes 4- and 8-bit integer weights and 4-bit floats, not {spec}"
     for size in (problem.out_features, problem.in_features):
         group = spec.group_length(size)
         if k_step(group) < MIN_K_STEP or size % group:

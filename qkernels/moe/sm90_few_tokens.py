@@ -1,4 +1,4 @@
-"""Products of W4A16 experts for few tokens on sm_90, in Gluon: y^T = W x^T with wgmma.
+"""Products of experts in 4 bits for few tokens on sm_90, in Gluon: y^T = W x^T with wgmma.
 
 The pipeline is that of wna16/sm90_small_m.py: a producer warp keeps TMA loads of packed weights,
 scales and x in flight, one or two consumer warpgroups multiply 64 outputs each. Work is a tile and
@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from qkernels.gpu.config import ceil_div
 from qkernels.gpu.device import sm_count
 from qkernels.gpu.gluon_compat import descriptor
 from qkernels.gpu.launch import launch
@@ -42,6 +43,7 @@ from qkernels.wna16.sm90_k_step import (
     load_weight,
     load_x,
     multiply,
+    multiply_fp4,
     step_scales,
 )
 
@@ -113,23 +115,27 @@ def _launch(
 ) -> None:
     x = aligned(x)
     N, K = weight.out_features, weight.in_features
-    scales, offsets = weight.tensors["scales"], weight.tensors.get("offsets")
+    scales, factors = weight.tensors["scales"], weight.tensors.get("blocks")
+    offsets, box = weight.tensors.get("offsets", scales), TILE_N
+    if factors is not None:  # 4-bit floats: one or two words of a row and K step
+        box *= scales.shape[-1]
     tiles = N // config.block_n
     launch(
         _experts_few_tokens,
         (min(config.blocks_per_sm * sm_count(x.device), wanted.most * tiles * config.split),),
         descriptor(weight.tensors["packed"].view(-1, WEIGHT_BOX[1]), WEIGHT_BOX),
         descriptor(x, [config.block_m, X_BOX_K]),
-        descriptor(scales.view(-1), [TILE_N]),
-        descriptor((scales if offsets is None else offsets).view(-1), [TILE_N]),
+        descriptor(scales.view(-1), [box]),
+        descriptor(offsets.view(-1), [box]),
         scales if weight.bias_EN is None else weight.bias_EN,
+        scales if factors is None else factors,
         ids_Mk if wanted.order is None else wanted.order,
         shares_Mk if wanted.shares is None or shares_Mk is None else wanted.shares,
         wanted.list,
         y,
         len(ids_Mk),
         N,
-        K // 128,
+        ceil_div(K, 128),
         tiles,
         wanted.most,
         CONFIG=config,
@@ -162,18 +168,25 @@ def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
         sums = gl.zeros([64, BM], gl.float32, SUMS)
         for _ in range(work_tile.k_begin, work_tile.k_end):
             pipeline.consumer_wait(state)
-            scale = step_scales(gemm, pipeline.mem, state.stage, CONSUMER, SUMS)
-            product = multiply(gemm, pipeline.mem, state.stage, CONSUMER, SUMS)
-            product = warpgroup_mma_wait(0, deps=[product])
-            pipeline.consumer_release(state)
-            sums += product * scale[:, None]
+            if gemm.NUMERICS.fp4 is not None:
+                sums = multiply_fp4(gemm, pipeline.mem, state.stage, sums, CONSUMER, SUMS)
+                sums = warpgroup_mma_wait(0, deps=[sums])
+                pipeline.consumer_release(state)
+            else:
+                scale = step_scales(gemm, pipeline.mem, state.stage, CONSUMER, SUMS)
+                product = multiply(gemm, pipeline.mem, state.stage, CONSUMER, SUMS)
+                product = warpgroup_mma_wait(0, deps=[product])
+                pipeline.consumer_release(state)
+                sums += product * scale[:, None]
             state = state.advance()
         if not LOOK_FIRST:
             pairs = _look_up(gemm, work_tile, gl.SliceLayout(0, SUMS))
         rows, shares = _columns(gemm, work_tile, choices, pairs, gl.SliceLayout(0, SUMS))
         first_n = gemm.first_output(work_tile, CONSUMER)
+        n = first_n + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
+        if gemm.NUMERICS.fp4 is not None:
+            sums *= gl.load(gemm.factors_ptr + work_tile.expert * gemm.N + n)[:, None]
         if gemm.NUMERICS.has_bias:
-            n = first_n + gl.arange(0, 64, gl.SliceLayout(1, SUMS))
             bias = gl.load(gemm.bias_ptr + work_tile.expert * gemm.N + n).to(gl.float32)
             sums += gl.where(work_tile.split == 0, bias, 0.0)[:, None]
         if gemm.TILE.glu:
@@ -319,6 +332,7 @@ def _experts_few_tokens(
     scales,
     offsets,
     bias_ptr,
+    factors_ptr,
     ids_ptr,
     shares_ptr,
     wanted_ptr,
@@ -341,6 +355,7 @@ def _experts_few_tokens(
         scales=scales,
         offsets=offsets,
         bias_ptr=bias_ptr,
+        factors_ptr=factors_ptr,
         ids_ptr=ids_ptr,
         shares_ptr=ids_ptr if shares_ptr is None else shares_ptr,
         wanted_ptr=wanted_ptr,

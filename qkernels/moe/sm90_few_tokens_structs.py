@@ -52,9 +52,10 @@ class Experts:
 
     weight: tma.tensor_descriptor  # packed [E N/64 K/128 32, 32]
     x: tma.tensor_descriptor  # [M, K], [D M, K] or [P, K], boxes [BM, 64]
-    scales: tma.tensor_descriptor  # [E N/64 G 64]
+    scales: tma.tensor_descriptor  # [E N/64 G 64]; of 4-bit floats words of rows
     offsets: tma.tensor_descriptor  # [E N/64 G 64], valid if has_offsets
     bias_ptr: gl.tensor  # [E, N], valid if has_bias
+    factors_ptr: gl.tensor  # float32 [E, N], valid with fp4
     ids_ptr: gl.tensor  # [M, k]; sorted: the pairs [P]
     shares_ptr: gl.tensor  # [M, k]; sorted: [P]; valid in down
     wanted_ptr: gl.tensor  # as in Wanted

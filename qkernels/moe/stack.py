@@ -10,12 +10,15 @@ from dataclasses import replace
 import torch
 
 from formats.errors import CheckpointError
+from formats.in_memory.fp4 import Fp4Weight
 from formats.in_memory.fp8 import Fp8Weight, block_size
 from formats.in_memory.packed import PackedWeight
+from formats.in_memory.slices import take_outputs
 from formats.in_memory.weights import Weight, merge
 from qkernels import dispatch
 from qkernels.linear.rows import LINEAR
 from qkernels.moe.experts import ExpertMatrix, ExpertStack, is_packed, shape_of, spec_of
+from qkernels.wna16.layout import kernel_spec
 
 PAIR_ROWS = 8  # of gate, and then of up
 CODES_AT_ONCE = 2**27  # that are prepacked; each takes some 12 bytes meanwhile
@@ -63,19 +66,20 @@ def stack(
     if order is not None:
         bias_EN = None if bias_EN is None else bias_EN.to(device)[:, order]
     on_device = [_ordered(matrix.to(device), order) for matrix in matrices]
-    activation = None
+    activation, spec = None, spec_of(matrices[0])
     if isinstance(on_device[0], torch.Tensor):
         kind, tensors = "float", {"weight": torch.cat([m.to(dtype) for m in on_device])}
     else:
         activation = on_device[0].activation
         if is_packed(on_device[0]) and activation is None:
             kind, tensors = "packed", _prepacked(on_device, dtype)
+            spec = kernel_spec(spec, K)
         else:
             kind, tensors = "codes", _codes(_merged(on_device))
     return ExpertStack(
         kind=kind,
         tensors=tensors,
-        spec=spec_of(matrices[0]),
+        spec=spec,
         activation=activation,
         out_features=N,
         in_features=K,
@@ -83,7 +87,9 @@ def stack(
     )
 
 
-def _prepacked(matrices: Sequence[PackedWeight], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _prepacked(
+    matrices: Sequence[PackedWeight | Fp4Weight], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     """As one prepacked weight, made of a few experts at a time to spare memory."""
     N, K = shape_of(matrices[0])
     module = dispatch.module_of(LINEAR, f"w{matrices[0].spec.bits}a16")
@@ -125,6 +131,8 @@ def _ordered(matrix: ExpertMatrix, order: torch.Tensor | None) -> ExpertMatrix:
         return matrix
     if isinstance(matrix, torch.Tensor):
         return matrix[order]
+    if isinstance(matrix, Fp4Weight):
+        return take_outputs(matrix, order)
     if isinstance(matrix, Fp8Weight):
         codes_NK = matrix.codes_NK.view(torch.uint8)[order].view(matrix.codes_NK.dtype)
         return replace(matrix, codes_NK=codes_NK, scales_RC=matrix.scales_RC[order])

@@ -33,6 +33,7 @@ from qkernels.operands.split_k import LinearOutput, SplitKPartials
 from qkernels.rowwise import ops as rowwise
 from qkernels.wna16.layout import TILE_N, k_step
 from qkernels.wna16.prepack import VALUE_OF_ZERO
+from qkernels.wna16.unpack.fp4_layout import fp4_words
 from qkernels.wna16.unpack.words import MAGIC_WORD
 
 PLAIN_BLOCK_K = {1: 128, 2: 64}  # by bytes of an element
@@ -194,6 +195,7 @@ def _product(
             weight.tensors["packed"],
             scales,
             weight.tensors.get("offsets"),
+            weight.tensors.get("blocks"),
             weight.bias_EN,
             *lists,
             shares_Mk,
@@ -201,12 +203,14 @@ def _product(
             *sizes,
             ROW_PAIRS=row_pairs,
             STEPS_PER_GROUP=group // k_step(group),
+            FP4=fp4_words(weight.spec, x.dtype),
             MAGIC=MAGIC_WORD[x.dtype],
             OFFSET=VALUE_OF_ZERO[x.dtype, bits] + weight.spec.symmetric_zero,
             BITS=bits,
             BM=config.block_m,
             BN=config.block_n,
             BK=k_step(group),
+            EVEN=K % k_step(group) == 0,
             TILE_N=TILE_N,
             SPLIT=config.split,
             STAGES=config.stages,

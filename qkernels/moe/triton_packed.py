@@ -1,8 +1,9 @@
-"""Products of experts with 4- or 8-bit weights and 16-bit activations, in Triton.
+"""Products of experts with 4- or 8-bit weights or 4-bit floats, and 16-bit activations, in Triton.
 
 One matrix holds all experts, prepacked as of a single linear (wna16/prepack.py): an expert's tiles
 of 64 outputs follow the one's before. The inner loop is that of wna16/triton_gemm.py: the weight is
-operand A, a scale multiplies the sums of a K step. Rows of x are gathered.
+operand A; a scale multiplies the sums of a K step, or weights are scaled (4-bit floats). Rows of x
+are gathered.
 
 Legend: K inputs, N outputs of an expert, G groups; BM pairs, BN outputs, BK inputs of a tile.
 """
@@ -12,6 +13,7 @@ import triton.language as tl
 
 from qkernels.moe.tiles_triton import find_pairs, store_pairs
 from qkernels.wna16.triton_gemm import prefetch_groups
+from qkernels.wna16.unpack.fp4 import fp4_weights, prefetch_scales
 from qkernels.wna16.unpack.words import unpack
 
 
@@ -19,8 +21,9 @@ from qkernels.wna16.unpack.words import unpack
 def experts_packed(
     x_ptr,  # [rows, K]
     packed_ptr,  # [E N/64, K/BK, 64, WORDS]
-    scales_ptr,  # [E N/64, G, 64]
+    scales_ptr,  # [E N/64, G, 64]; with FP4 [E N/64, K/BK, 64, PARTS]
     offsets_ptr,  # [E N/64, G, 64] or None
+    factors_ptr,  # [E N] with FP4, or None
     bias_ptr,  # [E, N] or None
     ids_ptr,  # [P]
     sorted_ptr,  # [P], or None where ids are few
@@ -33,12 +36,14 @@ def experts_packed(
     E,
     ROW_PAIRS: tl.constexpr,  # pairs that share a row of x
     STEPS_PER_GROUP: tl.constexpr,
+    FP4: tl.constexpr,  # Fp4Words, or None: integer codes
     MAGIC: tl.constexpr,
     OFFSET: tl.constexpr,
     BITS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    EVEN: tl.constexpr,  # all K steps are full of inputs
     TILE_N: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
@@ -55,7 +60,7 @@ def experts_packed(
     expert, pair, valid = find_pairs(ids_ptr, sorted_ptr, counts_ptr, block, P, E, BM, TILE)
     if tl.sum(valid.to(tl.int32), 0) > 0:
         row = tl.arange(0, BN)
-        steps = K // BK
+        steps = tl.cdiv(K, BK)
         groups = steps // STEPS_PER_GROUP
         first = split * steps // SPLIT
         last = (split + 1) * steps // SPLIT
@@ -67,26 +72,51 @@ def experts_packed(
         packed_rows = ((stored_tile.to(tl.int64) * steps + first) * TILE_N + stored_row) * WORDS
         packed_ptrs = packed_ptr + packed_rows[:, None] + tl.arange(0, WORDS)[None, :]
         group_rows = stored_tile * groups * TILE_N + stored_row
-        if USE_PTX:
+        if USE_PTX and FP4 is not None:
+            prefetch_scales(scales_ptr, tile, first, last, steps, FP4, TILE_N, BN)
+        elif USE_PTX:
             prefetch_groups(scales_ptr, tile, first, last, groups, STEPS_PER_GROUP, TILE_N, BN)
             if offsets_ptr is not None:
                 prefetch_groups(offsets_ptr, tile, first, last, groups, STEPS_PER_GROUP, TILE_N, BN)
         total = tl.zeros((BN, BM), tl.float32)
         for step in tl.range(first, last, num_stages=STAGES):
-            x = tl.load(x_ptrs, mask=valid[None, :], other=0.0)
-            packed = tl.load(packed_ptrs, eviction_policy="evict_first")
-            group = group_rows + step // STEPS_PER_GROUP * TILE_N
-            scale = tl.load(scales_ptr + group)
-            values = unpack(packed, MAGIC, BITS, BN, BK, DTYPE, USE_PTX)
-            if offsets_ptr is None:
-                codes = values - OFFSET
+            if EVEN:
+                x = tl.load(x_ptrs, mask=valid[None, :], other=0.0)
             else:
-                codes = values - tl.load(offsets_ptr + group)[:, None]
-            total += tl.dot(codes.to(DTYPE), x) * scale.to(tl.float32)[:, None]
+                k = step * BK + tl.arange(0, BK)
+                x = tl.load(x_ptrs, mask=valid[None, :] & (k[:, None] < K), other=0.0)
+            packed = tl.load(packed_ptrs, eviction_policy="evict_first")
+            if FP4 is not None:
+                weights = fp4_weights(
+                    packed,
+                    scales_ptr,
+                    stored_tile,
+                    stored_row,
+                    step,
+                    steps,
+                    FP4,
+                    BN,
+                    BK,
+                    TILE_N,
+                    DTYPE,
+                    USE_PTX,
+                )
+                total = tl.dot(weights, x, total)
+            else:
+                group = group_rows + step // STEPS_PER_GROUP * TILE_N
+                scale = tl.load(scales_ptr + group)
+                values = unpack(packed, MAGIC, BITS, BN, BK, DTYPE, USE_PTX)
+                if offsets_ptr is None:
+                    codes = values - OFFSET
+                else:
+                    codes = values - tl.load(offsets_ptr + group)[:, None]
+                total += tl.dot(codes.to(DTYPE), x) * scale.to(tl.float32)[:, None]
             x_ptrs += BK
             packed_ptrs += TILE_N * WORDS
         if PDL:
             tl.extra.cuda.gdc_launch_dependents()
+        if FP4 is not None:
+            total *= tl.load(factors_ptr + stored_tile * TILE_N + stored_row)[:, None]
         if bias_ptr is not None:
             bias = tl.load(bias_ptr + expert * N + tile_n * BN + row).to(tl.float32)
             total += tl.where(split == 0, bias, 0.0)[:, None]

@@ -12,6 +12,7 @@ from qkernels.moe.sm90_few_tokens_config import (
 from qkernels.moe.variants import SM90_FEW_TOKENS, layer_of
 from qkernels.tuning import table as tuning_table
 from qkernels.tuning.op import ConfigSpace, TunedOp
+from qkernels.wna16.layout import has_fp4
 
 CONSUMERS, STAGES, BLOCKS = (1, 2), (3, 4, 6, 8), (1, 2, 3, 4)
 
@@ -55,7 +56,9 @@ def measured_plan(problem: ExpertsProblem, M: int, choice: KernelChoice) -> Expe
     """The plan that was found fastest on this GPU; None: nothing was measured."""
     variant = SM90_FEW_TOKENS
     asked = choice.only in (None, problem.kernel, variant.name) and variant.name not in choice.never
-    if not asked or problem.spec is None or variant.refuses(layer_of(problem)) is not None:
+    if not asked or problem.spec is None or has_fp4(problem.spec):
+        return None
+    if variant.refuses(layer_of(problem)) is not None:
         return None
     table = tuning_table.tuning_table_of(problem.device)
     row = table.find(TUNED, **tuned_problem(problem, M))

@@ -15,7 +15,7 @@ from qkernels.moe.config import FEW_TOKENS, ExpertsPlan, few_plan, sorted_plan
 from qkernels.moe.experts import ExpertsProblem
 from qkernels.moe.sm90_few_tokens_config import few_tokens_tiles
 from qkernels.operands.limbs import K_STEP
-from qkernels.wna16.layout import TILE_N, k_step
+from qkernels.wna16.layout import TILE_N, fp4_step, has_fp4, k_step
 
 ANY = KernelChoice()
 
@@ -56,7 +56,10 @@ def _refuses_few_tokens(layer: Layer) -> str | None:
         return "takes SiLU, not GELU"
     for size in (layer.hidden, layer.inner):
         group = layer.spec.group_length(size)
-        if k_step(group) != K_STEP:
+        if has_fp4(layer.spec):
+            if fp4_step(size) != K_STEP:
+                return f"takes sizes that steps of {K_STEP} inputs nearly fill, not {size}"
+        elif k_step(group) != K_STEP:
             return f"takes groups divisible by {K_STEP}, not {group} of {size}"
     if layer.hidden % TILE_N or 2 * layer.inner % TILE_N:
         return f"takes outputs divisible by {TILE_N}"
@@ -91,8 +94,10 @@ def _fixed_order(layer: Layer, M: int) -> ExpertsPlan:
     """K not divided, and the experts' outputs added by a kernel of its own, for every M.
 
     All variants scale the sums of a K step, which begin at zero, and add them to those before.
+    4-bit floats are scaled before the product: there the portable kernel alone is taken.
     """
-    of_sm90 = None if _refuses_few_tokens(layer) else _few_tokens(layer, M)
+    portable = layer.spec is not None and has_fp4(layer.spec)
+    of_sm90 = None if portable or _refuses_few_tokens(layer) else _few_tokens(layer, M)
     plan = of_sm90 or _few(layer, M) or _sorted(layer, M)
     return replace(plan, down=replace(plan.down, split=1), output="sum")
 

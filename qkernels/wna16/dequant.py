@@ -162,7 +162,7 @@ def codes_minus_zeros(packed, zeros, DTYPE: gl.constexpr):
     p1 = _codes(packed, zero_4, AT_4)
     p2 = _codes(packed >> 8, zero_0, AT_0)
     p3 = _codes(packed >> 8, zero_4, AT_4)
-    return _in_order(p0, p1, p2, p3, DTYPE)
+    return in_order(p0, p1, p2, p3, DTYPE)
 
 
 @gluon.jit
@@ -171,7 +171,7 @@ def _codes(packed, zero, PTX: gl.constexpr):
 
 
 @gluon.jit
-def _in_order(p0, p1, p2, p3, DTYPE: gl.constexpr):
+def in_order(p0, p1, p2, p3, DTYPE: gl.constexpr):
     """Pairs [64, 4 C] of codes at bits 0, 4, 8 and 12 to [64, 32 C] in the order of the inputs."""
     C: gl.constexpr = p0.shape[1] // 4
     i0 = gl.join(unpack_x2(p0, DTYPE), unpack_x2(p1, DTYPE))
@@ -222,7 +222,7 @@ def unpack_nibbles(packed, factors, DTYPE: gl.constexpr):
     p1 = _weights(packed, zero_4, high, low, AT_4)
     p2 = _weights(packed >> 8, zero_0, high, low, AT_0)
     p3 = _weights(packed >> 8, zero_4, high, low, AT_4)
-    return _in_order(p0, p1, p2, p3, DTYPE)
+    return in_order(p0, p1, p2, p3, DTYPE)
 
 
 @gluon.constexpr_function
@@ -268,7 +268,7 @@ def unpack_rounded(
     p1 = _two_factors(packed, second, third, AT_4)
     p2 = _two_factors(packed >> 8, first, third, AT_0)
     p3 = _two_factors(packed >> 8, second, third, AT_4)
-    return gl.convert_layout(_in_order(p0, p1, p2, p3, DTYPE), A, assert_trivial=True)
+    return gl.convert_layout(in_order(p0, p1, p2, p3, DTYPE), A, assert_trivial=True)
 
 
 @gluon.jit
@@ -300,7 +300,7 @@ def _row_words_layout(W):
 
 
 @gluon.constexpr_function
-def _groups_layout(C):
+def groups_layout(C):
     """Layout of packed words [64, 4 C] as [64, t, C]."""
     return gl.DistributedLinearLayout(
         reg_bases=[*([0, 0, 1 << i] for i in range(C.bit_length() - 1)), [8, 0, 0]],
@@ -347,7 +347,7 @@ def group_factors(
     `block`: words with d and dmin. Products of both are exact.
     """
     C: gl.constexpr = K_SUBTILE // 32
-    GROUPS: gl.constexpr = gl.SliceLayout(1, _groups_layout(C))
+    GROUPS: gl.constexpr = gl.SliceLayout(1, groups_layout(C))
     ROWS: gl.constexpr = gl.SliceLayout(1, GROUPS)
     group = i * C + gl.arange(0, C, gl.SliceLayout(0, GROUPS))
     if NUMERICS.steps_per_block > 0:
@@ -386,19 +386,19 @@ def unpack_groups(packed, scale, minimum, DTYPE: gl.constexpr, A: gl.constexpr):
     p0, p1, p2, p3 = gl.inline_asm_elementwise(
         PTX,
         "=&r,=&r,=&r,=&r,r,r,r",
-        [packed, _for_words(scale), _for_words(minimum)],
+        [packed, for_words(scale), for_words(minimum)],
         (gl.int32, gl.int32, gl.int32, gl.int32),
         True,
         1,
     )
-    return gl.convert_layout(_in_order(p0, p1, p2, p3, DTYPE), A, assert_trivial=True)
+    return gl.convert_layout(in_order(p0, p1, p2, p3, DTYPE), A, assert_trivial=True)
 
 
 @gluon.jit
-def _for_words(values):
+def for_words(values):
     """Values of groups [64, C] for each packed word [64, 4 C]."""
     C: gl.constexpr = values.shape[1]
-    WORDS: gl.constexpr = _groups_layout(C)
+    WORDS: gl.constexpr = groups_layout(C)
     spread, _ = gl.broadcast(values[:, None, :], gl.zeros([64, 4, C], gl.float32, WORDS))
     return gl.convert_layout(spread.reshape([64, 4 * C]), packed_layout(C), assert_trivial=True)
 

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import torch
 
+from formats.in_memory.fp4 import Fp4Weight
 from formats.in_memory.k_weight import KWeight
 from formats.in_memory.packed import PackedWeight
 from qkernels.choice import parse_choice
@@ -33,6 +34,7 @@ from qkernels.wna16.sm90_small_m_config import (
 )
 from qkernels.wna16.triton_gemm import dequantize
 from qkernels.wna16.tuned import TUNED
+from qkernels.wna16.unpack.fp4_layout import prepare_fp4
 from qkernels.wna16.variants import (
     ANY,
     CUBLAS,
@@ -46,23 +48,29 @@ from qkernels.wna16.variants import (
 
 
 def prepare_weight(
-    packed: PackedWeight | KWeight, dtype: torch.dtype, device: torch.device | str | None = None
+    packed: PackedWeight | KWeight | Fp4Weight,
+    dtype: torch.dtype,
+    device: torch.device | str | None = None,
 ) -> PreparedWeight:
     """The prepacked weight that all variants read."""
+    if isinstance(packed, Fp4Weight):
+        return prepare_fp4(packed, dtype, device)
     if isinstance(packed, KWeight):
         return prepack.prepare_blocks(packed, dtype, device)
     return prepack.prepare_weight(packed, dtype, device)
 
 
 def prepare_fixed_order(
-    packed: PackedWeight | KWeight, dtype: torch.dtype, device: torch.device | str | None = None
+    packed: PackedWeight | KWeight | Fp4Weight,
+    dtype: torch.dtype,
+    device: torch.device | str | None = None,
 ) -> PreparedWeight:
     """prepare_weight with scales rounded to `dtype`, which kernels then apply in one instruction.
 
     A scale changes by up to 2^-9 of itself, as much as the rounding of an input. Those of blocks of
-    a GGUF file stay: the kernel that runs them rounds each weight.
+    a GGUF file stay: the kernel that runs them rounds each weight. Those of 4-bit floats fit.
     """
-    if isinstance(packed, KWeight):
+    if isinstance(packed, KWeight | Fp4Weight):
         return prepare_weight(packed, dtype, device)
     scales_NG = packed.scales_NG.to(dtype).to(packed.scales_NG.dtype)
     return prepare_weight(replace(packed, scales_NG=scales_NG), dtype, device)

@@ -6,7 +6,7 @@ Legend: N outputs, K inputs.
 import math
 from dataclasses import dataclass
 
-from formats.scheme import BLOCK_TYPES, MIN_TYPES, QuantSpec, block_length
+from formats.scheme import BLOCK_TYPES, FP4_TYPES, MIN_TYPES, QuantSpec, block_length
 from qkernels.gpu.config import ceil_div
 from qkernels.operands.limbs import K_STEP
 
@@ -57,6 +57,42 @@ class GroupedSpec(QuantSpec):
         return self.block // self.group_size
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp4Spec(GroupedSpec):
+    """Prepacked weight in 4-bit floats, with one or several groups in a K step.
+
+        W[n, k] = factor[n] · scale[n, group] · number[n, k]
+
+    The last K step may be padded with zeros: then it is not full of inputs.
+    """
+
+    floats: str  # "mxfp4" or "nvfp4" (formats/in_memory/fp4.py)
+
+
+def fp4_step(in_features: int) -> int:
+    """Return the inputs of a K step of 4-bit floats: 128 where padding adds at most a sixteenth."""
+    steps = (K_STEP, K_STEP // 2, MIN_K_STEP)
+    wasted = [ceil_div(in_features, step) * step - in_features for step in steps]
+    pairs = zip(steps, wasted, strict=True)
+    return next((step for step, waste in pairs if 16 * waste <= in_features), steps[-1])
+
+
+def fp4_spec(spec: QuantSpec, in_features: int) -> Fp4Spec:
+    """Return how kernels hold a weight of FP4_TYPES."""
+    return Fp4Spec(
+        bits=4,
+        symmetric=True,
+        group_size=fp4_step(in_features),
+        group=FP4_TYPES[spec.type],
+        floats=spec.type,
+    )
+
+
+def has_fp4(spec: QuantSpec) -> bool:
+    """Return True for 4-bit floats, prepacked or not."""
+    return isinstance(spec, Fp4Spec) or spec.type in FP4_TYPES
+
+
 def grouped_spec(
     spec: QuantSpec, in_features: int, inputs: tuple[int, int] | None = None
 ) -> GroupedSpec:
@@ -78,7 +114,11 @@ def grouped_spec(
 
 
 def kernel_spec(spec: QuantSpec, in_features: int) -> QuantSpec:
-    """Return the spec of the prepacked weight: GroupedSpec for BLOCK_TYPES, else the same."""
+    """Return the spec of the prepacked weight: GroupedSpec for BLOCK_TYPES, Fp4Spec for FP4_TYPES,
+    else the same.
+    """
+    if spec.type in FP4_TYPES:
+        return fp4_spec(spec, in_features)
     return grouped_spec(spec, in_features) if spec.type in BLOCK_TYPES else spec
 
 

@@ -16,6 +16,7 @@ from qkernels.gpu.workspace import workspace
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.operands.limbs import K_STEP
 from qkernels.wna16.layout import TILE_N, GroupedSpec, grouped_spec, k_step, padded_n
+from qkernels.wna16.unpack.fp4_layout import Fp4Words, fp4_words
 
 
 def fragment_order(codes_NK: torch.Tensor) -> torch.Tensor:
@@ -160,6 +161,7 @@ class WeightNumerics:
     has_bias: bool
     groups: int = 1  # of a K step; with several each has a scale and a minimum (GroupedSpec)
     steps_per_block: int = 0  # K steps that share d and dmin; 0: there are none
+    fp4: Fp4Words | None = None  # 4-bit floats
 
 
 def weight_numerics(weight: PreparedWeight, bias: torch.Tensor | None) -> WeightNumerics:
@@ -183,5 +185,6 @@ def stack_numerics(
         steps_per_group=spec.group_length(in_features) // K_STEP,
         offset=VALUE_OF_ZERO[dtype, spec.bits] + spec.symmetric_zero,
         has_offsets="offsets" in tensors,
+        fp4=fp4_words(spec, dtype),
         has_bias=bias is not None,
     )

@@ -4,12 +4,13 @@ import functools
 
 import torch
 
+from formats.scheme import FP4_TYPES
 from qkernels.choice import parse_choice
 from qkernels.dispatch import Kernel
 from qkernels.problem import HALF_DTYPES, Problem, needs_triton
 from qkernels.tuning import table as tuning_table
 from qkernels.tuning.op import bucket
-from qkernels.wna16.layout import MIN_K_STEP, k_step, kernel_spec
+from qkernels.wna16.layout import MIN_K_STEP, Fp4Spec, k_step, kernel_spec
 from qkernels.wna16.tuned import TUNED
 from qkernels.wna16.variants import BY_NAME, NAMES, Shape, variant_of
 
@@ -38,8 +39,10 @@ def triton_weight_only(problem: Problem, bits: int) -> str | None:
     reason = _refuses_weight(problem, bits)
     if reason is not None:
         return reason
-    group = kernel_spec(problem.spec, problem.in_features).group_length(problem.in_features)
-    if k_step(group) < MIN_K_STEP or problem.in_features % group:
+    spec = kernel_spec(problem.spec, problem.in_features)
+    group = spec.group_length(problem.in_features)
+    is_padded = isinstance(spec, Fp4Spec)
+    if k_step(group) < MIN_K_STEP or (problem.in_features % group and not is_padded):
         return f"takes groups divisible by {MIN_K_STEP}, not {group}"
     if problem.out_features % 8:
         return f"takes a number of outputs divisible by 8, not {problem.out_features}"
@@ -98,7 +101,7 @@ def cpu_weight_only(problem: Problem, bits: int) -> str | None:
     reason = _refuses_weight(problem, bits)
     if reason is not None:
         return reason
-    if bits == 8 and problem.spec.type != "int":
+    if problem.spec.type != "int" and (bits == 8 or problem.spec.type in FP4_TYPES):
         return f"takes integer weights, not {problem.spec}"
     group = problem.spec.integer_form.group_length(problem.in_features)
     if bits == 8 and (not problem.spec.symmetric or group != problem.in_features):

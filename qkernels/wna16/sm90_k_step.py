@@ -25,6 +25,7 @@ from qkernels.wna16.dequant import (
     unpack_rounded,
     zeros_to_subtract,
 )
+from qkernels.wna16.unpack.sm90_fp4 import fp4_scales, unpack_fp4
 
 X_BOX_K = 64  # inputs of one TMA box of x: 128 bytes, the widest swizzle
 WEIGHT_BOX = [32, 32]  # a stored tile's packed words of a K step, in rows of 128 bytes
@@ -190,6 +191,27 @@ def multiply_groups(gemm, stages, stage, sums, CONSUMER: gl.constexpr, SUMS: gl.
     for i in gl.static_range(128 // K_SUBTILE):
         scale, minimum = group_factors(scales, blocks[0], i, K_SUBTILE, NUMERICS, DTYPE)
         a = unpack_groups(packed[i], scale, minimum, DTYPE, A)
+        x = _x_subtile(gemm, stages, stage, i)
+        sums = warpgroup_mma(a, x, sums, is_async=True)
+    return sums
+
+
+@gluon.jit
+def multiply_fp4(gemm, stages, stage, sums, CONSUMER: gl.constexpr, SUMS: gl.constexpr):
+    """multiply_groups of 4-bit floats, exact without the factor of outputs (fp4_layout.py)."""
+    FP4: gl.constexpr = gemm.NUMERICS.fp4
+    DTYPE: gl.constexpr = stages.x.dtype
+    K_SUBTILE: gl.constexpr = gemm.CONFIG.k_subtile
+    A: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    own = stage * gemm.CONFIG.num_consumers + CONSUMER
+    scales = load_row_words(stages.scales.index(own), FP4.parts)
+    packed = load_k_subtiles(stages.weight.index(own), K_SUBTILE, 4)
+    for i in gl.static_range(128 // K_SUBTILE):
+        first = fp4_scales(scales[0], i, K_SUBTILE, FP4)
+        second = first
+        if FP4.parts == 2:
+            second = fp4_scales(scales[1], i, K_SUBTILE, FP4)
+        a = unpack_fp4(packed[i], first, second, FP4, DTYPE, A)
         x = _x_subtile(gemm, stages, stage, i)
         sums = warpgroup_mma(a, x, sums, is_async=True)
     return sums

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from qkernels.gpu.config import ceil_div
 from qkernels.gpu.device import sm_count
 from qkernels.gpu.gluon_compat import aggregate, descriptor, integer
 from qkernels.gpu.launch import launch, on_device
@@ -31,6 +32,7 @@ from qkernels.gpu.workspace import workspace
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.lora.sm90_term import LoraTermArguments, lora_term, prefetch_term, term_of_tile
 from qkernels.lora.term import LoraTerm, term_arguments, term_parts
+from qkernels.operands.limbs import K_STEP
 from qkernels.wna16.dequant import rescale_rounded
 from qkernels.wna16.layout import TILE_N, GroupedSpec
 from qkernels.wna16.prepack import weight_numerics
@@ -41,6 +43,7 @@ from qkernels.wna16.sm90_k_step import (
     load_weight,
     load_x,
     multiply,
+    multiply_fp4,
     multiply_groups,
     multiply_scaled,
     step_scales,
@@ -106,12 +109,13 @@ def _launch(
             scales,
             offsets,
             weight.tensors["scales"] if bias is None else bias,
+            weight.tensors.get("blocks", y),
             y,
             partials,
             counters,
             M,
             N,
-            K // 128,
+            ceil_div(K, K_STEP),
             config.tiles(N),
             term_arguments(term),
             PARTS=term_parts(term),
@@ -127,15 +131,15 @@ def _launch(
 def _boxes(weight: PreparedWeight) -> tuple[object, object]:
     """TMA descriptors of a K step's scales and of its offsets, or of d and dmin of a block.
 
-    Of several groups both are int32 words of rows.
+    Of several groups both are int32 words of rows. 4-bit floats have no other than scales.
     """
     scales, spec = weight.tensors["scales"], weight.spec
     if not isinstance(spec, GroupedSpec):  # of whole K steps
         offsets = weight.tensors.get("offsets", scales)
         return descriptor(scales.view(-1), [TILE_N]), descriptor(offsets.view(-1), [TILE_N])
-    words = spec.parts * spec.groups * scales.itemsize // 4
     row_words = scales.view(-1).view(torch.int32)
-    boxes = descriptor(row_words, [TILE_N * words])
+    words_per_step = TILE_N * scales[0, 0, 0].numel() * scales.itemsize // 4
+    boxes = descriptor(row_words, [words_per_step])
     if not spec.block:
         return boxes, boxes
     return boxes, descriptor(weight.tensors["blocks"].view(-1).view(torch.int32), [TILE_N])
@@ -165,6 +169,7 @@ class _Gemm:
     scales: tma.tensor_descriptor  # [N/64 G 64]
     offsets: tma.tensor_descriptor  # [N/64 G 64], valid if has_offsets
     bias_ptr: gl.tensor  # [N], valid if has_bias
+    factors_ptr: gl.tensor  # float32 [N], valid with fp4
     y_ptr: gl.tensor  # [M, N]; UNREDUCED: float32 [split, M, N]
     partials_ptr: gl.tensor  # a slot for each stored tile
     counters_ptr: gl.tensor  # zero, one for each stored tile
@@ -218,7 +223,11 @@ def _consume(gemm, pipeline, CONSUMER: gl.constexpr):
             sums = _term(gemm, work, CONSUMER, SUMS)
         for _ in range(work_tile.k_begin, work_tile.k_end):
             pipeline.consumer_wait(state)
-            if gemm.NUMERICS.groups > 1:
+            if gemm.NUMERICS.fp4 is not None:
+                sums = multiply_fp4(gemm, stages, state.stage, sums, CONSUMER, SUMS)
+                sums = warpgroup_mma_wait(0, deps=[sums])
+                pipeline.consumer_release(state)
+            elif gemm.NUMERICS.groups > 1:
                 sums = multiply_groups(gemm, stages, state.stage, sums, CONSUMER, SUMS)
                 sums = warpgroup_mma_wait(0, deps=[sums])
                 pipeline.consumer_release(state)
@@ -259,7 +268,7 @@ def _epilogue(gemm, sums, work_tile, CONSUMER: gl.constexpr):
     SPLIT: gl.constexpr = gemm.CONFIG.split
     BIAS_LAST: gl.constexpr = gemm.CONFIG.scales_weights and not gemm.UNREDUCED
     if gemm.CONFIG.scales_weights and gemm.UNREDUCED:
-        sums = rescale_rounded(sums, gemm.NUMERICS, gemm.x.dtype)
+        sums = _rescaled(gemm, sums, work_tile.stored_tile(CONSUMER))
     if gemm.NUMERICS.has_bias:
         n = work_tile.stored_tile(CONSUMER) * 64
         n += gl.arange(0, 64, gl.SliceLayout(1, sums.type.layout))
@@ -281,11 +290,21 @@ def _epilogue(gemm, sums, work_tile, CONSUMER: gl.constexpr):
             )
         if complete:
             if gemm.CONFIG.scales_weights:
-                sums = rescale_rounded(sums, gemm.NUMERICS, gemm.y_ptr.dtype.element_ty)
+                sums = _rescaled(gemm, sums, work_tile.stored_tile(CONSUMER))
             if gemm.NUMERICS.has_bias and BIAS_LAST:
                 sums += bias[:, None]
             values = sums.to(gemm.y_ptr.dtype.element_ty)
             _store(gemm, values, work_tile.stored_tile(CONSUMER))
+
+
+@gluon.jit
+def _rescaled(gemm, sums, stored_tile):
+    """Sums [64, BM] of scaled weights without the power of two, or with the factors of outputs."""
+    if gemm.NUMERICS.fp4 is not None:
+        n = stored_tile * 64 + gl.arange(0, 64, gl.SliceLayout(1, sums.type.layout))
+        return sums * gl.load(gemm.factors_ptr + gl.minimum(n, gemm.N - 1))[:, None]
+    else:
+        return rescale_rounded(sums, gemm.NUMERICS, gemm.x.dtype)
 
 
 @gluon.jit
@@ -351,6 +370,7 @@ def _wna16_small_m(
     scales,
     offsets,
     bias_ptr,
+    factors_ptr,
     y_ptr,
     partials_ptr,
     counters_ptr,
@@ -374,6 +394,7 @@ def _wna16_small_m(
         scales=scales,
         offsets=offsets,
         bias_ptr=bias_ptr,
+        factors_ptr=factors_ptr,
         y_ptr=y_ptr,
         partials_ptr=partials_ptr,
         counters_ptr=counters_ptr,

@@ -23,6 +23,8 @@ from qkernels.linear.prepared import PreparedWeight
 from qkernels.wna16.layout import TILE_N, k_step, padded_n
 from qkernels.wna16.prepack import offset_of
 from qkernels.wna16.triton_config import TritonGemmConfig
+from qkernels.wna16.unpack.fp4 import fp4_dequantized, fp4_weights, prefetch_scales
+from qkernels.wna16.unpack.fp4_layout import fp4_words
 from qkernels.wna16.unpack.groups import grouped_weights, grouping, prefetch_steps
 from qkernels.wna16.unpack.words import MAGIC_WORD, unpack
 
@@ -66,12 +68,14 @@ def run(
             K,
             STEPS_PER_GROUP=group // block_k,
             GROUPING=grouping(weight),
+            FP4=fp4_words(weight.spec, x_MK.dtype),
             MAGIC=MAGIC_WORD[x_MK.dtype],
             OFFSET=offset_of(weight),
             BITS=weight.spec.bits,
             BM=config.block_m,
             BN=config.block_n,
             BK=block_k,
+            EVEN=K % block_k == 0,
             TILE_N=TILE_N,
             SPLIT=config.split,
             STAGES=config.stages,
@@ -93,7 +97,7 @@ def dequantize(weight: PreparedWeight) -> torch.Tensor:
     with on_device(out_NK):
         launch(
             _dequantize_weight,
-            (ceil_div(N, DEQUANTIZE_ROWS), K // block_k),
+            (ceil_div(N, DEQUANTIZE_ROWS), ceil_div(K, block_k)),
             weight.tensors["packed"],
             weight.tensors["scales"],
             weight.tensors.get("offsets"),
@@ -103,6 +107,7 @@ def dequantize(weight: PreparedWeight) -> torch.Tensor:
             K,
             STEPS_PER_GROUP=group // block_k,
             GROUPING=grouping(weight),
+            FP4=fp4_words(weight.spec, weight.dtype),
             MAGIC=MAGIC_WORD[weight.dtype],
             OFFSET=offset_of(weight),
             BITS=bits,
@@ -143,9 +148,9 @@ def prefetch_groups(
 def _wna16_gemm(
     x_ptr,  # [M, K], or with USE_TMA its descriptor
     packed_ptr,  # [N/64, K/BK, 64, WORDS]
-    scales_ptr,  # [N/64, G, 64]; with GROUPING [N/64, K/BK, 64, PARTS, groups]
+    scales_ptr,  # [N/64, G, 64]; with GROUPING [N/64, K/BK, 64, PARTS, groups]; FP4 without groups
     offsets_ptr,  # [N/64, G, 64] or None
-    blocks_ptr,  # [N/64, blocks, 64, PARTS] or None
+    blocks_ptr,  # [N/64, blocks, 64, PARTS] or None; with FP4 factors [N]
     bias_ptr,  # [N] or None
     y_ptr,  # [M, N]
     partials_ptr,  # [SPLIT, M, N]
@@ -155,12 +160,14 @@ def _wna16_gemm(
     K,
     STEPS_PER_GROUP: tl.constexpr,
     GROUPING: tl.constexpr,  # Grouping, or None: each K step is in one group
+    FP4: tl.constexpr,  # Fp4Words, or None: integer codes
     MAGIC: tl.constexpr,
     OFFSET: tl.constexpr,
     BITS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    EVEN: tl.constexpr,  # all K steps are full of inputs
     TILE_N: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
@@ -174,7 +181,7 @@ def _wna16_gemm(
     m = tile_m * BM + tl.arange(0, BM)
     row = tl.arange(0, BN)
     n = tile_n * BN + row
-    steps = K // BK
+    steps = tl.cdiv(K, BK)
     groups = steps // STEPS_PER_GROUP
     first = split * steps // SPLIT
     last = (split + 1) * steps // SPLIT
@@ -186,7 +193,9 @@ def _wna16_gemm(
     packed_rows = ((stored_tile * steps + first) * TILE_N + stored_row) * WORDS
     packed_ptrs = packed_ptr + packed_rows[:, None] + tl.arange(0, WORDS)[None, :]
     group_rows = stored_tile * groups * TILE_N + stored_row
-    if USE_PTX and GROUPING is not None:
+    if USE_PTX and FP4 is not None:
+        prefetch_scales(scales_ptr, tile_n, first, last, steps, FP4, TILE_N, BN)
+    elif USE_PTX and GROUPING is not None:
         prefetch_steps(scales_ptr, tile_n, first, last, steps, GROUPING, TILE_N, BN)
     elif USE_PTX:
         prefetch_groups(scales_ptr, tile_n, first, last, groups, STEPS_PER_GROUP, TILE_N, BN)
@@ -200,11 +209,31 @@ def _wna16_gemm(
     for step in tl.range(first, last, num_stages=STAGES):
         if USE_TMA:
             x = x_ptr.load([tile_m * BM, step * BK]).T  # [BK, BM]
-        else:
+        elif EVEN:
             x = tl.load(x_ptrs, mask=m[None, :] < M, other=0.0)
             x_ptrs += BK
+        else:
+            k = step * BK + tl.arange(0, BK)
+            x = tl.load(x_ptrs, mask=(m[None, :] < M) & (k[:, None] < K), other=0.0)
+            x_ptrs += BK
         packed = tl.load(packed_ptrs, eviction_policy="evict_first")  # [BN, WORDS]
-        if GROUPING is not None:
+        if FP4 is not None:
+            weights = fp4_weights(
+                packed,
+                scales_ptr,
+                stored_tile,
+                stored_row,
+                step,
+                steps,
+                FP4,
+                BN,
+                BK,
+                TILE_N,
+                DTYPE,
+                USE_PTX,
+            )
+            total = tl.dot(weights, x, total)
+        elif GROUPING is not None:
             weights = grouped_weights(
                 packed,
                 scales_ptr,
@@ -244,6 +273,8 @@ def _wna16_gemm(
         tl.extra.cuda.gdc_launch_dependents()
     if GROUPING is not None and USE_PTX:
         total *= 1 / GROUPING.shrink
+    if FP4 is not None:
+        total *= tl.load(blocks_ptr + n)[:, None]
     mask = (m[None, :] < M) & (n[:, None] < N)
     y_ptrs = y_ptr + m[None, :] * N + n[:, None]
     if SPLIT == 1:
@@ -276,6 +307,7 @@ def _dequantize_weight(
     K,
     STEPS_PER_GROUP: tl.constexpr,
     GROUPING: tl.constexpr,
+    FP4: tl.constexpr,
     MAGIC: tl.constexpr,
     OFFSET: tl.constexpr,
     BITS: tl.constexpr,
@@ -288,12 +320,27 @@ def _dequantize_weight(
     WORDS: tl.constexpr = BK * BITS // 32
     step = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    steps = K // BK
+    steps = tl.cdiv(K, BK)
     tile, stored_row = row // TILE_N, row % TILE_N
     word = ((tile * steps + step) * TILE_N + stored_row)[:, None] * WORDS
     ptrs = packed_ptr + word + tl.arange(0, WORDS)[None, :]
     packed = tl.load(ptrs, eviction_policy="evict_first")
-    if GROUPING is not None:
+    if FP4 is not None:
+        weights = fp4_dequantized(
+            packed,
+            scales_ptr,
+            blocks_ptr,
+            tile,
+            stored_row,
+            step,
+            steps,
+            FP4,
+            ROWS,
+            BK,
+            TILE_N,
+            DTYPE,
+        )
+    elif GROUPING is not None:
         weights = grouped_weights(
             packed,
             scales_ptr,
@@ -323,4 +370,4 @@ def _dequantize_weight(
         weights = codes * scale[:, None]
     k = step * BK + tl.arange(0, BK)[None, :]
     out_ptrs = out_ptr + row.to(tl.int64)[:, None] * K + k
-    tl.store(out_ptrs, weights.to(DTYPE), mask=row[:, None] < N)
+    tl.store(out_ptrs, weights.to(DTYPE), mask=(row[:, None] < N) & (k < K))

@@ -18,6 +18,7 @@ from formats.architecture.text_part import HEAD_WEIGHT, has_text_part, text_conf
 from formats.architecture.tied_head import says_tied
 from formats.architecture.variant_check import check_num_layers, check_variant
 from formats.checkpoint import CONFIG, INDEX, SINGLE, CheckpointReader, read_json
+from formats.codecs import mxfp4
 from formats.errors import InputError, one_line
 from formats.families import FAMILIES, served_architectures
 from formats.gguf.folder import model_folder
@@ -64,6 +65,8 @@ class ModelConfig:
     media_kinds: frozenset[str] = frozenset()
     vision: VisionConfig | None = None  # of the whole model, if its tower is used
     no_vision: str = ""  # the reason why the tower of its folder is not used
+    # gpt-oss's experts are in MXFP4, `quant` says nothing of them
+    mxfp4_experts: bool = False
     # of a float checkpoint that is quantized while it loads; `quant` is then the result's
     rounding: RoundingPlan | None = None
 
@@ -150,6 +153,8 @@ class ModelConfig:
             if quant is not None:
                 quant = quant.with_activation_bits(activation_bits, may_be_unused=is_drafter)
             model = cls._from_config(family, config, raw, quant, Path(folder))
+            if isinstance(stated, dict) and stated.get("quant_method") == mxfp4.METHOD:
+                model = replace(model, mxfp4_experts=True)
             if vision is not None:
                 model = replace(model, vision=vision, media_kinds=vision.family.kinds)
             if quantization is None:

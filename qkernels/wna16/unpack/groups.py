@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from qkernels.linear.prepared import PreparedWeight
-from qkernels.wna16.layout import GroupedSpec, groups_ptx
+from qkernels.wna16.layout import Fp4Spec, GroupedSpec, groups_ptx
 from qkernels.wna16.unpack.words import in_order, unpack, unpack_x2
 
 
@@ -38,7 +38,7 @@ _FACTOR = {torch.float16: 1.0, torch.bfloat16: 2.0 ** (133 - 30)}
 def grouping(weight: PreparedWeight) -> Grouping | None:
     """The groups of a weight's K steps; None: a K step has one scale."""
     spec, dtype = weight.spec, weight.dtype
-    if not isinstance(spec, GroupedSpec):
+    if not isinstance(spec, GroupedSpec) or isinstance(spec, Fp4Spec):
         return None
     return Grouping(
         group=spec.group,

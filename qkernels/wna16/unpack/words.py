@@ -77,8 +77,20 @@ def unpack(
 @triton.jit
 def in_order(p0, p1, p2, p3, BN: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr):
     """Pairs [BN, WORDS] of the codes at bits 0, 4, 8 and 12 to [BN, BK] in the order of inputs."""
-    i0 = tl.join(unpack_x2(p0, DTYPE), unpack_x2(p1, DTYPE))
-    i1 = tl.join(unpack_x2(p2, DTYPE), unpack_x2(p3, DTYPE))
+    return pairs_in_order(
+        unpack_x2(p0, DTYPE),
+        unpack_x2(p1, DTYPE),
+        unpack_x2(p2, DTYPE),
+        unpack_x2(p3, DTYPE),
+        BN,
+        BK,
+    )
+
+
+@triton.jit
+def pairs_in_order(v0, v1, v2, v3, BN: tl.constexpr, BK: tl.constexpr):
+    """`in_order` of values [BN, WORDS, 2]."""
+    i0, i1 = tl.join(v0, v1), tl.join(v2, v3)
     # [BN, t, BK/32, e, h, i] -> [BN, BK/32, i, h, t, e]
     values = tl.join(i0, i1).reshape(BN, 4, BK // 32, 2, 2, 2)
     return values.trans(0, 2, 5, 4, 1, 3).reshape(BN, BK)

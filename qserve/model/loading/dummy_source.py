@@ -16,6 +16,9 @@ from qserve.model.model_config import ModelConfig
 
 # Keeps activations in range through any number of layers.
 DUMMY_SCALE = 0.02
+# The byte of 2^-7: uniform 4-bit floats have a standard deviation of 2.9.
+MXFP4_SCALE = 120
+MXFP4_TENSORS = ("_blocks", "_scales")  # ends of the names of gpt-oss's experts
 
 
 class DummySource:
@@ -25,9 +28,15 @@ class DummySource:
         self.quant = config.quant
         self.device = device
         self.digests: dict[str, str] | None = None  # random weights have none
+        self._has_mxfp4_experts = config.mxfp4_experts
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if name in self:  # MXFP4 of all experts
+            if name.endswith(MXFP4_TENSORS[1]):
+                return torch.full(shape, MXFP4_SCALE, dtype=torch.uint8, device=self.device)
+            sizes = {"device": self.device, "generator": self._generator}
+            return torch.randint(0, 256, shape, dtype=torch.uint8, **sizes)
         if "norm" in name and not name.endswith(".bias"):
             return torch.ones(shape, device=self.device)
         noise = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
@@ -64,8 +73,7 @@ class DummySource:
             noise = torch.empty(shape, device=device)
             noise.normal_(0, DUMMY_SCALE, generator=self._generator)
             weight = Fp4Weight.from_float(noise, spec, module)
-            weight = replace(weight, activation=scheme.activation, input_scale=input_scale)
-            return weight.as_codes()  # as a file's weight is loaded
+            return replace(weight, activation=scheme.activation, input_scale=input_scale)
         if spec.type == "float":
             noise = torch.empty(shape, device=device).normal_(generator=self._generator)
             return Fp8Weight(
@@ -90,7 +98,8 @@ class DummySource:
         )
 
     def __contains__(self, name: str) -> bool:
-        return False  # selects the float form of weights whose form is detected by tensor names
+        """True for MXFP4 experts, whose form is detected by tensor names: all others are floats."""
+        return self._has_mxfp4_experts and name.endswith(MXFP4_TENSORS)
 
     def kv_scales(self, attention: str) -> dict[str, torch.Tensor]:
         return {}

@@ -12,7 +12,6 @@ from formats.codecs import gptq
 from formats.codecs.kv_cache import check_kv_scale, find_kv_scales
 from formats.errors import CheckpointError
 from formats.in_memory.dense import is_dense
-from formats.in_memory.fp4 import Fp4Weight
 from formats.in_memory.weights import Weight
 from formats.layouts import (
     decode_dense,
@@ -122,8 +121,6 @@ class WeightSource:
         if self.digests is not None:
             self.digests[f"{module}.weight"] = weight_digest(weight)
         _check_shape(module, shape, (weight.out_features, weight.in_features))
-        if isinstance(weight, Fp4Weight):  # no kernel has them; the codes are the same weights
-            weight = weight.as_codes()
         if self.quant.layout == "gptq" and gptq.is_mislabelled(
             tensors, weight.spec, self.quant.zeros
         ):

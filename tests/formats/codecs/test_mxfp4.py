@@ -23,6 +23,18 @@ def test_every_number_and_the_order_of_nibbles():
     assert torch.equal(weight.dequantize(torch.float64), want)
 
 
+def test_weights_are_those_of_transformers():
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(256, (2, 6, 3, 16), generator=generator).to(torch.uint8)
+    scales = torch.randint(110, 130, (2, 6, 3), generator=generator).to(torch.uint8)
+    theirs_EKN = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    for e in range(2):
+        ours_NK = mxfp4.decode(blocks[e], scales[e]).dequantize()
+        assert torch.equal(ours_NK.t(), theirs_EKN[e])
+
+
 def test_what_is_no_mxfp4_is_named():
     blocks = torch.zeros(2, 1, 16, dtype=torch.uint8)
     scales = torch.full((2, 1), 255, dtype=torch.uint8)

@@ -13,11 +13,12 @@ from typing import Literal
 import torch
 
 from formats.gguf.block_types import BY_NAME
+from formats.in_memory.fp4 import SCALE_DTYPES, Fp4Weight
 from formats.in_memory.fp8 import Fp8Weight
 from formats.in_memory.k_weight import KWeight
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import with_activation
-from formats.scheme import BLOCK_TYPES, ActivationSpec, Scheme, block_scheme
+from formats.scheme import BLOCK_TYPES, FP4_TYPES, ActivationSpec, Scheme, block_scheme
 from qkernels import ops
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.operands.codes import InputRounding
@@ -66,9 +67,17 @@ class Case:
     least: int = 80  # the first architecture that has what it takes
 
 
-def weight_of(scheme: Scheme, N: int, K: int) -> PackedWeight | Fp8Weight | KWeight:
+def weight_of(scheme: Scheme, N: int, K: int) -> PackedWeight | Fp8Weight | Fp4Weight | KWeight:
     """A weight of zeros: only its shapes and types count."""
     spec, activation = scheme.weight, scheme.activation
+    if spec.type in FP4_TYPES:
+        scales = torch.zeros(N, spec.num_groups(K), dtype=torch.uint8)
+        return Fp4Weight(
+            bytes_NB=torch.zeros(N, K // 2, dtype=torch.uint8),
+            scales_NG=scales.view(SCALE_DTYPES[spec.type]),
+            global_scale=torch.ones(()) if spec.type == "nvfp4" else None,
+            spec=spec,
+        )
     if spec.type in BLOCK_TYPES:
         row_bytes = BY_NAME[spec.type.upper()].row_bytes(K)
         return KWeight(bytes_NX=torch.zeros(N, row_bytes, dtype=torch.uint8), spec=spec)
@@ -287,6 +296,26 @@ MORE_PRODUCTS = {
             ("q6_k", 2048, OUT, ()),
         )
     },
+    **{
+        f"{kind} M={M} {shape[0]}x{shape[1]}": Case(
+            run=functools.partial(linear, M, shape, f"w4a16-{kind}", dtype),
+            quick=quick,
+            product="wgmma" if M <= 1024 else None,
+        )
+        for kind, M, shape, dtype, quick in (
+            ("mxfp4", 1, OUT, BF16, ()),
+            ("mxfp4", 16, OUT, BF16, SM90),
+            ("mxfp4", 32, QKV, FP16, ()),
+            ("mxfp4", 64, GATE_UP, BF16, ()),
+            ("mxfp4", 512, (2880, 2880), BF16, ()),
+            ("mxfp4", 2048, OUT, BF16, ()),
+            ("nvfp4", 8, OUT, FP16, ()),
+            ("nvfp4", 16, OUT, BF16, SM80),
+            ("nvfp4", 64, OUT, BF16, ()),
+            ("nvfp4", 64, GATE_UP, BF16, ()),
+            ("nvfp4", 512, OUT, BF16, ()),
+        )
+    },
     "q4_k for a norm": Case(run=lambda: linear(32, OUT, "q4_k", consumer="norm"), product="wgmma"),
     "w4a16 dequantized": Case(run=lambda: linear(2048, (128, 128), "w4a16-sym"), quick=SM80),
 }
@@ -450,6 +479,21 @@ EXPERTS = {
     "experts w8a16 M=16": Case(
         run=lambda: moe.experts(16, moe.GPT_OSS, "w8a16-sym-g32"), product="wgmma"
     ),
+    **{
+        f"experts {kind} M={M}": Case(
+            run=functools.partial(moe.experts, M, shape, f"w4a16-{kind}"),
+            quick=quick,
+            product="wgmma",
+        )
+        for kind, M, shape, quick in (
+            ("mxfp4", 1, moe.GPT_OSS, SM90),
+            ("mxfp4", 16, moe.GPT_OSS, ()),
+            ("mxfp4", 64, moe.GPT_OSS, ()),
+            ("mxfp4", 1024, moe.GPT_OSS, SM80),
+            ("nvfp4", 4, moe.QWEN3_30B, ()),
+            ("nvfp4", 512, moe.QWEN3_30B, ()),
+        )
+    },
     "experts w8a8 M=8": Case(run=lambda: moe.experts(8, moe.QWEN3_30B, "w8a8"), product="wgmma"),
     "experts w8a8 M=512": Case(run=lambda: moe.experts(512, moe.MIXTRAL, "w8a8"), product="wgmma"),
     "experts w8a8-fp8 M=1": Case(

@@ -1,4 +1,4 @@
-"""W4A16 experts for few tokens against float64, on an sm_90 GPU."""
+"""W4A16 and 4-bit float experts for few tokens against float64, on an sm_90 GPU."""
 
 import dataclasses
 import functools
@@ -99,7 +99,7 @@ def check(assert_close, tolerance):
     return run
 
 
-@pytest.mark.parametrize("scheme", ["w4a16-sym", "w4a16-asym-g384"])
+@pytest.mark.parametrize("scheme", ["w4a16-sym", "w4a16-asym-g384", "w4a16-mxfp4", "w4a16-nvfp4"])
 @pytest.mark.parametrize("M", [1, 2, 3, 7, 8, 9, 15, 24, 40, 100])
 def test_numbers_of_tokens(check, half, poison, scheme, M):
     inner = 384 if "g384" in scheme else INNER
@@ -119,11 +119,12 @@ CONFIGS = [
 ]
 
 
+@pytest.mark.parametrize("scheme", ["w4a16-asym", "w4a16-mxfp4", "w4a16-nvfp4"])
 @pytest.mark.parametrize("numbers", CONFIGS, ids=str)
-def test_every_config(check, poison, numbers):
+def test_every_config(check, poison, numbers, scheme):
     """Fewer K steps than stages, and more; splits of one K step."""
     M, block_m, sorts, num_consumers, stages, blocks_per_sm, split = numbers
-    weights, prepared = prepare("w4a16-asym", torch.bfloat16)
+    weights, prepared = prepare(scheme, torch.bfloat16)
     check(
         weights,
         prepared,
@@ -163,6 +164,16 @@ def test_biases_clamped_activation_and_a_shared_expert(check, half, poison, M):
     x = random_x(M, HIDDEN, half)
     check(weights, prepared, x, random_routes(M, E, K), random_x(M, HIDDEN, half))
     check(weights, prepared, x, random_routes(M, E, K), split=2)
+
+
+@pytest.mark.parametrize("M", [1, 6, 32, 70])
+@pytest.mark.parametrize("scheme", ["w4a16-mxfp4", "w4a16-nvfp4"])
+def test_4_bit_floats_of_sizes_that_fill_no_step(check, half, poison, M, scheme):
+    """As in gpt-oss: 11.5 steps, the other half of the last one is padding."""
+    sizes = {"hidden": 1472, "inner": 1472, "glu": CLAMPED, "bias": True}
+    weights, prepared = prepare(scheme, half, **sizes)
+    x, shared = random_x(M, 1472, half), random_x(M, 1472, half)
+    check(weights, prepared, x, random_routes(M, E, K), shared)
 
 
 @pytest.mark.parametrize("M", [1, 8, 32, 70])

@@ -185,6 +185,8 @@ SCHEMES = {
     "w4a16-asym-g64": 2e-3,
     "w4a16-sym": 2e-3,
     "w8a16-sym-g32": 2e-3,
+    "w4a16-mxfp4": 2e-3,
+    "w4a16-nvfp4": 2e-3,
     "w8a8": 6e-3,  # the activation's last bit moves codes
     "w8a8-fp8": 3e-2,
     "w8a8-fp8-block": 3e-2,
@@ -206,10 +208,20 @@ def test_every_scheme(device, half, poison, assert_close, scheme, M):
 
 @pytest.mark.parametrize("M", [1, 3, 17, 33])
 @pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
-def test_biases_and_clamped_activation(device, half, poison, assert_close, M, shared):
-    weights = make_experts(Scheme.parse("w8a16-sym-g32"), 64, 64, 4, 2, CLAMPED, True, half)
+@pytest.mark.parametrize("scheme", ["w8a16-sym-g32", "w4a16-mxfp4"])
+def test_biases_and_clamped_activation(device, half, poison, assert_close, M, shared, scheme):
+    weights = make_experts(Scheme.parse(scheme), 64, 64, 4, 2, CLAMPED, True, half)
     got, want = run(weights, M, half, device, shared=shared)
     assert_close("gpt-oss", want, reduced(got), 4e-3 * COARSER[half])
+
+
+@pytest.mark.parametrize("M", [1, 33])
+@pytest.mark.parametrize("scheme", ["w4a16-mxfp4", "w4a16-nvfp4"])
+def test_4_bit_floats_of_sizes_that_fill_no_step(device, half, poison, assert_close, scheme, M):
+    """As in gpt-oss, whose 2880 inputs are 22.5 steps; experts have scales of their own."""
+    weights = make_experts(Scheme.parse(scheme), 960, 480, 3, 2, CLAMPED, True, half)
+    got, want = run(weights, M, half, device, shared=True)
+    assert_close(scheme, want, reduced(got), 4e-3 * COARSER[half])
 
 
 @pytest.mark.parametrize("M", [1, 5, 33])

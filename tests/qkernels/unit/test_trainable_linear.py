@@ -27,7 +27,7 @@ OTHERS = [
     "w4a16-mxfp4",
     "w4a16-nvfp4",
 ]
-WITHOUT_ORDER_ON_GPU = ["w3a16-sym", "w4a8", "w8a16-fp8", "w4a16-nvfp4"]
+WITHOUT_ORDER_ON_GPU = ["w3a16-sym", "w4a8", "w8a16-fp8"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 

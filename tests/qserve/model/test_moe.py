@@ -9,12 +9,15 @@ from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v2.configuration_deepseek_v2 import DeepseekV2Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 
+from formats.checkpoint import CheckpointReader
 from formats.codecs import mxfp4
 from formats.errors import InputError
 from formats.inspection.inspect import inspect_checkpoint
 from qkernels import ops
 from qkernels.moe.routing import Routing
 from qserve.llm import LLM
+from qserve.model.loading.dummy_source import DummySource
+from qserve.model.model_config import ModelConfig
 from qserve.params.sampling_params import SamplingParams
 from tests.qserve.model.test_transformers import dense
 from tests.qserve.model.variants import TOKENS, edited, logits, relative
@@ -158,6 +161,20 @@ def test_mxfp4_experts_are_their_numbers(tiny_model, tmp_path):
     assert len(numbers) == 6
     assert relative(logits(folder), logits(plain)) < 1e-5
     assert relative(logits(folder), logits(source)) > 0.1
+    found = inspect_checkpoint(folder)
+    num_bytes = sum(tensor.numel() for tensor in packed.values())
+    assert found.mxfp4_experts == (num_bytes, sum(each.numel() for each in numbers.values()))
+    assert "experts in MXFP4" in found.to_text() and "4.25 bits per weight" in found.to_text()
+    assert inspect_checkpoint(plain).mxfp4_experts == (0, 0)
+    # random experts have the form of the file's
+    config = ModelConfig.from_folder(folder)
+    stored, dummy = CheckpointReader(folder), DummySource(config, torch.device("cpu"), 0)
+    for name in packed:
+        found, like = dummy.tensor(name, tuple(packed[name].shape)), stored.get(name)
+        assert name in dummy and (found.dtype, found.shape) == (like.dtype, like.shape)
+    assert next(iter(numbers)) not in dummy
+    llm = LLM(folder, device="cpu", max_model_len=32, load_format="dummy")
+    assert bool(torch.isfinite(llm.logits(TOKENS)).all())
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_dummy_weights_of_4_bit_floats_have_the_form_of_loaded_ones(name):
     module = "model.layers.0.mlp.up_proj"
     loaded, dummy = (each.weight(module, (128, 64)) for each in (source, dummies))
     assert type(dummy) is type(loaded) and dummy.spec == loaded.spec
-    for field in ("words_NW", "scales_NG", "zeros_NG"):
+    for field in ("bytes_NB", "scales_NG"):
         one, other = getattr(loaded, field), getattr(dummy, field)
         assert (one.shape, one.dtype) == (other.shape, other.dtype), field
     llm = LLM(MADE_BY / name, device="cpu", max_model_len=32, load_format="dummy")

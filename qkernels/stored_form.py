@@ -1,0 +1,78 @@
+"""Tensors of QuantLinear's state_dict: GPTQ's, or those of compressed-tensors for 4-bit floats.
+
+Legend: N outputs, K inputs, G groups.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from formats.codecs import compressed_tensors, gptq
+from formats.errors import CheckpointError
+from formats.in_memory.fp4 import SCALE_DTYPES, Fp4Weight
+from formats.in_memory.packed import PackedWeight
+from formats.layouts import Layout, find_layout
+from formats.scheme import FP4_TYPES, Scheme
+
+FP4_NAMES = ("weight_packed", "weight_scale")
+GLOBAL_SCALE = "weight_global_scale"  # of NVFP4 alone
+NAMES = (*gptq.TENSOR_NAMES, *FP4_NAMES, GLOBAL_SCALE)  # of any form
+
+StoredWeight = PackedWeight | Fp4Weight
+
+
+def stored_layout(scheme: Scheme) -> Layout:
+    """Return the format whose tensors a layer of this scheme has."""
+    return find_layout("compressed-tensors" if scheme.weight.type in FP4_TYPES else "gptq")
+
+
+def stored_names(scheme: Scheme) -> tuple[str, ...]:
+    """Return the names of a layer's tensors, without the bias."""
+    if scheme.weight.type not in FP4_TYPES:
+        return gptq.TENSOR_NAMES
+    return FP4_NAMES if scheme.weight.type == "mxfp4" else (*FP4_NAMES, GLOBAL_SCALE)
+
+
+def empty_tensors(scheme: Scheme, N: int, K: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Zeroed tensors of the right shapes."""
+    spec = scheme.weight
+    G = spec.num_groups(K)
+    if spec.type in FP4_TYPES:
+        scales = torch.zeros(N, G, dtype=torch.uint8, device=device)
+        tensors = {
+            "weight_packed": torch.zeros(N, K // 2, dtype=torch.uint8, device=device),
+            "weight_scale": scales.view(SCALE_DTYPES[spec.type]),
+            GLOBAL_SCALE: torch.ones(1, device=device),
+        }
+        return {name: tensors[name] for name in stored_names(scheme)}
+    return {
+        "qweight": torch.zeros(K * spec.bits // 32, N, dtype=torch.int32, device=device),
+        "qzeros": torch.zeros(G, N * spec.bits // 32, dtype=torch.int32, device=device),
+        "scales": torch.zeros(G, N, dtype=torch.float16, device=device),
+        "g_idx": torch.arange(K, dtype=torch.int32, device=device) // spec.group_length(K),
+    }
+
+
+def encode(weight: StoredWeight) -> dict[str, torch.Tensor]:
+    """Return a weight's tensors. Raises CheckpointError where the format cannot hold it."""
+    if isinstance(weight, Fp4Weight):
+        weight = weight.with_divisor()
+        if weight.global_scale is not None and weight.global_scale.numel() != 1:
+            raise CheckpointError(
+                "QuantLinear",
+                f"its {weight.out_features} outputs have global scales of their own, and its"
+                " tensors hold one",
+                "make a layer that can only run, by for_inference",
+            )
+        return compressed_tensors.encode(weight)
+    return gptq.encode(weight)
+
+
+def decode(tensors: Mapping[str, torch.Tensor], scheme: Scheme) -> StoredWeight:
+    """Return the weight in memory form. Raises CheckpointError on an empty or damaged layer."""
+    if scheme.weight.type in FP4_TYPES:
+        weight = compressed_tensors.decode(dict(tensors), scheme, "QuantLinear")
+    else:
+        weight = gptq.decode(dict(tensors), scheme.weight, "QuantLinear")
+    return replace(weight, activation=scheme.activation)
