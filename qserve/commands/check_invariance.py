@@ -1,8 +1,8 @@
 """`qserve check-invariance`: compare a request's bits alone and in other companies.
 
 Each request is computed alone, then with others, in chunks, from the prefix cache, with preemption
-and with drafts. Its tokens and log probabilities must be the same bits. Imports torch only to
-compute.
+and with drafts. Its tokens and log probabilities must be the same bits. With --lora-modules some of
+the requests have adapters. Imports torch only to compute.
 """
 
 import dataclasses
@@ -70,6 +70,7 @@ def check_invariance(model: str, engine: EngineConfig, config: InvarianceConfig)
 def compare(engine: EngineConfig, config: InvarianceConfig) -> Iterator[Result]:
     """Compute the requests alone, then in each company. Raises InputError."""
     from qserve import LLM, SamplingParams
+    from qserve.lora.request import parse_modules
 
     rng = random.Random(engine.seed)
 
@@ -92,9 +93,14 @@ def compare(engine: EngineConfig, config: InvarianceConfig) -> Iterator[Result]:
             for number in range(config.num_requests)
         ]
 
+        loras = [None, *parse_modules(engine.lora_modules)]
+
         def run(llm: LLM, numbers: Sequence[int]) -> dict[int, Facts]:
             outputs = llm.generate(
-                [prompts[n] for n in numbers], [params[n] for n in numbers], use_tqdm=False
+                [prompts[n] for n in numbers],
+                [params[n] for n in numbers],
+                use_tqdm=False,
+                lora_request=[loras[n % len(loras)] for n in numbers],
             )
             return {n: _facts(output) for n, output in zip(numbers, outputs, strict=True)}
 

@@ -14,11 +14,6 @@ from qserve.model.model_config import ModelConfig
 FLAG = "--batch-invariant"
 LIMITS = (
     Limit(
-        "--enable-lora",
-        lambda config: config.enable_lora,
-        "products with adapters divide their inputs by the number of rows",
-    ),
-    Limit(
         "--tensor-parallel-size",
         lambda config: config.tensor_parallel_size > 1,
         "sums over ranks are rounded elsewhere for many rows than for few",

@@ -538,6 +538,12 @@ EXPERTS = {
     ),
     "latent attention in float32": Case(run=lambda: latent_attention([1, 40], 16, dtype=FP32)),
     "lora qkv T=1": Case(run=lambda: lora(1, 4096, (4096, 1024, 1024)), quick=SM90, product="mma"),
+    "lora qkv fixed order T=1": Case(
+        run=lambda: lora(1, 4096, (4096, 1024, 1024), kernel="fixed_order"), product="mma"
+    ),
+    "lora gate_up fixed order T=2048": Case(
+        run=lambda: lora(2048, 4096, (14336, 14336), rank=64, kernel="fixed_order"), product="mma"
+    ),
     "lora down T=32": Case(run=lambda: lora(32, 14336, (4096,), slots=64, parts=4), product="mma"),
     "lora gate_up T=2048": Case(
         run=lambda: lora(2048, 4096, (14336, 14336), rank=64), product="wgmma"

@@ -9,6 +9,7 @@ from qkernels import ops
 from qkernels.attention.cache import AttentionStep, PagedKv
 from qkernels.linear.fixed_order import fixed_order_linear, float_config
 from qkernels.moe.routing import SILU, Routing
+from tests.qkernels.lora_case import adapted, lora_weights
 from tests.qkernels.moe_case import make_experts
 
 pytestmark = pytest.mark.hopper
@@ -23,13 +24,13 @@ def random_x(M, K, dtype=torch.bfloat16):
     return torch.randn(M, K, device="cuda", generator=generator).to(dtype)
 
 
-def assert_rows_are_alone(run, x):
+def assert_rows_are_alone(run, x, numbers=ROWS):
     """Rows of `run`(x) equal those of any number of rows, in any order, and of itself again."""
     want = run(x)
     assert want.isfinite().all()
     order = torch.randperm(x.shape[0], generator=torch.Generator().manual_seed(1)).to(x.device)
     assert torch.equal(run(x[order]), want[order]), "in another order"
-    for M in (M for M in ROWS if x.shape[0] >= M):
+    for M in (M for M in numbers if x.shape[0] >= M):
         start = (7 * M) % (x.shape[0] - M + 1)
         rows = slice(start, start + M)
         assert torch.equal(run(x[rows].contiguous()), want[rows]), f"{M} rows"
@@ -112,6 +113,31 @@ def test_8bit_inputs(scheme, shape):
     weight = ops.prepare_weight(packed, torch.bfloat16, "cuda", kernel="fixed_order")
     x = random_x(1100, K)
     assert_rows_are_alone(lambda x: ops.linear(x, weight), x)
+
+
+@pytest.mark.parametrize("num_slots", [3, 40])
+@pytest.mark.parametrize(
+    "K, sizes", [(4096, (4096, 1024, 1024)), (14336, (4096,)), (300, (70, 33))]
+)
+def test_adapters(K, sizes, num_slots, assert_close):
+    ranks = [[16, 64, 5][: len(sizes)], [7, 0, 64][: len(sizes)], [33, 16, 1][: len(sizes)]]
+    ranks += [[8] * len(sizes)] * (num_slots - 3)
+    weights = lora_weights(ranks, K, sizes, torch.bfloat16, "cuda", max_rank=64)
+    T = 3000
+    slots_T = torch.arange(T, device="cuda", dtype=torch.int32) * 7 % (num_slots + 1) - 1
+    x, y = random_x(T, K), random_x(T, sum(sizes))
+
+    def run(rows):
+        out = y[rows].clone()
+        slots = slots_T[rows].contiguous()
+        h = ops.lora_shrink(x[rows].contiguous(), slots, weights, "fixed_order")
+        ops.lora_expand_(out, h, slots, weights, "fixed_order")
+        return out
+
+    assert_rows_are_alone(run, torch.arange(T, device="cuda"), ROWS + (2100,))
+    some = slice(0, 200)
+    want = adapted(x[some], y[some], slots_T[some].tolist(), weights)
+    assert_close("y", want, run(torch.arange(200, device="cuda")), 2e-2)
 
 
 PAGES = {

@@ -1,5 +1,7 @@
 """--batch-invariant: a request's tokens and log probabilities are the same bits in any company."""
 
+import dataclasses
+
 import pytest
 
 from calibrate.pipeline import quantize_checkpoint
@@ -8,6 +10,7 @@ from formats.scheme import Scheme
 from qserve.commands.check_invariance import InvarianceConfig, check_invariance, compare
 from qserve.config import EngineConfig
 from qserve.llm import LLM
+from tests.adapters import write_adapter
 
 DENSE = (
     *("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3", "smollm3"),
@@ -20,6 +23,7 @@ EXPERTS = (
     *("hunyuan_moe", "granite_moe_shared", "ernie4_5_moe", "glm4_moe", "dots1", "minimax_m2"),
     *("afmoe", "llama4", "exaone_moe", "gpt_oss"),
 )
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 QUICK = ("gemma3", "opt", "qwen2_moe")
 FEW = InvarianceConfig(num_requests=8, max_input_len=60, output_len=6)
 
@@ -81,6 +85,40 @@ def test_8bit_pages(quantized_5m, kv_cache_dtype):
     assert all_same(settings(quantized_5m, kv_cache_dtype=kv_cache_dtype))
 
 
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3",
+        *(
+            pytest.param(family, marks=pytest.mark.exhaustive)
+            for family in ("gemma3", "phi3", "qwen2_moe", "gemma4", "opt", "glm4_moe")
+        ),
+    ],
+)
+def test_adapters(tiny_model, tmp_path, family):
+    """Requests without an adapter, and with adapters of several ranks, in any order of slots."""
+    folder = tiny_model(family)
+    assert all_same(settings(folder, **adapters(folder, tmp_path)))
+
+
+def test_adapters_of_the_default_kernels_differ(tiny_model, tmp_path):
+    config = dataclasses.replace(FEW, default_kernels=True)
+    folder = tiny_model("qwen3")
+    changes = adapters(folder, tmp_path) | {"batch_invariant": False}
+    results = list(compare(settings(folder, **changes), config))
+    assert next(each for each in results if each.company == "all together").bits_differ > 0
+
+
+def adapters(folder, tmp_path):
+    """Settings with two adapters: all linears, and those of attention alone."""
+    parts = {"wide": {"rank": 20, "seed": 1}, "thin": {"rank": 3, "seed": 2, "only": ATTENTION}}
+    modules = [
+        f"{name}={write_adapter(folder, tmp_path / name, **settings)}"
+        for name, settings in parts.items()
+    ]
+    return {"enable_lora": True, "lora_modules": modules, "max_lora_rank": 32, "max_loras": 2}
+
+
 def test_the_default_kernels_differ(quantized_5m, capsys):
     config = InvarianceConfig(num_requests=8, max_input_len=60, output_len=6, default_kernels=True)
     assert check_invariance(str(quantized_5m), settings(quantized_5m), config) == 1
@@ -105,7 +143,6 @@ def test_unsupported_models_are_refused(tiny_model, family, reason):
 @pytest.mark.parametrize(
     "changes, flag",
     [
-        ({"enable_lora": True}, "--enable-lora"),
         ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
         ({"kernel": ["w4a16=triton"]}, "--kernel"),
     ],
