@@ -70,8 +70,8 @@ OPERATIONS = {
     "sampling": set(),
     "lora": set(),
     "causal_conv": set(),
-    "delta_net": {"causal_conv.ops", "causal_conv.state"},
-    "mamba2": {"causal_conv.ops", "causal_conv.state"},
+    "delta_net": {"causal_conv.ops", "causal_conv.state", "causal_conv.rows_alone"},
+    "mamba2": {"causal_conv.ops", "causal_conv.state", "causal_conv.rows_alone"},
     "drafts": {"sampling.words"},
 }
 # what may not be in sys.modules after an import, and in no line of the package

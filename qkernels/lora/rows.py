@@ -2,13 +2,11 @@
 
 from qkernels.choice import FIXED_ORDER
 from qkernels.dispatch import Kernel, Operation, reference, triton_or_reference
-from qkernels.problem import Problem, needs_triton_on_gpu
+from qkernels.problem import Problem, fixed_order, needs_triton_on_gpu
 
 
-def fixed_order(problem: Problem) -> str | None:
-    if problem.requested != FIXED_ORDER:
-        return "runs where it is requested by name"
-    return None if problem.device == "cpu" else needs_triton_on_gpu(problem)
+def in_fixed_order(problem: Problem) -> str | None:
+    return fixed_order(problem, needs_triton_on_gpu)
 
 
 def _operation(name: str) -> Operation:
@@ -17,7 +15,7 @@ def _operation(name: str) -> Operation:
         name,
         Kernel(name="triton", module="lora.triton_lora", priority=20, supports=needs_triton_on_gpu),
         reference("lora"),
-        Kernel(name=FIXED_ORDER, module="lora.fixed_order", priority=5, supports=fixed_order),
+        Kernel(name=FIXED_ORDER, module="lora.fixed_order", priority=5, supports=in_fixed_order),
     )
 
 

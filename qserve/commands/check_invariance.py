@@ -44,6 +44,7 @@ class Result:
     requests: int
     tokens_differ: int
     bits_differ: int  # in a token or a log probability
+    cached_tokens: int  # of all prompts, found in the prefix cache
 
 
 Prompt = dict[str, list[int]]
@@ -95,6 +96,8 @@ def compare(engine: EngineConfig, config: InvarianceConfig) -> Iterator[Result]:
 
         loras = [None, *parse_modules(engine.lora_modules)]
 
+        cached = {"tokens": 0}  # of the last run
+
         def run(llm: LLM, numbers: Sequence[int]) -> dict[int, Facts]:
             outputs = llm.generate(
                 [prompts[n] for n in numbers],
@@ -102,6 +105,7 @@ def compare(engine: EngineConfig, config: InvarianceConfig) -> Iterator[Result]:
                 use_tqdm=False,
                 lora_request=[loras[n % len(loras)] for n in numbers],
             )
+            cached["tokens"] = sum(output.num_cached_tokens or 0 for output in outputs)
             return {n: _facts(output) for n, output in zip(numbers, outputs, strict=True)}
 
         everyone = list(range(config.num_requests))
@@ -113,6 +117,7 @@ def compare(engine: EngineConfig, config: InvarianceConfig) -> Iterator[Result]:
                 requests=len(found),
                 tokens_differ=sum(found[n][0] != alone[n][0] for n in found),
                 bits_differ=sum(found[n] != alone[n] for n in found),
+                cached_tokens=cached["tokens"],
             )
 
         yield judged("alone again", run(llm, everyone[:1]))
@@ -127,6 +132,8 @@ def compare(engine: EngineConfig, config: InvarianceConfig) -> Iterator[Result]:
     few = {"num_gpu_blocks_override": pages, "admission": "fits", "enable_prefix_caching": False}
     with closing(start(**few)) as llm:
         yield judged(f"{pages} KV pages, with preemption", run(llm, everyone))
+    if model.has_states:
+        return  # speculation is refused
     with closing(start(speculative_config=DRAFTS)) as llm:
         yield judged("with ngram drafts", run(llm, everyone))
 

@@ -34,10 +34,6 @@ class _Trait(NamedTuple):
 TRAITS = (
     _Trait(is_fallback, "transformers computes its layers"),
     _Trait(
-        lambda model: model.has_states,
-        "its states are updated in chunks that depend on the step",
-    ),
-    _Trait(
         lambda model: bool(model.family.latent),
         "latent attention divides contexts by the number of requests",
     ),
@@ -53,6 +49,13 @@ def check_invariance(config: EngineConfig, model: ModelConfig) -> None:
     if not config.batch_invariant:
         return
     check_limits(LIMITS, config, FLAG, "remove one")
+    if model.has_states and config.speculation is not None:
+        raise InputError(
+            "--speculative-config",
+            f"does not work with {FLAG} and {model.family.architecture}: verified tokens update its"
+            " states in another order than decoded ones",
+            "remove one",
+        )
     for trait in TRAITS:
         if trait.is_there(model):
             raise InputError(

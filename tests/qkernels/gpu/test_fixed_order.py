@@ -7,9 +7,14 @@ from formats.in_memory.weights import with_activation
 from formats.scheme import Scheme
 from qkernels import ops
 from qkernels.attention.cache import AttentionStep, PagedKv
+from qkernels.delta_net import reference as delta_reference
 from qkernels.linear.fixed_order import fixed_order_linear, float_config
+from qkernels.mamba2 import reference as mamba_reference
 from qkernels.moe.routing import SILU, Routing
+from tests.qkernels.conv_case import ConvCase
+from tests.qkernels.delta_net_case import DeltaCase
 from tests.qkernels.lora_case import adapted, lora_weights
+from tests.qkernels.mamba2_case import ScanCase
 from tests.qkernels.moe_case import make_experts
 
 pytestmark = pytest.mark.hopper
@@ -138,6 +143,61 @@ def test_adapters(K, sizes, num_slots, assert_close):
     some = slice(0, 200)
     want = adapted(x[some], y[some], slots_T[some].tolist(), weights)
     assert_close("y", want, run(torch.arange(200, device="cuda")), 2e-2)
+
+
+def assert_cuts_are_one(run, case, states):
+    """A request's rows whole, in pieces, and one by one: the same bits of results and of states."""
+    want_states, total = states.clone(), case.counts[0]
+    want = run(case, want_states)
+    assert want.isfinite().all()
+    for cuts in ((64, 1, 1, 130, 3), (1,) * 40, (200, 300)):
+        own, start = states.clone(), 0
+        for count in (*cuts, total - sum(cuts)):
+            got = run(case.rows(start, count), own)
+            assert torch.equal(got, want[start : start + count]), (cuts, start)
+            start += count
+        assert torch.equal(own[case.slots[0]], want_states[case.slots[0]]), cuts
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [(16, 32, 128, 128), (2, 4, 64, 64), (4, 4, 256, 256)], ids=str)
+def test_delta_nets(sizes, kind, tolerance):
+    J, H, K, V = sizes
+    case = DeltaCase(counts=(700,), before=(0,), J=J, H=H, K=K, V=V).to(kind, "cuda")
+
+    def run(case, states):
+        return ops.delta_rule_(*case.rule, states, case.step, "fixed_order")
+
+    assert_cuts_are_one(run, case, case.memory_PHKV)
+    wide = case.to(torch.float64, "cuda")
+    want = delta_reference.delta_rule_(*wide.rule, wide.memory_PHKV.clone(), wide.step)
+    got = run(case, case.memory_PHKV.clone()).double()
+    assert float((got - want).norm() / want.norm()) < tolerance(kind)
+
+
+@pytest.mark.parametrize("sizes", [(1, 48, 128, 64), (8, 64, 256, 64), (2, 4, 16, 80)], ids=str)
+def test_mamba(sizes, tolerance):
+    G, H, N, D = sizes
+    case = ScanCase.make((700,), (0,), G=G, H=H, N=N, D=D).to(torch.bfloat16, "cuda")
+
+    def run(case, states):
+        return case.run(ops.selective_scan_, states, kernel="fixed_order")
+
+    assert_cuts_are_one(run, case, case.memory_PHND)
+    wide = case.to(torch.float64, "cuda")
+    want = wide.run(mamba_reference.selective_scan_, wide.memory_PHND.clone())
+    got = run(case, case.memory_PHND.clone()).double()
+    assert float((got - want).norm() / want.norm()) < tolerance(torch.bfloat16)
+
+
+@pytest.mark.parametrize("op", ["causal_conv_", "short_conv_"])
+def test_convolutions(op):
+    case = ConvCase.make(op, (700,), (0,), C=300, bias=True).to(torch.bfloat16, "cuda")
+    assert_cuts_are_one(
+        lambda case, states: case.run(getattr(ops, op), states, kernel="fixed_order"),
+        case,
+        case.conv_PCW,
+    )
 
 
 PAGES = {

@@ -24,7 +24,12 @@ EXPERTS = (
     *("afmoe", "llama4", "exaone_moe", "gpt_oss"),
 )
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-QUICK = ("gemma3", "opt", "qwen2_moe")
+STATES = (
+    *("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "granite_hybrid"),
+    *("granite_hybrid_moe", "nemotron_h", "nemotron_h_moe", "nemotron_h_latent", "bamba"),
+    "falcon_h1",
+)
+QUICK = ("lfm2", "gemma3", "opt", "qwen2_moe")
 FEW = InvarianceConfig(num_requests=8, max_input_len=60, output_len=6)
 
 
@@ -41,9 +46,11 @@ def settings(folder, **changes):
     )
 
 
-def all_same(engine, config=FEW):
+def all_same(engine, config=FEW, num_companies=8):
     results = list(compare(engine, config))
-    assert len(results) == 8
+    assert len(results) == num_companies
+    cached = next(each for each in results if each.company == "from the prefix cache")
+    assert cached.cached_tokens > 0
     return {each.company: each.bits_differ for each in results if each.bits_differ} == {}
 
 
@@ -56,6 +63,26 @@ def all_same(engine, config=FEW):
 )
 def test_every_family(tiny_model, family):
     assert all_same(settings(tiny_model(family)))
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        family if family in QUICK else pytest.param(family, marks=pytest.mark.exhaustive)
+        for family in STATES
+    ],
+)
+def test_models_with_states(tiny_model, family):
+    """Prompts long enough for snapshots; without drafts, which are refused."""
+    config = InvarianceConfig(num_requests=5, max_input_len=150, output_len=6)
+    assert all_same(settings(tiny_model(family), max_model_len=176), config, num_companies=7)
+
+
+def test_models_with_states_take_no_drafts(tiny_model):
+    with pytest.raises(InputError, match="--speculative-config"):
+        drafts = '{"method": "ngram", "num_speculative_tokens": 2}'
+        engine = settings(tiny_model("lfm2"), speculative_config=drafts)
+        LLM(**dataclasses.asdict(engine))
 
 
 @pytest.mark.exhaustive
@@ -130,9 +157,7 @@ def test_the_default_kernels_differ(quantized_5m, capsys):
 @pytest.mark.parametrize(
     "family, reason",
     [
-        ("qwen3_next", "states"),
         ("deepseek_v3", "latent"),
-        ("qwen3_5", "states"),
     ],
 )
 def test_unsupported_models_are_refused(tiny_model, family, reason):
