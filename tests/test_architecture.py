@@ -55,7 +55,7 @@ OPERATIONS = {
     "latent": {
         *("attention.merge_splits", "attention.reference", "attention.cache", "attention.ops"),
         *("attention.config", "attention.triton_paged", "rowwise.arithmetic_triton"),
-        *("rowwise.reference", "rowwise.spec"),
+        *("rowwise.reference", "rowwise.spec", "attention.fixed_order.merge_segments"),
     },
     "rowwise": set(),
     "moe": {

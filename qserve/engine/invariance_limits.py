@@ -34,10 +34,6 @@ class _Trait(NamedTuple):
 TRAITS = (
     _Trait(is_fallback, "transformers computes its layers"),
     _Trait(
-        lambda model: bool(model.family.latent),
-        "latent attention divides contexts by the number of requests",
-    ),
-    _Trait(
         lambda model: model.vision is not None,
         "its images are encoded in batches; --language-model-only works",
     ),

@@ -33,7 +33,7 @@ from tests.qkernels.compile.attention_cases import attention, kv_write
 from tests.qkernels.compile.cards import empty
 from tests.qkernels.compile.delta_net_cases import delta_net
 from tests.qkernels.compile.draft_cases import draft_input, drafts
-from tests.qkernels.compile.latent_cases import latent_attention
+from tests.qkernels.compile.latent_cases import heads_product, latent_attention
 from tests.qkernels.compile.lora_cases import adapted_product, lora
 from tests.qkernels.compile.mamba2_cases import mamba2, short_conv
 
@@ -538,6 +538,17 @@ EXPERTS = {
     "chunk, chunked attention": Case(
         run=lambda: attention([2048], 16384, group=5, chunk_size=8192), product="wgmma"
     ),
+    "latent attention in fixed order, decode": Case(
+        run=lambda: latent_attention([1], 16, kernel="fixed_order"), quick=SM90, product="mma"
+    ),
+    "latent attention in fixed order, decode of 128 rows": Case(
+        run=lambda: latent_attention([1] * 128, 128, kernel="fixed_order"), product="mma"
+    ),
+    "latent attention in fixed order, a prompt": Case(
+        run=lambda: latent_attention([500], 16, kernel="fixed_order"), product="mma"
+    ),
+    "heads' products, 1 row": Case(run=lambda: heads_product(1), product="mma"),
+    "heads' products, 500 rows": Case(run=lambda: heads_product(500)),
     "latent attention in float32": Case(run=lambda: latent_attention([1, 40], 16, dtype=FP32)),
     "lora qkv T=1": Case(run=lambda: lora(1, 4096, (4096, 1024, 1024)), quick=SM90, product="mma"),
     "lora qkv fixed order T=1": Case(

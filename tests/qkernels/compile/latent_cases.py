@@ -11,7 +11,11 @@ LATENT, ROPE, PAGE = 512, 64, 16
 
 
 def latent_attention(
-    counts: list[int], heads: int, context: int = 8192, dtype: torch.dtype = torch.bfloat16
+    counts: list[int],
+    heads: int,
+    context: int = 8192,
+    dtype: torch.dtype = torch.bfloat16,
+    kernel: str | None = None,
 ) -> None:
     R, T = len(counts), sum(counts)
     cache = PagedLatents(pages=empty(R * context // PAGE, PAGE, LATENT + ROPE, dtype=dtype))
@@ -34,4 +38,10 @@ def latent_attention(
         interleaved=True,
     )
     q_THE = empty(T, heads, LATENT + ROPE, dtype=dtype)
-    ops.latent_attention(q_THE, cache, step, latent_width=LATENT, scale=1.0)
+    ops.latent_attention(q_THE, cache, step, latent_width=LATENT, scale=1.0, kernel=kernel)
+
+
+def heads_product(T: int, heads: int = 16, inputs: int = 128, outputs: int = LATENT) -> None:
+    """What absorbs queries, in fixed order."""
+    x = empty(T, heads, inputs + ROPE)[..., :inputs]
+    ops.fixed_order_heads(x, empty(heads, inputs, outputs))

@@ -8,11 +8,13 @@ from formats.scheme import Scheme
 from qkernels import ops
 from qkernels.attention.cache import AttentionStep, PagedKv
 from qkernels.delta_net import reference as delta_reference
+from qkernels.latent.fixed_order import triton_segments
 from qkernels.linear.fixed_order import fixed_order_linear, float_config
 from qkernels.mamba2 import reference as mamba_reference
 from qkernels.moe.routing import SILU, Routing
 from tests.qkernels.conv_case import ConvCase
 from tests.qkernels.delta_net_case import DeltaCase
+from tests.qkernels.latent_case import latent_case
 from tests.qkernels.lora_case import adapted, lora_weights
 from tests.qkernels.mamba2_case import ScanCase
 from tests.qkernels.moe_case import make_experts
@@ -198,6 +200,61 @@ def test_convolutions(op):
         case,
         case.conv_PCW,
     )
+
+
+@pytest.mark.parametrize("codes", [None, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("H", [16, 20, 128])
+def test_latent_attention(H, codes):
+    """A prompt whole, in chunks, token by token, with others, in any number of programs."""
+    sizes = {"H": H, "L": 512, "rope": 64, "B": 16, "codes": codes, "device": "cuda"}
+    case = latent_case((700, 40), (700, 900), **sizes, dtype=torch.bfloat16)
+    starts, settings = [0, 700], {"latent_width": 512, "scale": case.scale}
+
+    def attend(parts, splits=None):
+        """`parts`: (request, first row, rows)."""
+        counts = torch.tensor([0, *(count for _, _, count in parts)], device="cuda")
+        before = [case.lengths[r] - case.counts[r] + first for r, first, _ in parts]
+        step = AttentionStep(
+            block_tables_RX=case.step.block_tables_RX[[r for r, _, _ in parts]].contiguous(),
+            query_starts_R1=counts.cumsum(0).int(),
+            context_lengths_R=torch.tensor(
+                [n + count for n, (_, _, count) in zip(before, parts, strict=True)],
+                device="cuda",
+                dtype=torch.int32,
+            ),
+            max_query_len=max(count for _, _, count in parts),
+            max_context_len=900,
+        )
+        rows = [slice(starts[r] + first, starts[r] + first + n) for r, first, n in parts]
+        q = torch.cat([case.q_THE[each] for each in rows])
+        if splits is None:
+            return ops.latent_attention(q, case.cache, step, **settings, kernel="fixed_order")
+        return triton_segments.latent_attention(q, case.cache, step, **settings, splits=splits)
+
+    want = attend([(0, 0, 700)])
+    exact = case.exact()[:700].cuda()
+    assert float((want.double() - exact).norm() / exact.norm()) < 2e-2
+    for splits in (1, 2, 3):
+        assert torch.equal(attend([(0, 0, 700)], splits), want), splits
+    for size in (1, 2, 63, 64, 130, 333):
+        for first in range(0, 700, size if size > 32 else 97):
+            count = min(size, 700 - first)
+            got = attend([(1, 0, 40), (0, first, count)])[40:]
+            assert torch.equal(got, want[first : first + count]), (size, first)
+    got = attend([(r % 2, 5 + r // 2, 1) for r in range(64)])
+    for r in range(0, 64, 2):
+        assert torch.equal(got[r], want[5 + r // 2]), r
+
+
+@pytest.mark.parametrize("sizes", [(16, 128, 512), (128, 512, 128), (5, 96, 64)], ids=str)
+def test_products_of_heads(sizes):
+    H, K, N = sizes
+    x = random_x(1100 * H, K).view(1100, H, K)
+    weight = random_x(H * K, N).view(H, K, N)
+    assert_rows_are_alone(lambda x: ops.fixed_order_heads(x, weight), x)
+    want = torch.einsum("thk,hkn->thn", x.double(), weight.double())
+    got = ops.fixed_order_heads(x, weight).double()
+    assert float((got - want).norm() / want.norm()) < 1e-2
 
 
 PAGES = {

@@ -24,12 +24,13 @@ EXPERTS = (
     *("afmoe", "llama4", "exaone_moe", "gpt_oss"),
 )
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+LATENT = ("minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 STATES = (
     *("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "granite_hybrid"),
     *("granite_hybrid_moe", "nemotron_h", "nemotron_h_moe", "nemotron_h_latent", "bamba"),
     "falcon_h1",
 )
-QUICK = ("lfm2", "gemma3", "opt", "qwen2_moe")
+QUICK = ("lfm2", "minicpm3", "gemma3", "opt", "qwen2_moe")
 FEW = InvarianceConfig(num_requests=8, max_input_len=60, output_len=6)
 
 
@@ -58,7 +59,7 @@ def all_same(engine, config=FEW, num_companies=8):
     "family",
     [
         family if family in QUICK else pytest.param(family, marks=pytest.mark.exhaustive)
-        for family in (*DENSE, *EXPERTS)
+        for family in (*DENSE, *EXPERTS, *LATENT)
     ],
 )
 def test_every_family(tiny_model, family):
@@ -112,6 +113,12 @@ def test_8bit_pages(quantized_5m, kv_cache_dtype):
     assert all_same(settings(quantized_5m, kv_cache_dtype=kv_cache_dtype))
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_8bit_latents(tiny_model, kv_cache_dtype):
+    assert all_same(settings(tiny_model("deepseek_v3"), kv_cache_dtype=kv_cache_dtype))
+
+
 @pytest.mark.parametrize(
     "family",
     [
@@ -152,17 +159,6 @@ def test_the_default_kernels_differ(quantized_5m, capsys):
     table = capsys.readouterr().out.splitlines()
     together = next(line for line in table if line.startswith("all together"))
     assert int(together.split()[-1]) > 0
-
-
-@pytest.mark.parametrize(
-    "family, reason",
-    [
-        ("deepseek_v3", "latent"),
-    ],
-)
-def test_unsupported_models_are_refused(tiny_model, family, reason):
-    with pytest.raises(InputError, match=f"--batch-invariant.*{reason}"):
-        LLM(str(tiny_model(family)), device="cpu", max_model_len=64, batch_invariant=True)
 
 
 @pytest.mark.parametrize(
