@@ -25,6 +25,7 @@ def merge_segments(
     window: int | None,
     block_q: int,
     segment_keys: int = SEGMENT_KEYS,
+    chunk_size: int | None = None,
 ) -> None:
     """Fold weighted sums, largest scores and sums of weights, float32, into `out`."""
     T, H, G, D = partials_THGD.shape
@@ -49,6 +50,7 @@ def merge_segments(
             WINDOWED=window is not None,
             BLOCK_Q=block_q,
             KEYS=segment_keys,
+            CHUNK=chunk_size or 0,
             num_warps=1,
         )
 
@@ -71,6 +73,7 @@ def _merge_segments(
     WINDOWED: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     block, head = tl.program_id(0), tl.program_id(1)
     request = request_of(starts_ptr, block, R, BLOCK_Q)
@@ -88,6 +91,8 @@ def _merge_segments(
         first = 0
         if WINDOWED:
             first = max(0, before + row - window + 1) // KEYS
+        if CHUNK > 0:
+            first = (before + row) // CHUNK * CHUNK // KEYS
         largest = float("-inf")
         total = 0.0
         if sinks_ptr is not None:

@@ -538,6 +538,19 @@ EXPERTS = {
     "chunk, chunked attention": Case(
         run=lambda: attention([2048], 16384, group=5, chunk_size=8192), product="wgmma"
     ),
+    "fixed order over 8 bits, decode": Case(
+        run=lambda: attention([1], pages=torch.int8, kernel="fixed_order"),
+        quick=SM90,
+        product="mma",
+    ),
+    "fixed order over 8 bits, chunk": Case(
+        run=lambda: attention([2048], pages=torch.float8_e4m3fn, kernel="fixed_order"), least=89
+    ),
+    "fixed order over 8 bits, chunk in a window": Case(
+        run=lambda: attention(
+            [2048], pages=torch.int8, window=1000, soft_cap=30.0, kernel="fixed_order"
+        )
+    ),
     "latent attention in fixed order, decode": Case(
         run=lambda: latent_attention([1], 16, kernel="fixed_order"), quick=SM90, product="mma"
     ),

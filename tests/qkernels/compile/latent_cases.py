@@ -42,6 +42,6 @@ def latent_attention(
 
 
 def heads_product(T: int, heads: int = 16, inputs: int = 128, outputs: int = LATENT) -> None:
-    """What absorbs queries, in fixed order."""
+    """Absorption of queries, in fixed order."""
     x = empty(T, heads, inputs + ROPE)[..., :inputs]
     ops.fixed_order_heads(x, empty(heads, inputs, outputs))

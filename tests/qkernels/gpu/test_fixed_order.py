@@ -327,6 +327,38 @@ def test_attention(pages, D, heads, window, soft_cap):
             assert torch.equal(got, want[row : row + 1]), row
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 300}, {"soft_cap": 20.0}], ids=str)
+@pytest.mark.parametrize("pages", PAGES)
+@pytest.mark.parametrize("D, heads", [(64, (8, 2)), (80, (7, 1)), (128, (16, 2)), (256, (4, 2))])
+def test_tiles_and_programs_of_the_portable_kernel(D, heads, pages, options):
+    """Segments by one program or several, in tiles of 16, 32 and 64 rows: the same bits."""
+    from qkernels.attention.fixed_order import triton_segments
+    from qkernels.attention.fixed_order.config import tile_config
+
+    (H, J), length = heads, 700
+    cache = filled_cache(PAGES[pages], 44, J, D)
+    generator = torch.Generator("cuda").manual_seed(D)
+    q = torch.randn(length, H, D, device="cuda", generator=generator).bfloat16()
+    step = AttentionStep(
+        block_tables_RX=torch.randperm(44, device="cuda", generator=generator).int()[None],
+        query_starts_R1=torch.tensor([0, length], device="cuda", dtype=torch.int32),
+        context_lengths_R=torch.tensor([length], device="cuda", dtype=torch.int32),
+        max_query_len=length,
+        max_context_len=704,
+    )
+    settings = {"scale": D**-0.5, "window": None, **options}
+    want = triton_segments.paged_attention(q, cache, step, **settings, splits=1)
+    assert want.isfinite().all()
+    sizes = {"heads_per_kv_head": H // J, "head_dim": D, "element_size": 2}
+    for arch, count in (("sm_90", 700), ("sm_80", 700), ("sm_90", 1)):
+        config = tile_config(**sizes, max_query_len=count, arch=arch)
+        for splits in (1, 2, 6):
+            got = triton_segments.paged_attention(
+                q, cache, step, **settings, config=config, splits=splits
+            )
+            assert torch.equal(got, want), (config, splits)
+
+
 @pytest.mark.parametrize("soft_cap", [None, 20.0], ids=["", "soft cap"])
 @pytest.mark.parametrize("window", [None, 300], ids=["", "window"])
 @pytest.mark.parametrize("D", [64, 80, 128])
