@@ -34,8 +34,9 @@ class _Trait(NamedTuple):
 TRAITS = (
     _Trait(is_fallback, "transformers computes its layers"),
     _Trait(
-        lambda model: model.vision is not None,
-        "its images are encoded in batches; --language-model-only works",
+        lambda model: model.vision is not None and model.vision.family.is_mutual,
+        "the rows of its images see each other, which plain torch computes for a whole step;"
+        " --language-model-only works",
     ),
 )
 

@@ -57,13 +57,13 @@ def segment_boundaries(
     *, max_requests: int, max_tokens: int, max_context_len: int
 ) -> Iterator[tuple[int, int, int]]:
     """Return (requests, tokens of each, keys) that together launch every kernel."""
-    for rows in (16, 32, 64, 128):
-        if rows <= max_tokens:
-            yield 1, rows, max(rows, min(max_context_len, SEGMENT_KEYS))
+    longest = min(max_tokens, max_context_len)
+    for rows in (16, 32, 64, 128):  # of tiles of the heads' products
+        if rows <= longest:
+            yield 1, rows, rows
     yield 1, 1, max_context_len  # shared by several programs
-    yield 1, max_tokens, max(max_tokens, max_context_len)
-    many = min(max_requests, max_tokens)
-    yield many, 1, 1
+    yield 1, longest, max_context_len
+    yield min(max_requests, max_tokens), 1, 1
 
 
 def blocks_of(T: int, requests: int, heads: int, config: SegmentConfig) -> tuple[int, int]:

@@ -9,6 +9,8 @@ from qkernels import ops
 from qkernels.latent.fixed_order.config import (
     MAX_PARTIAL_BYTES,
     SEGMENT_KEYS,
+    rows_of_tile,
+    segment_boundaries,
     segment_config,
     segment_splits,
 )
@@ -50,6 +52,19 @@ def test_a_tile_follows_from_the_model_and_the_gpu(heads):
     for shared in (100_000, 232_448):
         config = segment_config(heads=heads, element_size=2, shared_bytes=shared)
         assert config.block_heads * config.block_q == 32 and SEGMENT_KEYS % config.keys == 0
+
+
+@pytest.mark.parametrize("max_tokens, longest", [(8, 4096), (2048, 512), (2048, 8192)])
+def test_warm_up_reaches_every_kernel_and_fits(max_tokens, longest):
+    steps = list(
+        segment_boundaries(max_requests=64, max_tokens=max_tokens, max_context_len=longest)
+    )
+    tiles = set()
+    for requests, count, keys in steps:
+        assert count <= keys <= longest and requests * count <= max_tokens
+        tiles.add(rows_of_tile(requests * count))
+    assert tiles >= {rows_of_tile(T) for T in range(1, min(max_tokens, longest) + 1)}
+    assert (1, 1, longest) in steps
 
 
 def test_splits_fill_the_gpu_and_bound_the_partial_sums():

@@ -11,6 +11,7 @@ from qserve.commands.check_invariance import InvarianceConfig, check_invariance,
 from qserve.config import EngineConfig
 from qserve.llm import LLM
 from tests.adapters import write_adapter
+from tests.tiny_vision import VISION_FAMILIES, write_tiny_vision
 
 DENSE = (
     *("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3", "smollm3"),
@@ -84,6 +85,24 @@ def test_models_with_states_take_no_drafts(tiny_model):
         drafts = '{"method": "ngram", "num_speculative_tokens": 2}'
         engine = settings(tiny_model("lfm2"), speculative_config=drafts)
         LLM(**dataclasses.asdict(engine))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", [each for each in VISION_FAMILIES if each != "gemma3"])
+def test_images(tmp_path, family):
+    has_states = family.startswith("qwen3_5")  # longer prompts for snapshots, no drafts
+    longest = 128 if has_states else 60
+    config = InvarianceConfig(num_requests=6, max_input_len=longest, output_len=6)
+    engine = settings(write_tiny_vision(tmp_path / family, family), max_model_len=256)
+    assert all_same(engine, config, 7 if has_states else 8)
+
+
+def test_images_whose_rows_see_each_other_are_refused(tmp_path):
+    engine = settings(write_tiny_vision(tmp_path / "gemma3", "gemma3"))
+    with pytest.raises(InputError, match="--batch-invariant.*see each other"):
+        LLM(**dataclasses.asdict(engine))
+    text = dataclasses.replace(engine, language_model_only=True)
+    assert all_same(text, dataclasses.replace(FEW, num_requests=2))
 
 
 @pytest.mark.exhaustive
