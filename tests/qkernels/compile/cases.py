@@ -560,6 +560,9 @@ EXPERTS = {
     "latent attention in fixed order, a prompt": Case(
         run=lambda: latent_attention([500], 16, kernel="fixed_order"), product="mma"
     ),
+    "latent attention in fixed order, 8 bits": Case(
+        run=lambda: latent_attention([1, 40], 20, codes=INT8, kernel="fixed_order"), product="mma"
+    ),
     "heads' products, 1 row": Case(run=lambda: heads_product(1), product="mma"),
     "heads' products, 500 rows": Case(run=lambda: heads_product(500)),
     "latent attention in float32": Case(run=lambda: latent_attention([1, 40], 16, dtype=FP32)),

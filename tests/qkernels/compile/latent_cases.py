@@ -16,9 +16,14 @@ def latent_attention(
     context: int = 8192,
     dtype: torch.dtype = torch.bfloat16,
     kernel: str | None = None,
+    codes: torch.dtype | None = None,
 ) -> None:
     R, T = len(counts), sum(counts)
-    cache = PagedLatents(pages=empty(R * context // PAGE, PAGE, LATENT + ROPE, dtype=dtype))
+    P = R * context // PAGE
+    cache = PagedLatents(
+        pages=empty(P, PAGE, LATENT + ROPE, dtype=codes or dtype),
+        scales=None if codes is None else empty(P, PAGE, 2, dtype=torch.float32),
+    )
     step = AttentionStep(
         block_tables_RX=torch.zeros(R, context // PAGE, dtype=torch.int32),
         query_starts_R1=torch.tensor([0, *counts]).cumsum(0).int(),
