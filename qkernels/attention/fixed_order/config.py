@@ -28,11 +28,11 @@ def tile_config(
 ) -> TileConfig:
     """16 rows times heads for decodes, more for prompts. `keys` follow from the model alone.
 
-    Tiles of 64 rows are for sm_90: sm_80 has too few registers for them, and sm_100 multiplies them
-    in other units, whose sums have another order.
+    Tiles of 128 rows are for sm_90, whose products read operands from shared memory. sm_80 has too
+    few registers for them, and sm_100 multiplies them in other units: its sums have another order.
     """
     group = power_of_two(heads_per_kv_head)
-    most = 16 if element_size == 4 else 64 if head_dim <= 128 and arch == "sm_90" else 32
+    most = 16 if element_size == 4 else 128 if head_dim <= 128 and arch == "sm_90" else 32
     few = max(16, group)
     rows = few if max_query_len * group <= few else max(group, most)
     return TileConfig(

@@ -331,7 +331,7 @@ def test_attention(pages, D, heads, window, soft_cap):
 @pytest.mark.parametrize("pages", PAGES)
 @pytest.mark.parametrize("D, heads", [(64, (8, 2)), (80, (7, 1)), (128, (16, 2)), (256, (4, 2))])
 def test_tiles_and_programs_of_the_portable_kernel(D, heads, pages, options):
-    """Segments by one program or several, in tiles of 16, 32 and 64 rows: the same bits."""
+    """Segments by one program or several, in tiles of 16, 32 and 128 rows: the same bits."""
     from qkernels.attention.fixed_order import triton_segments
     from qkernels.attention.fixed_order.config import tile_config
 

@@ -91,4 +91,4 @@ def test_a_step_of_keys_in_fixed_order_follows_from_the_model(D, group, arch):
     padded = power_of_two(group)
     rows = [config.block_q * padded for config in configs]
     assert rows == sorted(rows) and rows[0] == max(16, padded)
-    assert rows[-1] == max(padded, 64 if arch == "sm_90" and D <= 128 else 32)
+    assert rows[-1] == max(padded, 128 if arch == "sm_90" and D <= 128 else 32)
