@@ -13,6 +13,7 @@ from qkernels.causal_conv.ops import causal_conv_, short_conv_
 from qkernels.collective.ops import all_reduce, all_reduce_norm
 from qkernels.delta_net.ops import delta_rule_, gated_rms_norm
 from qkernels.drafts.ops import fill_drafts_, settle_drafts_, spread_logits
+from qkernels.latent.fixed_order.attention import fixed_order_heads
 from qkernels.latent.ops import (
     expanded_latent_attention,
     latent_attention,
@@ -52,6 +53,7 @@ __all__ = [
     "route",
     "route_tokens",
     "fill_drafts_",
+    "fixed_order_heads",
     "fixed_order_linear",
     "gated_group_norm",
     "gated_rms_norm",

@@ -3,12 +3,14 @@
 import functools
 import importlib.util
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from formats.scheme import ActivationSpec, QuantSpec
+from qkernels.choice import FIXED_ORDER
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 FLOAT_DTYPES = (*HALF_DTYPES, torch.float32)
@@ -80,6 +82,13 @@ def has_float8_products() -> bool:
     """Return True if the GPU multiplies float8 (sm_89 or later), or if there is no GPU
     (`explain`)."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
+
+
+def fixed_order(problem: Problem, gpu: Callable[[Problem], str | None]) -> str | None:
+    """Why a row of one order of summation does not run; `gpu` refuses problems on a GPU."""
+    if problem.requested != FIXED_ORDER:
+        return "runs where it is requested by name"
+    return None if problem.device == "cpu" else gpu(problem)
 
 
 def anything(problem: Problem) -> str | None:

@@ -38,13 +38,15 @@ DEVICES = ("auto", "cuda", "cpu")
 MODEL_IMPLS = ("auto", "native", "transformers")
 KV_CACHE_DTYPES = ("auto", *KV_CACHES)
 KERNEL_OPERATIONS = ("w4a16", "w8a16", "w8a8", "experts", "attention")
-# What --batch-invariant requests of these operations; "float" are linears that are not quantized.
+# What --batch-invariant requests of these operations; "float": linears that are not quantized;
+# "states": recurrent states and causal convolutions.
 FIXED_ORDER = "fixed_order"
 FIXED_ORDER_OPERATIONS = (
     *(f"w{bits}a16" for bits in (2, 3, 4, 6, 8)),
     "w8a8",
     "experts",
     "attention",
+    "states",
     "float",
 )
 

@@ -55,7 +55,7 @@ OPERATIONS = {
     "latent": {
         *("attention.merge_splits", "attention.reference", "attention.cache", "attention.ops"),
         *("attention.config", "attention.triton_paged", "rowwise.arithmetic_triton"),
-        *("rowwise.reference", "rowwise.spec"),
+        *("rowwise.reference", "rowwise.spec", "attention.fixed_order.merge_segments"),
     },
     "rowwise": set(),
     "moe": {
@@ -70,8 +70,8 @@ OPERATIONS = {
     "sampling": set(),
     "lora": set(),
     "causal_conv": set(),
-    "delta_net": {"causal_conv.ops", "causal_conv.state"},
-    "mamba2": {"causal_conv.ops", "causal_conv.state"},
+    "delta_net": {"causal_conv.ops", "causal_conv.state", "causal_conv.rows_alone"},
+    "mamba2": {"causal_conv.ops", "causal_conv.state", "causal_conv.rows_alone"},
     "drafts": {"sampling.words"},
 }
 # what may not be in sys.modules after an import, and in no line of the package

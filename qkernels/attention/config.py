@@ -92,25 +92,6 @@ def default_attention_config(
     )
 
 
-def fixed_order_config(
-    *, heads_per_kv_head: int, head_dim: int, element_size: int
-) -> AttentionConfig:
-    """The config of fixed_order.py for every step: what the kernel computes for a row is then one.
-
-    Blocks of up to 32 rows mask every step of keys: larger ones leave the mask out of some.
-    """
-    group = power_of_two(heads_per_kv_head)
-    block_m = max(16, group, 32 if element_size < 4 else 16)
-    return AttentionConfig(
-        block_m=block_m,
-        block_q=block_m // group,
-        keys=16 if element_size == 4 else 32 if head_dim > 128 else 64,
-        split=1,
-        warps=4,
-        stages=2,
-    )
-
-
 PREFILL_ROWS = 128  # query rows of a tile of sm90_prefill.py: tokens times heads of a KV head
 PREFILL_KEYS = 128  # of one step: 64 take a sixth longer, and 256 do not fit into registers
 

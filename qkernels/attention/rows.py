@@ -72,7 +72,8 @@ def fixed_order(problem: Problem) -> str | None:
         return "runs where it is requested by name"
     if problem.device == "cpu":
         return None
-    if gpu_device.lacks_arch(torch.device(problem.device), "sm_90") is None:
+    on_sm90 = gpu_device.lacks_arch(torch.device(problem.device), "sm_90") is None
+    if on_sm90 and problem.pages_dtype not in CODE_DTYPES.values():
         return sm90_prefill(replace(problem, chunk=True))
     return triton_attention(problem)
 

@@ -325,14 +325,14 @@ def _paged_attention(
                 new_largest = tl.maximum(largest, tl.max(score, 1) * scale)
                 weight = tl.exp2(score * scale - new_largest[:, None])
             else:
-                score = _scores(q, k, k_scale, scale, cap_log2, SOFT_CAP)
+                score = scores_of(q, k, k_scale, scale, cap_log2, SOFT_CAP)
                 if slope is not None:
                     score = _add_alibi(score, slope, step * KEYS + tl.arange(0, KEYS), position)
                 new_largest = tl.maximum(largest, tl.max(score, 1))
                 weight = tl.exp2(score - new_largest[:, None])
             shrink = tl.exp2(largest - new_largest)
             weights = weights * shrink + tl.sum(weight, 1)
-            values = _add_values(weight, v, v_scale, values * shrink[:, None], q.dtype)
+            values = add_values(weight, v, v_scale, values * shrink[:, None], q.dtype)
             largest = new_largest
         first_step = whole_steps
     for step in tl.range(first_step, last_step, num_stages=STAGES):
@@ -354,7 +354,7 @@ def _paged_attention(
             v_scale_rows = page * stride_vsp + (key % B) * stride_vsb
             k_scale = tl.load(k_scales_head + k_scale_rows, mask=exists, other=0.0)
             v_scale = tl.load(v_scales_head + v_scale_rows, mask=exists, other=0.0)
-        score = _scores(q, k, k_scale, scale, cap_log2, SOFT_CAP)
+        score = scores_of(q, k, k_scale, scale, cap_log2, SOFT_CAP)
         if slope is not None:
             score = _add_alibi(score, slope, key, position)
         visible = exists[None, :] & (key[None, :] <= position[:, None])
@@ -374,7 +374,7 @@ def _paged_attention(
             mask=exists[:, None] & (d[None, :] < D),
             other=0.0,
         )
-        values = _add_values(weight, v, v_scale, values * shrink[:, None], q.dtype)
+        values = add_values(weight, v, v_scale, values * shrink[:, None], q.dtype)
         largest = new_largest
 
     out_row = token * H + head
@@ -397,7 +397,7 @@ def _paged_attention(
 
 
 @triton.jit
-def _scores(q, k, k_scale, scale, cap_log2, SOFT_CAP: tl.constexpr):
+def scores_of(q, k, k_scale, scale, cap_log2, SOFT_CAP: tl.constexpr):
     """float32 scores in powers of two. `k_scale`: of each key with 8-bit KV, else None."""
     score = tl.dot(q, k.to(q.dtype), input_precision="ieee")
     if k_scale is None:
@@ -416,7 +416,7 @@ def _add_alibi(score, slope, key, position):
 
 
 @triton.jit
-def _add_values(weight, v, v_scale, values, DTYPE: tl.constexpr):
+def add_values(weight, v, v_scale, values, DTYPE: tl.constexpr):
     """values + weight times v. `v_scale`: of each key with 8-bit KV, else None."""
     if v_scale is not None:
         if DTYPE.is_fp16():  # its product with the weight may be too small for float16

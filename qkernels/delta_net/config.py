@@ -39,6 +39,11 @@ def step_config(K: int, V: int) -> StepConfig:
     return StepConfig(keys=keys, columns=min(32, width), warps=4)
 
 
+def recurrence_config(K: int, V: int) -> StepConfig:
+    """One warp for few columns: sums over keys need no other warp, and many programs fit."""
+    return StepConfig(keys=max(16, power_of_two(K)), columns=8, warps=1)
+
+
 def chunk_config(K: int, V: int, dtype: torch.dtype, arch: str) -> ChunkConfig:
     """Products in bfloat16 where activations are; float16 has too few exponents for a state, so it
     takes tf32, and float32 three products of tf32 for each. `arch`: as qkernels.gpu.device has it.

@@ -1,7 +1,8 @@
 """Operations of a gated delta net, and the kernels that do them."""
 
-from qkernels.dispatch import Kernel, Operation, reference, triton_or_reference
-from qkernels.problem import Problem, anything, needs_triton_on_gpu
+from qkernels.choice import FIXED_ORDER
+from qkernels.dispatch import Kernel, Operation, reference
+from qkernels.problem import Problem, anything, fixed_order, needs_triton_on_gpu
 
 MAX_DIM = 256  # a column block of a head's state lies in one program's registers
 
@@ -13,6 +14,13 @@ def triton_delta(problem: Problem) -> str | None:
     return reason
 
 
+def in_fixed_order(problem: Problem) -> str | None:
+    return fixed_order(problem, triton_delta)
+
+
+_FIXED_ORDER = Kernel(
+    name=FIXED_ORDER, module="delta_net.fixed_order", priority=5, supports=in_fixed_order
+)
 DELTA_RULE = Operation(
     "delta_rule_",
     Kernel(
@@ -23,6 +31,12 @@ DELTA_RULE = Operation(
     ),
     Kernel(name="chunked", module="delta_net.chunked", priority=15, supports=anything),
     reference("delta_net"),
+    _FIXED_ORDER,
 )
-GATED_RMS_NORM = triton_or_reference("delta_net", "gated_rms_norm", "triton_norm", triton_delta)
+GATED_RMS_NORM = Operation(
+    "gated_rms_norm",
+    Kernel(name="triton", module="delta_net.triton_norm", priority=20, supports=triton_delta),
+    reference("delta_net"),
+    _FIXED_ORDER,
+)
 OPERATIONS = (DELTA_RULE, GATED_RMS_NORM)

@@ -1,8 +1,9 @@
 """Operations of latent attention, and the kernels that do them."""
 
+from qkernels.choice import FIXED_ORDER
 from qkernels.dispatch import Kernel, Operation, reference, triton_or_reference
 from qkernels.operands.codes import CODE_DTYPES
-from qkernels.problem import Problem, needs_triton_on_gpu, refuses_pages
+from qkernels.problem import Problem, fixed_order, needs_triton_on_gpu, refuses_pages
 
 MAX_ENTRY = 640  # two steps of wider ones do not fit into the shared memory of all GPUs
 
@@ -16,6 +17,10 @@ def triton_latents(problem: Problem) -> str | None:
     return reason or refuses_pages(problem)
 
 
+def in_fixed_order(problem: Problem) -> str | None:
+    return fixed_order(problem, triton_latents)
+
+
 LATENT_ATTENTION = Operation(
     "latent_attention",
     Kernel(
@@ -25,6 +30,12 @@ LATENT_ATTENTION = Operation(
         supports=triton_latents,
     ),
     reference("latent"),
+    Kernel(
+        name=FIXED_ORDER,
+        module="latent.fixed_order.attention",
+        priority=5,
+        supports=in_fixed_order,
+    ),
 )
 ROPE_WRITE_LATENTS = triton_or_reference(
     "latent", "rope_write_latents_", "triton_write", triton_latents

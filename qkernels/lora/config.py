@@ -6,7 +6,7 @@ the work. Blocks without work end immediately, which is all that rows without an
 slots cost.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qkernels.gpu.config import ceil_div
 from qkernels.gpu.workspace import WORKSPACE_COUNTERS
@@ -15,6 +15,8 @@ RANK_BLOCK = 16  # the least that tensor cores multiply
 FEW_ROWS = 128  # up to which kernels start while the one before ends (gpu/pdl.py)
 MAX_SLICES = 3
 PARTS_LEFT = 16  # at most, to what reads them
+FIXED_PARTS = 8  # of K for every number of rows, in fixed order
+WIDE_OUTPUTS = 256  # of a tile of 16 rows, for many rows
 BLOCKS_WANTED = 128  # of shrink: about one for each SM
 
 
@@ -46,14 +48,14 @@ def tile_rows(T: int) -> int:
     return 16 if T <= 16 else 32 if T <= 32 else 64
 
 
-def owns_by_row(T: int, num_slots: int) -> bool:
-    """True: a tile has a block for each row; False: for each slot."""
-    return min(T, tile_rows(T)) < num_slots
+def owns_by_row(T: int, num_slots: int, rows: int | None = None) -> bool:
+    """True: a tile (of `tile_rows`) has a block for each row; False: for each slot."""
+    return min(T, rows or tile_rows(T)) < num_slots
 
 
-def num_owners(T: int, num_slots: int) -> int:
-    """Blocks that look for their rows in one tile."""
-    return min(T, tile_rows(T), num_slots)
+def num_owners(T: int, num_slots: int, rows: int | None = None) -> int:
+    """Blocks that look for their rows in one tile (of `tile_rows`)."""
+    return min(T, rows or tile_rows(T), num_slots)
 
 
 def shrink_config(
@@ -96,14 +98,43 @@ def expand_config(T: int, N: int, num_slots: int) -> ExpandConfig:
     return ExpandConfig(rows=rows, outputs=max(64, outputs), by_row=by_row, warps=4)
 
 
+def fixed_shrink_config(T: int, K: int, S: int, R: int, num_slots: int) -> ShrinkConfig:
+    """Tile in which a row's sum has one order: T changes the grid alone, and K its parts.
+
+    The parts are added in order, by the kernel or, where it has too few counters, after it.
+    """
+    few = shrink_config(1, K, S, R, num_slots)
+    steps = ceil_div(K, few.inputs)
+    groups = ceil_div(T, few.rows) * S * ceil_div(R, RANK_BLOCK)
+    return replace(
+        few,
+        parts=ceil_div(steps, ceil_div(steps, FIXED_PARTS)),
+        adds_parts=groups * num_owners(T, num_slots, few.rows) <= WORKSPACE_COUNTERS,
+        by_row=owns_by_row(T, num_slots, few.rows),
+    )
+
+
+def fixed_expand_config(T: int, N: int, num_slots: int) -> ExpandConfig:
+    """Tiles of 16 rows for every T. An output's sum is one chain over ranks in any tile."""
+    few = expand_config(1, N, num_slots)
+    outputs = few.outputs if T <= FEW_ROWS else WIDE_OUTPUTS
+    return replace(few, outputs=outputs, by_row=owns_by_row(T, num_slots, few.rows))
+
+
 def whole_blocks(R: int) -> int:
     """Ranks that h has for those that read it in whole blocks."""
     return ceil_div(R, RANK_BLOCK) * RANK_BLOCK
 
 
-def row_boundaries(max_rows: int, K: int, S: int, R: int, num_slots: int) -> list[int]:
+def row_boundaries(
+    max_rows: int, K: int, S: int, R: int, num_slots: int, *, fixed_order: bool = False
+) -> list[int]:
     """The least T of every distinct compiled kernel for K inputs, up to `max_rows`."""
     found: dict[object, int] = {}
+    if fixed_order:
+        for T in range(1, max_rows + 1):
+            found.setdefault((fixed_shrink_config(T, K, S, R, num_slots), T > FEW_ROWS), T)
+        return sorted(found.values())
     for T in range(1, max_rows + 1):
         config = shrink_config(T, K, S, R, num_slots)
         leaving = shrink_config(T, K, S, R, num_slots, leaves_parts=True)

@@ -17,6 +17,7 @@ from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
 from qkernels.gpu.workspace import workspace
 from qkernels.lora.config import (
     RANK_BLOCK,
+    ExpandConfig,
     ShrinkConfig,
     expand_config,
     num_owners,
@@ -27,12 +28,27 @@ from qkernels.lora.weights import LoraWeights
 from qkernels.operands.split_k import LinearOutput, SplitKPartials
 
 
-def lora_shrink(x_TK: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights) -> torch.Tensor:
-    """Implement ops.lora_shrink; rows without an adapter hold anything."""
-    config = shrink_config(*x_TK.shape, *_sizes(weights))
-    h_TSR = _empty_h(x_TK, weights, weights.max_rank)
-    _launch_shrink(x_TK, slots_T, weights, config, h_TSR)
-    return h_TSR
+def lora_shrink(
+    x_TK: torch.Tensor,
+    slots_T: torch.Tensor,
+    weights: LoraWeights,
+    config: ShrinkConfig | None = None,
+) -> torch.Tensor:
+    """Implement ops.lora_shrink; rows without an adapter hold anything.
+
+    Parts of K that `config` leaves are added here, in order.
+    """
+    config = config or shrink_config(*x_TK.shape, *_sizes(weights))
+    if config.adds_parts or config.parts == 1:
+        h_TSR = _empty_h(x_TK, weights, weights.max_rank)
+        _launch_shrink(x_TK, slots_T, weights, config, h_TSR)
+        return h_TSR
+    h_PTSR = _empty_h(x_TK, weights, weights.max_rank, config.parts)
+    _launch_shrink(x_TK, slots_T, weights, config, h_PTSR)
+    first, *others = h_PTSR
+    for part in others:
+        first += part
+    return first
 
 
 def lora_shrink_parts(
@@ -74,7 +90,7 @@ def _launch_shrink(
             (
                 ceil_div(T, config.rows),
                 config.parts * S * blocks,
-                num_owners(T, weights.num_slots),
+                num_owners(T, weights.num_slots, config.rows),
             ),
             x_TK,
             slots_T,
@@ -104,12 +120,16 @@ def _launch_shrink(
 
 
 def lora_expand_(
-    y_TN: LinearOutput, h_TSR: torch.Tensor, slots_T: torch.Tensor, weights: LoraWeights
+    y_TN: LinearOutput,
+    h_TSR: torch.Tensor,
+    slots_T: torch.Tensor,
+    weights: LoraWeights,
+    config: ExpandConfig | None = None,
 ) -> None:
     """Add scale * B h to the rows of y that have an adapter; of parts of K, to the first."""
     out_TN = y_TN.parts[0] if isinstance(y_TN, SplitKPartials) else y_TN
     T, S, R = h_TSR.shape
-    config = expand_config(T, weights.out_features, weights.num_slots)
+    config = config or expand_config(T, weights.out_features, weights.num_slots)
     sizes = (*weights.sizes, 0, 0)[:3]
     with on_device(h_TSR):
         launch(
@@ -117,7 +137,7 @@ def lora_expand_(
             (
                 ceil_div(T, config.rows),
                 sum(ceil_div(size, config.outputs) for size in sizes),
-                num_owners(T, weights.num_slots),
+                num_owners(T, weights.num_slots, config.rows),
             ),
             out_TN,
             h_TSR,

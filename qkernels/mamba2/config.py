@@ -34,6 +34,11 @@ def step_config(N: int, D: int) -> StepConfig:
     return StepConfig(state=_padded(N), columns=min(32, _padded(D)), warps=4)
 
 
+def recurrence_config(N: int, D: int) -> StepConfig:
+    """One warp for few columns: sums over states need no other warp, and many programs fit."""
+    return StepConfig(state=_padded(N), columns=8, warps=1)
+
+
 def scan_config(N: int, D: int, dtype: torch.dtype) -> ScanConfig:
     """Products in bfloat16 where activations are; float16 has too few exponents for a state, so it
     takes tf32, and float32 three products of tf32 for each.

@@ -1,7 +1,8 @@
 """Operations of Mamba-2, and the kernels that do them."""
 
-from qkernels.dispatch import Kernel, Operation, reference, triton_or_reference
-from qkernels.problem import Problem, anything, needs_triton_on_gpu
+from qkernels.choice import FIXED_ORDER
+from qkernels.dispatch import Kernel, Operation, reference
+from qkernels.problem import Problem, anything, fixed_order, needs_triton_on_gpu
 
 MAX_DIM = 256  # a column block of a head's state lies in one program's registers
 MAX_GROUP = 16384  # a group's row lies in one program's registers
@@ -26,6 +27,22 @@ SELECTIVE_SCAN = Operation(
     Kernel(name="triton", module="mamba2.triton_scan", priority=20, supports=triton_scan),
     Kernel(name="chunked", module="mamba2.chunked", priority=15, supports=anything),
     reference("mamba2"),
+    Kernel(
+        name=FIXED_ORDER,
+        module="mamba2.fixed_order",
+        priority=5,
+        supports=lambda problem: fixed_order(problem, triton_scan),
+    ),
 )
-GATED_GROUP_NORM = triton_or_reference("mamba2", "gated_group_norm", "triton_norm", triton_norm)
+GATED_GROUP_NORM = Operation(
+    "gated_group_norm",
+    Kernel(name="triton", module="mamba2.triton_norm", priority=20, supports=triton_norm),
+    reference("mamba2"),
+    Kernel(
+        name=FIXED_ORDER,
+        module="mamba2.fixed_order",
+        priority=5,
+        supports=lambda problem: fixed_order(problem, triton_norm),
+    ),
+)
 OPERATIONS = (SELECTIVE_SCAN, GATED_GROUP_NORM)

@@ -75,7 +75,7 @@ _TRITON_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 @triton.jit
-def _step_size(dt, dt_bias, least, most):
+def step_size(dt, dt_bias, least, most):
     """softplus(dt + dt_bias) within the limits."""
     x = dt.to(tl.float32) + dt_bias
     softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
@@ -125,7 +125,7 @@ def _mamba_step(
         b = tl.load(b_ptrs, mask=in_n, other=0.0).to(tl.float32)
         c = tl.load(b_ptrs + G * N, mask=in_n, other=0.0).to(tl.float32)
         dt = tl.load(dt_ptr + row * stride_dt + h)
-        size = _step_size(dt, tl.load(dt_bias_ptr + h), dt_least, dt_most)
+        size = step_size(dt, tl.load(dt_bias_ptr + h), dt_least, dt_most)
         state *= tl.exp(-tl.exp(tl.load(a_log_ptr + h)) * size)
         state += b[:, None] * (size * x)[None, :]
         y = tl.sum(c[:, None] * state, 0) + tl.load(skip_ptr + h) * x
@@ -193,7 +193,7 @@ def _mamba_chunks(
             c = tl.load(b_ptrs + G * N + moved, mask=in_t & in_n, other=0.0).to(OPERAND)
             dt = tl.load(dt_ptrs + done * stride_dt, mask=inside, other=0.0)
             # Rows beyond the request write nothing and forget nothing.
-            size = tl.where(inside, _step_size(dt, dt_bias, dt_least, dt_most), 0.0)
+            size = tl.where(inside, step_size(dt, dt_bias, dt_least, dt_most), 0.0)
             total = tl.cumsum(tl.maximum(a * size, LEAST_DECAY_LOG), 0)
             whole = tl.sum(tl.maximum(a * size, LEAST_DECAY_LOG), 0)
             between = tl.where(causal, total[:, None] - total[None, :], float("-inf"))

@@ -14,11 +14,6 @@ from qserve.model.model_config import ModelConfig
 FLAG = "--batch-invariant"
 LIMITS = (
     Limit(
-        "--enable-lora",
-        lambda config: config.enable_lora,
-        "products with adapters divide their inputs by the number of rows",
-    ),
-    Limit(
         "--tensor-parallel-size",
         lambda config: config.tensor_parallel_size > 1,
         "sums over ranks are rounded elsewhere for many rows than for few",
@@ -39,16 +34,9 @@ class _Trait(NamedTuple):
 TRAITS = (
     _Trait(is_fallback, "transformers computes its layers"),
     _Trait(
-        lambda model: model.has_states,
-        "its states are updated in chunks that depend on the step",
-    ),
-    _Trait(
-        lambda model: bool(model.family.latent),
-        "latent attention divides contexts by the number of requests",
-    ),
-    _Trait(
-        lambda model: model.vision is not None,
-        "its images are encoded in batches; --language-model-only works",
+        lambda model: model.vision is not None and model.vision.family.is_mutual,
+        "the rows of its images see each other, which plain torch computes for a whole step;"
+        " --language-model-only works",
     ),
 )
 
@@ -58,6 +46,13 @@ def check_invariance(config: EngineConfig, model: ModelConfig) -> None:
     if not config.batch_invariant:
         return
     check_limits(LIMITS, config, FLAG, "remove one")
+    if model.has_states and config.speculation is not None:
+        raise InputError(
+            "--speculative-config",
+            f"does not work with {FLAG} and {model.family.architecture}: verified tokens update its"
+            " states in another order than decoded ones",
+            "remove one",
+        )
     for trait in TRAITS:
         if trait.is_there(model):
             raise InputError(

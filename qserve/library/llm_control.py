@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from formats.errors import InputError
-from qserve.engine.control.command_queue import CommandQueue
+from qserve.engine.control.command_queue import CommandQueue, state_of
 from qserve.engine.control.commands import ABORT, AnyCommand, GetDigests, Outcome, Sleep, WakeUp
 from qserve.hub.local import weights_folder
 from qserve.library.llm_engine import LLMEngine
@@ -76,6 +76,10 @@ class LLMControl:
     def system_fingerprint(self) -> str:
         """A short text that changes when the bits of outputs may, as in the server's replies."""
         return self.llm_engine.engine.operations.fingerprint
+
+    def adapter_fingerprint(self, name: str) -> str:
+        """The system_fingerprint of outputs with an adapter that was used or loaded before."""
+        return state_of(self.llm_engine.engine).fingerprint_of(name)
 
     def weight_digests(self) -> dict[str, str]:
         """Return the digest of each tensor in use, as `formats.weight_digest` computes it."""

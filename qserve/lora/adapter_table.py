@@ -71,6 +71,13 @@ class AdapterTable:
         """Names of all known adapters."""
         return tuple(self._known)
 
+    @property
+    def digests(self) -> dict[str, str]:
+        """Digest of the weights of each known adapter that was read, by name."""
+        return {
+            name: adapter.generation for name, adapter in self._known.items() if adapter.generation
+        }
+
     def names_in_use(self) -> tuple[str, ...]:
         return tuple(sorted({adapter.name for adapter in self.slots.in_use()}))
 

@@ -21,10 +21,17 @@ class SlotMemory:
     """Memory of the adapter slots. Once created, the decoder's linears read `rows`."""
 
     def __init__(
-        self, decoder: Decoder, layout: AdapterLayout, *, num_slots: int, max_rank: int
+        self,
+        decoder: Decoder,
+        layout: AdapterLayout,
+        *,
+        num_slots: int,
+        max_rank: int,
+        fixed_order: bool = False,
     ) -> None:
         device = decoder.device
         self.rows = AdaptedRows()
+        self.fixed_order = fixed_order
         self.layout = layout
         self.memory = torch.empty(
             num_slots, max_rank, layout.piece, dtype=decoder.dtype, device=device
@@ -37,7 +44,12 @@ class SlotMemory:
             if isinstance(getattr(owner, name), RowParallel):
                 # its sum over ranks adds up the adapters' parts
                 owner, name = getattr(owner, name), "inner"
-            linear = AdaptedLinear(getattr(owner, name), self._weights(number, place), self.rows)
+            linear = AdaptedLinear(
+                getattr(owner, name),
+                self._weights(number, place),
+                self.rows,
+                fixed_order=fixed_order,
+            )
             setattr(owner, name, linear)
 
     @property

@@ -137,6 +137,12 @@ class VisionConfig:
     video_token_id: int | None = None  # also of an unexpanded video; None: it takes no videos
 
     @property
+    def media_tokens(self) -> frozenset[int]:
+        """Tokens of media in prompts."""
+        found = (self.image_token_id, self.placeholder_id, self.video_token_id)
+        return frozenset(token for token in found if token is not None)
+
+    @property
     def axis_pairs(self) -> tuple[int, ...]:
         """Number of pairs of channels of each axis of a position; (): positions are numbers."""
         if not self.family.axis_pairs:

@@ -92,12 +92,15 @@ class Tower(torch.nn.Module):
         model: Any,
         normalizers: Mapping[str, "Normalizer"],
         dtype: torch.dtype,
+        encodes_alone: bool = False,
     ) -> None:
         """`model`: transformers' whole model; its text part is unused.
 
-        `normalizers`: by kind of media.
+        `normalizers`: by kind of media. `encodes_alone`: each frame in a call of its own, so that
+        its embeddings have the same bits whatever else a step encodes.
         """
         super().__init__()
+        self.encodes_alone = encodes_alone
         self.config, self.normalizers, self.dtype = config, normalizers, dtype
         self.model = model
 
@@ -110,6 +113,7 @@ class Tower(torch.nn.Module):
         *,
         device: torch.device,
         dtype: torch.dtype,
+        encodes_alone: bool = False,
     ) -> "Tower":
         """Build the tower. `entries`: its tensors by stored name; None: random weights.
 
@@ -124,7 +128,7 @@ class Tower(torch.nn.Module):
         if config.family.video:
             options = VideoProcessor(folder, config.family.video).options
             normalizers["video"] = Normalizer.of_video(options, device)
-        return cls(config, model, normalizers, dtype)
+        return cls(config, model, normalizers, dtype, encodes_alone)
 
     @property
     def workspace_bytes(self) -> int:
@@ -152,7 +156,7 @@ class Tower(torch.nn.Module):
         found: dict[int, torch.Tensor] = {}
         for numbers in groups.values():
             size = max(len(each.data) for each in frames[numbers[0]][1].features)
-            count = max(1, MAX_VALUES // size)
+            count = 1 if self.encodes_alone else max(1, MAX_VALUES // size)
             for start in range(0, len(numbers), count):
                 chosen = numbers[start : start + count]
                 rows = self._encode_alike([frames[number][1] for number in chosen])

@@ -42,6 +42,8 @@ class FakeAdapters:
             raise InputError(path, "is no adapter")
         return path
 
+    digests: dict[str, str] = {}
+
     def put(self, name, path, packed, number) -> None:
         if name == "refused":
             raise RuntimeError("value cannot be converted to type float without overflow")

@@ -7,8 +7,10 @@ from formats.scheme import Scheme
 from qserve import LLM, SamplingParams
 from qserve.commands.check_invariance import InvarianceConfig, compare
 from qserve.config import EngineConfig
+from tests.adapters import write_adapter
 from tests.conftest import make_tiny
 from tests.tiny_families import TINY_FAMILIES
+from tests.tiny_vision import write_tiny_vision
 
 pytestmark = pytest.mark.hopper
 
@@ -38,6 +40,40 @@ def test_experts_have_the_same_bits_in_any_company(tmp_path, scheme):
     assert differing(quantized(folder, tmp_path, scheme)) == []
 
 
+@pytest.mark.parametrize(
+    "family", ["qwen3_5", "qwen3_next", "granite_hybrid", "falcon_h1", "lfm2", "minicpm3"]
+)
+def test_states_and_latents_have_the_same_bits_in_any_company(tmp_path, family):
+    config_class, extra = TINY_FAMILIES[family]
+    longer = {"max_position_embeddings": 1024}
+    assert differing(make_tiny(tmp_path / family, config_class, {**extra, **longer})) == []
+
+
+def test_8bit_latents_have_the_same_bits_in_any_company(tmp_path):
+    config_class, extra = TINY_FAMILIES["minicpm3"]
+    longer = {"max_position_embeddings": 1024}
+    folder = make_tiny(tmp_path / "minicpm3", config_class, {**extra, **longer})
+    assert differing(folder, kv_cache_dtype="fp8") == []
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-sym", "w8a8", None])
+def test_adapters_have_the_same_bits_in_any_company(docs_5m, tmp_path, scheme):
+    ranks = {"wide": 20, "thin": 3, "whole": 16}
+    modules = [
+        f"{name}={write_adapter(docs_5m, tmp_path / name, rank=rank, seed=rank)}"
+        for name, rank in ranks.items()
+    ]
+    settings = {"enable_lora": True, "lora_modules": modules, "max_lora_rank": 32, "max_loras": 3}
+    assert differing(quantized(docs_5m, tmp_path, scheme), **settings) == []
+
+
+@pytest.mark.parametrize("family", ["smolvlm", "qwen2_5_vl", "qwen3_vl"])
+def test_images_have_the_same_bits_in_any_company(tmp_path, family):
+    folder = write_tiny_vision(tmp_path / family, family)
+    config = InvarianceConfig(num_requests=24, max_input_len=100, output_len=8)
+    assert differing(folder, config=config, max_model_len=256) == []
+
+
 def quantized(folder, tmp_path, scheme):
     if scheme is None:
         return folder
@@ -46,17 +82,18 @@ def quantized(folder, tmp_path, scheme):
     return to
 
 
-def differing(folder, kv_cache_dtype="auto"):
+def differing(folder, kv_cache_dtype="auto", config=CONFIG, max_model_len=1024, **settings):
     engine = EngineConfig(
         model=str(folder),
         dtype="bfloat16",
-        max_model_len=1024,
+        max_model_len=max_model_len,
         batch_invariant=True,
         kv_cache_dtype=kv_cache_dtype,
         gpu_memory_utilization=0.1,
         max_num_seqs=64,
+        **settings,
     )
-    return [each for each in compare(engine, CONFIG) if each.bits_differ]
+    return [each for each in compare(engine, config) if each.bits_differ]
 
 
 @pytest.mark.parametrize("quantization", ["w4a16", "w8a8", None])

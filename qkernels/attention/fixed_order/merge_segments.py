@@ -14,8 +14,6 @@ from qkernels.gpu.config import power_of_two
 from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.row_blocks import request_of
 
-KEYS = tl.constexpr(SEGMENT_KEYS)
-
 
 def merge_segments(
     partials_THGD: torch.Tensor,
@@ -26,6 +24,8 @@ def merge_segments(
     *,
     window: int | None,
     block_q: int,
+    segment_keys: int = SEGMENT_KEYS,
+    chunk_size: int | None = None,
 ) -> None:
     """Fold weighted sums, largest scores and sums of weights, float32, into `out`."""
     T, H, G, D = partials_THGD.shape
@@ -49,6 +49,8 @@ def merge_segments(
             PADDED_D=power_of_two(D),
             WINDOWED=window is not None,
             BLOCK_Q=block_q,
+            KEYS=segment_keys,
+            CHUNK=chunk_size or 0,
             num_warps=1,
         )
 
@@ -70,6 +72,8 @@ def _merge_segments(
     PADDED_D: tl.constexpr,
     WINDOWED: tl.constexpr,
     BLOCK_Q: tl.constexpr,
+    KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     block, head = tl.program_id(0), tl.program_id(1)
     request = request_of(starts_ptr, block, R, BLOCK_Q)
@@ -87,6 +91,8 @@ def _merge_segments(
         first = 0
         if WINDOWED:
             first = max(0, before + row - window + 1) // KEYS
+        if CHUNK > 0:
+            first = (before + row) // CHUNK * CHUNK // KEYS
         largest = float("-inf")
         total = 0.0
         if sinks_ptr is not None:

@@ -2,16 +2,15 @@
 
 On sm_90 a row's keys are divided into segments at multiples of 128. Each has sums of its own. They
 are folded from the row's own segment down to the first, whether one program computes all segments
-or one each (sm90_segments.py). Longer heads and 8-bit pages run in the kernel for prompt chunks
-alone: one chain of sums, never split. Elsewhere on a GPU the portable kernel runs with one config.
-On a CPU each row is computed alone.
+or one each (sm90_segments.py). Longer heads run in the kernel for prompt chunks alone: one chain of
+sums, never split. 8-bit pages, and all pages on other GPUs, run in triton_segments.py: segments of
+their own, for prompts and decodes. On a CPU each row is computed alone.
 """
 
 import torch
 
 from qkernels.attention import reference
 from qkernels.attention.cache import AttentionStep, PagedKv
-from qkernels.attention.config import fixed_order_config
 from qkernels.attention.fixed_order.config import SEGMENT_MAX_HEAD_DIM, SEGMENT_MAX_TOKENS
 from qkernels.gpu import device as gpu_device
 from qkernels.operands.limbs import LimbForm, Limbs
@@ -37,9 +36,9 @@ def paged_attention(
         return reference.paged_attention_by_rows(
             q_THD, cache, step, scale=scale, window=window, soft_cap=soft_cap, **biases
         )
-    if gpu_device.lacks_arch(q_THD.device, "sm_90") is None:
+    if gpu_device.lacks_arch(q_THD.device, "sm_90") is None and not cache.is_8bit:
         settings = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks_H": sinks_H}
-        by_segment = not cache.is_8bit and q_THD.shape[2] <= SEGMENT_MAX_HEAD_DIM
+        by_segment = q_THD.shape[2] <= SEGMENT_MAX_HEAD_DIM
         if by_segment and step.max_query_len <= SEGMENT_MAX_TOKENS:
             from qkernels.attention.fixed_order import sm90_segments
 
@@ -49,20 +48,8 @@ def paged_attention(
         return sm90_prefill.paged_attention(
             q_THD, cache, step, **settings, split=1, by_segment=by_segment
         )
-    from qkernels.attention import triton_paged
+    from qkernels.attention.fixed_order import triton_segments
 
-    return triton_paged.paged_attention(
-        q_THD,
-        cache,
-        step,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        inputs_ready=inputs_ready,
-        **biases,
-        config=fixed_order_config(
-            heads_per_kv_head=q_THD.shape[1] // cache.num_kv_heads,
-            head_dim=q_THD.shape[2],
-            element_size=q_THD.element_size(),
-        ),
+    return triton_segments.paged_attention(
+        q_THD, cache, step, scale=scale, window=window, soft_cap=soft_cap, **biases
     )

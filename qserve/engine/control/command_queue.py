@@ -47,6 +47,7 @@ def state_of(engine: "Engine") -> EngineState:
         is_sleeping=engine.operations.is_sleeping,
         weight_version=engine.operations.version,
         fingerprint=engine.operations.fingerprint,
+        adapters=engine.adapters.digests if engine.adapters is not None else {},
     )
 
 

@@ -3,6 +3,8 @@
 Names and modes are vLLM's.
 """
 
+from hashlib import sha256
+
 import msgspec
 
 ABORT, WAIT, KEEP = "abort", "wait", "keep"
@@ -15,6 +17,7 @@ MODES = {
 WEIGHTS, KV_CACHE, CUDA_GRAPH = "weights", "kv_cache", "cuda_graph"
 TAGS = (WEIGHTS, KV_CACHE, CUDA_GRAPH)  # graphs come with the pages, to which they point
 LEVELS = (0, 1, 2)  # paused; weights on the host; weights dropped
+FINGERPRINT_PREFIX = "qs_"
 FIRST_VERSION = "0"  # of the weights that an engine starts with
 
 
@@ -133,7 +136,15 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     is_paused: bool = False
     is_sleeping: bool = False
     weight_version: str = FIRST_VERSION
-    fingerprint: str = ""  # system_fingerprint of replies
+    fingerprint: str = ""  # system_fingerprint of the base model's replies
+    adapters: dict[str, str] = {}  # digest of the weights of each adapter that was read, by name
+
+    def fingerprint_of(self, adapter: str | None) -> str:
+        """The system_fingerprint of replies with an adapter; None: of the base model's."""
+        if adapter is None or not self.fingerprint:
+            return self.fingerprint
+        text = f"{self.fingerprint} {self.adapters.get(adapter, '')}"
+        return FINGERPRINT_PREFIX + sha256(text.encode()).hexdigest()[:16]
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,15 +13,15 @@ import torch
 import qserve
 from qkernels.tuning.table import tuning_table_of
 from qserve.config import EngineConfig
+from qserve.engine.control.commands import FINGERPRINT_PREFIX
 from qserve.engine.runner.model_runner import ModelRunner
 from qserve.model.resident.checksum import checksum
 
-PREFIX = "qs_"
 # Settings on which the bits of a request depend.
 SETTINGS = (
     *("dtype", "model_impl", "tensor_parallel_size", "pipeline_parallel_size", "all_reduce"),
     *("kv_cache_dtype", "kernel", "batch_invariant", "activation_bits", "quantization"),
-    *("quantization_config", "spec_acceptance"),
+    *("quantization_config", "spec_acceptance", "enable_lora"),
 )
 # Further ones, unless a request's bits are the same in any batch.
 SETTINGS_OF_BATCHES = (
@@ -43,7 +43,7 @@ def system_fingerprint(config: EngineConfig, runner: ModelRunner) -> str:
         "versions": _versions(),
     }
     text = json.dumps(parts, sort_keys=True, default=str)
-    return PREFIX + hashlib.sha256(text.encode()).hexdigest()[:16]
+    return FINGERPRINT_PREFIX + hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _settings(config: EngineConfig) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     number: int  # of the command
     problem: str = ""  # error message; empty on success
-    outcome: Outcome | None = None  # of an operator's command
+    outcome: Outcome | None = None  # of an operator's command, or of a LoadAdapter
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):

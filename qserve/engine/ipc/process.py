@@ -21,6 +21,7 @@ from typing import Any
 from formats.errors import InputError
 from qserve.engine import cpu_threads
 from qserve.engine.control.command_queue import CommandQueue, state_of
+from qserve.engine.control.commands import Outcome
 from qserve.engine.ipc import messages
 from qserve.engine.ipc.adapter_loads import AdapterLoads, AdapterRead
 from qserve.engine.ipc.messages import (
@@ -382,9 +383,12 @@ def _put(engine: object, read: AdapterRead) -> Done:
     if read.problem:
         return Done(number=number, problem=read.problem)
     put = engine.adapters.put
-    return _answer(
+    answer = _answer(
         number, lambda: put(lora.lora_name, lora.lora_path, read.packed, lora.lora_int_id)
     )
+    if answer.problem:
+        return answer
+    return Done(number=number, outcome=Outcome(state=state_of(engine)))
 
 
 def _profile(engine: object, message: Profile) -> None:

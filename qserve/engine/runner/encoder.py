@@ -54,6 +54,7 @@ class Encoder:
             None if is_dummy else CheckpointReader(config.model).other_parts,
             device=decoder.device,
             dtype=decoder.dtype,
+            encodes_alone=config.batch_invariant,
         )
         ropes = None
         if vision.axis_pairs:

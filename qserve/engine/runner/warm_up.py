@@ -45,7 +45,8 @@ def warm_up_shapes(
             for each in adapters.weights
         }
         for kind in kinds:
-            rows |= set(lora.row_boundaries(max_tokens, *kind))
+            fixed = adapters.fixed_order
+            rows |= set(lora.row_boundaries(max_tokens, *kind, fixed_order=fixed))
         yield from ((1, count, count) for count in sorted(rows))
     of_products = row_boundaries(decoder.products(), max_tokens, sms)
     for rows in sorted({*of_products, *(rows for rows in sums if rows <= max_tokens)}):

@@ -154,6 +154,7 @@ class Worker:
                     AdapterLayout(model, decoder.parts, decoder.layer_numbers),
                     num_slots=config.max_loras,
                     max_rank=config.max_lora_rank,
+                    fixed_order=config.batch_invariant,
                 )
                 self.adapters = RankAdapters(runner.adapters, decoder.dtype, device)
                 self._reader = ThreadPoolExecutor(1, "adapters")

@@ -57,8 +57,10 @@ class DeltaNet(torch.nn.Module):
         dt_bias: torch.Tensor,  # float32 [H]
         norm: torch.Tensor,  # [V]
         eps: float,
+        kernel: str | None = None,  # of the operations on states, selected by name
     ) -> None:
         super().__init__()
+        self.kernel = kernel
         self.shape, self.eps = shape, eps
         self.in_proj, self.gates, self.out_proj = in_proj, gates, out_proj
         self.register_buffer("conv_weight", conv_weight)
@@ -101,11 +103,11 @@ class DeltaNet(torch.nn.Module):
         made = reduced(self.in_proj(ops.in_form(x_TC, own.input), own))
         mixed, z = made.split([shape.channels, shape.values], 1)
         b_TH, a_TH = reduced(self.gates(x_TC)).chunk(2, 1)
-        mixed = ops.causal_conv_(mixed, self.conv_weight, None, cache.conv_PCW, rows)
+        mixed = ops.causal_conv_(mixed, self.conv_weight, None, cache.conv_PCW, rows, self.kernel)
         out_THV = ops.delta_rule_(
-            mixed, b_TH, a_TH, self.a_log, self.dt_bias, cache.memory_PHKV, rows
+            mixed, b_TH, a_TH, self.a_log, self.dt_bias, cache.memory_PHKV, rows, self.kernel
         )
         z_THV = z.unflatten(1, (shape.value_heads, shape.value_dim))
-        out_THV = ops.gated_rms_norm(out_THV, z_THV, self.norm, self.eps)
+        out_THV = ops.gated_rms_norm(out_THV, z_THV, self.norm, self.eps, self.kernel)
         output = self.out_proj.plan(T, "norm")
         return self.out_proj(ops.in_form(out_THV.flatten(1), output.input), output)

@@ -21,10 +21,12 @@ import torch
 
 from qkernels import ops
 from qkernels.attention.cache import AttentionStep
+from qkernels.choice import FIXED_ORDER
 from qkernels.gpu.device import shared_bytes, sm_count
 from qkernels.latent.cache import PagedLatents, is_aligned
 from qkernels.latent.config import expanded_boundaries, latent_boundaries
 from qkernels.latent.expanded import MAX_BYTES, absorbed_heads, expanded_rows
+from qkernels.latent.fixed_order.config import segment_boundaries
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
 from qserve.model.blocks.attention import SplitStep, StepInputs, check_capturable
@@ -76,6 +78,8 @@ class PagedLatentsSpec(CacheSpec):
 
     @property
     def split_rule(self) -> SplitRule | None:
+        if self.kernel == FIXED_ORDER:
+            return None  # expanded keys would be other products
         sizes = self.shape
         rows = expanded_rows(
             heads=sizes.heads, latent=sizes.latent, nope=sizes.nope, value=sizes.value
@@ -106,6 +110,13 @@ class PagedLatentsSpec(CacheSpec):
     def warm_up_shapes(
         self, limits: StepLimits, dtype: torch.dtype, device: torch.device
     ) -> Iterator[WarmUpShape]:
+        if self.kernel == FIXED_ORDER:
+            yield from segment_boundaries(
+                max_requests=limits.max_num_seqs,
+                max_tokens=limits.max_tokens,
+                max_context_len=limits.max_model_len,
+            )
+            return
         yield from latent_boundaries(
             heads=self.shape.heads,
             element_size=dtype.itemsize,
@@ -213,8 +224,11 @@ class LatentAttention(torch.nn.Module):
         self, q_n_THP: torch.Tensor, q_THE: torch.Tensor, cache: PagedLatents, step: AttentionStep
     ) -> torch.Tensor:
         """Attend over entries [T, H, V]. Fills the first L numbers of `q`."""
-        absorbed_HTL = q_THE[..., : self.shape.latent].transpose(0, 1)
-        torch.bmm(q_n_THP.transpose(0, 1), self.key_up, out=absorbed_HTL)
+        absorbed_THL = q_THE[..., : self.shape.latent]
+        if self.kernel == FIXED_ORDER:
+            ops.fixed_order_heads(q_n_THP, self.key_up, absorbed_THL)
+        else:
+            torch.bmm(q_n_THP.transpose(0, 1), self.key_up, out=absorbed_THL.transpose(0, 1))
         out_THL = ops.latent_attention(
             q_THE,
             cache,
@@ -223,6 +237,8 @@ class LatentAttention(torch.nn.Module):
             scale=self.scale,
             kernel=self.kernel,
         )
+        if self.kernel == FIXED_ORDER:
+            return ops.fixed_order_heads(out_THL, self.value_up)
         return torch.bmm(out_THL.transpose(0, 1), self.value_up).transpose(0, 1)
 
     def _split(

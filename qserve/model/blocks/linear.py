@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from qkernels import QuantLinear, ops
+from qkernels.choice import FIXED_ORDER
 from qkernels.linear.plan import GemmPlan
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.lora.weights import LoraWeights
@@ -163,21 +164,32 @@ class AdaptedRows:
 
 
 class AdaptedLinear(torch.nn.Module):
-    """A layer plus the adapters of a step's rows."""
+    """A layer plus the adapters of a step's rows.
+
+    `fixed_order`: a row's bits do not depend on the other rows, nor on whether they have adapters.
+    """
 
     def __init__(
         self,
         base: "FloatLinear | QuantLinear | SplitLinear",
         weights: LoraWeights,
         rows: AdaptedRows,
+        *,
+        fixed_order: bool = False,
     ) -> None:
         super().__init__()
         self.base = base
         self.weights, self.rows = weights, rows
+        self.fixed_order = fixed_order
+        self._kernel = FIXED_ORDER if fixed_order else None
 
     def plan(self, rows: int, consumer: Consumer | None = None) -> LinearPlan:
-        """Plan of the base if no row has an adapter."""
-        if self.rows.slots_T is None:
+        """Plan of the base if no row has an adapter.
+
+        In fixed order it is the one with adapters: an input that the operation before rounds to
+        codes differs in bits from one that is rounded after it.
+        """
+        if self.rows.slots_T is None and not self.fixed_order:
             return self.base.plan(rows, consumer)
         if not isinstance(self.base, QuantLinear):
             return AdaptedPlan(base=None)
@@ -186,16 +198,17 @@ class AdaptedLinear(torch.nn.Module):
 
     def forward(self, x: LinearInput, plan: LinearPlan | None = None) -> LinearOutput:
         slots_T = self.rows.slots_T
+        base_plan = plan.base if isinstance(plan, AdaptedPlan) else plan
         if slots_T is None:
-            return self.base(x, plan)
+            return self.base(x, base_plan)
         x_TK = x.tensor if isinstance(x, Limbs) else x
         # Launched before the product, whose weights are being loaded meanwhile.
         if plan is not None and plan.adds_adapters:
             term = ops.lora_term(x_TK, slots_T, self.weights)
-            return self.base(x, plan.base, term)
-        h_TSR = ops.lora_shrink(x_TK, slots_T, self.weights)
-        y = self.base(x, None if plan is None else plan.base)
-        ops.lora_expand_(y, h_TSR, slots_T, self.weights)
+            return self.base(x, base_plan, term)
+        h_TSR = ops.lora_shrink(x_TK, slots_T, self.weights, self._kernel)
+        y = self.base(x, base_plan)
+        ops.lora_expand_(y, h_TSR, slots_T, self.weights, self._kernel)
         return y
 
 

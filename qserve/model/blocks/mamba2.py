@@ -57,8 +57,10 @@ class Mamba2(torch.nn.Module):
         norm_first: bool = False,  # the norm comes before that product
         factors: torch.Tensor | None = None,  # of each output of in_proj; None: all are 1
         eps: float,
+        kernel: str | None = None,  # of the operations on states, selected by name
     ) -> None:
         super().__init__()
+        self.kernel = kernel
         self.shape, self.eps, self.norm_first = shape, eps, norm_first
         self.in_proj, self.out_proj = in_proj, out_proj
         self.register_buffer("conv_weight", conv_weight)
@@ -102,7 +104,9 @@ class Mamba2(torch.nn.Module):
         if self.factors is not None:
             made = made * self.factors
         z_TI, mixed, dt_TH = made.split([shape.inner, shape.channels, shape.heads], 1)
-        mixed = ops.causal_conv_(mixed, self.conv_weight, self.conv_bias, cache.conv_PCW, rows)
+        mixed = ops.causal_conv_(
+            mixed, self.conv_weight, self.conv_bias, cache.conv_PCW, rows, self.kernel
+        )
         out_THD = ops.selective_scan_(
             mixed,
             dt_TH,
@@ -112,9 +116,16 @@ class Mamba2(torch.nn.Module):
             cache.memory_PHKV,
             shape.step_limits,
             rows,
+            self.kernel,
         )
         out_TI = ops.gated_group_norm(
-            out_THD.flatten(1), z_TI, self.norm, shape.groups, self.eps, self.norm_first
+            out_THD.flatten(1),
+            z_TI,
+            self.norm,
+            shape.groups,
+            self.eps,
+            self.norm_first,
+            self.kernel,
         )
         output = self.out_proj.plan(out_TI.shape[0], "norm")
         return self.out_proj(ops.in_form(out_TI, output.input), output)

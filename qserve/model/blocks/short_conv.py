@@ -27,8 +27,10 @@ class ShortConv(torch.nn.Module):
         out_proj: Linear,
         conv_weight: torch.Tensor,  # [C, taps]
         conv_bias: torch.Tensor | None = None,  # [C]
+        kernel: str | None = None,  # of the convolution, selected by name
     ) -> None:
         super().__init__()
+        self.kernel = kernel
         self.in_proj, self.out_proj = in_proj, out_proj
         self.register_buffer("conv_weight", conv_weight)
         self.register_buffer("conv_bias", conv_bias)
@@ -58,7 +60,12 @@ class ShortConv(torch.nn.Module):
         """
         mixed_TC = reduced(self.in_proj(x_TC, plan))
         out_TC = ops.short_conv_(
-            mixed_TC, self.conv_weight, self.conv_bias, cache.conv_PCW, state_step(step)
+            mixed_TC,
+            self.conv_weight,
+            self.conv_bias,
+            cache.conv_PCW,
+            state_step(step),
+            self.kernel,
         )
         output = self.out_proj.plan(out_TC.shape[0], "norm")
         return self.out_proj(ops.in_form(out_TC, output.input), output)

@@ -48,8 +48,10 @@ class PreparedRequest:
 
     @property
     def fingerprint(self) -> str | None:
-        """The system_fingerprint of the reply."""
-        return self.service.client.state.fingerprint or None
+        """The system_fingerprint of the reply: of the model and the job's adapter."""
+        lora = self.job.handling.lora
+        name = None if lora is None else lora.lora_name
+        return self.service.client.state.fingerprint_of(name) or None
 
     def deltas(self) -> Deltas:
         """Run the job and yield the text of its choices as it arrives."""

@@ -34,7 +34,7 @@ from tests.qkernels.compile.attention_cases import attention, kv_write
 from tests.qkernels.compile.cards import empty
 from tests.qkernels.compile.delta_net_cases import delta_net
 from tests.qkernels.compile.draft_cases import draft_input, drafts
-from tests.qkernels.compile.latent_cases import latent_attention
+from tests.qkernels.compile.latent_cases import heads_product, latent_attention
 from tests.qkernels.compile.lora_cases import adapted_product, lora
 from tests.qkernels.compile.mamba2_cases import mamba2, short_conv
 
@@ -512,6 +512,8 @@ EXPERTS = {
     "delta net, heads of 256": Case(run=lambda: delta_net(1, 200, K=256), product="mma"),
     "delta net, prompts in float16": Case(run=lambda: delta_net(3, 100, FP16), product="mma"),
     "delta net, prompts in float32": Case(run=lambda: delta_net(3, 100, FP32)),
+    "delta net, fixed order": Case(run=lambda: delta_net(1, 200, kernel="fixed_order")),
+    "mamba2, fixed order": Case(run=lambda: mamba2(1, 200, kernel="fixed_order")),
     "mamba2, 8 requests of one token": Case(run=lambda: mamba2(8, 1)),
     "mamba2, a prompt": Case(run=lambda: mamba2(1, 200), quick=SM90, product="wgmma"),
     "mamba2, states of 256": Case(run=lambda: mamba2(1, 200, N=256)),
@@ -580,8 +582,41 @@ EXPERTS = {
     "chunk, chunked attention": Case(
         run=lambda: attention([2048], 16384, group=5, chunk_size=8192), product="wgmma"
     ),
+    "fixed order over 8 bits, decode": Case(
+        run=lambda: attention([1], pages=torch.int8, kernel="fixed_order"),
+        quick=SM90,
+        product="mma",
+    ),
+    "fixed order over 8 bits, chunk": Case(
+        run=lambda: attention([2048], pages=torch.float8_e4m3fn, kernel="fixed_order"), least=89
+    ),
+    "fixed order over 8 bits, chunk in a window": Case(
+        run=lambda: attention(
+            [2048], pages=torch.int8, window=1000, soft_cap=30.0, kernel="fixed_order"
+        )
+    ),
+    "latent attention in fixed order, decode": Case(
+        run=lambda: latent_attention([1], 16, kernel="fixed_order"), quick=SM90, product="mma"
+    ),
+    "latent attention in fixed order, decode of 128 rows": Case(
+        run=lambda: latent_attention([1] * 128, 128, kernel="fixed_order"), product="mma"
+    ),
+    "latent attention in fixed order, a prompt": Case(
+        run=lambda: latent_attention([500], 16, kernel="fixed_order"), product="mma"
+    ),
+    "latent attention in fixed order, 8 bits": Case(
+        run=lambda: latent_attention([1, 40], 20, codes=INT8, kernel="fixed_order"), product="mma"
+    ),
+    "heads' products, 1 row": Case(run=lambda: heads_product(1), product="mma"),
+    "heads' products, 500 rows": Case(run=lambda: heads_product(500)),
     "latent attention in float32": Case(run=lambda: latent_attention([1, 40], 16, dtype=FP32)),
     "lora qkv T=1": Case(run=lambda: lora(1, 4096, (4096, 1024, 1024)), quick=SM90, product="mma"),
+    "lora qkv fixed order T=1": Case(
+        run=lambda: lora(1, 4096, (4096, 1024, 1024), kernel="fixed_order"), product="mma"
+    ),
+    "lora gate_up fixed order T=2048": Case(
+        run=lambda: lora(2048, 4096, (14336, 14336), rank=64, kernel="fixed_order"), product="mma"
+    ),
     "lora down T=32": Case(run=lambda: lora(32, 14336, (4096,), slots=64, parts=4), product="mma"),
     "lora gate_up T=2048": Case(
         run=lambda: lora(2048, 4096, (14336, 14336), rank=64), product="wgmma"

@@ -9,7 +9,13 @@ from tests.qkernels.compile.cards import empty
 J, H, TAPS = 16, 32, 4
 
 
-def delta_net(R: int, count: int, dtype: torch.dtype = torch.bfloat16, K: int = 128) -> None:
+def delta_net(
+    R: int,
+    count: int,
+    dtype: torch.dtype = torch.bfloat16,
+    K: int = 128,
+    kernel: str | None = None,
+) -> None:
     """A layer of R requests with `count` tokens each, between its projections."""
     V = K
     T, channels = R * count, 2 * J * K + H * V
@@ -24,9 +30,9 @@ def delta_net(R: int, count: int, dtype: torch.dtype = torch.bfloat16, K: int = 
     )
     made, gates = empty(T, channels + H * V, dtype=dtype), empty(T, 2 * H, dtype=dtype)
     weight = empty(channels, TAPS, dtype=dtype)
-    mixed = ops.causal_conv_(made[:, :channels], weight, None, states.conv_PCW, step)
+    mixed = ops.causal_conv_(made[:, :channels], weight, None, states.conv_PCW, step, kernel)
     b, a = gates.chunk(2, 1)
     of_heads = torch.zeros(2, H)
-    out = ops.delta_rule_(mixed, b, a, *of_heads, states.memory_PHKV, step)
+    out = ops.delta_rule_(mixed, b, a, *of_heads, states.memory_PHKV, step, kernel)
     z = made[:, channels:].unflatten(1, (H, V))
-    ops.gated_rms_norm(out, z, empty(V, dtype=dtype), 1e-6)
+    ops.gated_rms_norm(out, z, empty(V, dtype=dtype), 1e-6, kernel)

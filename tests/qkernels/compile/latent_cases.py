@@ -11,10 +11,19 @@ LATENT, ROPE, PAGE = 512, 64, 16
 
 
 def latent_attention(
-    counts: list[int], heads: int, context: int = 8192, dtype: torch.dtype = torch.bfloat16
+    counts: list[int],
+    heads: int,
+    context: int = 8192,
+    dtype: torch.dtype = torch.bfloat16,
+    kernel: str | None = None,
+    codes: torch.dtype | None = None,
 ) -> None:
     R, T = len(counts), sum(counts)
-    cache = PagedLatents(pages=empty(R * context // PAGE, PAGE, LATENT + ROPE, dtype=dtype))
+    P = R * context // PAGE
+    cache = PagedLatents(
+        pages=empty(P, PAGE, LATENT + ROPE, dtype=codes or dtype),
+        scales=None if codes is None else empty(P, PAGE, 2, dtype=torch.float32),
+    )
     step = AttentionStep(
         block_tables_RX=torch.zeros(R, context // PAGE, dtype=torch.int32),
         query_starts_R1=torch.tensor([0, *counts]).cumsum(0).int(),
@@ -34,4 +43,10 @@ def latent_attention(
         interleaved=True,
     )
     q_THE = empty(T, heads, LATENT + ROPE, dtype=dtype)
-    ops.latent_attention(q_THE, cache, step, latent_width=LATENT, scale=1.0)
+    ops.latent_attention(q_THE, cache, step, latent_width=LATENT, scale=1.0, kernel=kernel)
+
+
+def heads_product(T: int, heads: int = 16, inputs: int = 128, outputs: int = LATENT) -> None:
+    """Absorption of queries, in fixed order."""
+    x = empty(T, heads, inputs + ROPE)[..., :inputs]
+    ops.fixed_order_heads(x, empty(heads, inputs, outputs))

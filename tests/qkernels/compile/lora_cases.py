@@ -10,7 +10,14 @@ from tests.qkernels.compile.cards import empty
 
 
 def lora(
-    T: int, K: int, sizes: tuple[int, ...], *, rank: int = 16, slots: int = 8, parts: int = 0
+    T: int,
+    K: int,
+    sizes: tuple[int, ...],
+    *,
+    rank: int = 16,
+    slots: int = 8,
+    parts: int = 0,
+    kernel: str | None = None,
 ) -> None:
     """Both kernels of a linear; `parts` of K, which the next operation adds, where there are."""
     N, weights = sum(sizes), _weights(K, sizes, rank, slots)
@@ -18,8 +25,8 @@ def lora(
     y = empty(T, N)
     if parts:
         y = SplitKPartials(parts=empty(parts, T, N, dtype=torch.float32), dtype=torch.bfloat16)
-    h = ops.lora_shrink(empty(T, K), of_rows, weights)
-    ops.lora_expand_(y, h, of_rows, weights)
+    h = ops.lora_shrink(empty(T, K), of_rows, weights, kernel)
+    ops.lora_expand_(y, h, of_rows, weights, kernel)
 
 
 def adapted_product(

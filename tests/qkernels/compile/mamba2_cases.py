@@ -19,7 +19,13 @@ def make_step(R: int, count: int) -> StateStep:
     )
 
 
-def mamba2(R: int, count: int, dtype: torch.dtype = torch.bfloat16, N: int = 128) -> None:
+def mamba2(
+    R: int,
+    count: int,
+    dtype: torch.dtype = torch.bfloat16,
+    N: int = 128,
+    kernel: str | None = None,
+) -> None:
     """A layer of R requests with `count` tokens each, between its projections."""
     inner = HEADS * DIM
     T, channels, step = R * count, inner + 2 * N, make_step(R, count)
@@ -29,10 +35,10 @@ def mamba2(R: int, count: int, dtype: torch.dtype = torch.bfloat16, N: int = 128
     made = empty(T, inner + channels + HEADS, dtype=dtype)
     z, mixed, dt = made.split([inner, channels, HEADS], 1)
     weight, bias = empty(channels, 4, dtype=dtype), empty(channels, dtype=dtype)
-    mixed = ops.causal_conv_(mixed, weight, bias, states.conv_PCW, step)
+    mixed = ops.causal_conv_(mixed, weight, bias, states.conv_PCW, step, kernel)
     of_heads, limits = torch.zeros(3, HEADS), (0.0, float("inf"))
-    out = ops.selective_scan_(mixed, dt, *of_heads, states.memory_PHKV, limits, step)
-    ops.gated_group_norm(out.flatten(1), z, empty(inner, dtype=dtype), 1, 1e-6, False)
+    out = ops.selective_scan_(mixed, dt, *of_heads, states.memory_PHKV, limits, step, kernel)
+    ops.gated_group_norm(out.flatten(1), z, empty(inner, dtype=dtype), 1, 1e-6, False, kernel)
 
 
 def short_conv(R: int, count: int, C: int = 2048, dtype: torch.dtype = torch.bfloat16) -> None:

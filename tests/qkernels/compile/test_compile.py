@@ -73,6 +73,9 @@ SPILLS = (
     (("sm_90", "sm_100"), "latent.triton_latent", "latent attention, decode of ", 16, 0),
     # by ptxas of triton 3.9
     (("sm_90",), "latent.triton_latent", "latent attention, 20 heads", 32, 16),
+    # sums of the segment and of those after it, over all channels
+    (tuple(CARDS), "attention.fixed_order.triton_segments", "", 16, 16),
+    (tuple(CARDS), "latent.fixed_order.triton_segments", "", 64, 64),
     # a product of float32 is three of tf32, with parts of both operands in registers
     (tuple(CARDS), "delta_net.triton_chunks", "delta net, prompts in float32", 128, 192),
     (tuple(CARDS), "delta_net.triton_chunks", "delta net, prompts in float16", 8, 0),

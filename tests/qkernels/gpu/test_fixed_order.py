@@ -7,8 +7,17 @@ from formats.in_memory.weights import with_activation
 from formats.scheme import Scheme
 from qkernels import ops
 from qkernels.attention.cache import AttentionStep, PagedKv
+from qkernels.delta_net import reference as delta_reference
+from qkernels.latent import reference as latent_reference
+from qkernels.latent.fixed_order import triton_segments
 from qkernels.linear.fixed_order import fixed_order_linear, float_config
+from qkernels.mamba2 import reference as mamba_reference
 from qkernels.moe.routing import SILU, Routing
+from tests.qkernels.conv_case import ConvCase
+from tests.qkernels.delta_net_case import DeltaCase
+from tests.qkernels.latent_case import latent_case
+from tests.qkernels.lora_case import adapted, lora_weights
+from tests.qkernels.mamba2_case import ScanCase
 from tests.qkernels.moe_case import make_experts
 
 pytestmark = pytest.mark.hopper
@@ -23,13 +32,13 @@ def random_x(M, K, dtype=torch.bfloat16):
     return torch.randn(M, K, device="cuda", generator=generator).to(dtype)
 
 
-def assert_rows_are_alone(run, x):
+def assert_rows_are_alone(run, x, numbers=ROWS):
     """Rows of `run`(x) equal those of any number of rows, in any order, and of itself again."""
     want = run(x)
     assert want.isfinite().all()
     order = torch.randperm(x.shape[0], generator=torch.Generator().manual_seed(1)).to(x.device)
     assert torch.equal(run(x[order]), want[order]), "in another order"
-    for M in (M for M in ROWS if x.shape[0] >= M):
+    for M in (M for M in numbers if x.shape[0] >= M):
         start = (7 * M) % (x.shape[0] - M + 1)
         rows = slice(start, start + M)
         assert torch.equal(run(x[rows].contiguous()), want[rows]), f"{M} rows"
@@ -114,6 +123,143 @@ def test_8bit_inputs(scheme, shape):
     assert_rows_are_alone(lambda x: ops.linear(x, weight), x)
 
 
+@pytest.mark.parametrize("num_slots", [3, 40])
+@pytest.mark.parametrize(
+    "K, sizes", [(4096, (4096, 1024, 1024)), (14336, (4096,)), (300, (70, 33))]
+)
+def test_adapters(K, sizes, num_slots, assert_close):
+    ranks = [[16, 64, 5][: len(sizes)], [7, 0, 64][: len(sizes)], [33, 16, 1][: len(sizes)]]
+    ranks += [[8] * len(sizes)] * (num_slots - 3)
+    weights = lora_weights(ranks, K, sizes, torch.bfloat16, "cuda", max_rank=64)
+    T = 3000
+    slots_T = torch.arange(T, device="cuda", dtype=torch.int32) * 7 % (num_slots + 1) - 1
+    x, y = random_x(T, K), random_x(T, sum(sizes))
+
+    def run(rows):
+        out = y[rows].clone()
+        slots = slots_T[rows].contiguous()
+        h = ops.lora_shrink(x[rows].contiguous(), slots, weights, "fixed_order")
+        ops.lora_expand_(out, h, slots, weights, "fixed_order")
+        return out
+
+    assert_rows_are_alone(run, torch.arange(T, device="cuda"), ROWS + (2100,))
+    some = slice(0, 200)
+    want = adapted(x[some], y[some], slots_T[some].tolist(), weights)
+    assert_close("y", want, run(torch.arange(200, device="cuda")), 2e-2)
+
+
+def assert_cuts_are_one(run, case, states):
+    """A request's rows whole, in pieces, and one by one: the same bits of results and of states."""
+    want_states, total = states.clone(), case.counts[0]
+    want = run(case, want_states)
+    assert want.isfinite().all()
+    for cuts in ((64, 1, 1, 130, 3), (1,) * 40, (200, 300)):
+        own, start = states.clone(), 0
+        for count in (*cuts, total - sum(cuts)):
+            got = run(case.rows(start, count), own)
+            assert torch.equal(got, want[start : start + count]), (cuts, start)
+            start += count
+        assert torch.equal(own[case.slots[0]], want_states[case.slots[0]]), cuts
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [(16, 32, 128, 128), (2, 4, 64, 64), (4, 4, 256, 256)], ids=str)
+def test_delta_nets(sizes, kind, tolerance):
+    J, H, K, V = sizes
+    case = DeltaCase(counts=(700,), before=(0,), J=J, H=H, K=K, V=V).to(kind, "cuda")
+
+    def run(case, states):
+        return ops.delta_rule_(*case.rule, states, case.step, "fixed_order")
+
+    assert_cuts_are_one(run, case, case.memory_PHKV)
+    wide = case.to(torch.float64, "cuda")
+    want = delta_reference.delta_rule_(*wide.rule, wide.memory_PHKV.clone(), wide.step)
+    got = run(case, case.memory_PHKV.clone()).double()
+    assert float((got - want).norm() / want.norm()) < tolerance(kind)
+
+
+@pytest.mark.parametrize("sizes", [(1, 48, 128, 64), (8, 64, 256, 64), (2, 4, 16, 80)], ids=str)
+def test_mamba(sizes, tolerance):
+    G, H, N, D = sizes
+    case = ScanCase.make((700,), (0,), G=G, H=H, N=N, D=D).to(torch.bfloat16, "cuda")
+
+    def run(case, states):
+        return case.run(ops.selective_scan_, states, kernel="fixed_order")
+
+    assert_cuts_are_one(run, case, case.memory_PHND)
+    wide = case.to(torch.float64, "cuda")
+    want = wide.run(mamba_reference.selective_scan_, wide.memory_PHND.clone())
+    got = run(case, case.memory_PHND.clone()).double()
+    assert float((got - want).norm() / want.norm()) < tolerance(torch.bfloat16)
+
+
+@pytest.mark.parametrize("op", ["causal_conv_", "short_conv_"])
+def test_convolutions(op):
+    case = ConvCase.make(op, (700,), (0,), C=300, bias=True).to(torch.bfloat16, "cuda")
+    assert_cuts_are_one(
+        lambda case, states: case.run(getattr(ops, op), states, kernel="fixed_order"),
+        case,
+        case.conv_PCW,
+    )
+
+
+@pytest.mark.parametrize("codes", [None, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("H", [16, 20, 128])
+def test_latent_attention(H, codes):
+    """A prompt whole, in chunks, token by token, with others, in any number of programs."""
+    sizes = {"H": H, "L": 512, "rope": 64, "B": 16, "codes": codes, "device": "cuda"}
+    case = latent_case((700, 40), (700, 900), **sizes, dtype=torch.bfloat16)
+    starts, settings = [0, 700], {"latent_width": 512, "scale": case.scale}
+
+    def attend(parts, splits=None):
+        """`parts`: (request, first row, rows)."""
+        counts = torch.tensor([0, *(count for _, _, count in parts)], device="cuda")
+        before = [case.lengths[r] - case.counts[r] + first for r, first, _ in parts]
+        step = AttentionStep(
+            block_tables_RX=case.step.block_tables_RX[[r for r, _, _ in parts]].contiguous(),
+            query_starts_R1=counts.cumsum(0).int(),
+            context_lengths_R=torch.tensor(
+                [n + count for n, (_, _, count) in zip(before, parts, strict=True)],
+                device="cuda",
+                dtype=torch.int32,
+            ),
+            max_query_len=max(count for _, _, count in parts),
+            max_context_len=900,
+        )
+        rows = [slice(starts[r] + first, starts[r] + first + n) for r, first, n in parts]
+        q = torch.cat([case.q_THE[each] for each in rows])
+        if splits is None:
+            return ops.latent_attention(q, case.cache, step, **settings, kernel="fixed_order")
+        return triton_segments.latent_attention(q, case.cache, step, **settings, splits=splits)
+
+    want = attend([(0, 0, 700)])
+    exact = latent_reference.latent_attention(
+        case.q_THE.float(), case.cache, case.step, **settings
+    )[:700]
+    assert float((want.float() - exact).norm() / exact.norm()) < 2e-2
+    for splits in (1, 2, 3):
+        assert torch.equal(attend([(0, 0, 700)], splits), want), splits
+    for size in (1, 2, 63, 64, 130, 333):
+        for first in range(0, 700, size if size > 32 else 97):
+            count = min(size, 700 - first)
+            got = attend([(1, 0, 40), (0, first, count)])[40:]
+            assert torch.equal(got, want[first : first + count]), (size, first)
+    got = attend([(r % 2, 5 + r // 2, 1) for r in range(64)])
+    for r in range(0, 64, 2):
+        assert torch.equal(got[r], want[5 + r // 2]), r
+
+
+@pytest.mark.parametrize("sizes", [(16, 128, 512), (128, 512, 128), (5, 96, 64)], ids=str)
+def test_products_of_heads(sizes):
+    H, K, N = sizes
+    x = random_x(1100 * H, K).view(1100, H, K)
+    weight = random_x(H * K, N).view(H, K, N)
+    assert_rows_are_alone(lambda x: ops.fixed_order_heads(x, weight), x)
+    want = torch.einsum("thk,hkn->thn", x.double(), weight.double())
+    got = ops.fixed_order_heads(x, weight).double()
+    assert float((got - want).norm() / want.norm()) < 1e-2
+
+
 PAGES = {
     "bfloat16": None,
     "int8": torch.int8,
@@ -182,6 +328,38 @@ def test_attention(pages, D, heads, window, soft_cap):
     for (request, row, _), got in zip(decodes, attend(decodes), strict=True):
         if request == 0:
             assert torch.equal(got, want[row : row + 1]), row
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 300}, {"soft_cap": 20.0}], ids=str)
+@pytest.mark.parametrize("pages", PAGES)
+@pytest.mark.parametrize("D, heads", [(64, (8, 2)), (80, (7, 1)), (128, (16, 2)), (256, (4, 2))])
+def test_tiles_and_programs_of_the_portable_kernel(D, heads, pages, options):
+    """Segments by one program or several, in tiles of 16, 32 and 128 rows: the same bits."""
+    from qkernels.attention.fixed_order import triton_segments
+    from qkernels.attention.fixed_order.config import tile_config
+
+    (H, J), length = heads, 700
+    cache = filled_cache(PAGES[pages], 44, J, D)
+    generator = torch.Generator("cuda").manual_seed(D)
+    q = torch.randn(length, H, D, device="cuda", generator=generator).bfloat16()
+    step = AttentionStep(
+        block_tables_RX=torch.randperm(44, device="cuda", generator=generator).int()[None],
+        query_starts_R1=torch.tensor([0, length], device="cuda", dtype=torch.int32),
+        context_lengths_R=torch.tensor([length], device="cuda", dtype=torch.int32),
+        max_query_len=length,
+        max_context_len=704,
+    )
+    settings = {"scale": D**-0.5, "window": None, **options}
+    want = triton_segments.paged_attention(q, cache, step, **settings, splits=1)
+    assert want.isfinite().all()
+    sizes = {"heads_per_kv_head": H // J, "head_dim": D, "element_size": 2}
+    for arch, count in (("sm_90", 700), ("sm_80", 700), ("sm_90", 1)):
+        config = tile_config(**sizes, max_query_len=count, arch=arch)
+        for splits in (1, 2, 6):
+            got = triton_segments.paged_attention(
+                q, cache, step, **settings, config=config, splits=splits
+            )
+            assert torch.equal(got, want), (config, splits)
 
 
 @pytest.mark.parametrize("soft_cap", [None, 20.0], ids=["", "soft cap"])

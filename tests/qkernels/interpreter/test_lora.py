@@ -1,9 +1,13 @@
 """Adapters: the kernels against plain float64, interpreted on a CPU, compiled on a GPU."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from qkernels import ops
+from qkernels.lora import triton_lora
+from qkernels.lora.config import fixed_expand_config, fixed_shrink_config
 from qkernels.operands.split_k import SplitKPartials
 from tests.qkernels.lora_case import adapted, lora_weights
 
@@ -91,3 +95,38 @@ def test_reference_is_the_same(device, poison, assert_close):
         h = ops.lora_shrink(x, slots_T, weights, kernel=kernel)
         ops.lora_expand_(y, h, slots_T, weights, kernel=kernel)
         assert_close(kernel, want, y, 1e-5)
+
+
+def fixed(x, slots, weights, y, *, adds_parts=None):
+    """y with the adapters added in fixed order."""
+    T, N = y.shape
+    slots_T = torch.tensor(slots, dtype=torch.int32, device=x.device)
+    sizes = weights.num_slices, weights.max_rank, weights.num_slots
+    config = fixed_shrink_config(T, x.shape[1], *sizes)
+    if adds_parts is not None:
+        config = dataclasses.replace(config, adds_parts=adds_parts)
+    h = triton_lora.lora_shrink(x, slots_T, weights, config)
+    out, config = y.clone(), fixed_expand_config(T, N, weights.num_slots)
+    triton_lora.lora_expand_(out, h, slots_T, weights, config)
+    return out
+
+
+@pytest.mark.parametrize("num_slots", [3, pytest.param(20, marks=pytest.mark.exhaustive)])
+def test_rows_of_fixed_order_do_not_depend_on_others(device, half, poison, assert_close, num_slots):
+    """A row alone, among rows of other adapters, in another slot, with parts added after: one."""
+    ranks, K, sizes, T = [[20, 3], [5, 16], [0, 7]], 1300, [40, 30], 40
+    weights = lora_weights(
+        [*ranks, *[[1, 1]] * (num_slots - 3)], K, sizes, half, device, max_rank=21
+    )
+    generator = torch.Generator().manual_seed(num_slots)
+    x = torch.randn(T, K, generator=generator).to(device, half)
+    y = torch.randn(T, sum(sizes), generator=generator).to(device, half)
+    slots = [(3 * t + t // 16) % 4 - 1 for t in range(T)]
+    want = fixed(x, slots, weights, y)
+    assert_close("y", adapted(x, y, slots, weights), want, 4e-3 if half == torch.float16 else 2e-2)
+    assert torch.equal(fixed(x, slots, weights, y, adds_parts=False), want)
+    # at the same place of a tile: the interpreter's products differ by it, a GPU's do not
+    for first, count in ((0, 1), (32, 1), (16, 16), (16, 24)):
+        rows = slice(first, first + count)
+        alone = fixed(x[rows], slots[rows], weights, y[rows])
+        assert torch.equal(alone, want[rows]), (first, count)

@@ -9,6 +9,7 @@ from qkernels.lora.config import (
     PARTS_LEFT,
     RANK_BLOCK,
     WORKSPACE_COUNTERS,
+    fixed_shrink_config,
     num_owners,
     row_boundaries,
     shrink_config,
@@ -33,6 +34,21 @@ def test_parts_hold_all_inputs_and_none_is_empty(num_slots, leaves_parts):
             assert tiles * num_owners(T, num_slots) <= WORKSPACE_COUNTERS
 
 
+@pytest.mark.parametrize("num_slots", [1, 8, 300])
+def test_a_sum_of_fixed_order_has_parts_of_k_alone(num_slots):
+    for K in (64, 896, 4096, 14336):
+        tiles = set()
+        for T, S, R in itertools.product(ROWS, (1, 3), (8, 64)):
+            config = fixed_shrink_config(T, K, S, R, num_slots)
+            tiles.add((config.rows, config.inputs, config.parts, config.warps, config.by_warp))
+            groups = ceil_div(T, config.rows) * S * ceil_div(R, RANK_BLOCK)
+            if config.adds_parts:
+                assert groups * num_owners(T, num_slots, config.rows) <= WORKSPACE_COUNTERS
+        ((_, inputs, parts, *_),) = tiles
+        steps = ceil_div(ceil_div(K, inputs), parts)
+        assert (parts - 1) * steps * inputs < K <= parts * steps * inputs
+
+
 @pytest.mark.parametrize("K, S", [(4096, 3), (14336, 1), (300, 2)])
 def test_warm_up_knows_every_config_of_shrink(K, S):
     first = row_boundaries(1024, K, S, 16, 8)
@@ -41,3 +57,8 @@ def test_warm_up_knows_every_config_of_shrink(K, S):
         for T in range(1, 1025):
             config = shrink_config(T, K, S, 16, 8, leaves_parts=leaves)
             assert config in known, T
+    known = {
+        fixed_shrink_config(T, K, S, 16, 8)
+        for T in row_boundaries(1024, K, S, 16, 8, fixed_order=True)
+    }
+    assert all(fixed_shrink_config(T, K, S, 16, 8) in known for T in range(1, 1025))

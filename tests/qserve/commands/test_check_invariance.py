@@ -1,5 +1,7 @@
 """--batch-invariant: a request's tokens and log probabilities are the same bits in any company."""
 
+import dataclasses
+
 import pytest
 
 from calibrate.pipeline import quantize_checkpoint
@@ -8,6 +10,8 @@ from formats.scheme import Scheme
 from qserve.commands.check_invariance import InvarianceConfig, check_invariance, compare
 from qserve.config import EngineConfig
 from qserve.llm import LLM
+from tests.adapters import write_adapter
+from tests.tiny_vision import VISION_FAMILIES, write_tiny_vision
 
 DENSE = (
     *("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2", "gemma3", "smollm3"),
@@ -20,7 +24,14 @@ EXPERTS = (
     *("hunyuan_moe", "granite_moe_shared", "ernie4_5_moe", "glm4_moe", "dots1", "minimax_m2"),
     *("afmoe", "llama4", "exaone_moe", "gpt_oss"),
 )
-QUICK = ("gemma3", "opt", "qwen2_moe")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+LATENT = ("minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
+STATES = (
+    *("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "granite_hybrid"),
+    *("granite_hybrid_moe", "nemotron_h", "nemotron_h_moe", "nemotron_h_latent", "bamba"),
+    "falcon_h1",
+)
+QUICK = ("lfm2", "minicpm3", "gemma3", "opt", "qwen2_moe")
 FEW = InvarianceConfig(num_requests=8, max_input_len=60, output_len=6)
 
 
@@ -37,9 +48,11 @@ def settings(folder, **changes):
     )
 
 
-def all_same(engine, config=FEW):
+def all_same(engine, config=FEW, num_companies=8):
     results = list(compare(engine, config))
-    assert len(results) == 8
+    assert len(results) == num_companies
+    cached = next(each for each in results if each.company == "from the prefix cache")
+    assert cached.cached_tokens > 0
     return {each.company: each.bits_differ for each in results if each.bits_differ} == {}
 
 
@@ -47,11 +60,49 @@ def all_same(engine, config=FEW):
     "family",
     [
         family if family in QUICK else pytest.param(family, marks=pytest.mark.exhaustive)
-        for family in (*DENSE, *EXPERTS)
+        for family in (*DENSE, *EXPERTS, *LATENT)
     ],
 )
 def test_every_family(tiny_model, family):
     assert all_same(settings(tiny_model(family)))
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        family if family in QUICK else pytest.param(family, marks=pytest.mark.exhaustive)
+        for family in STATES
+    ],
+)
+def test_models_with_states(tiny_model, family):
+    """Prompts long enough for snapshots; without drafts, which are refused."""
+    config = InvarianceConfig(num_requests=5, max_input_len=150, output_len=6)
+    assert all_same(settings(tiny_model(family), max_model_len=176), config, num_companies=7)
+
+
+def test_models_with_states_take_no_drafts(tiny_model):
+    with pytest.raises(InputError, match="--speculative-config"):
+        drafts = '{"method": "ngram", "num_speculative_tokens": 2}'
+        engine = settings(tiny_model("lfm2"), speculative_config=drafts)
+        LLM(**dataclasses.asdict(engine))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", [each for each in VISION_FAMILIES if each != "gemma3"])
+def test_images(tmp_path, family):
+    has_states = family.startswith("qwen3_5")  # longer prompts for snapshots, no drafts
+    longest = 128 if has_states else 60
+    config = InvarianceConfig(num_requests=6, max_input_len=longest, output_len=6)
+    engine = settings(write_tiny_vision(tmp_path / family, family), max_model_len=256)
+    assert all_same(engine, config, 7 if has_states else 8)
+
+
+def test_images_whose_rows_see_each_other_are_refused(tmp_path):
+    engine = settings(write_tiny_vision(tmp_path / "gemma3", "gemma3"))
+    with pytest.raises(InputError, match="--batch-invariant.*see each other"):
+        LLM(**dataclasses.asdict(engine))
+    text = dataclasses.replace(engine, language_model_only=True)
+    assert all_same(text, dataclasses.replace(FEW, num_requests=2))
 
 
 @pytest.mark.exhaustive
@@ -81,6 +132,46 @@ def test_8bit_pages(quantized_5m, kv_cache_dtype):
     assert all_same(settings(quantized_5m, kv_cache_dtype=kv_cache_dtype))
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_8bit_latents(tiny_model, kv_cache_dtype):
+    assert all_same(settings(tiny_model("deepseek_v3"), kv_cache_dtype=kv_cache_dtype))
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3",
+        *(
+            pytest.param(family, marks=pytest.mark.exhaustive)
+            for family in ("gemma3", "phi3", "qwen2_moe", "gemma4", "opt", "glm4_moe")
+        ),
+    ],
+)
+def test_adapters(tiny_model, tmp_path, family):
+    """Requests without an adapter, and with adapters of several ranks, in any order of slots."""
+    folder = tiny_model(family)
+    assert all_same(settings(folder, **adapters(folder, tmp_path)))
+
+
+def test_adapters_of_the_default_kernels_differ(tiny_model, tmp_path):
+    config = dataclasses.replace(FEW, default_kernels=True)
+    folder = tiny_model("qwen3")
+    changes = adapters(folder, tmp_path) | {"batch_invariant": False}
+    results = list(compare(settings(folder, **changes), config))
+    assert next(each for each in results if each.company == "all together").bits_differ > 0
+
+
+def adapters(folder, tmp_path):
+    """Settings with two adapters: all linears, and those of attention alone."""
+    parts = {"wide": {"rank": 20, "seed": 1}, "thin": {"rank": 3, "seed": 2, "only": ATTENTION}}
+    modules = [
+        f"{name}={write_adapter(folder, tmp_path / name, **settings)}"
+        for name, settings in parts.items()
+    ]
+    return {"enable_lora": True, "lora_modules": modules, "max_lora_rank": 32, "max_loras": 2}
+
+
 def test_the_default_kernels_differ(quantized_5m, capsys):
     config = InvarianceConfig(num_requests=8, max_input_len=60, output_len=6, default_kernels=True)
     assert check_invariance(str(quantized_5m), settings(quantized_5m), config) == 1
@@ -90,22 +181,8 @@ def test_the_default_kernels_differ(quantized_5m, capsys):
 
 
 @pytest.mark.parametrize(
-    "family, reason",
-    [
-        ("qwen3_next", "states"),
-        ("deepseek_v3", "latent"),
-        ("qwen3_5", "states"),
-    ],
-)
-def test_unsupported_models_are_refused(tiny_model, family, reason):
-    with pytest.raises(InputError, match=f"--batch-invariant.*{reason}"):
-        LLM(str(tiny_model(family)), device="cpu", max_model_len=64, batch_invariant=True)
-
-
-@pytest.mark.parametrize(
     "changes, flag",
     [
-        ({"enable_lora": True}, "--enable-lora"),
         ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
         ({"kernel": ["w4a16=triton"]}, "--kernel"),
     ],

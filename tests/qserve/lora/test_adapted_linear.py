@@ -97,3 +97,14 @@ def test_a_float_layer_takes_a_tensor(layer):
     assert plan.input is None and not plan.adds_adapters
     want = adapted(x, (x @ weight.T).double(), SLOTS, layer.weights)
     torch.testing.assert_close(dense(x, plan).double(), want, atol=1e-4, rtol=1e-4)
+
+
+def test_in_fixed_order_the_plan_is_the_same_without_adapters(layer, adding_product):
+    """Input rounded by the operation before has other bits, so no step may have it."""
+    layer = AdaptedLinear(layer.base, layer.weights, layer.rows, fixed_order=True)
+    layer.rows.slots_T = torch.tensor(SLOTS, dtype=torch.int32)
+    plan = layer.plan(3)
+    layer.rows.slots_T = None
+    assert layer.plan(3) == plan != layer.base.plan(3)
+    x = torch.randn(3, K)
+    assert torch.equal(layer(x, plan), layer.base(x))

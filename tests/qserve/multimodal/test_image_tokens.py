@@ -7,6 +7,7 @@ import torch
 
 from formats.errors import InputError
 from qserve.multimodal.media import MediaItem
+from qserve.multimodal.tower import ENCODERS
 from qserve.params.handling import Handling
 from qserve.params.sampling_params import SamplingParams
 from tests.tiny_vision import VISION_FAMILIES, picture
@@ -183,6 +184,29 @@ def test_image_of_a_single_embedding(vision):
     alone = [tower.encode([item])[0] for item in items]
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(alone, together, strict=True))
     assert alone[0].shape == (1, 64) and not torch.allclose(*alone, atol=1e-3)
+
+
+def test_images_are_encoded_one_by_one_in_fixed_order(vision, monkeypatch):
+    """In one call otherwise: images of a size, whose embeddings may then have other bits."""
+    model = vision("qwen3_vl")
+    tower, counts = model.engine().runner.encoder.tower, []
+    encode = ENCODERS["grid"]
+
+    def counted(own, inputs):
+        counts.append(len(inputs["image_grid_thw"]))
+        return encode(own, inputs)
+
+    monkeypatch.setitem(ENCODERS, "grid", counted)
+    images = tuple(picture(40, 30, seed) for seed in (1, 2, 3))
+    _, items = model.prompt(model.mark * 3, images)
+    together = tower.encode(items)
+    tower.encodes_alone = True
+    alone = tower.encode(items)
+    assert counts == [3, 1, 1, 1]
+    assert model.engine(batch_invariant=True).runner.encoder.tower.encodes_alone
+    for item, found, other in zip(items, alone, together, strict=True):
+        assert torch.equal(tower.encode([item])[0], found)
+        torch.testing.assert_close(found, other, atol=1e-5, rtol=1e-5)
 
 
 def test_features_of_another_shape_are_refused(model):

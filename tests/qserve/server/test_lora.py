@@ -9,6 +9,7 @@ import pytest
 
 from formats.errors import InputError
 from qserve.config import EngineConfig, ServerConfig
+from qserve.engine.control.commands import EngineState, Outcome
 from qserve.engine.ipc import process
 from qserve.engine.ipc.adapter_loads import AdapterLoads
 from qserve.engine.ipc.messages import Done, LoadAdapter, UnloadAdapter
@@ -82,6 +83,17 @@ def test_a_name_chooses_an_adapter(scripted, error):
     reply = scripted.ask("/v1/completions", model="c", prompt="x")
     assert "this server serves 'tiny', 'a', 'b'" in error(reply, 404)["message"]
     assert scripted.ask("/tokenize", model="a", prompt="x").status_code == 200
+
+
+def test_the_fingerprint_is_of_the_adapter_s_weights(scripted):
+    def fingerprint(name, **digests):
+        scripted.client.state = EngineState(fingerprint="qs_base", adapters=digests)
+        return scripted.ask("/v1/completions", model=name, prompt="x").json()["system_fingerprint"]
+
+    first = fingerprint("a", a="1", b="2")
+    assert fingerprint("tiny", a="1", b="2") == "qs_base"
+    assert len({first, fingerprint("b", a="1", b="2"), fingerprint("a", a="3"), "qs_base"}) == 4
+    assert fingerprint("b", b="1") == first, "equal weights under another name"
 
 
 def test_models_are_listed_with_their_parent(scripted):
@@ -160,9 +172,12 @@ def test_engine_process_reads_an_adapter_while_steps_go_on():
         read=read,
         put=lambda name, path, packed, number: table.update({name: packed}),
         unload=table.pop,
+        digests={"a": "1"},
     )
     engine = SimpleNamespace(
         adapters=adapters,
+        is_paused=False,
+        operations=SimpleNamespace(is_sleeping=False, version="0", fingerprint="qs_base"),
         use_idle_time=lambda: False,
         has_work=lambda: len(sent) == 2 and not table,
     )
@@ -178,7 +193,9 @@ def test_engine_process_reads_an_adapter_while_steps_go_on():
     inbox.put(LoadAdapter(number=7, lora=LoRARequest("a", 1, "good")))
     loads = AdapterLoads(lambda work: Thread(target=work, daemon=True).start(), inbox.put)
     process._take_messages(engine, SimpleNamespace(send=send, busy_since=None), inbox, loads)
-    assert sent == [Done(number=7), Done(number=8, problem="bad: is no adapter")]
+    state = EngineState(fingerprint="qs_base", adapters={"a": "1"})
+    answer = Done(number=7, outcome=Outcome(state=state))
+    assert sent == [answer, Done(number=8, problem="bad: is no adapter")]
 
 
 def test_metrics_do_not_pile_up_names():
@@ -240,6 +257,8 @@ def test_a_server_with_its_processes(ranks, docs_5m, adapters, start_server):
 
     texts = {name: complete(name).choices[0].text for name in ("docs", "sql", "poems")}
     assert len(set(texts.values())) == 3
+    prints = {name: complete(name).system_fingerprint for name in texts}
+    assert len(set(prints.values())) == 3
     with pytest.raises(openai.NotFoundError):
         complete("x")
     assert post(LOAD, lora_name="x", lora_path="late").status_code == 200
@@ -247,7 +266,9 @@ def test_a_server_with_its_processes(ranks, docs_5m, adapters, start_server):
     assert late not in texts.values()
     in_place = {"lora_name": "x", "lora_path": "poems", "load_inplace": True}
     assert post(LOAD, **in_place).status_code == 200
-    assert complete("x").choices[0].text == texts["poems"]
+    again = complete("x")
+    assert again.choices[0].text == texts["poems"]
+    assert again.system_fingerprint == prints["poems"]
     reply = post(LOAD, lora_name="y", lora_path="too-large")
     assert reply.status_code == 400 and "raise --max-lora-rank" in reply.text
     assert str(adapters) not in reply.text

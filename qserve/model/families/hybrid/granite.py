@@ -48,6 +48,7 @@ def build_mamba(
         in_proj=weights.linear(family.inputs),
         out_proj=weights.linear(family.out),
         eps=config.norm_eps,
+        kernel=weights.kernels.get("states"),
         **weights.state_tensors(),
         **different,
     )

@@ -40,5 +40,6 @@ def build_short_conv(config: ModelConfig, weights: LayerWeights) -> ShortConv:
     return ShortConv(
         in_proj=weights.linear(family.inputs),
         out_proj=weights.linear(family.out),
+        kernel=weights.kernels.get("states"),
         **weights.state_tensors(),
     )

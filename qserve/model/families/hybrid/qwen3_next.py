@@ -54,6 +54,7 @@ def build_delta_net(config: ModelConfig, weights: LayerWeights) -> DeltaNet:
         gates=weights.linear(family.gates, orders=orders),
         out_proj=weights.linear(family.out),
         eps=config.norm_eps,
+        kernel=weights.kernels.get("states"),
         **weights.state_tensors(),
     )
 

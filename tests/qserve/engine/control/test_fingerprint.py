@@ -5,9 +5,13 @@ import torch
 
 import qserve
 from qserve.llm import LLM
+from qserve.lora.request import LoRARequest
 from qserve.model.resident.checksum import checksum
+from qserve.params.sampling_params import SamplingParams
+from tests.adapters import write_adapter
 from tests.qserve.model.variants import edited
 
+ONE_TOKEN = SamplingParams(max_tokens=1, detokenize=False)
 SMALL = {"device": "cpu", "max_model_len": 64, "num_gpu_blocks_override": 32}
 
 
@@ -38,6 +42,17 @@ def test_settings_of_a_batch_count_unless_bits_are_the_same_in_any(tiny_model):
     assert both[0] == both[1] != fingerprint(folder)
     assert fingerprint(folder) == fingerprint(folder, gpu_memory_utilization=0.5)
     assert fingerprint(folder) != fingerprint(folder, kv_cache_dtype="int8")
+
+
+def test_adapters_count(tiny_model, tmp_path):
+    """Outputs of an adapter have another fingerprint, which follows from its weights."""
+    folder = tiny_model("qwen3")
+    llm = LLM(folder, **SMALL, enable_lora=True)
+    for number, (name, seed) in enumerate({"a": 1, "b": 2, "again": 1}.items(), start=1):
+        path = str(write_adapter(folder, tmp_path / name, seed=seed))
+        llm.generate([[1, 2]], ONE_TOKEN, False, lora_request=LoRARequest(name, number, path))
+    a, b, again = (llm.adapter_fingerprint(name) for name in ("a", "b", "again"))
+    assert a == again and len({a, b, llm.system_fingerprint, fingerprint(folder)}) == 4
 
 
 def test_versions_count(tiny_model, monkeypatch):

@@ -1,0 +1,50 @@
+"""The gated delta net in one order: a row's bits depend on its request's rows up to it alone.
+
+Every row is a step of the recurrence, in prompts, too: a chunk's triangular system would round
+otherwise than the decode of the same token. On a CPU each row is computed alone. Legend as in
+ops.py.
+"""
+
+import torch
+
+from qkernels.causal_conv.rows_alone import run_rows_
+from qkernels.causal_conv.state import StateStep
+from qkernels.delta_net import reference
+from qkernels.gpu import device as gpu_device
+
+
+def delta_rule_(
+    mixed_TC: torch.Tensor,
+    b_TH: torch.Tensor,
+    a_TH: torch.Tensor,
+    a_log_H: torch.Tensor,
+    dt_bias_H: torch.Tensor,
+    memory_PHKV: torch.Tensor,
+    step: StateStep,
+) -> torch.Tensor:
+    """Implement ops.delta_rule_."""
+    if gpu_device.arch(mixed_TC.device) != "cpu":
+        from qkernels.delta_net import triton_recurrence
+
+        return triton_recurrence.delta_rule_(
+            mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, memory_PHKV, step
+        )
+
+    def run(rows, states, row):
+        return reference.delta_rule_(*rows, a_log_H, dt_bias_H, states, row)
+
+    _, H, _, V = memory_PHKV.shape
+    o_THV = mixed_TC.new_zeros(mixed_TC.shape[0], H, V)
+    return run_rows_(run, [mixed_TC, b_TH, a_TH], memory_PHKV, step, o_THV)
+
+
+def gated_rms_norm(
+    x_THV: torch.Tensor, z_THV: torch.Tensor, weight_V: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Implement ops.gated_rms_norm. The Triton kernel has a program for each token."""
+    if gpu_device.arch(x_THV.device) != "cpu":
+        from qkernels.delta_net import triton_norm
+
+        return triton_norm.gated_rms_norm(x_THV, z_THV, weight_V, eps)
+    rows = zip(x_THV.split(1), z_THV.split(1), strict=True)
+    return torch.cat([reference.gated_rms_norm(x, z, weight_V, eps) for x, z in rows])

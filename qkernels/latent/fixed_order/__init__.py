@@ -1,0 +1,1 @@
+"""Latent attention in one order of summation."""

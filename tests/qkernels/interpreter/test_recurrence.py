@@ -1,0 +1,76 @@
+"""Recurrences of fixed order: near float64, and the same bits for every cut of a request's rows."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from qkernels.delta_net import reference as delta_reference
+from qkernels.delta_net import triton_recurrence as delta
+from qkernels.mamba2 import reference as mamba_reference
+from qkernels.mamba2 import triton_recurrence as mamba
+from tests.qkernels.delta_net_case import DeltaCase
+from tests.qkernels.mamba2_case import ScanCase
+
+# Requests that begin, that go on, that have no rows, that have no slot.
+COUNTS, BEFORE, WITHOUT_SLOT = (1, 9, 3, 0, 5), (9, 0, 2, 5, 64), 4
+CUTS = (4, 1, 1, 7, 2)  # of the rows of one request
+SIZES = {"delta": {"J": 2, "H": 4, "K": 12, "V": 20}, "mamba": {"G": 2, "H": 4, "N": 12, "D": 20}}
+
+
+def run_delta(case, states, module=delta):
+    return module.delta_rule_(*case.rule, states, case.step)
+
+
+def run_mamba(case, states, module=mamba):
+    return case.run(module.selective_scan_, states)
+
+
+RUNS = {"delta": (run_delta, delta_reference), "mamba": (run_mamba, mamba_reference)}
+
+
+def make(kind, counts, before):
+    if kind == "delta":
+        return DeltaCase(counts=counts, before=before, **SIZES[kind])
+    return ScanCase.make(counts, before, **SIZES[kind])
+
+
+def states_of(case):
+    """States with NaN in every slot that no request of the step goes on from."""
+    states = getattr(case, "memory_PHKV", None)
+    states = (case.memory_PHND if states is None else states).clone()
+    going = [s for s, n in zip(case.slots, case.before, strict=True) if n and s >= 0]
+    states[[slot for slot in range(len(states)) if slot not in going]] = torch.nan
+    return states
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_it_is_the_recurrence(device, half, poison, assert_close, kind):
+    run, reference = RUNS[kind]
+    case = make(kind, COUNTS, BEFORE)
+    slots = [-1 if r == WITHOUT_SLOT else slot for r, slot in enumerate(case.slots)]
+    case = replace(case, slots=tuple(slots)) if kind == "mamba" else case.with_slots(slots)
+    for dtype, limit in ((torch.float32, 1e-5), (half, 5e-3)):
+        own = case.to(dtype, device)
+        wide = own.to(torch.float64, device)
+        want_states, got_states = states_of(wide), states_of(own)
+        want, got = run(wide, want_states, reference), run(own, got_states)
+        assert_close("y", want, got, limit)
+        owned = [s for s, n in zip(own.slots, own.counts, strict=True) if n and s >= 0]
+        assert_close("states", want_states[owned], got_states[owned], 1e-5)
+        rest = [slot for slot in range(len(got_states)) if slot not in owned]
+        assert torch.equal(got_states[rest].nan_to_num(7), states_of(own)[rest].nan_to_num(7))
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_every_cut_gives_the_same_bits(device, half, poison, kind):
+    run, _ = RUNS[kind]
+    whole = make(kind, (sum(CUTS),), (0,)).to(half, device)
+    want_state, state, start = states_of(whole), states_of(whole), 0
+    want = run(whole, want_state)
+    for count in CUTS:
+        got = run(whole.rows(start, count), state)
+        assert torch.equal(got, want[start : start + count]), (start, count)
+        start += count
+    slot = whole.slots[0]
+    assert torch.equal(state[slot], want_state[slot])
