@@ -1,7 +1,7 @@
 """Operations of causal convolutions, and the kernels that do them."""
 
-from qkernels.dispatch import Kernel, Operation, reference
-from qkernels.problem import anything, needs_triton_on_gpu
+from qkernels.dispatch import Kernel, Operation, reference, triton_or_reference
+from qkernels.problem import anything, needs_triton, needs_triton_on_gpu
 
 _TRITON = Kernel(
     name="triton", module="causal_conv.triton_conv", priority=20, supports=needs_triton_on_gpu
@@ -9,4 +9,7 @@ _TRITON = Kernel(
 _BATCHED = Kernel(name="batched", module="causal_conv.batched", priority=15, supports=anything)
 CAUSAL_CONV = Operation("causal_conv_", _TRITON, _BATCHED, reference("causal_conv"))
 SHORT_CONV = Operation("short_conv_", _TRITON, _BATCHED, reference("causal_conv"))
-OPERATIONS = (CAUSAL_CONV, SHORT_CONV)
+LACKING_ROWS = triton_or_reference(
+    "causal_conv", "lacking_rows_", "triton_lacking", needs_triton
+)
+OPERATIONS = (CAUSAL_CONV, SHORT_CONV, LACKING_ROWS)

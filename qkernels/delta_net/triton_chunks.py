@@ -3,7 +3,7 @@
 Within a chunk the recurrence is a triangular system (the UT transform of Yang et al., 2024). The
 first kernel inverts it for every chunk of every request and head in parallel; the scan has some
 columns of a head's state in registers and takes its request's chunks in order, products only.
-Requests with one row are left to triton_delta.py.
+Requests with few rows are left to triton_delta.py.
 
 Operands of products are in the workspace's dtype, sums in float32. Queries and keys are multiplied
 as they are, and scaled to length 1 in the sums: no rounding. What enters exp is never above 0. The
@@ -38,8 +38,9 @@ def run_chunks_(
     o_THV: torch.Tensor,
     step: StateStep,
     config: ChunkConfig,
+    few: int,
 ) -> None:
-    """Implement ops.delta_rule_ for requests with more than one row: writes `o`, `memory`."""
+    """Implement ops.delta_rule_ for requests with more than `few` rows: writes `o`, `memory`."""
     T, C = mixed_TC.shape
     _, H, K, V = memory_PHKV.shape
     R = step.slots_R.shape[0]
@@ -62,6 +63,7 @@ def run_chunks_(
         step.query_starts_R1,
         R,
         T,
+        few,
         mixed_TC.stride(0),
         b_TH.stride(0),
         a_TH.stride(0),
@@ -87,6 +89,7 @@ def run_chunks_(
         step.context_lengths_R,
         step.slots_R,
         T,
+        few,
         mixed_TC.stride(0),
         **sizes,
         BK=config.keys,
@@ -123,7 +126,7 @@ def _inverse(lower, BT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.const
     return inverse
 
 
-@triton.jit(do_not_specialize=["R", "T"])
+@triton.jit(do_not_specialize=["R", "T", "few"])
 def _chunk_systems(
     mixed_ptr,
     b_ptr,
@@ -136,6 +139,7 @@ def _chunk_systems(
     starts_ptr,
     R,
     T,
+    few,
     stride_mixed,
     stride_b,
     stride_a,
@@ -156,7 +160,7 @@ def _chunk_systems(
     start = tl.load(starts_ptr + r)
     count = tl.load(starts_ptr + r + 1) - start
     first = (chunk - (start // BT + r)) * BT
-    if (count > 1) & (first < count):
+    if (count > few) & (first < count):
         i, k = tl.arange(0, BT), tl.arange(0, BK)
         in_t = i < count - first
         of_keys = in_t[:, None] & (k < K)[None, :]
@@ -203,7 +207,7 @@ def _chunk_systems(
         tl.store(solve_ptrs, solve.to(OPERAND), mask=in_t[:, None])
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "few"])
 def _chunk_scan(
     mixed_ptr,
     solve_ptr,
@@ -215,6 +219,7 @@ def _chunk_scan(
     lengths_ptr,
     slots_ptr,
     T,
+    few,
     stride_mixed,
     J: tl.constexpr,
     H: tl.constexpr,
@@ -230,7 +235,7 @@ def _chunk_scan(
     h, r = tl.program_id(1), tl.program_id(2)
     start = tl.load(starts_ptr + r)
     count = tl.load(starts_ptr + r + 1) - start
-    if count > 1:
+    if count > few:
         slot = tl.load(slots_ptr + r)
         goes_on = (slot >= 0) & (tl.load(lengths_ptr + r) > count)
         # Keys of the state that are read and written: all or none.

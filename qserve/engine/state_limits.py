@@ -29,11 +29,6 @@ class Limit(NamedTuple):
 
 LIMITS = (
     Limit(
-        "--speculative-config",
-        lambda config: config.speculation is not None,
-        "a rejected draft token cannot be removed from a state",
-    ),
-    Limit(
         "--kv-transfer-config",
         lambda config: config.kv_transfer is not None,
         "states are not sent with the pages",

@@ -58,7 +58,7 @@ class ShortConv(torch.nn.Module):
         """
         mixed_TC = reduced(self.in_proj(x_TC, plan))
         out_TC = ops.short_conv_(
-            mixed_TC, self.conv_weight, self.conv_bias, cache.conv_PCW, state_step(step)
+            mixed_TC, self.conv_weight, self.conv_bias, cache.conv_PCL, state_step(step)
         )
         output = self.out_proj.plan(out_TC.shape[0], "norm")
         return self.out_proj(ops.in_form(out_TC, output.input), output)

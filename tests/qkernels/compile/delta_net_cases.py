@@ -24,7 +24,7 @@ def delta_net(R: int, count: int, dtype: torch.dtype = torch.bfloat16, K: int = 
     )
     made, gates = empty(T, channels + H * V, dtype=dtype), empty(T, 2 * H, dtype=dtype)
     weight = empty(channels, TAPS, dtype=dtype)
-    mixed = ops.causal_conv_(made[:, :channels], weight, None, states.conv_PCW, step)
+    mixed = ops.causal_conv_(made[:, :channels], weight, None, states.conv_PCL, step)
     b, a = gates.chunk(2, 1)
     of_heads = torch.zeros(2, H)
     out = ops.delta_rule_(mixed, b, a, *of_heads, states.memory_PHKV, step)

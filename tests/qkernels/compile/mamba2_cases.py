@@ -29,7 +29,7 @@ def mamba2(R: int, count: int, dtype: torch.dtype = torch.bfloat16, N: int = 128
     made = empty(T, inner + channels + HEADS, dtype=dtype)
     z, mixed, dt = made.split([inner, channels, HEADS], 1)
     weight, bias = empty(channels, 4, dtype=dtype), empty(channels, dtype=dtype)
-    mixed = ops.causal_conv_(mixed, weight, bias, states.conv_PCW, step)
+    mixed = ops.causal_conv_(mixed, weight, bias, states.conv_PCL, step)
     of_heads, limits = torch.zeros(3, HEADS), (0.0, float("inf"))
     out = ops.selective_scan_(mixed, dt, *of_heads, states.memory_PHKV, limits, step)
     ops.gated_group_norm(out.flatten(1), z, empty(inner, dtype=dtype), 1, 1e-6, False)
@@ -38,4 +38,4 @@ def mamba2(R: int, count: int, dtype: torch.dtype = torch.bfloat16, N: int = 128
 def short_conv(R: int, count: int, C: int = 2048, dtype: torch.dtype = torch.bfloat16) -> None:
     states = StateSlots.zeros(2, channels=C, taps=3, memory=None, dtype=dtype, device="cpu")
     mixed, weight = empty(R * count, 3 * C, dtype=dtype), empty(C, 3, dtype=dtype)
-    ops.short_conv_(mixed, weight, None, states.conv_PCW, make_step(R, count))
+    ops.short_conv_(mixed, weight, None, states.conv_PCL, make_step(R, count))

@@ -1,0 +1,143 @@
+"""Speculation on models with states: tokens are those without it, and no rejected row is kept.
+
+Float32 on the CPU. Chats with common starts, so that requests begin from copies of states; greedy
+and sampled, in chunks, with too few pages, with a step in flight.
+"""
+
+import json
+from itertools import product
+
+import pytest
+
+from qserve.engine.kv_cache import state_snapshots
+from qserve.engine.runner.covered_tokens import CoveredTokens
+from tests.qserve.model.test_hybrid_prefixes import FAMILIES, MODES, chats, make_engine
+from tests.qserve.speculation import prophet
+from tests.qserve.speculation.drafters import Oracle
+
+DRAFTERS = {
+    "suffix": {"method": "suffix"},
+    "oracle": {"method": "ngram"},
+    "device": {"method": "draft_model", "model": "unused"},
+}
+# (family, mode, drafter, drafts, steps in flight)
+FEW = {
+    ("qwen3_5", "whole", "device", 3, 1),
+    ("qwen3_5", "pushed out", "device", 2, 1),
+    ("qwen3_next", "chunked", "oracle", 5, 0),
+    ("lfm2", "chunked", "device", 3, 1),
+    ("granite_hybrid", "few copies", "device", 3, 1),
+    ("falcon_h1", "pushed out", "oracle", 2, 0),
+    ("nemotron_h", "whole", "suffix", 3, 0),
+    ("bamba", "chunked", "oracle", 1, 0),
+}
+ALL = {
+    (name, mode, drafter, count, int(drafter == "device"))
+    for name, mode, (drafter, count) in product(
+        FAMILIES, MODES, (("device", 3), ("oracle", 5), ("device", 1), ("suffix", 2))
+    )
+}
+CASES = [
+    pytest.param(*case, marks=() if case in FEW else pytest.mark.exhaustive)
+    for case in sorted(FEW | ALL)
+]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Copies of a few tokens are worth while."""
+    monkeypatch.setattr(state_snapshots, "SPACING", 8)
+    monkeypatch.setattr(state_snapshots, "LEAST_GAIN", 4)
+
+
+@pytest.fixture(scope="module")
+def without(tiny_model):
+    """folder or family -> the tokens without speculation, and whole texts by request."""
+    made = {}
+
+    def make(name):
+        if name not in made:
+            engine = make_engine(name if "/" in str(name) else tiny_model(name))
+            prompts, add = {}, engine.add_request
+
+            def add_request(request_id, prompt, params):
+                prompts[request_id] = list(prompt)
+                add(request_id, prompt, params)
+
+            engine.add_request = add_request
+            found, *_ = chats(engine)
+            made[name] = found, {each: prompts[each] + found[each] for each in found}
+        return made[name]
+
+    return make
+
+
+def speculating(folder, monkeypatch, texts, drafter, count, in_flight, **settings):
+    """An engine with a drafter that knows the texts, if it is one that is told."""
+    if drafter == "oracle":
+        monkeypatch.setattr(
+            "qserve.speculation.speculation.build_host_drafter",
+            lambda config: Oracle(texts, 1, 512),
+        )
+    if drafter == "device":
+        prophet.install(monkeypatch, tuple(texts.values()))
+    config = {"num_speculative_tokens": count, "adaptive": False, **DRAFTERS[drafter]}
+    engine = make_engine(folder, in_flight, speculative_config=json.dumps(config), **settings)
+    engine.runner.covered.covered_P.fill_(-1000)  # what no request has written
+    return engine
+
+
+@pytest.mark.parametrize(("name", "mode", "drafter", "count", "in_flight"), CASES)
+def test_same_tokens(tiny_model, without, monkeypatch, name, mode, drafter, count, in_flight):
+    want, texts = without(name)
+    engine = speculating(
+        tiny_model(name), monkeypatch, texts, drafter, count, in_flight, **MODES[mode]
+    )
+    verified, observe = [], engine.scheduler.speculation.observe
+
+    def observed(num_drafts, num_accepted):
+        verified.append((num_drafts, num_accepted))
+        observe(num_drafts, num_accepted)
+
+    engine.scheduler.speculation.observe = observed
+    found, num_preempted, num_cached = chats(engine)
+    assert found == want
+    if drafter == "suffix":  # it has seen the texts then
+        assert chats(engine)[0] == want
+    assert any(accepted for _, accepted in verified)
+    assert any(accepted < drafts for drafts, accepted in verified)
+    assert num_cached > (20 if mode == "few copies" else 200)
+    assert mode != "pushed out" or num_preempted
+
+
+@pytest.mark.parametrize("drafter", ["device", "oracle"])
+def test_states_after_a_rejected_draft_are_seen(tiny_model, without, monkeypatch, drafter):
+    """One accepted row more or less than there are in the state changes the tokens."""
+    want, texts = without("qwen3_5")
+    advance = CoveredTokens.advance_
+
+    for more in (1, -1):
+
+        def advance_wrongly(self, batch, more=more):
+            made = advance(self, batch)
+            made.lacking_R[made.lacking_R > 1] += more
+            return made
+
+        with monkeypatch.context() as patch:
+            patch.setattr(CoveredTokens, "advance_", advance_wrongly)
+            engine = speculating(
+                tiny_model("qwen3_5"), patch, texts, drafter, 3, int(drafter == "device")
+            )
+            with pytest.raises(AssertionError):
+                found, *_ = chats(engine)
+                assert found == want
+
+
+def test_stale_slot_is_seen(tiny_model, without, monkeypatch):
+    """A slot's number of tokens must be copied with its states."""
+    want, texts = without("qwen3_5")
+    monkeypatch.setattr(CoveredTokens, "slot_tensors", ())
+    engine = speculating(tiny_model("qwen3_5"), monkeypatch, texts, "device", 3, 1)
+    with pytest.raises(AssertionError):
+        found, *_ = chats(engine)
+        assert found == want
