@@ -9,7 +9,5 @@ _TRITON = Kernel(
 _BATCHED = Kernel(name="batched", module="causal_conv.batched", priority=15, supports=anything)
 CAUSAL_CONV = Operation("causal_conv_", _TRITON, _BATCHED, reference("causal_conv"))
 SHORT_CONV = Operation("short_conv_", _TRITON, _BATCHED, reference("causal_conv"))
-LACKING_ROWS = triton_or_reference(
-    "causal_conv", "lacking_rows_", "triton_lacking", needs_triton
-)
+LACKING_ROWS = triton_or_reference("causal_conv", "lacking_rows_", "triton_lacking", needs_triton)
 OPERATIONS = (CAUSAL_CONV, SHORT_CONV, LACKING_ROWS)

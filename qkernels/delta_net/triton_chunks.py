@@ -63,11 +63,11 @@ def run_chunks_(
         step.query_starts_R1,
         R,
         T,
-        few,
         mixed_TC.stride(0),
         b_TH.stride(0),
         a_TH.stride(0),
         **sizes,
+        FEW=few,
         SCALE=K**-0.5,
         EPS=L2_EPS,
         BK=config.keys,
@@ -89,9 +89,9 @@ def run_chunks_(
         step.context_lengths_R,
         step.slots_R,
         T,
-        few,
         mixed_TC.stride(0),
         **sizes,
+        FEW=few,
         BK=config.keys,
         BV=config.columns,
         BT=config.rows,
@@ -126,7 +126,7 @@ def _inverse(lower, BT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.const
     return inverse
 
 
-@triton.jit(do_not_specialize=["R", "T", "few"])
+@triton.jit(do_not_specialize=["R", "T"])
 def _chunk_systems(
     mixed_ptr,
     b_ptr,
@@ -139,7 +139,6 @@ def _chunk_systems(
     starts_ptr,
     R,
     T,
-    few,
     stride_mixed,
     stride_b,
     stride_a,
@@ -147,6 +146,7 @@ def _chunk_systems(
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    FEW: tl.constexpr,
     SCALE: tl.constexpr,
     EPS: tl.constexpr,
     BK: tl.constexpr,
@@ -160,7 +160,7 @@ def _chunk_systems(
     start = tl.load(starts_ptr + r)
     count = tl.load(starts_ptr + r + 1) - start
     first = (chunk - (start // BT + r)) * BT
-    if (count > few) & (first < count):
+    if (count > FEW) & (first < count):
         i, k = tl.arange(0, BT), tl.arange(0, BK)
         in_t = i < count - first
         of_keys = in_t[:, None] & (k < K)[None, :]
@@ -207,7 +207,7 @@ def _chunk_systems(
         tl.store(solve_ptrs, solve.to(OPERAND), mask=in_t[:, None])
 
 
-@triton.jit(do_not_specialize=["T", "few"])
+@triton.jit(do_not_specialize=["T"])
 def _chunk_scan(
     mixed_ptr,
     solve_ptr,
@@ -219,12 +219,12 @@ def _chunk_scan(
     lengths_ptr,
     slots_ptr,
     T,
-    few,
     stride_mixed,
     J: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    FEW: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     BT: tl.constexpr,
@@ -235,7 +235,7 @@ def _chunk_scan(
     h, r = tl.program_id(1), tl.program_id(2)
     start = tl.load(starts_ptr + r)
     count = tl.load(starts_ptr + r + 1) - start
-    if count > few:
+    if count > FEW:
         slot = tl.load(slots_ptr + r)
         goes_on = (slot >= 0) & (tl.load(lengths_ptr + r) > count)
         # Keys of the state that are read and written: all or none.

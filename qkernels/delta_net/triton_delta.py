@@ -151,10 +151,12 @@ def _delta_rows(
                 state = _updated(state, key, value, b, a, a_log, dt_bias, EPS)
             if count > 1:
                 tl.store(state_ptrs, state, mask=state_mask)
-        keeps = (count > 1) & (slot >= 0)
         # What several programs have in common is kept by the first of them.
-        is_first_block = tl.program_id(2) == 0
-        keeps_key = keeps & is_first_block & (h % (H // J) == 0)
+        keeps = (count > 1) & (slot >= 0)
+        keeps_gates = keeps & (tl.program_id(2) == 0)
+        keys_new = tl.where(keeps_gates & (h % (H // J) == 0), K, 0)
+        values_new, gates_new = tl.where(keeps, V, 0), tl.where(keeps_gates, 2, 0)
+        gate = tl.arange(0, 2)  # b and a
         for i in range(0, tl.where(is_few, count, 0)):
             row = (first + i).to(tl.int64)
             row_ptr = mixed_ptr + row * stride_mixed
@@ -165,10 +167,11 @@ def _delta_rows(
             b = tl.load(b_ptr + row * stride_b + h)
             if N > 0:
                 inputs_ptr = recent_ptr + (position + i) % N * I
-                tl.store(inputs_ptr + key_head + k, key, mask=in_k & keeps_key)
-                tl.store(inputs_ptr + J * K + h * V + v, value, mask=in_v & keeps)
-                tl.store(inputs_ptr + J * K + H * V + h, b, mask=keeps & is_first_block)
-                tl.store(inputs_ptr + J * K + H * V + H + h, a, mask=keeps & is_first_block)
+                tl.store(inputs_ptr + key_head + k, key, mask=k < keys_new)
+                tl.store(inputs_ptr + J * K + h * V + v, value, mask=v < values_new)
+                gate_ptrs = inputs_ptr + J * K + H * V + gate * H + h
+                gates = tl.where(gate == 0, b, a)
+                tl.store(gate_ptrs, gates, mask=gate < gates_new)
             query *= tl.rsqrt(tl.sum(query * query, 0) + EPS) * SCALE
             key, value = key.to(tl.float32), value.to(tl.float32)
             b, a = b.to(tl.float32), a.to(tl.float32)

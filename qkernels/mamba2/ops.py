@@ -61,7 +61,9 @@ def selective_scan_(
         in_features=N,
         head_dim=D,
     )
-    return run(mixed_TC, dt_TH, a_log_H, skip_H, dt_bias_H, memory_PHND, dt_limits, step, recent_PNI)
+    return run(
+        mixed_TC, dt_TH, a_log_H, skip_H, dt_bias_H, memory_PHND, dt_limits, step, recent_PNI
+    )
 
 
 def gated_group_norm(

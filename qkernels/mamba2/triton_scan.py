@@ -66,8 +66,8 @@ def selective_scan_(
                 _mamba_chunks,
                 (R, H, ceil_div(D, scan.columns)),
                 *tensors,
-                few,
                 **sizes,
+                FEW=few,
                 BT=scan.rows,
                 BN=scan.state,
                 BD=scan.columns,
@@ -160,10 +160,12 @@ def _mamba_rows(
                 state = _updated(state, x, b, size, decay)
             if count > 1:
                 tl.store(state_ptrs, state, mask=state_mask)
-        keeps = (count > 1) & (slot >= 0)
         # What several programs have in common is kept by the first of them.
-        is_first_block = tl.program_id(2) == 0
-        keeps_b = keeps & is_first_block & (h % (H // G) == 0)
+        keeps = (count > 1) & (slot >= 0)
+        keeps_dt = keeps & (tl.program_id(2) == 0)
+        b_new = tl.where(keeps_dt & (h % (H // G) == 0), N, 0)
+        x_new, dt_new = tl.where(keeps, D, 0), tl.where(keeps_dt, 1, 0)
+        one = tl.arange(0, 1)
         for i in range(0, tl.where(is_few, count, 0)):
             row = (first + i).to(tl.int64)
             row_ptr = mixed_ptr + row * stride_mixed
@@ -174,9 +176,9 @@ def _mamba_rows(
             dt = tl.load(dt_ptr + row * stride_dt + h)
             if NEWEST > 0:
                 inputs_ptr = recent_ptr + (position + i) % NEWEST * I
-                tl.store(inputs_ptr + h * D + d, x, mask=in_d & keeps)
-                tl.store(inputs_ptr + X + group + n, b, mask=in_n & keeps_b)
-                tl.store(inputs_ptr + X + G * N + h, dt, mask=keeps & is_first_block)
+                tl.store(inputs_ptr + h * D + d, x, mask=d < x_new)
+                tl.store(inputs_ptr + X + group + n, b, mask=n < b_new)
+                tl.store(inputs_ptr + X + G * N + h + one, dt, mask=one < dt_new)
             x, b = x.to(tl.float32), b.to(tl.float32)
             state = _updated(state, x, b, _step_size(dt, dt_bias, dt_least, dt_most), decay)
             y = tl.sum(c[:, None] * state, 0) + skip * x
@@ -185,7 +187,7 @@ def _mamba_rows(
             tl.store(state_ptrs, state, mask=state_mask)
 
 
-@triton.jit(do_not_specialize=["few"])
+@triton.jit
 def _mamba_chunks(
     mixed_ptr,
     dt_ptr,
@@ -201,11 +203,11 @@ def _mamba_chunks(
     stride_dt,
     dt_least,
     dt_most,
-    few,
     G: tl.constexpr,
     H: tl.constexpr,
     N: tl.constexpr,
     D: tl.constexpr,
+    FEW: tl.constexpr,
     BT: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
@@ -216,7 +218,7 @@ def _mamba_chunks(
     r, h = tl.program_id(0), tl.program_id(1)
     start = tl.load(starts_ptr + r)
     count = tl.load(starts_ptr + r + 1) - start
-    if count > few:
+    if count > FEW:
         slot = tl.load(slots_ptr + r)
         goes_on = (slot >= 0) & (tl.load(lengths_ptr + r) > count)
         # States that are read and written: all or none.

@@ -7,6 +7,7 @@ import torch
 from qkernels import ops
 from qkernels.causal_conv import reference
 from tests.qkernels.conv_case import PARTS, ConvCase
+from tests.qkernels.verify_case import MOST_ROWS, NUM_ROWS, check_steps, with_noise
 
 # Counts and tokens before: requests that begin, that continue, that are not there.
 STEPS = {
@@ -58,3 +59,17 @@ def test_rows_of_a_wider_matrix(device, half, poison, op):
     view = ConvCase(**{**vars(case), "x": beside[:, : case.x.shape[1]]})
     want, got = (c.run(getattr(ops, op), c.unread, kernel="triton") for c in (case, view))
     assert torch.equal(want, got)
+
+
+@pytest.mark.parametrize("op", PARTS)
+def test_rejected_rows_are_left_behind(device, poison, op):
+    case = ConvCase.make(op, (NUM_ROWS,), (0,), bias=True).to(torch.float32, device)
+    wide = case.to(torch.float64, device)
+    want = wide.run(getattr(reference, op), wide.unread)
+    slot, states = case.slots[0], torch.full((5, 44, 3 + MOST_ROWS), torch.nan, device=device)
+
+    def run(rows, num_rejected, step):
+        x = with_noise(case.x, rows, num_rejected)
+        return getattr(ops, op)(x, case.weight_CW, case.bias_C, states, step, kernel="triton")
+
+    check_steps(run, want, slot, 1e-6)

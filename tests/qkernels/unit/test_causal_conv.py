@@ -11,6 +11,7 @@ from qkernels.causal_conv import batched, reference
 from qkernels.errors import KernelError
 from tests.qkernels.conv_case import PARTS, ConvCase
 from tests.qkernels.delta_net_case import assert_close
+from tests.qkernels.verify_case import MOST_ROWS, NUM_ROWS, check_steps, with_noise
 
 # Requests that begin, that continue, that have no slot, that have no rows.
 STEP = ((1, 70, 3, 0, 12, 1), (9, 0, 2, 5, 64, 0))
@@ -84,3 +85,18 @@ def test_wrong_arguments_are_named(op, change, message):
     case = replace(case, **{name: wrong(getattr(case, name)) for name, wrong in change.items()})
     with pytest.raises(KernelError, match=message):
         case.run(getattr(ops, op), case.conv_PCL)
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("op", PARTS)
+def test_rejected_rows_are_left_behind(module, op):
+    case = ConvCase.make(op, (NUM_ROWS,), (0,), bias=True).to(torch.float32)
+    wide = case.to(torch.float64)
+    want = wide.run(getattr(reference, op), wide.unread)
+    slot, states = case.slots[0], torch.full((5, 44, 3 + MOST_ROWS), torch.nan)
+
+    def run(rows, num_rejected, step):
+        x = with_noise(case.x, rows, num_rejected)
+        return getattr(module, op)(x, case.weight_CW, case.bias_C, states, step)
+
+    check_steps(run, want, slot, 1e-6)
