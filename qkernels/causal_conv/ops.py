@@ -1,7 +1,7 @@
 """Causal convolutions over time: each operation checks its arguments, then runs a kernel.
 
-Legend: T tokens of a step, R requests, C channels of the convolution, W taps, P slots, L inputs that
-a slot keeps.
+Legend: T tokens of a step, R requests, C channels of the convolution, W taps, P slots, L inputs
+that a slot keeps.
 """
 
 import torch
