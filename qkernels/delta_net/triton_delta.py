@@ -137,12 +137,12 @@ def _delta_rows(
         state = tl.load(state_ptrs, mask=were_there, other=0.0)
         a_log, dt_bias = tl.load(a_log_ptr + h), tl.load(dt_bias_ptr + h)
         key_head = h // (H // J) * K
-        I: tl.constexpr = J * K + H * V + 2 * H
+        INPUTS: tl.constexpr = J * K + H * V + 2 * H
         # Rows of `recent` are keys, values, b and a.
         if N > 0:
-            recent_ptr += slot.to(tl.int64) * N * I
+            recent_ptr += slot.to(tl.int64) * N * INPUTS
             for i in range(0, lacking):
-                inputs_ptr = recent_ptr + (position - lacking + i) % N * I
+                inputs_ptr = recent_ptr + (position - lacking + i) % N * INPUTS
                 key = tl.load(inputs_ptr + key_head + k, mask=in_k, other=0.0).to(tl.float32)
                 value_ptrs = inputs_ptr + J * K + h * V + v
                 value = tl.load(value_ptrs, mask=in_v, other=0.0).to(tl.float32)
@@ -166,7 +166,7 @@ def _delta_rows(
             a = tl.load(a_ptr + row * stride_a + h)
             b = tl.load(b_ptr + row * stride_b + h)
             if N > 0:
-                inputs_ptr = recent_ptr + (position + i) % N * I
+                inputs_ptr = recent_ptr + (position + i) % N * INPUTS
                 tl.store(inputs_ptr + key_head + k, key, mask=k < keys_new)
                 tl.store(inputs_ptr + J * K + h * V + v, value, mask=v < values_new)
                 gate_ptrs = inputs_ptr + J * K + H * V + gate * H + h

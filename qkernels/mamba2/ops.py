@@ -31,9 +31,9 @@ def selective_scan_(
 
     `mixed` [T, H D + 2 G N] is x, B and C. A token's step is softplus(dt + dt_bias) within
     `dt_limits`; it keeps exp(-exp(a_log) step) of the state and adds step B x^T. `skip` times x is
-    added to the output. `memory`, float32, is the states, changed in place. `recent`: x, B and dt of
-    rows that the memory may not include (StateStep); None: it includes all. `kernel` names a row of
-    mamba2/rows.py instead of the best one.
+    added to the output. `memory`, float32, is the states, changed in place. `recent`: x, B and dt
+    of rows that the memory may not include (StateStep); None: it includes all. `kernel` names a row
+    of mamba2/rows.py instead of the best one.
     """
     op = "selective_scan_"
     check_float(f"{op} mixed", mixed_TC)

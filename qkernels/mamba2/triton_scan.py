@@ -3,8 +3,8 @@
 A program takes some columns of a head's state of one request, which stay in registers over all of
 its rows or chunks. Without `recent`, few rows are one. With it, they are up to those of a
 verification, and rows that the state lacks come first; a prompt's are applied before its chunks
-read the state. Within a chunk the outputs are products of matrices (the dual form of Dao and Gu, 2024).
-Legend as in ops.py; BT rows, BN states and BD columns of a tile.
+read the state. Within a chunk the outputs are products of matrices (the dual form of Dao and Gu,
+2024). Legend as in ops.py; BT rows, BN states and BD columns of a tile.
 """
 
 import torch
@@ -149,11 +149,11 @@ def _mamba_rows(
         group = h // (H // G) * N
         # Rows of `recent` are x, B and dt.
         X: tl.constexpr = H * D
-        I: tl.constexpr = X + G * N + H
+        INPUTS: tl.constexpr = X + G * N + H
         if NEWEST > 0:
-            recent_ptr += slot.to(tl.int64) * NEWEST * I
+            recent_ptr += slot.to(tl.int64) * NEWEST * INPUTS
             for i in range(0, lacking):
-                inputs_ptr = recent_ptr + (position - lacking + i) % NEWEST * I
+                inputs_ptr = recent_ptr + (position - lacking + i) % NEWEST * INPUTS
                 x = tl.load(inputs_ptr + h * D + d, mask=in_d, other=0.0).to(tl.float32)
                 b = tl.load(inputs_ptr + X + group + n, mask=in_n, other=0.0).to(tl.float32)
                 size = _step_size(tl.load(inputs_ptr + X + G * N + h), dt_bias, dt_least, dt_most)
@@ -175,7 +175,7 @@ def _mamba_rows(
             c = tl.load(b_ptrs + G * N, mask=in_n, other=0.0).to(tl.float32)
             dt = tl.load(dt_ptr + row * stride_dt + h)
             if NEWEST > 0:
-                inputs_ptr = recent_ptr + (position + i) % NEWEST * I
+                inputs_ptr = recent_ptr + (position + i) % NEWEST * INPUTS
                 tl.store(inputs_ptr + h * D + d, x, mask=d < x_new)
                 tl.store(inputs_ptr + X + group + n, b, mask=n < b_new)
                 tl.store(inputs_ptr + X + G * N + h + one, dt, mask=one < dt_new)

@@ -220,7 +220,10 @@ class StateSnapshots:
         request.snapshot_key, request.last_snapshot = key, end
 
     def _take_slot(self) -> int | None:
-        """A free slot, or that of the least recently used copy; None: copies without keys have all."""
+        """A free slot, or that of the least recently used copy.
+
+        None: copies without keys have all slots.
+        """
         if self._free:
             return self._free.pop()
         return self._slots.popitem(last=False)[1] if self._slots else None
