@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from formats.architecture.columns import ConfigRules, Norm
+from formats.architecture.draft_names import QWEN_MTP
 from formats.architecture.experts import Experts, Router
 from formats.architecture.flags import Flag, Stated
 from formats.architecture.projection import Projection
@@ -257,4 +258,5 @@ QWEN_HYBRID = {
     "norm_offset": 1.0,
     "float32_norms": True,
     "draft_prefix": "mtp.",
+    "draft_names": QWEN_MTP,
 }

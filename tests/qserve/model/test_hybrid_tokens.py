@@ -268,7 +268,6 @@ def test_pages_hold_layers_with_attention_alone(hybrid):
 
 
 LIMITS = [
-    ({"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'}, "speculative"),
     ({"kv_offload_gb": 1.0}, "kv-offload-gb"),
     ({"tensor_parallel_size": 2}, "tensor-parallel-size"),
     ({"pipeline_parallel_size": 2}, "pipeline-parallel-size"),
