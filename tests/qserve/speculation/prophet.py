@@ -28,7 +28,7 @@ class Prophet:
             tokens = [self._next.get(each, 5) for each in zip(positions, tokens, strict=True)]
             wrong = torch.rand(len(tokens), generator=self._generator) < self.share
             tokens = [
-                (token + 7) % 512 if is_wrong else token
+                (token + 7) % 500 if is_wrong else token
                 for token, is_wrong in zip(tokens, wrong.tolist(), strict=True)
             ]
             drafts.append(torch.tensor(tokens, dtype=torch.int64))

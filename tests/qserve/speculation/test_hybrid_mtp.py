@@ -1,4 +1,4 @@
-"""The MTP layer of Qwen3-Next and Qwen3.5 against transformers' own layer; its folders; its texts."""
+"""The MTP layers of Qwen3-Next and Qwen3.5 against transformers' layer; their folders; texts."""
 
 import json
 

@@ -5,15 +5,19 @@ and sampled, in chunks, with too few pages, with a step in flight.
 """
 
 import json
+import random
+import shutil
 from itertools import product
 
 import pytest
 
 from qserve.engine.kv_cache import state_snapshots
 from qserve.engine.runner.covered_tokens import CoveredTokens
+from tests.conftest import make_tiny
 from tests.qserve.model.test_hybrid_prefixes import FAMILIES, MODES, chats, make_engine
-from tests.qserve.speculation import prophet
+from tests.qserve.speculation import prophet, traces
 from tests.qserve.speculation.drafters import Oracle
+from tests.tiny_families import TINY_FAMILIES
 
 DRAFTERS = {
     "suffix": {"method": "suffix"},
@@ -72,17 +76,19 @@ def without(tiny_model):
     return make
 
 
-def speculating(folder, monkeypatch, texts, drafter, count, in_flight, **settings):
+def speculating(
+    folder, monkeypatch, texts, drafter, count, in_flight, make=make_engine, vocab=512, **settings
+):
     """An engine with a drafter that knows the texts, if it is one that is told."""
     if drafter == "oracle":
         monkeypatch.setattr(
             "qserve.speculation.speculation.build_host_drafter",
-            lambda config: Oracle(texts, 1, 512),
+            lambda config: Oracle(texts, 1, vocab),
         )
     if drafter == "device":
         prophet.install(monkeypatch, tuple(texts.values()))
     config = {"num_speculative_tokens": count, "adaptive": False, **DRAFTERS[drafter]}
-    engine = make_engine(folder, in_flight, speculative_config=json.dumps(config), **settings)
+    engine = make(folder, in_flight, speculative_config=json.dumps(config), **settings)
     engine.runner.covered.covered_P.fill_(-1000)  # what no request has written
     return engine
 
@@ -108,6 +114,72 @@ def test_same_tokens(tiny_model, without, monkeypatch, name, mode, drafter, coun
     assert any(accepted < drafts for drafts, accepted in verified)
     assert num_cached > (20 if mode == "few copies" else 200)
     assert mode != "pushed out" or num_preempted
+
+
+@pytest.fixture(scope="module")
+def with_tokenizer(tmp_path_factory, docs_5m):
+    """family -> folder of a tiny model with a tokenizer, as grammars need it"""
+    made = {}
+
+    def make(family):
+        if family not in made:
+            name, extra = TINY_FAMILIES[family]
+            folder = tmp_path_factory.mktemp("text") / family
+            made[family] = make_tiny(folder, name, {**extra, "vocab_size": 8192})
+            for file in docs_5m.glob("token*"):
+                shutil.copy(file, folder)
+        return made[family]
+
+    return make
+
+
+def compare_traces(folder, monkeypatch, seed, drafter, count, in_flight, kinds=None, **settings):
+    """Requests of all kinds get what they get without speculation; some are aborted."""
+    requests = traces.make_requests(seed, 14, kinds or tuple(traces.KINDS))
+    aborted = [name for name, _, _ in requests[seed % 5 :: 7]]
+    want = traces.run(traces.make_engine(folder), requests, seed)
+    texts = {name: prompt + want[name][0] for name, prompt, _ in requests}
+    engine = speculating(
+        *(folder, monkeypatch, texts, drafter, count, in_flight, traces.make_engine, 1000),
+        **settings,
+    )
+    found = traces.run(engine, requests, seed + 1, aborted)
+    for name in aborted:
+        tokens = found.pop(name)[0]
+        assert tokens == want.pop(name)[0][: len(tokens)]
+    assert found == want
+    engine.scheduler.check_integrity()
+    verifies, _, *accepted = engine.scheduler.speculation.take_counts()
+    assert 0 < accepted[0] < verifies
+
+
+@pytest.mark.parametrize(("drafter", "in_flight"), [("device", 1), ("oracle", 0)])
+def test_all_kinds_of_requests(with_tokenizer, monkeypatch, drafter, in_flight):
+    """Grammars, penalties, stops and minimal lengths, which end or shorten verifications."""
+    compare_traces(with_tokenizer("qwen3_5"), monkeypatch, 5, drafter, 3, in_flight)
+
+
+def random_settings(rng):
+    """Settings of an engine that requests of up to 96 tokens fit into."""
+    most = rng.randint(2, 6)
+    few = {"num_gpu_blocks_override": rng.randint(40, 70), "admission": "fits"}
+    return {
+        "max_num_seqs": most,
+        "max_num_batched_tokens": most + rng.choice([3, 9, 40]),
+        "num_state_snapshots": rng.choice([0, 1, 2, 5, 16]),
+        "block_size": 4,
+        **(few if rng.random() < 0.4 else {}),
+    }
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(24))
+def test_random_engines(with_tokenizer, monkeypatch, seed):
+    rng = random.Random(seed)
+    family = rng.choice(["qwen3_5", "qwen3_next", "lfm2", "granite_hybrid", "falcon_h1"])
+    drafter, in_flight = rng.choice([("device", 0), ("device", 1), ("device", 1), ("oracle", 0)])
+    folder, count, settings = with_tokenizer(family), rng.randint(1, 6), random_settings(rng)
+    compare_traces(folder, monkeypatch, seed, drafter, count, in_flight, **settings)
 
 
 @pytest.mark.parametrize("drafter", ["device", "oracle"])
