@@ -10,14 +10,15 @@ from typing import Any, Literal
 
 from formats.architecture.columns import (
     KEY_NORM,
+    LAST_LAYER,
     Blocks,
     ConfigRules,
+    DraftNames,
     LayerInputs,
     LayerKind,
     Norm,
     Positions,
 )
-from formats.architecture.draft_names import LAST_LAYER, DraftNames
 from formats.architecture.experts import Experts
 from formats.architecture.flags import Flag, is_set
 from formats.architecture.projection import Linear, Projection, Shape

@@ -8,7 +8,7 @@ and the next token. In DeepSeek's names:
     state = shared_head.norm(layer(x))        logits of token i + 2 = shared_head.head(state)
 
 The state is the input of the model's head, or the one that the MTP layer itself made for the
-previous token. This module handles names and shapes only; draft_names.py has the layouts.
+previous token. This module handles names and shapes only; `DraftNames` has the layouts.
 """
 
 from collections.abc import Mapping

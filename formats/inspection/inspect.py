@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.architecture.bare_model import bare_names, with_head
-from formats.architecture.draft_names import LAST_LAYER
+from formats.architecture.columns import LAST_LAYER
 from formats.architecture.expert_names import canonical_names, renamed_experts
 from formats.architecture.expert_stacks import coded_stacks
 from formats.architecture.next_token import DraftLayers, find_draft_layers

@@ -3,8 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from formats.architecture.columns import ConfigRules, Norm
-from formats.architecture.draft_names import QWEN_MTP
+from formats.architecture.columns import QWEN_MTP, ConfigRules, Norm
 from formats.architecture.experts import Experts, Router
 from formats.architecture.flags import Flag, Stated
 from formats.architecture.projection import Projection

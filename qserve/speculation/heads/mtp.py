@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from formats.architecture.draft_names import LAST_LAYER, DraftNames
+from formats.architecture.columns import LAST_LAYER, DraftNames
 from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError, InputError
 from formats.in_memory.weights import same_weight

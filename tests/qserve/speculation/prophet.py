@@ -31,7 +31,7 @@ class Prophet:
                 (token + 7) % 500 if is_wrong else token
                 for token, is_wrong in zip(tokens, wrong.tolist(), strict=True)
             ]
-            drafts.append(torch.tensor(tokens, dtype=torch.int64))
+            drafts.append(torch.tensor(tokens, dtype=torch.int64).to(step.tokens_D.device))
         if not drafts:
             return step.tokens_D.new_empty(len(tokens), 0)
         return torch.stack(drafts, 1)

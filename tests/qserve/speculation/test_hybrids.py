@@ -13,6 +13,7 @@ import pytest
 
 from qserve.engine.kv_cache import state_snapshots
 from qserve.engine.runner.covered_tokens import CoveredTokens
+from qserve.params.sampling_params import SamplingParams
 from tests.conftest import make_tiny
 from tests.qserve.model.test_hybrid_prefixes import FAMILIES, MODES, chats, make_engine
 from tests.qserve.speculation import prophet, traces
@@ -157,6 +158,32 @@ def compare_traces(folder, monkeypatch, seed, drafter, count, in_flight, kinds=N
 def test_all_kinds_of_requests(with_tokenizer, monkeypatch, drafter, in_flight):
     """Grammars, penalties, stops and minimal lengths, which end or shorten verifications."""
     compare_traces(with_tokenizer("qwen3_5"), monkeypatch, 5, drafter, 3, in_flight)
+
+
+@pytest.mark.exhaustive
+def test_several_outputs_of_one_prompt(tiny_model, without, monkeypatch):
+    """They start from one copy of the state, and part."""
+    _, texts = without("qwen3_5")
+    prompt, found = list(texts["0 1"][:20]), []
+    for drafter in ("", "oracle"):
+        folder, settings = tiny_model("qwen3_5"), {"max_num_seqs": 4}
+        with monkeypatch.context() as patch:
+            given = {f"{n}_a": prompt + list(found[0][f"{n}_a"]) for n in range(4)} if found else {}
+            engine = (
+                speculating(folder, patch, given, drafter, 3, 0, **settings)
+                if drafter
+                else make_engine(folder, **settings)
+            )
+            outputs = {f"{n}_a": [] for n in range(4)}
+            for number, name in enumerate(outputs):
+                params = SamplingParams(max_tokens=16, temperature=1, seed=number, ignore_eos=True)
+                engine.add_request(name, prompt, params, group="a")
+            while engine.has_work():
+                for event in engine.step():
+                    outputs[event.request_id] += event.token_ids
+        found.append(outputs)
+    assert found[0] == found[1]
+    assert len({tuple(output) for output in found[0].values()}) == 4
 
 
 def random_settings(rng):
