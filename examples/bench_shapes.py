@@ -4,7 +4,11 @@ import json
 from pathlib import Path
 
 from formats.quant_config import BLOCK, QuantConfig
+from formats.rules import Rule
 from formats.scheme import Scheme
+
+# `quantize` leaves MTP layers in float.
+FLOAT = Rule(kind="regex", text=r"^mtp\.", scheme=None)
 
 SHAPES = {
     "llama-3-8b": {
@@ -239,5 +243,7 @@ def write_config(folder: Path, shape: str, scheme: str | None) -> None:
     }
     if scheme is not None:
         method = "compressed-tensors" if scheme.startswith("w8a8") else "gptq"
-        config[BLOCK] = QuantConfig(method=method, scheme=Scheme.parse(scheme)).to_dict()
+        rules = (FLOAT,) if "linear_conv_kernel_dim" in config else ()
+        block = QuantConfig(method=method, scheme=Scheme.parse(scheme), rules=rules)
+        config[BLOCK] = block.to_dict()
     (folder / "config.json").write_text(json.dumps(config))
