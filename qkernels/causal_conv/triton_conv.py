@@ -49,7 +49,8 @@ def _run_(
     x = x if x.stride(1) == 1 else x.contiguous()
     (T, _), C, R = x.shape, weight_CW.shape[0], step.slots_R.shape[0]
     y_TC = torch.empty((T, C), dtype=x.dtype, device=x.device)
-    config = conv_config(step.max_query_len)
+    L, W = conv_PCL.shape[2], weight_CW.shape[1]
+    config = conv_config(step.max_query_len, L - (W - 1))
     # Of many rows: request r owns the blocks from query_starts[r] // BT + r on.
     blocks = R if config.rows == 1 else T // config.rows + R
     with on_device(x):
@@ -67,8 +68,8 @@ def _run_(
             R,
             C,
             x.stride(0),
-            W=weight_CW.shape[1],
-            L=conv_PCL.shape[2],
+            W=W,
+            L=L,
             HAS_BIAS=bias_C is not None,
             GATED=gated,
             BC=config.channels,

@@ -1,12 +1,13 @@
 """Spec of the states that a mixer keeps in slots instead of pages, and the slots of a step."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
 from qkernels.causal_conv.state import StateSlots, StateStep
 from qserve.model.blocks.attention import StepInputs
-from qserve.model.cache_spec import CacheSpec
+from qserve.model.cache_spec import CacheSpec, StepLimits, WarmUpShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,12 @@ class StateSpec(CacheSpec):
 
     def with_drafts(self, most_rows: int) -> CacheSpec:
         return replace(self, most_rows=most_rows)
+
+    def warm_up_shapes(
+        self, limits: StepLimits, dtype: torch.dtype, device: torch.device
+    ) -> Iterator[WarmUpShape]:
+        if self.most_rows > 1:
+            yield 1, self.most_rows, self.most_rows
 
     def make(self, num_pages: int, num_slots: int, device: torch.device) -> StateSlots:
         return StateSlots.zeros(
