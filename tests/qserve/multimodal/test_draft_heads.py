@@ -26,7 +26,7 @@ from tests.tiny_vision import VISION_FAMILIES, film, picture
 __all__ = ["replayed"]
 # positions of three axes and deepstack; a mask in both directions
 DEFAULT = ("qwen3_vl", "gemma3")
-HEADED = [name for name in VISION_FAMILIES if not name.startswith("qwen3_5")]
+HEADED = list(VISION_FAMILIES)
 FAMILIES = [
     pytest.param(name, marks=() if name in DEFAULT else pytest.mark.exhaustive) for name in HEADED
 ]
@@ -55,6 +55,7 @@ def head_config(model, kind="eagle3", **changes):
     if "mrope_section" in rope:
         axes = {name: rope[name] for name in rope if name.startswith("mrope_")}
         config["rope_scaling"] = {"type": "mrope", "rope_type": "default", **axes}
+        config["head_dim"] = 2 * sum(rope["mrope_section"])  # all of a head rotates
     return {**config, **changes}
 
 
