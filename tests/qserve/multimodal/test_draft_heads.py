@@ -5,6 +5,7 @@ embeddings in place and with transformers' positions.
 """
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from formats.heads.folder import HeadFolder
 from formats.scheme import Scheme
 from qserve.params.handling import Handling
 from qserve.params.sampling_params import SamplingParams
+from tests.qserve.model.variants import edited
 from tests.qserve.multimodal.conftest import NUM_TOKENS
 from tests.qserve.speculation.conftest import replayed
 from tests.qserve.speculation.head_steps import write_head
@@ -299,3 +301,28 @@ def test_axes_that_do_not_fit_the_head_are_refused(vision, tmp_path):
     write_head(tmp_path, head_config(model, rope_scaling={"mrope_section": [4, 4, 4]}))
     with pytest.raises(InputError, match="mrope_section: expected three numbers of sum 8"):
         model.engine(1, **with_drafts(tmp_path))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_an_mtp_layer_drafts_after_images(vision, tmp_path, family):
+    """A copy of the model's layer with attention, below `mtp.` as in published files."""
+    model, layer = vision(family), "model.language_model.layers.1."
+
+    def add(state):
+        width = state["model.language_model.embed_tokens.weight"].shape[1]
+        names = [name for name in state if name.startswith(layer)]
+        state |= {name.replace(layer, "mtp.layers.0."): state[name].clone() for name in names}
+        for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+            state[f"mtp.{norm}.weight"] = torch.zeros(width)
+        state["mtp.fc.weight"] = torch.eye(width, 2 * width)
+
+    folder = edited(model.folder, tmp_path / "model", add)
+    for file in model.folder.iterdir():  # the tokenizer, the image processor
+        if not (folder / file.name).exists():
+            shutil.copy(file, folder)
+    requests = requests_of(model)
+    want = run(model, model.engine(), requests, (GREEDY, SAMPLED))
+    config = json.dumps({"method": "mtp", "num_speculative_tokens": 2, "adaptive": False})
+    engine = model.engine(1, model=str(folder), speculative_config=config)
+    assert run(model, engine, requests, (GREEDY, SAMPLED)) == want
