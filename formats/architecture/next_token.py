@@ -2,7 +2,7 @@
 
 An MTP layer of DeepSeek-V3 (arXiv 2412.19437, section 2.2), GLM-4.5 or Qwen3.5 predicts the token
 after the next. It is a decoder layer of the family, with attention, that reads a state of the model
-and the next token. In DeepSeek's names:
+and the next token. These are its equations, in DeepSeek's names:
 
     x = eh_proj([enorm(embedding of token i + 1), hnorm(state of position i)])
     state = shared_head.norm(layer(x))        logits of token i + 2 = shared_head.head(state)

@@ -144,7 +144,8 @@ def check_texts(folder, mode, in_flight, count, monkeypatch):
 
 
 TEXTS = [
-    ("qwen3_5_moe", "whole", 1, 3),
+    ("qwen3_5", "whole", 1, 3),
+    pytest.param("qwen3_5_moe", "whole", 1, 3, marks=pytest.mark.exhaustive),
     pytest.param("qwen3_next", "chunked", 1, 2, marks=pytest.mark.exhaustive),
     pytest.param("qwen3_5", "pushed out", 1, 3, marks=pytest.mark.exhaustive),
     pytest.param("qwen3_5", "few copies", 0, 1, marks=pytest.mark.exhaustive),
