@@ -13,6 +13,7 @@ import pytest
 
 from qserve.engine.kv_cache import state_snapshots
 from qserve.engine.runner.covered_tokens import CoveredTokens
+from qserve.model.blocks.delta_net import DeltaNet
 from qserve.params.sampling_params import SamplingParams
 from tests.conftest import make_tiny
 from tests.qserve.model.test_hybrid_prefixes import FAMILIES, MODES, chats, make_engine
@@ -241,3 +242,25 @@ def test_stale_slot_is_seen(tiny_model, without, monkeypatch):
     with pytest.raises(AssertionError):
         found, *_ = chats(engine)
         assert found == want
+
+
+def test_memory_of_drafts_is_stated(tiny_model, caplog):
+    """Slots have the inputs of newest rows; the log says how many bytes these take."""
+    plain = make_engine(tiny_model("qwen3_5"), max_num_seqs=4).runner
+    config = '{"method": "ngram", "num_speculative_tokens": 3}'
+    with caplog.at_level("INFO"):
+        runner = make_engine(
+            tiny_model("qwen3_5"), max_num_seqs=4, speculative_config=config
+        ).runner
+    held = sum(tensor.nbytes for cache in runner.caches for tensor in cache.slot_tensors)
+    assert runner.bytes_of_states == held > plain.bytes_of_states
+    line = next(text for text in caplog.messages if text.startswith("States: 4 slots"))
+    assert line.endswith(" of them for drafts")
+    # 2 layers; 4 more inputs of a convolution, 8 rows of keys, values, b and a, in float32
+    net = next(
+        layer.attention for layer in runner.decoder.layers if hasattr(layer.attention, "a_log")
+    )
+    shape, slots = net.shape, 4 + 32
+    row = shape.keys + shape.values + 2 * shape.value_heads
+    more = 2 * slots * (4 * shape.channels + 8 * row) * 4
+    assert runner.bytes_of_states - plain.bytes_of_states == more
