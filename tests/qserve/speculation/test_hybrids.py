@@ -257,10 +257,8 @@ def test_memory_of_drafts_is_stated(tiny_model, caplog):
     line = next(text for text in caplog.messages if text.startswith("States: 4 slots"))
     assert line.endswith(" of them for drafts")
     # 2 layers; 4 more inputs of a convolution, 8 rows of keys, values, b and a, in float32
-    net = next(
-        layer.attention for layer in runner.decoder.layers if hasattr(layer.attention, "a_log")
-    )
-    shape, slots = net.shape, 4 + 32
+    mixers = [layer.attention for layer in runner.decoder.layers]
+    shape, slots = next(each.shape for each in mixers if isinstance(each, DeltaNet)), 4 + 32
     row = shape.keys + shape.values + 2 * shape.value_heads
     more = 2 * slots * (4 * shape.channels + 8 * row) * 4
     assert runner.bytes_of_states - plain.bytes_of_states == more
