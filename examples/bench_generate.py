@@ -4,7 +4,7 @@
 
 The model has random weights in the given shape, in the given scheme or in floats (--float). The
 speed is real, the text is meaningless. Each printed line is one batch size, with --input tokens in
-and --output tokens out per request.
+and --output tokens out per request. With --speculative-config, a step is the mean time of a token.
 """
 
 import argparse
@@ -83,6 +83,11 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--batch-invariant", action="store_true")
+    parser.add_argument(
+        "--speculative-config",
+        help="as `qserve serve` takes it; random weights accept no draft, so that"
+        ' "rejection_sample_method": "synthetic" sets how many are accepted',
+    )
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -96,6 +101,7 @@ def main() -> None:
             enforce_eager=arguments.enforce_eager,
             batch_invariant=arguments.batch_invariant,
             kv_cache_dtype=arguments.kv_cache_dtype,
+            speculative_config=arguments.speculative_config,
             max_num_seqs=max(arguments.batch),
             max_model_len=arguments.max_model_len or min(8192, arguments.input + arguments.output),
         )

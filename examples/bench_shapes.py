@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from formats.quant_config import BLOCK, QuantConfig
+from formats.rules import Rule
 from formats.scheme import FP4_TYPES, Scheme
 
 GPT_OSS = {
@@ -30,6 +31,10 @@ GPT_OSS = {
     },
     "max_position_embeddings": 131072,
 }
+
+# `quantize` leaves MTP layers in float.
+FLOAT = Rule(kind="regex", text=r"^mtp\.", scheme=None)
+
 SHAPES = {
     "llama-3-8b": {
         "hidden_size": 4096,
@@ -271,5 +276,7 @@ def write_config(folder: Path, shape: str, scheme: str | None) -> None:
     elif scheme is not None:
         packed = Scheme.parse(scheme).weight.type in FP4_TYPES or scheme.startswith("w8a8")
         method = "compressed-tensors" if packed else "gptq"
-        config[BLOCK] = QuantConfig(method=method, scheme=Scheme.parse(scheme)).to_dict()
+        rules = (FLOAT,) if "linear_conv_kernel_dim" in config else ()
+        block = QuantConfig(method=method, scheme=Scheme.parse(scheme), rules=rules)
+        config[BLOCK] = block.to_dict()
     (folder / "config.json").write_text(json.dumps(config))

@@ -9,7 +9,7 @@ implementations may wait, as those of attention, experts, adapters and delta net
 """
 
 from qkernels.attention.ops import apply_rope, paged_attention, rope_write_kv_, write_kv_
-from qkernels.causal_conv.ops import causal_conv_, short_conv_
+from qkernels.causal_conv.ops import causal_conv_, lacking_rows_, short_conv_
 from qkernels.collective.ops import all_reduce, all_reduce_norm
 from qkernels.delta_net.ops import delta_rule_, gated_rms_norm
 from qkernels.drafts.ops import fill_drafts_, settle_drafts_, spread_logits
@@ -58,6 +58,7 @@ __all__ = [
     "gated_group_norm",
     "gated_rms_norm",
     "in_form",
+    "lacking_rows_",
     "expanded_latent_attention",
     "latent_attention",
     "to_limbs",

@@ -1,4 +1,6 @@
-"""Values of a family's row besides projections, experts and states: norms, blocks, positions."""
+"""Values of a family's row besides projections, experts and states: norms, blocks, positions,
+names of MTP layers.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -87,3 +89,33 @@ class ConfigRules:
     may_be_null: tuple[str, ...] = ()
     # Default by key. Without one, KV heads equal heads and head_dim is hidden_size / heads.
     defaults: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftNames:
+    """Names of the tensors of an MTP layer (next_token.py), below its prefix."""
+
+    # Prefix of the decoder layer, which ends in a dot. Empty: the decoder layer has no prefix of
+    # its own, and follows the model's layers in number.
+    layer: str = ""
+    count_key: str = ""  # of config.json, with `layer`: number of MTP layers; 1 if it is absent
+    embedding_norm: str = "enorm.weight"
+    state_norm: str = "hnorm.weight"
+    projection: str = "eh_proj"  # the embedding comes first
+    last_norm: str = "shared_head.norm.weight"
+    # Copies of the model's own tensors, which are used if these are missing. Empty: always.
+    head: str = "shared_head.head"
+    embedding: str = "embed_tokens.weight"
+
+
+LAST_LAYER = DraftNames()  # DeepSeek-V3, GLM-4.5
+QWEN_MTP = DraftNames(
+    layer="layers.0.",
+    count_key="mtp_num_hidden_layers",
+    embedding_norm="pre_fc_norm_embedding.weight",
+    state_norm="pre_fc_norm_hidden.weight",
+    projection="fc",
+    last_norm="norm.weight",
+    head="",
+    embedding="",
+)

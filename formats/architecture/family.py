@@ -10,8 +10,10 @@ from typing import Any, Literal
 
 from formats.architecture.columns import (
     KEY_NORM,
+    LAST_LAYER,
     Blocks,
     ConfigRules,
+    DraftNames,
     LayerInputs,
     LayerKind,
     Norm,
@@ -113,6 +115,7 @@ class Family:
     num_layers_key: str = "num_hidden_layers"
     draft_layers_key: str = ""  # MTP layers after those, for drafts only (next_token.py)
     draft_prefix: str = ""  # prefixes of tensors outside of layers that are for drafts only
+    draft_names: DraftNames = LAST_LAYER  # with `layer`: of the MTP layer below draft_prefix
     embedding: str = "model.embed_tokens.weight"
     last_norm: str = "model.norm.weight"
     head: str = HEAD
@@ -188,7 +191,13 @@ class Family:
         return bool(self.builder)
 
     def draft_layers(self, config: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the prefixes of draft layers, which the model itself does not use."""
+        """Return the prefixes of draft layers, which the model itself does not use.
+
+        Those below draft_prefix have one in common: the first of them drafts.
+        """
+        if self.draft_names.layer:
+            count = config.get(self.draft_names.count_key, 1)
+            return (self.draft_prefix,) if is_size(count) else ()
         first, count = config.get(self.num_layers_key), config.get(self.draft_layers_key)
         if not (is_size(first) and is_size(count)):
             return ()

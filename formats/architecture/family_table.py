@@ -24,14 +24,15 @@ class FamilyFacts:
     kind: str  # one of KINDS
     served: bool
     tensor_parallel: bool
-    speculation: str  # "any drafter", "any drafter and its MTP layer", or "no"
+    speculation: str  # "any drafter" or "any drafter and its MTP layer"
     windows: str  # layers with sliding-window attention: "none", "all", "some"
 
 
 def facts(family: Family) -> FamilyFacts:
     """Return what the project supports of a family."""
     has_states = family.state_mixer is not None
-    drafters = "any drafter and its MTP layer" if family.draft_layers_key else "any drafter"
+    has_layer = family.draft_layers_key or family.draft_names.layer
+    drafters = "any drafter and its MTP layer" if has_layer else "any drafter"
     return FamilyFacts(
         title=family.title,
         architecture=family.architecture,
@@ -39,7 +40,7 @@ def facts(family: Family) -> FamilyFacts:
         kind=_kind(family),
         served=family.served,
         tensor_parallel=not (has_states or family.full_layers),
-        speculation="no" if has_states else drafters,
+        speculation=drafters,
         windows={"none": "none", "all": "all", "layer_types": "some"}[family.window],
     )
 

@@ -1,13 +1,14 @@
-"""Multi-token prediction (MTP) layers, stored after a model's own layers.
+"""Multi-token prediction (MTP) layers, stored next to a model's own layers.
 
-An MTP layer of DeepSeek-V3 (arXiv 2412.19437, section 2.2) or GLM-4.5 predicts the token after the
-next. It is a decoder layer of the family that reads a state of the model and the next token.
+An MTP layer of DeepSeek-V3 (arXiv 2412.19437, section 2.2), GLM-4.5 or Qwen3.5 predicts the token
+after the next. It is a decoder layer of the family, with attention, that reads a state of the model
+and the next token. These are its equations, in DeepSeek's names:
 
     x = eh_proj([enorm(embedding of token i + 1), hnorm(state of position i)])
     state = shared_head.norm(layer(x))        logits of token i + 2 = shared_head.head(state)
 
 The state is the input of the model's head, or the one that the MTP layer itself made for the
-previous token. This module handles names and shapes only.
+previous token. This module handles names and shapes only; `DraftNames` has the layouts.
 """
 
 from collections.abc import Mapping
@@ -22,24 +23,23 @@ from formats.families import FAMILIES
 from formats.layouts import is_quantized
 from formats.table import size_text
 
-# Names below the layer.
-EMBEDDING_NORM, STATE_NORM = "enorm.weight", "hnorm.weight"
-PROJECTION = "eh_proj"  # the embedding comes first
-LAST_NORM, HEAD, EMBEDDING = "shared_head.norm.weight", "shared_head.head", "embed_tokens.weight"
-# Copies of the model's own tensors, which are used if these are missing.
-SHARED = (f"{HEAD}.weight", EMBEDDING)
 
-
-def tensors(family: Family, config: Mapping[str, Any], layer: int) -> dict[str, Shape]:
+def tensors(family: Family, config: Mapping[str, Any], prefix: str) -> dict[str, Shape]:
     """Return the tensors that an MTP layer must have in a float checkpoint, by names below it."""
-    C = ("hidden_size",)
+    C, names = ("hidden_size",), family.draft_names
+    layer = family.layer_tensors(config, layer_number(family, prefix))
     return {
-        EMBEDDING_NORM: (C,),
-        STATE_NORM: (C,),
-        f"{PROJECTION}.weight": (C, C * 2),
-        LAST_NORM: (C,),
-        **family.layer_tensors(config, layer),
+        names.embedding_norm: (C,),
+        names.state_norm: (C,),
+        f"{names.projection}.weight": (C, C * 2),
+        names.last_norm: (C,),
+        **{f"{names.layer}{name}": shape for name, shape in layer.items()},
     }
+
+
+def layer_number(family: Family, prefix: str) -> int | None:
+    """Return the number of an MTP layer among the model's; None: it is none of them."""
+    return None if family.draft_names.layer else int(prefix.removesuffix(".").rpartition(".")[2])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +71,9 @@ def find_draft_layers(
     prefixes = () if family is None else family.draft_layers(config)
     if not prefixes:
         return None
+    is_stated = not family.draft_names.layer or family.draft_names.count_key in config
+    if not is_stated and not any(name.startswith(prefixes) for name in entries):
+        return None
     layers, missing, num_bytes = [], [], 0
     for prefix in prefixes:
         found = {n.removeprefix(prefix): e for n, e in entries.items() if n.startswith(prefix)}
@@ -78,10 +81,9 @@ def find_draft_layers(
             continue
         layers.append(prefix.removesuffix("."))
         num_bytes += sum(entry.num_bytes for entry in found.values())
-        number = int(layers[-1].rpartition(".")[2])
         missing += [
             prefix + name
-            for name in tensors(family, config, number)
+            for name in tensors(family, config, prefix)
             if name not in found and not is_quantized(name.removesuffix(".weight"), found)
         ]
     return DraftLayers(
@@ -102,11 +104,10 @@ def draft_linears(
                     {name.removesuffix(".weight"): entry.shape} if len(entry.shape) == 2 else {}
                 )
     for prefix in () if family is None else family.draft_layers(config):
-        number = int(prefix.removesuffix(".").rpartition(".")[2])
-        blocks = family.blocks(config, number)
+        blocks = family.blocks(config, layer_number(family, prefix))
         projections = family.projections(blocks, num_experts(config) or 0)
-        names = [linear.name for projection in projections for linear in projection.linears]
-        for name in (PROJECTION, *names, HEAD):
+        own, linears = family.draft_names, [each for made in projections for each in made.linears]
+        for name in (own.projection, *(own.layer + each.name for each in linears), own.head):
             entry = entries.get(f"{prefix}{name}.weight")
             if entry is not None and len(entry.shape) == 2:
                 found[prefix + name] = entry.shape

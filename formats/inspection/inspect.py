@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from formats.architecture.bare_model import bare_names, with_head
+from formats.architecture.columns import LAST_LAYER
 from formats.architecture.expert_names import canonical_names, renamed_experts
 from formats.architecture.expert_stacks import coded_stacks
-from formats.architecture.next_token import EMBEDDING, DraftLayers, find_draft_layers
+from formats.architecture.next_token import DraftLayers, find_draft_layers
 from formats.architecture.stored_form import usual_config, usual_entries
 from formats.architecture.text_part import has_text_part, text_block, text_config
 from formats.architecture.tied_head import HEAD, TIE, says_tied, settle_head
@@ -415,7 +416,7 @@ def _float_linears(shards: Shards) -> Iterable[LinearSummary]:
             name.endswith(".weight")
             and len(entry.shape) == 2
             and LAYER_NUMBER.search(name)
-            and not name.endswith(f".{EMBEDDING}")
+            and not name.endswith(f".{LAST_LAYER.embedding}")
             and not is_quantized(module, shards.entries)
         ):
             yield float_linear(module, entry)

@@ -1,11 +1,12 @@
 """Causal convolutions in plain torch, fast enough for a CPU: requests of one row run together.
 
-Legend as in ops.py; n rows of a request, B requests of one row.
+Legend as in ops.py; n rows of a request, B requests of one row that lack none.
 """
 
 import torch
 import torch.nn.functional as F
 
+from qkernels.causal_conv.reference import inputs_before, keep_inputs_
 from qkernels.causal_conv.state import SplitStep, StateStep
 
 
@@ -13,23 +14,23 @@ def causal_conv_(
     x_TC: torch.Tensor,
     weight_CW: torch.Tensor,
     bias_C: torch.Tensor | None,
-    conv_PCW: torch.Tensor,
+    conv_PCL: torch.Tensor,
     step: StateStep,
 ) -> torch.Tensor:
     """Implement ops.causal_conv_."""
-    return F.silu(_convolved_(x_TC, weight_CW, bias_C, conv_PCW, step)).to(x_TC.dtype)
+    return F.silu(_convolved_(x_TC, weight_CW, bias_C, conv_PCL, step)).to(x_TC.dtype)
 
 
 def short_conv_(
     mixed_TC: torch.Tensor,
     weight_CW: torch.Tensor,
     bias_C: torch.Tensor | None,
-    conv_PCW: torch.Tensor,
+    conv_PCL: torch.Tensor,
     step: StateStep,
 ) -> torch.Tensor:
     """Implement ops.short_conv_."""
     b_TC, c_TC, x_TC = mixed_TC.chunk(3, 1)
-    y_TC = _convolved_(b_TC * x_TC, weight_CW, bias_C, conv_PCW, step)
+    y_TC = _convolved_(b_TC * x_TC, weight_CW, bias_C, conv_PCL, step)
     return c_TC * y_TC.to(mixed_TC.dtype)
 
 
@@ -37,24 +38,30 @@ def _convolved_(
     x_TC: torch.Tensor,
     weight_CW: torch.Tensor,
     bias_C: torch.Tensor | None,
-    conv_PCW: torch.Tensor,
+    conv_PCL: torch.Tensor,
     step: StateStep,
 ) -> torch.Tensor:
     """Convolution [T, C] in float32, or wider where x is."""
     wide = torch.promote_types(x_TC.dtype, torch.float32)
     y_TC = torch.empty(x_TC.shape, dtype=wide, device=x_TC.device)
-    split, W = SplitStep.of(step, x_TC.device), weight_CW.shape[1]
+    split, W, L = SplitStep.of(step, x_TC.device), weight_CW.shape[1], conv_PCL.shape[2]
     if len(split.rows_B):
-        new_BC1 = x_TC[split.rows_B, :, None].to(conv_PCW.dtype)
-        seen_BCW = torch.cat([split.gathered(conv_PCW), new_BC1], 2)
+        new_BC = x_TC[split.rows_B].to(conv_PCL.dtype)
+        # in the order of their positions, the row's own last
+        positions_BW = split.positions_B[:, None] + torch.arange(1 - W, 0, device=x_TC.device)
+        kept_BCL = split.gathered(conv_PCL)
+        columns_BCW = (positions_BW % L)[:, None].expand(-1, kept_BCL.shape[1], -1)
+        before_BCW = kept_BCL.gather(2, columns_BCW)
+        before_BCW.masked_fill_((positions_BW < 0)[:, None], 0)
+        seen_BCW = torch.cat([before_BCW, new_BC[:, :, None]], 2)
         y_TC[split.rows_B] = (seen_BCW.to(wide) * weight_CW.to(wide)).sum(-1)
-        split.scatter_(conv_PCW, seen_BCW[:, :, 1:])
-    for rows, slot, is_first in split.others:
-        before_CW = torch.zeros_like(conv_PCW[0]) if is_first else conv_PCW[slot]
-        seen_CL = torch.cat([before_CW, x_TC[rows].T.to(conv_PCW.dtype)], 1)
-        n = rows.stop - rows.start
-        taps = (seen_CL[:, w : w + n].to(wide) * weight_CW[:, w : w + 1] for w in range(W))
+        kept_B = split.slots_B >= 0
+        conv_PCL[split.slots_B[kept_B], :, split.positions_B[kept_B] % L] = new_BC[kept_B]
+    for own in split.others:
+        rows = own.rows
+        x_Cn = x_TC[rows].T.to(conv_PCL.dtype)
+        seen_CL = torch.cat([inputs_before(conv_PCL, own, W - 1), x_Cn], 1)
+        taps = (seen_CL[:, w : w + own.count].to(wide) * weight_CW[:, w : w + 1] for w in range(W))
         y_TC[rows] = sum(taps).T
-        if slot >= 0:
-            conv_PCW[slot] = seen_CL[:, seen_CL.shape[1] - before_CW.shape[1] :]
+        keep_inputs_(conv_PCL, own, x_Cn)
     return y_TC if bias_C is None else y_TC + bias_C.to(wide)

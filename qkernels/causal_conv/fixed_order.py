@@ -16,36 +16,36 @@ def causal_conv_(
     x_TC: torch.Tensor,
     weight_CW: torch.Tensor,
     bias_C: torch.Tensor | None,
-    conv_PCW: torch.Tensor,
+    conv_PCL: torch.Tensor,
     step: StateStep,
 ) -> torch.Tensor:
     """Implement ops.causal_conv_."""
     if gpu_device.arch(x_TC.device) != "cpu":
         from qkernels.causal_conv import triton_conv
 
-        return triton_conv.causal_conv_(x_TC, weight_CW, bias_C, conv_PCW, step)
+        return triton_conv.causal_conv_(x_TC, weight_CW, bias_C, conv_PCL, step)
 
     def run(rows, states, row):
         return reference.causal_conv_(*rows, weight_CW, bias_C, states, row)
 
-    return run_rows_(run, [x_TC], conv_PCW, step, torch.zeros_like(x_TC))
+    return run_rows_(run, [x_TC], conv_PCL, step, torch.zeros_like(x_TC))
 
 
 def short_conv_(
     mixed_TC: torch.Tensor,
     weight_CW: torch.Tensor,
     bias_C: torch.Tensor | None,
-    conv_PCW: torch.Tensor,
+    conv_PCL: torch.Tensor,
     step: StateStep,
 ) -> torch.Tensor:
     """Implement ops.short_conv_."""
     if gpu_device.arch(mixed_TC.device) != "cpu":
         from qkernels.causal_conv import triton_conv
 
-        return triton_conv.short_conv_(mixed_TC, weight_CW, bias_C, conv_PCW, step)
+        return triton_conv.short_conv_(mixed_TC, weight_CW, bias_C, conv_PCL, step)
 
     def run(rows, states, row):
         return reference.short_conv_(*rows, weight_CW, bias_C, states, row)
 
     y_TC = mixed_TC.new_zeros(mixed_TC.shape[0], weight_CW.shape[0])
-    return run_rows_(run, [mixed_TC], conv_PCW, step, y_TC)
+    return run_rows_(run, [mixed_TC], conv_PCL, step, y_TC)

@@ -1,6 +1,7 @@
 """Causal convolutions over time: each operation checks its arguments, then runs a kernel.
 
-Legend: T tokens of a step, R requests, C channels of the convolution, W taps, P slots.
+Legend: T tokens of a step, R requests, C channels of the convolution, W taps, P slots, L inputs
+that a slot keeps.
 """
 
 import torch
@@ -17,33 +18,70 @@ def causal_conv_(
     x_TC: torch.Tensor,
     weight_CW: torch.Tensor,
     bias_C: torch.Tensor | None,
-    conv_PCW: torch.Tensor,
+    conv_PCL: torch.Tensor,
     step: StateStep,
     kernel: str | None = None,
 ) -> torch.Tensor:
     """silu of a convolution of each channel of x [T, C] over its request's last W inputs.
 
-    `conv` holds the W - 1 before the step, and afterwards those at its end. `kernel` names a row
+    `conv` keeps the newest L inputs, that of position p in column p % L, so that the rows of a step
+    may be computed again from any of them on if L is W - 1 plus their number. `kernel` names a row
     of causal_conv/rows.py instead of the best one.
     """
-    _check("causal_conv_", x_TC, 1, weight_CW, bias_C, conv_PCW, step)
-    return _run(rows.CAUSAL_CONV, x_TC, weight_CW, bias_C, conv_PCW, step, kernel)
+    _check("causal_conv_", x_TC, 1, weight_CW, bias_C, conv_PCL, step)
+    return _run(rows.CAUSAL_CONV, x_TC, weight_CW, bias_C, conv_PCL, step, kernel)
 
 
 def short_conv_(
     mixed_TC: torch.Tensor,
     weight_CW: torch.Tensor,
     bias_C: torch.Tensor | None,
-    conv_PCW: torch.Tensor,
+    conv_PCL: torch.Tensor,
     step: StateStep,
     kernel: str | None = None,
 ) -> torch.Tensor:
     """c * convolution of (b * x) over a request's last W products; `mixed` [T, 3 C] is b, c, x.
 
-    `conv` holds the W - 1 products before the step, and afterwards those at its end.
+    `conv` keeps the products as `causal_conv_` keeps inputs.
     """
-    _check("short_conv_", mixed_TC, 3, weight_CW, bias_C, conv_PCW, step)
-    return _run(rows.SHORT_CONV, mixed_TC, weight_CW, bias_C, conv_PCW, step, kernel)
+    _check("short_conv_", mixed_TC, 3, weight_CW, bias_C, conv_PCL, step)
+    return _run(rows.SHORT_CONV, mixed_TC, weight_CW, bias_C, conv_PCL, step, kernel)
+
+
+def lacking_rows_(
+    covered_P: torch.Tensor, step: StateStep, most_rows: int, kernel: str | None = None
+) -> torch.Tensor:
+    """Rows before the step that the memory of each request's slot does not include, int32 [R].
+
+    `covered`, int32, is the number of tokens that the memory of each slot includes; it becomes that
+    after the step, whose memory leaves out verifications: 2 to `most_rows` rows (StateStep).
+    """
+    op = "lacking_rows_"
+    check_step(op, step, step.slots_R)
+    check_tensor(f"{op} covered", covered_P, (None,), (torch.int32,), step.slots_R)
+    run = dispatch.implementation(
+        rows.LACKING_ROWS,
+        device=covered_P.device.type,
+        dtype=covered_P.dtype,
+        requested=kernel,
+    )
+    return run(covered_P, step, most_rows)
+
+
+def check_recent(
+    op: str, recent_PNI: torch.Tensor | None, inputs: int, step: StateStep, beside: torch.Tensor
+) -> None:
+    """Raise KernelError for kept inputs of rows that do not match the step."""
+    if (recent_PNI is None) != (step.lacking_R is None):
+        raise KernelError(f"{op} recent", "expected it and the step's lacking rows, or neither")
+    if recent_PNI is None:
+        return
+    check_tensor(f"{op} recent", recent_PNI, (None, None, inputs), (beside.dtype,), beside)
+    check_dense(f"{op} recent", recent_PNI)
+    if recent_PNI.shape[1] % 2:
+        raise KernelError(f"{op} recent", f"expected an even N, found {recent_PNI.shape[1]}")
+    (R,) = step.slots_R.shape
+    check_tensor(f"{op} lacking", step.lacking_R, (R,), (torch.int32,), beside)
 
 
 def check_step(op: str, step: StateStep, beside: torch.Tensor) -> None:
@@ -67,7 +105,7 @@ def _check(
     parts: int,
     weight_CW: torch.Tensor,
     bias_C: torch.Tensor | None,
-    conv_PCW: torch.Tensor,
+    conv_PCL: torch.Tensor,
     step: StateStep,
 ) -> None:
     check_float(f"{op} x", x)
@@ -81,8 +119,11 @@ def _check(
         raise KernelError(f"{op} weight", f"expected 2 to 8 taps, found {taps}")
     if bias_C is not None:
         check_tensor(f"{op} bias", bias_C, (C,), FLOAT_DTYPES, x)
-    check_tensor(f"{op} conv", conv_PCW, (None, C, taps - 1), (x.dtype,), x)
-    check_dense(f"{op} conv", conv_PCW)
+    check_tensor(f"{op} conv", conv_PCL, (None, C, None), (x.dtype,), x)
+    if conv_PCL.shape[2] < taps - 1:
+        found = conv_PCL.shape[2]
+        raise KernelError(f"{op} conv", f"expected {taps - 1} columns or more, found {found}")
+    check_dense(f"{op} conv", conv_PCL)
     check_step(op, step, x)
 
 
@@ -91,9 +132,9 @@ def _run(
     x: torch.Tensor,
     weight_CW: torch.Tensor,
     bias_C: torch.Tensor | None,
-    conv_PCW: torch.Tensor,
+    conv_PCL: torch.Tensor,
     step: StateStep,
     kernel: str | None,
 ) -> torch.Tensor:
     run = dispatch.implementation(operation, device=x.device.type, dtype=x.dtype, requested=kernel)
-    return run(x, weight_CW, bias_C, conv_PCW, step)
+    return run(x, weight_CW, bias_C, conv_PCL, step)

@@ -1,8 +1,14 @@
 """Operations of causal convolutions, and the kernels that do them."""
 
 from qkernels.choice import FIXED_ORDER
-from qkernels.dispatch import Kernel, Operation, reference
-from qkernels.problem import Problem, anything, fixed_order, needs_triton_on_gpu
+from qkernels.dispatch import Kernel, Operation, reference, triton_or_reference
+from qkernels.problem import (
+    Problem,
+    anything,
+    fixed_order,
+    needs_triton,
+    needs_triton_on_gpu,
+)
 
 
 def in_fixed_order(problem: Problem) -> str | None:
@@ -18,4 +24,5 @@ _FIXED_ORDER = Kernel(
 )
 CAUSAL_CONV = Operation("causal_conv_", _TRITON, _BATCHED, reference("causal_conv"), _FIXED_ORDER)
 SHORT_CONV = Operation("short_conv_", _TRITON, _BATCHED, reference("causal_conv"), _FIXED_ORDER)
-OPERATIONS = (CAUSAL_CONV, SHORT_CONV)
+LACKING_ROWS = triton_or_reference("causal_conv", "lacking_rows_", "triton_lacking", needs_triton)
+OPERATIONS = (CAUSAL_CONV, SHORT_CONV, LACKING_ROWS)

@@ -1,11 +1,17 @@
 """State slots of layers that keep states instead of keys, and the slot of each request of a step.
 
-Legend: P slots, R requests of a step, C channels of the convolution, W taps, H heads, K rows and V
-columns of a head's state.
+A verification computes rows of which some may be rejected. So a slot's memory does not include them
+yet: the slot has the inputs of its newest rows, and the next step first applies those of the
+accepted ones ("lacking" rows). Rows are found by their positions, so that nothing else has to be
+known of the verification.
+
+Legend: P slots, R requests of a step, C channels of the convolution, L inputs of it that are kept,
+H heads, K rows and V columns of a head's state, N newest rows, I inputs of a row.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,8 +22,10 @@ NO_SLOT = -1
 class StateSlots:
     """States of one layer. A slot's contents before its owner's first token are never read."""
 
-    conv_PCW: torch.Tensor  # [P, C, W - 1]: the last inputs of the convolution, the newest last
+    conv_PCL: torch.Tensor  # [P, C, L]: the convolution's input at position p is in column p % L
     memory_PHKV: torch.Tensor | None = None  # float32 [P, H, K, V]; None: the convolution is all
+    # the inputs of the row at position p are in row p % N; None: no row is ever rejected
+    recent_PNI: torch.Tensor | None = None
 
     @classmethod
     def zeros(
@@ -29,13 +37,24 @@ class StateSlots:
         memory: tuple[int, int, int] | None,
         dtype: torch.dtype,
         device: torch.device,
+        most_rows: int = 0,
+        inputs: int = 0,
     ) -> "StateSlots":
-        """`memory`: H, K, V. `dtype`: of activations."""
-        conv_PCW = torch.zeros(num_slots, channels, taps - 1, dtype=dtype, device=device)
+        """`memory`: H, K, V. `dtype`: of activations. `inputs`: I.
+
+        `most_rows`: rows of a verification; 0: no row is ever rejected.
+        """
+        columns = taps - 1 + most_rows
+        conv_PCL = torch.zeros(num_slots, channels, columns, dtype=dtype, device=device)
         if memory is None:
-            return cls(conv_PCW=conv_PCW)
-        states = torch.zeros(num_slots, *memory, dtype=torch.float32, device=device)
-        return cls(conv_PCW=conv_PCW, memory_PHKV=states)
+            return cls(conv_PCL=conv_PCL)
+        recent_PNI = None
+        if most_rows:
+            # A step reads the newest rows while it writes its own.
+            shape = num_slots, 2 * most_rows, inputs
+            recent_PNI = torch.zeros(shape, dtype=dtype, device=device)
+        memory_PHKV = torch.zeros(num_slots, *memory, dtype=torch.float32, device=device)
+        return cls(conv_PCL=conv_PCL, memory_PHKV=memory_PHKV, recent_PNI=recent_PNI)
 
     @property
     def page_tensors(self) -> tuple[torch.Tensor, ...]:
@@ -45,9 +64,8 @@ class StateSlots:
     @property
     def slot_tensors(self) -> tuple[torch.Tensor, ...]:
         """Tensors [P, ...] of what each slot holds."""
-        if self.memory_PHKV is None:
-            return (self.conv_PCW,)
-        return self.conv_PCW, self.memory_PHKV
+        tensors = self.conv_PCL, self.memory_PHKV, self.recent_PNI
+        return tuple(tensor for tensor in tensors if tensor is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,46 +74,95 @@ class StateStep:
 
     A request whose rows begin at position 0 starts from a state of zeros, whatever its slot holds.
     One with NO_SLOT does, too, and its state is kept nowhere.
+
+    With `lacking_R`, a step of 2 to N / 2 rows leaves the memory as it was before its own rows, and
+    keeps their inputs. Other steps include their rows.
     """
 
     query_starts_R1: torch.Tensor  # int32 [R + 1]: request r has rows starts[r] .. starts[r + 1]
     context_lengths_R: torch.Tensor  # int32: tokens up to the request's last row, that included
     slots_R: torch.Tensor  # int32
     max_query_len: int  # an upper bound that the host knows
+    # int32: so many rows before the step are not in the memory (ops.lacking_rows_); None: all are
+    lacking_R: torch.Tensor | None = None
 
 
-def requests_of(step: StateStep) -> Iterator[tuple[slice, int, bool]]:
-    """Yield each request with rows: its rows, its slot, whether its state begins as zeros."""
+class StateRows(NamedTuple):
+    """Rows of one request."""
+
+    rows: slice
+    slot: int
+    start: int  # position of the first row
+    lacking: int  # rows before it that the slot's memory does not include
+
+    @property
+    def count(self) -> int:
+        return self.rows.stop - self.rows.start
+
+    @property
+    def is_first(self) -> bool:
+        """True if the state begins as zeros."""
+        return self.slot < 0 or self.start <= 0
+
+    def is_verify(self, recent_PNI: torch.Tensor | None) -> bool:
+        """True if the memory stays as it was before these rows."""
+        return recent_PNI is not None and 1 < self.count <= recent_PNI.shape[1] // 2
+
+
+def requests_of(step: StateStep) -> Iterator[StateRows]:
+    """Yield each request with rows."""
     starts, lengths = step.query_starts_R1.tolist(), step.context_lengths_R.tolist()
-    for r, slot in enumerate(step.slots_R.tolist()):
+    slots = step.slots_R.tolist()
+    lacking = [0] * len(slots) if step.lacking_R is None else step.lacking_R.tolist()
+    for r, slot in enumerate(slots):
         count = starts[r + 1] - starts[r]
         if count:
-            yield slice(starts[r], starts[r + 1]), slot, slot < 0 or lengths[r] <= count
+            rows = slice(starts[r], starts[r + 1])
+            yield StateRows(rows, slot, lengths[r] - count, lacking[r])
+
+
+def recent_rows(recent_NI: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    """Inputs [n, I] of the `count` rows before position `start`."""
+    return recent_NI[_recent_index(recent_NI, start - count, count)]
+
+
+def keep_recent_(recent_NI: torch.Tensor, start: int, *inputs: torch.Tensor) -> None:
+    """Keep the inputs of rows from position `start` on, side by side."""
+    index_n = _recent_index(recent_NI, start, len(inputs[0]))
+    recent_NI[index_n] = torch.cat(inputs, 1).to(recent_NI.dtype)
+
+
+def _recent_index(recent_NI: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    positions = torch.arange(start, start + count, device=recent_NI.device)
+    return positions % len(recent_NI)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitStep:
-    """Requests of one row, which run together, and the others, for plain torch.
+    """Requests of one row that lack none, which run together, and the others, for plain torch.
 
-    Legend: B requests of one row.
+    Legend: B requests of the first kind.
     """
 
     rows_B: torch.Tensor
     slots_B: torch.Tensor
     first_B: torch.Tensor  # their states begin as zeros
-    others: list[tuple[slice, int, bool]]  # as `requests_of` yields them
+    positions_B: torch.Tensor
+    others: list[StateRows]
 
     @classmethod
     def of(cls, step: StateStep, device: torch.device) -> "SplitStep":
         found = list(requests_of(step))
-        single = [each for each in found if each[0].stop - each[0].start == 1]
-        numbers = [[rows.start, slot, is_first] for rows, slot, is_first in single]
-        rows_B, slots_B, first_B = torch.tensor(numbers, dtype=torch.int64).view(-1, 3).T
+        single = [each for each in found if each.count == 1 and not each.lacking]
+        numbers = [[each.rows.start, each.slot, each.is_first, each.start] for each in single]
+        columns = torch.tensor(numbers, dtype=torch.int64).view(-1, 4).T.to(device)
+        rows_B, slots_B, first_B, positions_B = columns
         return cls(
-            rows_B=rows_B.to(device),
-            slots_B=slots_B.to(device),
-            first_B=first_B.bool().to(device),
-            others=[each for each in found if each[0].stop - each[0].start > 1],
+            rows_B=rows_B,
+            slots_B=slots_B,
+            first_B=first_B.bool(),
+            positions_B=positions_B,
+            others=[each for each in found if each.count > 1 or each.lacking],
         )
 
     def gathered(self, states: torch.Tensor) -> torch.Tensor:

@@ -19,29 +19,29 @@ def causal_conv_(
     x_TC: torch.Tensor,
     weight_CW: torch.Tensor,
     bias_C: torch.Tensor | None,
-    conv_PCW: torch.Tensor,
+    conv_PCL: torch.Tensor,
     step: StateStep,
 ) -> torch.Tensor:
     """Implement ops.causal_conv_."""
-    return _run_(x_TC, weight_CW, bias_C, conv_PCW, step, gated=False)
+    return _run_(x_TC, weight_CW, bias_C, conv_PCL, step, gated=False)
 
 
 def short_conv_(
     mixed_TC: torch.Tensor,
     weight_CW: torch.Tensor,
     bias_C: torch.Tensor | None,
-    conv_PCW: torch.Tensor,
+    conv_PCL: torch.Tensor,
     step: StateStep,
 ) -> torch.Tensor:
     """Implement ops.short_conv_."""
-    return _run_(mixed_TC, weight_CW, bias_C, conv_PCW, step, gated=True)
+    return _run_(mixed_TC, weight_CW, bias_C, conv_PCL, step, gated=True)
 
 
 def _run_(
     x: torch.Tensor,
     weight_CW: torch.Tensor,
     bias_C: torch.Tensor | None,
-    conv_PCW: torch.Tensor,
+    conv_PCL: torch.Tensor,
     step: StateStep,
     *,
     gated: bool,
@@ -49,7 +49,8 @@ def _run_(
     x = x if x.stride(1) == 1 else x.contiguous()
     (T, _), C, R = x.shape, weight_CW.shape[0], step.slots_R.shape[0]
     y_TC = torch.empty((T, C), dtype=x.dtype, device=x.device)
-    config = conv_config(step.max_query_len)
+    L, W = conv_PCL.shape[2], weight_CW.shape[1]
+    config = conv_config(step.max_query_len, L - (W - 1))
     # Of many rows: request r owns the blocks from query_starts[r] // BT + r on.
     blocks = R if config.rows == 1 else T // config.rows + R
     with on_device(x):
@@ -59,7 +60,7 @@ def _run_(
             x,
             weight_CW.contiguous(),
             weight_CW if bias_C is None else bias_C.contiguous(),
-            conv_PCW,
+            conv_PCL,
             y_TC,
             step.query_starts_R1,
             step.context_lengths_R,
@@ -67,7 +68,8 @@ def _run_(
             R,
             C,
             x.stride(0),
-            W=weight_CW.shape[1],
+            W=W,
+            L=L,
             HAS_BIAS=bias_C is not None,
             GATED=gated,
             BC=config.channels,
@@ -101,24 +103,18 @@ def _keep_(
     kept_ptrs,
     c,
     C,
+    start,
     count,
-    channels_read,
     channels_kept,
     stride_x,
-    W: tl.constexpr,
+    L: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Keep the last W - 1 inputs of a request with `count` rows, for channels `c`."""
-    for w in tl.static_range(W - 1):
-        at = count - (W - 1) + w
-        is_new = c < tl.where(at >= 0, channels_kept, 0)
-        new = _input(x_ptr + at.to(tl.int64) * stride_x + c, C, is_new, GATED)
-        # Places move to the left, and those further right are still as they were.
-        is_old = c < tl.where(at < 0, channels_read, 0)
-        old = tl.load(kept_ptrs + (at + (W - 1)), mask=is_old, other=0.0)
-        tl.debug_barrier()
-        tl.store(kept_ptrs + w, tl.where(is_new, new, old), mask=c < channels_kept)
-        tl.debug_barrier()
+    """Keep the last L inputs of a request with `count` rows from position `start`, channels `c`."""
+    mask = c < channels_kept
+    for at in range(tl.maximum(count - L, 0), count):
+        new = _input(x_ptr + tl.cast(at, tl.int64) * stride_x + c, C, mask, GATED)
+        tl.store(kept_ptrs + (start + at) % L, new, mask=mask)
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -135,6 +131,7 @@ def _causal_conv(
     C,
     stride_x,
     W: tl.constexpr,
+    L: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
     BC: tl.constexpr,
@@ -152,25 +149,26 @@ def _causal_conv(
     if first >= count:
         return
     slot = tl.load(slots_ptr + r)
-    goes_on = (slot >= 0) & (tl.load(lengths_ptr + r) > count)
+    position = tl.load(lengths_ptr + r) - count  # of the first row
     # Channels of what was kept that are read: all or none.
-    channels_read = tl.where(goes_on, C, 0)
+    channels_read = tl.where((slot >= 0) & (position > 0), C, 0)
     x_ptr += start.to(tl.int64) * stride_x
     y_ptr += start.to(tl.int64) * C
-    kept_ptrs = conv_ptr + slot.to(tl.int64) * C * (W - 1) + c * (W - 1)
+    kept_ptrs = conv_ptr + slot.to(tl.int64) * C * L + c * L
     t = first + tl.arange(0, BT)
     inside = (t < count)[:, None] & in_c[None, :]
     total = tl.zeros((BT, BC), tl.float32)
     if HAS_BIAS:
         total += tl.load(bias_ptr + c, mask=in_c, other=0.0).to(tl.float32)[None, :]
     for w in tl.static_range(W):
-        at = t - (W - 1) + w  # below 0: among those that were kept, the newest last
+        at = t - (W - 1) + w  # below 0: among those that were kept
         weight = tl.load(weight_ptr + c * W + w, mask=in_c, other=0.0).to(tl.float32)
         x_ptrs = x_ptr + at.to(tl.int64)[:, None] * stride_x + c[None, :]
         x = _input(x_ptrs, C, inside & (at >= 0)[:, None], GATED).to(tl.float32)
+        before = (at < 0) & (position + at >= 0)
         x += tl.load(
-            kept_ptrs[None, :] + (at + (W - 1))[:, None],
-            mask=inside & (at < 0)[:, None] & (c < channels_read)[None, :],
+            kept_ptrs[None, :] + ((position + at) % L)[:, None],
+            mask=inside & before[:, None] & (c < channels_read)[None, :],
             other=0.0,
         ).to(tl.float32)
         total += weight[None, :] * x
@@ -181,4 +179,4 @@ def _causal_conv(
         # All that was kept is read before any of it is overwritten, by whichever thread.
         tl.debug_barrier()
         channels_kept = tl.where(slot >= 0, C, 0)
-        _keep_(x_ptr, kept_ptrs, c, C, count, channels_read, channels_kept, stride_x, W, GATED)
+        _keep_(x_ptr, kept_ptrs, c, C, position, count, channels_kept, stride_x, L, GATED)

@@ -8,7 +8,7 @@ chunks of L tokens, B requests of one token.
 import torch
 import torch.nn.functional as F
 
-from qkernels.causal_conv.state import SplitStep, StateStep
+from qkernels.causal_conv.state import SplitStep, StateStep, keep_recent_, recent_rows
 from qkernels.delta_net import reference
 
 CHUNK = 64  # tokens
@@ -22,9 +22,11 @@ def delta_rule_(
     dt_bias_H: torch.Tensor,
     memory_PHKV: torch.Tensor,
     step: StateStep,
+    recent_PNI: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As reference.delta_rule_."""
-    q, k, v, g, beta = reference.split_mixed(mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, memory_PHKV)
+    numbers = a_log_H, dt_bias_H, memory_PHKV
+    q, k, v, g, beta = reference.split_mixed(mixed_TC, b_TH, a_TH, *numbers)
     o_THV = torch.empty_like(v)
     split = SplitStep.of(step, mixed_TC.device)
     if len(rows_B := split.rows_B):
@@ -35,12 +37,24 @@ def delta_rule_(
         S_BHKV = S_BHKV + k[rows_B, :, :, None] * written_BHV[:, :, None]
         o_THV[rows_B] = (S_BHKV * q[rows_B, :, :, None]).sum(2)
         split.scatter_(memory_PHKV, S_BHKV)
-    for rows, slot, is_first in split.others:
-        S_HKV = torch.zeros_like(memory_PHKV[0]) if is_first else memory_PHKV[slot]
+    for own in split.others:
+        rows, slot = own.rows, own.slot
+        S_HKV = torch.zeros_like(memory_PHKV[0]) if own.is_first else memory_PHKV[slot]
+        if own.lacking:
+            inputs_nI = recent_rows(recent_PNI[slot], own.start, own.lacking)
+            k_n, v_n, g_n, beta_n = (
+                x.transpose(0, 1) for x in reference.split_recent(inputs_nI, *numbers)
+            )
+            _, S_HKV = _chunks(k_n, k_n, v_n, g_n, beta_n, S_HKV)
+        is_verify = own.is_verify(recent_PNI)
+        if is_verify and slot >= 0:
+            memory_PHKV[slot] = S_HKV
+            inputs = reference.row_inputs(mixed_TC, b_TH, a_TH, rows, v[0].numel())
+            keep_recent_(recent_PNI[slot], own.start, *inputs)
         of_heads = [x[rows].transpose(0, 1) for x in (q, k, v, g, beta)]
         o_HTV, S_HKV = _chunks(*of_heads, S_HKV)
         o_THV[rows] = o_HTV.transpose(0, 1)
-        if slot >= 0:
+        if slot >= 0 and not is_verify:
             memory_PHKV[slot] = S_HKV
     return o_THV.to(mixed_TC.dtype)
 

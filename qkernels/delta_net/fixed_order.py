@@ -7,7 +7,7 @@ ops.py.
 
 import torch
 
-from qkernels.causal_conv.rows_alone import run_rows_
+from qkernels.causal_conv.rows_alone import check_no_verification, run_rows_
 from qkernels.causal_conv.state import StateStep
 from qkernels.delta_net import reference
 from qkernels.gpu import device as gpu_device
@@ -21,8 +21,10 @@ def delta_rule_(
     dt_bias_H: torch.Tensor,
     memory_PHKV: torch.Tensor,
     step: StateStep,
+    recent_PNI: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Implement ops.delta_rule_."""
+    check_no_verification("delta_rule_", recent_PNI)
     if gpu_device.arch(mixed_TC.device) != "cpu":
         from qkernels.delta_net import triton_recurrence
 

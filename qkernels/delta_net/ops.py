@@ -1,7 +1,7 @@
 """The operations of the gated delta net: each checks its arguments, then runs a kernel.
 
 Legend: T tokens of a step, R requests, C channels of queries, keys and values, P slots, J key
-heads, H value heads, K key dim, V value dim.
+heads, H value heads, K key dim, V value dim, N newest rows, I inputs of a row.
 """
 
 from typing import Any
@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from qkernels import dispatch
-from qkernels.causal_conv.ops import check_dense, check_step
+from qkernels.causal_conv.ops import check_dense, check_recent, check_step
 from qkernels.causal_conv.state import StateStep
 from qkernels.checks import check_float, check_tensor, expect_ndim
 from qkernels.delta_net import rows
+from qkernels.delta_net.reference import recent_width
 from qkernels.errors import KernelError
 
 
@@ -24,13 +25,15 @@ def delta_rule_(
     dt_bias_H: torch.Tensor,
     memory_PHKV: torch.Tensor,
     step: StateStep,
+    recent_PNI: torch.Tensor | None = None,
     kernel: str | None = None,
 ) -> torch.Tensor:
     """Outputs [T, H, V]: what each token reads from its request's state after its own update.
 
     `mixed` [T, 2 J K + H V] is queries, keys and values; queries and keys are scaled to length 1
     here. A token writes as much as sigmoid(b) says, and keeps exp(-exp(a_log) softplus(a +
-    dt_bias)) of what was there. `memory`, float32, is the states, changed in place.
+    dt_bias)) of what was there. `memory`, float32, is the states, changed in place. `recent`: keys,
+    values, b and a of rows that the memory may not include (StateStep); None: it includes all.
     """
     op = "delta_rule_"
     check_float(f"{op} mixed", mixed_TC)
@@ -50,8 +53,10 @@ def delta_rule_(
     for name, x in (("a_log", a_log_H), ("dt_bias", dt_bias_H)):
         check_tensor(f"{op} {name}", x, (H,), (torch.float32,), mixed_TC)
     check_step(op, step, mixed_TC)
+    inputs = recent_width(heads * K, H * V, H)
+    check_recent(op, recent_PNI, inputs, step, mixed_TC)
     run = _run(rows.DELTA_RULE, mixed_TC, kernel, in_features=K, head_dim=V)
-    return run(mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, memory_PHKV, step)
+    return run(mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, memory_PHKV, step, recent_PNI)
 
 
 def gated_rms_norm(

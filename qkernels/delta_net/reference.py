@@ -8,7 +8,7 @@ heads, H value heads, K key dim, V value dim.
 import torch
 import torch.nn.functional as F
 
-from qkernels.causal_conv.state import StateStep, requests_of
+from qkernels.causal_conv.state import StateStep, keep_recent_, recent_rows, requests_of
 
 L2_EPS = 1e-6  # of the norms of queries and keys
 
@@ -21,27 +21,47 @@ def delta_rule_(
     dt_bias_H: torch.Tensor,
     memory_PHKV: torch.Tensor,
     step: StateStep,
+    recent_PNI: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Outputs [T, H, V]: what each token reads from its request's state after its own update.
 
     S = exp(g) S;  S = S + k (beta (v - S^T k))^T;  o = S^T q. The arithmetic is in the state's
     dtype.
     """
-    q_THK, k_THK, v_THV, g_TH, beta_TH = split_mixed(
-        mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, memory_PHKV
-    )
+    numbers = a_log_H, dt_bias_H, memory_PHKV
+    q_THK, k_THK, v_THV, g_TH, beta_TH = split_mixed(mixed_TC, b_TH, a_TH, *numbers)
     o_THV = torch.empty_like(v_THV)
-    for rows, slot, is_first in requests_of(step):
-        S_HKV = memory_PHKV[slot].clone() if not is_first else torch.zeros_like(memory_PHKV[0])
+    for own in requests_of(step):
+        rows, slot = own.rows, own.slot
+        S_HKV = torch.zeros_like(memory_PHKV[0]) if own.is_first else memory_PHKV[slot].clone()
+        if own.lacking:
+            inputs_nI = recent_rows(recent_PNI[slot], own.start, own.lacking)
+            for k, v, g, beta in zip(*split_recent(inputs_nI, *numbers), strict=True):
+                S_HKV = _updated(S_HKV, k, v, g, beta)
+        if own.is_verify(recent_PNI) and slot >= 0:
+            memory_PHKV[slot] = S_HKV
+            inputs = row_inputs(mixed_TC, b_TH, a_TH, rows, v_THV[0].numel())
+            keep_recent_(recent_PNI[slot], own.start, *inputs)
         for t in range(rows.start, rows.stop):
-            S_HKV *= g_TH[t].exp()[:, None, None]
-            known_HV = torch.einsum("hkv,hk->hv", S_HKV, k_THK[t])
-            written_HV = beta_TH[t][:, None] * (v_THV[t] - known_HV)
-            S_HKV += k_THK[t][:, :, None] * written_HV[:, None]
+            S_HKV = _updated(S_HKV, k_THK[t], v_THV[t], g_TH[t], beta_TH[t])
             o_THV[t] = torch.einsum("hkv,hk->hv", S_HKV, q_THK[t])
-        if slot >= 0:
+        if slot >= 0 and not own.is_verify(recent_PNI):
             memory_PHKV[slot] = S_HKV
     return o_THV.to(mixed_TC.dtype)
+
+
+def _updated(
+    S_HKV: torch.Tensor,
+    k_HK: torch.Tensor,
+    v_HV: torch.Tensor,
+    g_H: torch.Tensor,
+    beta_H: torch.Tensor,
+) -> torch.Tensor:
+    """The state after a token."""
+    S_HKV = S_HKV * g_H.exp()[:, None, None]
+    known_HV = torch.einsum("hkv,hk->hv", S_HKV, k_HK)
+    written_HV = beta_H[:, None] * (v_HV - known_HV)
+    return S_HKV + k_HK[:, :, None] * written_HV[:, None]
 
 
 def gated_rms_norm(
@@ -82,3 +102,30 @@ def split_mixed(
     )
     g_TH = -a_log_H.to(wide).exp() * F.softplus(a_TH.to(wide) + dt_bias_H.to(wide))
     return q * K**-0.5, k, v_THV, g_TH, b_TH.to(wide).sigmoid()
+
+
+def recent_width(keys: int, values: int, heads: int) -> int:
+    """Inputs of a row that a later step may apply: I of `recent`."""
+    return keys + values + 2 * heads
+
+
+def row_inputs(
+    mixed_TC: torch.Tensor, b_TH: torch.Tensor, a_TH: torch.Tensor, rows: slice, values: int
+) -> tuple[torch.Tensor, ...]:
+    """Inputs of rows that a later step may apply: keys, values, b and a. `values`: H V."""
+    keys = (mixed_TC.shape[1] - values) // 2
+    return mixed_TC[rows, keys:], b_TH[rows], a_TH[rows]
+
+
+def split_recent(
+    inputs_nI: torch.Tensor,
+    a_log_H: torch.Tensor,
+    dt_bias_H: torch.Tensor,
+    memory_PHKV: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """k [n, H, K], v [n, H, V], g and beta [n, H] of the inputs that `row_inputs` returns."""
+    H, V = memory_PHKV.shape[1], memory_PHKV.shape[3]
+    keys = inputs_nI.shape[1] - H * V - 2 * H
+    mixed_nC, b_nH, a_nH = inputs_nI.split([keys + H * V, H, H], 1)
+    mixed_nC = torch.cat([mixed_nC[:, :keys], mixed_nC], 1)  # no query is read
+    return split_mixed(mixed_nC, b_nH, a_nH, a_log_H, dt_bias_H, memory_PHKV)[1:]

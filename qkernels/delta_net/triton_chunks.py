@@ -3,7 +3,7 @@
 Within a chunk the recurrence is a triangular system (the UT transform of Yang et al., 2024). The
 first kernel inverts it for every chunk of every request and head in parallel; the scan has some
 columns of a head's state in registers and takes its request's chunks in order, products only.
-Requests with one row are left to triton_delta.py.
+Requests with few rows are left to triton_delta.py.
 
 Operands of products are in the workspace's dtype, sums in float32. Queries and keys are multiplied
 as they are, and scaled to length 1 in the sums: no rounding. What enters exp is never above 0. The
@@ -38,8 +38,9 @@ def run_chunks_(
     o_THV: torch.Tensor,
     step: StateStep,
     config: ChunkConfig,
+    few: int,
 ) -> None:
-    """Implement ops.delta_rule_ for requests with more than one row: writes `o`, `memory`."""
+    """Implement ops.delta_rule_ for requests with more than `few` rows: writes `o`, `memory`."""
     T, C = mixed_TC.shape
     _, H, K, V = memory_PHKV.shape
     R = step.slots_R.shape[0]
@@ -66,6 +67,7 @@ def run_chunks_(
         b_TH.stride(0),
         a_TH.stride(0),
         **sizes,
+        FEW=few,
         SCALE=K**-0.5,
         EPS=L2_EPS,
         BK=config.keys,
@@ -89,6 +91,7 @@ def run_chunks_(
         T,
         mixed_TC.stride(0),
         **sizes,
+        FEW=few,
         BK=config.keys,
         BV=config.columns,
         BT=config.rows,
@@ -143,6 +146,7 @@ def _chunk_systems(
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    FEW: tl.constexpr,
     SCALE: tl.constexpr,
     EPS: tl.constexpr,
     BK: tl.constexpr,
@@ -156,7 +160,7 @@ def _chunk_systems(
     start = tl.load(starts_ptr + r)
     count = tl.load(starts_ptr + r + 1) - start
     first = (chunk - (start // BT + r)) * BT
-    if (count > 1) & (first < count):
+    if (count > FEW) & (first < count):
         i, k = tl.arange(0, BT), tl.arange(0, BK)
         in_t = i < count - first
         of_keys = in_t[:, None] & (k < K)[None, :]
@@ -220,6 +224,7 @@ def _chunk_scan(
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    FEW: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
     BT: tl.constexpr,
@@ -230,7 +235,7 @@ def _chunk_scan(
     h, r = tl.program_id(1), tl.program_id(2)
     start = tl.load(starts_ptr + r)
     count = tl.load(starts_ptr + r + 1) - start
-    if count > 1:
+    if count > FEW:
         slot = tl.load(slots_ptr + r)
         goes_on = (slot >= 0) & (tl.load(lengths_ptr + r) > count)
         # Keys of the state that are read and written: all or none.

@@ -6,7 +6,7 @@ in reference.py; L tokens of a chunk, B requests of one token.
 
 import torch
 
-from qkernels.causal_conv.state import SplitStep, StateStep
+from qkernels.causal_conv.state import SplitStep, StateStep, keep_recent_, recent_rows
 from qkernels.mamba2 import reference
 
 CHUNK = 64  # tokens
@@ -21,11 +21,11 @@ def selective_scan_(
     memory_PHND: torch.Tensor,
     dt_limits: tuple[float, float],
     step: StateStep,
+    recent_PNI: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Implement ops.selective_scan_."""
-    x, b, c, dt, g = reference.split_mixed(
-        mixed_TC, dt_TH, a_log_H, dt_bias_H, memory_PHND, dt_limits
-    )
+    numbers = a_log_H, dt_bias_H, memory_PHND, dt_limits
+    x, b, c, dt, g = reference.split_mixed(mixed_TC, dt_TH, *numbers)
     y_THD = x * skip_H.to(x.dtype)[:, None]
     split = SplitStep.of(step, mixed_TC.device)
     if len(rows_B := split.rows_B):
@@ -33,14 +33,26 @@ def selective_scan_(
         S_BHND = split.gathered(memory_PHND) * g[rows_B].exp()[:, :, None, None] + written
         y_THD[rows_B] += (S_BHND * c[rows_B, :, :, None]).sum(2)
         split.scatter_(memory_PHND, S_BHND)
-    for rows, slot, is_first in split.others:
-        S_HND = torch.zeros_like(memory_PHND[0]) if is_first else memory_PHND[slot].clone()
+    for own in split.others:
+        rows, slot = own.rows, own.slot
+        S_HND = torch.zeros_like(memory_PHND[0]) if own.is_first else memory_PHND[slot].clone()
+        if own.lacking:
+            inputs_nI = recent_rows(recent_PNI[slot], own.start, own.lacking)
+            x_n, b_n, dt_n, g_n = (
+                each.transpose(0, 1) for each in reference.split_recent(inputs_nI, *numbers)
+            )
+            _, S_HND = _chunk(x_n, b_n, b_n, dt_n, g_n, S_HND)
+        is_verify = own.is_verify(recent_PNI)
+        if is_verify and slot >= 0:
+            memory_PHND[slot] = S_HND
+            inputs = reference.row_inputs(mixed_TC, dt_TH, rows, x[0].numel())
+            keep_recent_(recent_PNI[slot], own.start, *inputs)
         for first in range(rows.start, rows.stop, CHUNK):
-            own = slice(first, min(first + CHUNK, rows.stop))
-            of_heads = (each[own].transpose(0, 1) for each in (x, b, c, dt, g))
+            part = slice(first, min(first + CHUNK, rows.stop))
+            of_heads = (each[part].transpose(0, 1) for each in (x, b, c, dt, g))
             y_HLD, S_HND = _chunk(*of_heads, S_HND)
-            y_THD[own] += y_HLD.transpose(0, 1)
-        if slot >= 0:
+            y_THD[part] += y_HLD.transpose(0, 1)
+        if slot >= 0 and not is_verify:
             memory_PHND[slot] = S_HND
     return y_THD.to(mixed_TC.dtype)
 

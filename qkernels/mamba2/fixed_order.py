@@ -6,7 +6,7 @@ as in ops.py.
 
 import torch
 
-from qkernels.causal_conv.rows_alone import run_rows_
+from qkernels.causal_conv.rows_alone import check_no_verification, run_rows_
 from qkernels.causal_conv.state import StateStep
 from qkernels.gpu import device as gpu_device
 from qkernels.mamba2 import reference
@@ -21,8 +21,10 @@ def selective_scan_(
     memory_PHND: torch.Tensor,
     dt_limits: tuple[float, float],
     step: StateStep,
+    recent_PNI: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Implement ops.selective_scan_."""
+    check_no_verification("selective_scan_", recent_PNI)
     of_heads = a_log_H, skip_H, dt_bias_H
     if gpu_device.arch(mixed_TC.device) != "cpu":
         from qkernels.mamba2 import triton_recurrence

@@ -7,11 +7,12 @@ head dim.
 import torch
 
 from qkernels import dispatch
-from qkernels.causal_conv.ops import check_dense, check_step
+from qkernels.causal_conv.ops import check_dense, check_recent, check_step
 from qkernels.causal_conv.state import StateStep
 from qkernels.checks import check_float, check_tensor, expect_ndim
 from qkernels.errors import KernelError
 from qkernels.mamba2 import rows
+from qkernels.mamba2.reference import recent_width
 
 
 def selective_scan_(
@@ -23,14 +24,16 @@ def selective_scan_(
     memory_PHND: torch.Tensor,
     dt_limits: tuple[float, float],
     step: StateStep,
+    recent_PNI: torch.Tensor | None = None,
     kernel: str | None = None,
 ) -> torch.Tensor:
     """Outputs [T, H, D]: what each token reads from its request's state after its own update.
 
     `mixed` [T, H D + 2 G N] is x, B and C. A token's step is softplus(dt + dt_bias) within
     `dt_limits`; it keeps exp(-exp(a_log) step) of the state and adds step B x^T. `skip` times x is
-    added to the output. `memory`, float32, is the states, changed in place. `kernel` names a row of
-    mamba2/rows.py instead of the best one.
+    added to the output. `memory`, float32, is the states, changed in place. `recent`: x, B and dt
+    of rows that the memory may not include (StateStep); None: it includes all. `kernel` names a row
+    of mamba2/rows.py instead of the best one.
     """
     op = "selective_scan_"
     check_float(f"{op} mixed", mixed_TC)
@@ -49,6 +52,7 @@ def selective_scan_(
     for name, x in (("a_log", a_log_H), ("skip", skip_H), ("dt_bias", dt_bias_H)):
         check_tensor(f"{op} {name}", x, (H,), (torch.float32,), mixed_TC)
     check_step(op, step, mixed_TC)
+    check_recent(op, recent_PNI, recent_width(H * D, groups * N, H), step, mixed_TC)
     run = dispatch.implementation(
         rows.SELECTIVE_SCAN,
         device=mixed_TC.device.type,
@@ -57,7 +61,9 @@ def selective_scan_(
         in_features=N,
         head_dim=D,
     )
-    return run(mixed_TC, dt_TH, a_log_H, skip_H, dt_bias_H, memory_PHND, dt_limits, step)
+    return run(
+        mixed_TC, dt_TH, a_log_H, skip_H, dt_bias_H, memory_PHND, dt_limits, step, recent_PNI
+    )
 
 
 def gated_group_norm(

@@ -7,7 +7,7 @@ slots, G groups, H heads, N state size, D head dim.
 import torch
 import torch.nn.functional as F
 
-from qkernels.causal_conv.state import StateStep, requests_of
+from qkernels.causal_conv.state import StateStep, keep_recent_, recent_rows, requests_of
 
 
 def selective_scan_(
@@ -19,25 +19,45 @@ def selective_scan_(
     memory_PHND: torch.Tensor,
     dt_limits: tuple[float, float],
     step: StateStep,
+    recent_PNI: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Outputs [T, H, D]: what each token reads from its request's state after its own update.
 
     S = exp(-exp(a_log) dt) S + dt B x^T;  y = S^T C + skip x. The arithmetic is in the state's
     dtype.
     """
-    x_THD, b_THN, c_THN, dt_TH, g_TH = split_mixed(
-        mixed_TC, dt_TH, a_log_H, dt_bias_H, memory_PHND, dt_limits
-    )
+    numbers = a_log_H, dt_bias_H, memory_PHND, dt_limits
+    x_THD, b_THN, c_THN, sizes_TH, g_TH = split_mixed(mixed_TC, dt_TH, *numbers)
     y_THD = x_THD * skip_H.to(x_THD.dtype)[:, None]
-    for rows, slot, is_first in requests_of(step):
-        S_HND = torch.zeros_like(memory_PHND[0]) if is_first else memory_PHND[slot].clone()
+    for own in requests_of(step):
+        rows, slot = own.rows, own.slot
+        S_HND = torch.zeros_like(memory_PHND[0]) if own.is_first else memory_PHND[slot].clone()
+        if own.lacking:
+            inputs_nI = recent_rows(recent_PNI[slot], own.start, own.lacking)
+            for x, b, size, g in zip(*split_recent(inputs_nI, *numbers), strict=True):
+                S_HND = _updated(S_HND, x, b, size, g)
+        if own.is_verify(recent_PNI) and slot >= 0:
+            memory_PHND[slot] = S_HND
+            inputs = row_inputs(mixed_TC, dt_TH, rows, x_THD[0].numel())
+            keep_recent_(recent_PNI[slot], own.start, *inputs)
         for t in range(rows.start, rows.stop):
-            written_HND = b_THN[t][:, :, None] * (dt_TH[t][:, None] * x_THD[t])[:, None]
-            S_HND = g_TH[t].exp()[:, None, None] * S_HND + written_HND
+            S_HND = _updated(S_HND, x_THD[t], b_THN[t], sizes_TH[t], g_TH[t])
             y_THD[t] += torch.einsum("hnd,hn->hd", S_HND, c_THN[t])
-        if slot >= 0:
+        if slot >= 0 and not own.is_verify(recent_PNI):
             memory_PHND[slot] = S_HND
     return y_THD.to(mixed_TC.dtype)
+
+
+def _updated(
+    S_HND: torch.Tensor,
+    x_HD: torch.Tensor,
+    b_HN: torch.Tensor,
+    size_H: torch.Tensor,
+    g_H: torch.Tensor,
+) -> torch.Tensor:
+    """The state after a token."""
+    written_HND = b_HN[:, :, None] * (size_H[:, None] * x_HD)[:, None]
+    return g_H.exp()[:, None, None] * S_HND + written_HND
 
 
 def gated_group_norm(
@@ -78,3 +98,32 @@ def split_mixed(
     b, c = (each.unflatten(1, (-1, N)).repeat_interleave(H * N // of_groups, 1) for each in (b, c))
     dt_TH = F.softplus(dt_TH.to(wide) + dt_bias_H.to(wide)).clamp(*dt_limits)
     return x.unflatten(1, (H, D)), b, c, dt_TH, -a_log_H.to(wide).exp() * dt_TH
+
+
+def recent_width(inner: int, groups: int, heads: int) -> int:
+    """Inputs of a row that a later step may apply: I of `recent`. `groups`: G N."""
+    return inner + groups + heads
+
+
+def row_inputs(
+    mixed_TC: torch.Tensor, dt_TH: torch.Tensor, rows: slice, inner: int
+) -> tuple[torch.Tensor, ...]:
+    """Inputs of rows that a later step may apply: x, B and dt. `inner`: H D."""
+    of_groups = (mixed_TC.shape[1] - inner) // 2
+    return mixed_TC[rows, : inner + of_groups], dt_TH[rows]
+
+
+def split_recent(
+    inputs_nI: torch.Tensor,
+    a_log_H: torch.Tensor,
+    dt_bias_H: torch.Tensor,
+    memory_PHND: torch.Tensor,
+    dt_limits: tuple[float, float],
+) -> tuple[torch.Tensor, ...]:
+    """x [n, H, D], B [n, H, N], dt and g [n, H] of the inputs that `row_inputs` returns."""
+    _, H, _, D = memory_PHND.shape
+    mixed_nC, dt_nH = inputs_nI.split([inputs_nI.shape[1] - H, H], 1)
+    mixed_nC = torch.cat([mixed_nC, mixed_nC[:, H * D :]], 1)  # no C is read
+    numbers = a_log_H, dt_bias_H, memory_PHND, dt_limits
+    x, b, _, sizes, g = split_mixed(mixed_nC, dt_nH, *numbers)
+    return x, b, sizes, g

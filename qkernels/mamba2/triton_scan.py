@@ -1,8 +1,10 @@
-"""The scan of Mamba-2 in Triton: rows that are their request's only one, and prompts by chunks.
+"""The scan of Mamba-2 in Triton: a request's few rows one after the other, and prompts by chunks.
 
 A program takes some columns of a head's state of one request, which stay in registers over all of
-its chunks. Within a chunk the outputs are products of matrices (the dual form of Dao and Gu, 2024).
-Legend as in ops.py; BT rows, BN states and BD columns of a tile.
+its rows or chunks. Without `recent`, few rows are one. With it, they are up to those of a
+verification, and rows that the state lacks come first; a prompt's are applied before its chunks
+read the state. Within a chunk the outputs are products of matrices (the dual form of Dao and Gu,
+2024). Legend as in ops.py; BT rows, BN states and BD columns of a tile.
 """
 
 import torch
@@ -28,6 +30,7 @@ def selective_scan_(
     memory_PHND: torch.Tensor,
     dt_limits: tuple[float, float],
     step: StateStep,
+    recent_PNI: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Implement ops.selective_scan_."""
     mixed_TC, dt_TH = (x if x.stride(1) == 1 else x.contiguous() for x in (mixed_TC, dt_TH))
@@ -41,14 +44,30 @@ def selective_scan_(
         *(mixed_TC.stride(0), dt_TH.stride(0), *dt_limits),
     )
     sizes = {"G": (C - H * D) // (2 * N), "H": H, "N": N, "D": D}
+    newest_rows = 0 if recent_PNI is None else recent_PNI.shape[1]
+    few, config = max(1, newest_rows // 2), step_config(N, D)
     with on_device(mixed_TC):
-        if step.max_query_len > 1:
+        # Also with chunks: the longest request may be shorter than the host knows.
+        launch(
+            _mamba_rows,
+            (R, H, ceil_div(D, config.columns)),
+            *tensors,
+            memory_PHND if recent_PNI is None else recent_PNI,
+            step.slots_R if step.lacking_R is None else step.lacking_R,
+            **sizes,
+            NEWEST=newest_rows,
+            BN=config.state,
+            BD=config.columns,
+            num_warps=config.warps,
+        )
+        if step.max_query_len > few:
             scan = scan_config(N, D, mixed_TC.dtype)
             launch(
                 _mamba_chunks,
                 (R, H, ceil_div(D, scan.columns)),
                 *tensors,
                 **sizes,
+                FEW=few,
                 BT=scan.rows,
                 BN=scan.state,
                 BD=scan.columns,
@@ -57,17 +76,6 @@ def selective_scan_(
                 STAGES=scan.stages,
                 num_warps=scan.warps,
             )
-        # Also after chunks: the longest request may be shorter than the host knows.
-        config = step_config(N, D)
-        launch(
-            _mamba_step,
-            (R, H, ceil_div(D, config.columns)),
-            *tensors,
-            **sizes,
-            BN=config.state,
-            BD=config.columns,
-            num_warps=config.warps,
-        )
     return y_THD
 
 
@@ -83,7 +91,13 @@ def step_size(dt, dt_bias, least, most):
 
 
 @triton.jit
-def _mamba_step(
+def _updated(state, x, b, size, decay):
+    """The state's columns after a token. `decay`: -exp(a_log)."""
+    return state * tl.exp(decay * size) + b[:, None] * (size * x)[None, :]
+
+
+@triton.jit
+def _mamba_rows(
     mixed_ptr,
     dt_ptr,
     a_log_ptr,
@@ -98,18 +112,28 @@ def _mamba_step(
     stride_dt,
     dt_least,
     dt_most,
+    recent_ptr,
+    lacking_ptr,
     G: tl.constexpr,
     H: tl.constexpr,
     N: tl.constexpr,
     D: tl.constexpr,
+    NEWEST: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
 ):
     r, h = tl.program_id(0), tl.program_id(1)
-    row = tl.load(starts_ptr + r).to(tl.int64)
-    if tl.load(starts_ptr + r + 1) == row + 1:
-        slot = tl.load(slots_ptr + r)
-        goes_on = (slot >= 0) & (tl.load(lengths_ptr + r) > 1)
+    first = tl.load(starts_ptr + r)
+    count = tl.load(starts_ptr + r + 1) - first
+    slot = tl.load(slots_ptr + r)
+    lacking = 0
+    if NEWEST > 0:
+        lacking = tl.load(lacking_ptr + r)
+    MOST: tl.constexpr = NEWEST // 2 if NEWEST > 1 else 1
+    is_few = (count > 0) & (count <= MOST)
+    if is_few | (lacking > 0):
+        position = tl.load(lengths_ptr + r) - count  # of the first row
+        goes_on = (slot >= 0) & (position > 0)
         # States that are read and written: all or none.
         states_read, states_kept = tl.where(goes_on, N, 0), tl.where(slot >= 0, N, 0)
         n = tl.arange(0, BN)
@@ -117,20 +141,50 @@ def _mamba_step(
         in_n, in_d = n < N, d < D
         place = (slot.to(tl.int64) * H + h) * N * D
         state_ptrs = memory_ptr + place + n[:, None] * D + d[None, :]
+        state_mask = (n < states_kept)[:, None] & in_d[None, :]
         were_there = (n < states_read)[:, None] & in_d[None, :]
         state = tl.load(state_ptrs, mask=were_there, other=0.0)
-        row_ptr = mixed_ptr + row * stride_mixed
-        b_ptrs = row_ptr + H * D + h // (H // G) * N + n
-        x = tl.load(row_ptr + h * D + d, mask=in_d, other=0.0).to(tl.float32)
-        b = tl.load(b_ptrs, mask=in_n, other=0.0).to(tl.float32)
-        c = tl.load(b_ptrs + G * N, mask=in_n, other=0.0).to(tl.float32)
-        dt = tl.load(dt_ptr + row * stride_dt + h)
-        size = step_size(dt, tl.load(dt_bias_ptr + h), dt_least, dt_most)
-        state *= tl.exp(-tl.exp(tl.load(a_log_ptr + h)) * size)
-        state += b[:, None] * (size * x)[None, :]
-        y = tl.sum(c[:, None] * state, 0) + tl.load(skip_ptr + h) * x
-        tl.store(y_ptr + (row * H + h) * D + d, y.to(y_ptr.dtype.element_ty), mask=in_d)
-        tl.store(state_ptrs, state, mask=(n < states_kept)[:, None] & in_d[None, :])
+        decay, dt_bias = -tl.exp(tl.load(a_log_ptr + h)), tl.load(dt_bias_ptr + h)
+        skip = tl.load(skip_ptr + h)
+        group = h // (H // G) * N
+        # Rows of `recent` are x, B and dt.
+        X: tl.constexpr = H * D
+        INPUTS: tl.constexpr = X + G * N + H
+        if NEWEST > 0:
+            recent_ptr += slot.to(tl.int64) * NEWEST * INPUTS
+            for i in range(0, lacking):
+                inputs_ptr = recent_ptr + (position - lacking + i) % NEWEST * INPUTS
+                x = tl.load(inputs_ptr + h * D + d, mask=in_d, other=0.0).to(tl.float32)
+                b = tl.load(inputs_ptr + X + group + n, mask=in_n, other=0.0).to(tl.float32)
+                size = step_size(tl.load(inputs_ptr + X + G * N + h), dt_bias, dt_least, dt_most)
+                state = _updated(state, x, b, size, decay)
+            if count > 1:
+                tl.store(state_ptrs, state, mask=state_mask)
+        # What several programs have in common is kept by the first of them.
+        keeps = (count > 1) & (slot >= 0)
+        keeps_dt = keeps & (tl.program_id(2) == 0)
+        b_new = tl.where(keeps_dt & (h % (H // G) == 0), N, 0)
+        x_new, dt_new = tl.where(keeps, D, 0), tl.where(keeps_dt, 1, 0)
+        one = tl.arange(0, 1)
+        for i in range(0, tl.where(is_few, count, 0)):
+            row = (first + i).to(tl.int64)
+            row_ptr = mixed_ptr + row * stride_mixed
+            b_ptrs = row_ptr + X + group + n
+            x = tl.load(row_ptr + h * D + d, mask=in_d, other=0.0)
+            b = tl.load(b_ptrs, mask=in_n, other=0.0)
+            c = tl.load(b_ptrs + G * N, mask=in_n, other=0.0).to(tl.float32)
+            dt = tl.load(dt_ptr + row * stride_dt + h)
+            if NEWEST > 0:
+                inputs_ptr = recent_ptr + (position + i) % NEWEST * INPUTS
+                tl.store(inputs_ptr + h * D + d, x, mask=d < x_new)
+                tl.store(inputs_ptr + X + group + n, b, mask=n < b_new)
+                tl.store(inputs_ptr + X + G * N + h + one, dt, mask=one < dt_new)
+            x, b = x.to(tl.float32), b.to(tl.float32)
+            state = _updated(state, x, b, step_size(dt, dt_bias, dt_least, dt_most), decay)
+            y = tl.sum(c[:, None] * state, 0) + skip * x
+            tl.store(y_ptr + (row * H + h) * D + d, y.to(y_ptr.dtype.element_ty), mask=in_d)
+        if count == 1:
+            tl.store(state_ptrs, state, mask=state_mask)
 
 
 @triton.jit
@@ -153,6 +207,7 @@ def _mamba_chunks(
     H: tl.constexpr,
     N: tl.constexpr,
     D: tl.constexpr,
+    FEW: tl.constexpr,
     BT: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
@@ -163,7 +218,7 @@ def _mamba_chunks(
     r, h = tl.program_id(0), tl.program_id(1)
     start = tl.load(starts_ptr + r)
     count = tl.load(starts_ptr + r + 1) - start
-    if count > 1:
+    if count > FEW:
         slot = tl.load(slots_ptr + r)
         goes_on = (slot >= 0) & (tl.load(lengths_ptr + r) > count)
         # States that are read and written: all or none.

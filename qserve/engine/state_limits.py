@@ -1,7 +1,7 @@
 """Settings that models with recurrent states, latent or gated attention do not support yet.
 
-A state summarizes all tokens before it. Features that roll back, share a prefix, or move a request
-would need copies of it. Latents are in pages, as keys are.
+A state summarizes all tokens before it. Features that share a prefix or move a request would need
+copies of it. Latents are in pages, as keys are.
 """
 
 import logging
@@ -28,11 +28,6 @@ class Limit(NamedTuple):
 
 
 LIMITS = (
-    Limit(
-        "--speculative-config",
-        lambda config: config.speculation is not None,
-        "a rejected draft token cannot be removed from a state",
-    ),
     Limit(
         "--kv-transfer-config",
         lambda config: config.kv_transfer is not None,
@@ -132,11 +127,18 @@ def make_states(config: EngineConfig, runner: ModelRunner) -> StatePool:
         return StatePool(None)
     count, num_snapshots = runner.num_state_slots, runner.num_snapshots
     size = runner.bytes_of_states / GIB
-    text = "States: %d slots of requests, %d of snapshots (--num-state-snapshots), %.2f GiB"
-    logger.info(text, count, num_snapshots, size)
+    text = "States: %d slots of requests, %d of snapshots (--num-state-snapshots), %.2f GiB%s"
+    more = (count + num_snapshots) * _bytes_of_drafts(runner) / GIB
+    logger.info(text, count, num_snapshots, size, f", {more:.2f} of them for drafts" * bool(more))
     if config.enable_prefix_caching and not num_snapshots:
         logger.info("Prefix cache: off (the model has states; set --num-state-snapshots)")
     return StatePool(count)
+
+
+def _bytes_of_drafts(runner: ModelRunner) -> int:
+    """Bytes of a state slot that it has for verifications: inputs of its newest rows."""
+    specs = runner.cache_specs
+    return sum(spec.bytes_per_slot - spec.with_drafts(0).bytes_per_slot for spec in specs)
 
 
 def make_snapshots(config: EngineConfig, runner: ModelRunner) -> StateSnapshots | None:

@@ -93,6 +93,10 @@ class CacheSpec:
         """Make the tensors, zeros: padding rows may read a page before it is written."""
         raise NotImplementedError
 
+    def with_drafts(self, most_rows: int) -> "CacheSpec":
+        """Return the spec with speculation, whose verifications have up to `most_rows` rows."""
+        return self
+
     @property
     def source(self) -> int | None:
         """Layer whose cache this layer reads; None: it has one of its own."""

@@ -17,7 +17,7 @@ class ConvCase:
     x: torch.Tensor
     weight_CW: torch.Tensor
     bias_C: torch.Tensor | None
-    conv_PCW: torch.Tensor
+    conv_PCL: torch.Tensor
     counts: tuple[int, ...]
     before: tuple[int, ...]
     slots: tuple[int, ...]
@@ -34,7 +34,7 @@ class ConvCase:
             x=noise(sum(counts), PARTS[op] * C),
             weight_CW=noise(C, taps),
             bias_C=noise(C) if bias else None,
-            conv_PCW=noise(P, C, taps - 1),
+            conv_PCL=noise(P, C, taps - 1),
             counts=counts,
             before=before,
             slots=slots or tuple(torch.randperm(P, generator=generator)[: len(counts)].tolist()),
@@ -56,7 +56,7 @@ class ConvCase:
     @property
     def unread(self):
         """States with NaN in every slot that no request of the step continues from."""
-        states = self.conv_PCW.clone()
+        states = self.conv_PCL.clone()
         going = [s for s, n in zip(self.slots, self.before, strict=True) if n and s >= 0]
         states[[slot for slot in range(len(states)) if slot not in going]] = torch.nan
         return states

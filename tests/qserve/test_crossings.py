@@ -59,7 +59,7 @@ def crossing(request, docs_5m, tiny_model, tmp_path_factory):
                 "vocab_size": 8192 if has_text else 512,
                 "has_forms": has_text,
                 "has_adapters": bool(adapters),
-                "drafters": () if has_states else drafters,
+                "drafters": drafters,
             }
             alone = {each: Alone(folder, has_adapters=each) for each in {False, bool(adapters)}}
             made[model] = folder, adapters, told, alone
@@ -92,7 +92,7 @@ def test_each_gets_what_it_gets_alone(model, seed, crossing, tmp_path):
             assert got.num_cached < len(asked.prompt)
 
 
-REFUSED_WITH_STATES = {"kv_offload_gb", "kv_transfer_config", "speculative_config", "enable_lora"}
+REFUSED_WITH_STATES = {"kv_offload_gb", "kv_transfer_config", "enable_lora"}
 REFUSALS = (
     "KV pages",
     "expected at most",  # beams beside max_num_seqs

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from formats.architecture.columns import ConfigRules, Norm
+from formats.architecture.columns import QWEN_MTP, ConfigRules, Norm
 from formats.architecture.experts import Experts, Router
 from formats.architecture.flags import Flag, Stated
 from formats.architecture.projection import Projection
@@ -257,4 +257,5 @@ QWEN_HYBRID = {
     "norm_offset": 1.0,
     "float32_norms": True,
     "draft_prefix": "mtp.",
+    "draft_names": QWEN_MTP,
 }

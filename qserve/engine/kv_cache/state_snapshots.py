@@ -12,10 +12,15 @@ Copies are made:
 A chunk that ends at such a position is noted when it is planned. Its state is copied before the
 next step, when the host knows all its tokens (`settle`). The least recently used copy is evicted
 first.
+
+A verification computes rows that may be rejected, and its start may be known only after it was
+planned. Its slot can be read from any of its rows on (qkernels/causal_conv/state.py). So it is
+copied where a page may end within it, and the copy gets its key, or is dropped, once it is known
+which rows were accepted.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -55,6 +60,24 @@ class _Note(NamedTuple):
     is_kept: bool  # until it is evicted; otherwise until the request's next copy
 
 
+class _VerifyNote(NamedTuple):
+    """A verification within which a page may end."""
+
+    request: Request
+    slot: int
+    start: int  # planned: too high by the rejected drafts of the step before it
+    count: int
+    is_certain: bool  # the start is right
+
+
+class _UnkeyedCopy(NamedTuple):
+    """A copy after a verification whose result is not known."""
+
+    request: Request
+    snapshot: int
+    end: int
+
+
 class StateSnapshots:
     """Allocates slots first_slot..first_slot + num_slots - 1."""
 
@@ -63,6 +86,8 @@ class StateSnapshots:
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._free = list(range(first_slot, first_slot + num_slots))[::-1]
         self._notes: list[_Note] = []  # of the step that was planned last
+        self._verify_notes: list[_VerifyNote] = []  # of the same step
+        self._unkeyed: list[_UnkeyedCopy] = []  # of the step before it
         self._saves: dict[int, int] = {}  # snapshot's slot -> request's slot, before the next step
         self._restores: dict[int, int] = {}  # request's slot -> snapshot's
 
@@ -114,28 +139,94 @@ class StateSnapshots:
             request.last_snapshot = end
             self._notes.append(_Note(request, request.state_slot, end, is_kept))
 
+    def note_verify(self, request: Request, start: int, count: int) -> None:
+        """Note a planned verification of `count` rows, or a row whose position may be too high.
+
+        Call it before the rows count as pending.
+        """
+        num_uncertain = max(0, request.num_pending - 1)
+        end = (start + count) // self.page_size * self.page_size
+        if end > start - num_uncertain and end - request.last_snapshot >= SPACING:
+            slot, is_certain = request.state_slot, not num_uncertain
+            self._verify_notes.append(_VerifyNote(request, slot, start, count, is_certain))
+
     def settle(self, insert: Callable[[Request], None]) -> None:
         """Save the states of the step that was planned last, whose tokens are known by now.
 
         `insert` computes the keys of a running request's full pages.
         """
+        unkeyed, self._unkeyed = self._unkeyed, []
+        for request, snapshot, end in unkeyed:
+            key = self._key(request, end, insert) if request.num_known > end else None
+            if key is None or key in self._slots:
+                self._saves.pop(snapshot, None)
+                self._free.append(snapshot)
+            else:
+                self._replace(request, key, end)
+                self._slots[key] = snapshot
         notes, self._notes = self._notes, []
         for request, slot, end, is_kept in notes:
-            if request.status is Status.RUNNING:
-                insert(request)
-            index = end // self.page_size - 1
-            if index >= len(request.page_keys):
+            key = self._key(request, end, insert)
+            if key is None:
                 continue  # its tokens did not arrive, or they must not be shared
-            key = request.page_keys[index]
-            if key in self._slots:
-                self._slots.move_to_end(key)
-                continue
-            if not is_kept:
-                self.drop([request.snapshot_key])
-                request.snapshot_key = key
-            snapshot = self._free.pop() if self._free else self._slots.popitem(last=False)[1]
+            self._save(request, slot, end, key, is_kept)
+        verify_notes, self._verify_notes = self._verify_notes, []
+        for note in verify_notes:
+            self._settle_verify(note, insert)
+
+    def _settle_verify(self, note: _VerifyNote, insert: Callable[[Request], None]) -> None:
+        """Save the state of a verification at the first end of a page within it."""
+        request, start = note.request, note.start
+        if request.status is Status.RUNNING and request.num_pending >= note.count:  # in flight
+            start = request.num_computed - note.count
+        elif not note.is_certain:
+            return
+        end = (start // self.page_size + 1) * self.page_size
+        if end > start + note.count or end - request.last_snapshot < SPACING:
+            return
+        # The first row has a token that was sampled before; others have drafts.
+        if end == start + 1 or request.num_known > end:
+            key = self._key(request, end, insert)
+            if key is not None:
+                self._save(request, note.slot, end, key, is_kept=False)
+        elif request.status is Status.RUNNING and request.num_pending >= note.count:
+            snapshot = self._take_slot()
+            if snapshot is not None:
+                self._saves[snapshot] = note.slot
+                self._unkeyed.append(_UnkeyedCopy(request, snapshot, end))
+
+    def _key(self, request: Request, end: int, insert: Callable[[Request], None]) -> bytes | None:
+        """Key of a request's page that ends at `end`, or None."""
+        if request.status is Status.RUNNING:
+            insert(request)
+        index = end // self.page_size - 1
+        return request.page_keys[index] if index < len(request.page_keys) else None
+
+    def _save(self, request: Request, slot: int, end: int, key: bytes, is_kept: bool) -> None:
+        """Copy a request's state to a slot under the key of a page, unless there is a copy."""
+        if key in self._slots:
+            self._slots.move_to_end(key)
+            return
+        if not is_kept:
+            self._replace(request, key, end)
+        snapshot = self._take_slot()
+        if snapshot is not None:
             self._slots[key] = snapshot
             self._saves[snapshot] = slot
+
+    def _replace(self, request: Request, key: bytes, end: int) -> None:
+        """Drop a request's newest copy in favour of another."""
+        self.drop([request.snapshot_key])
+        request.snapshot_key, request.last_snapshot = key, end
+
+    def _take_slot(self) -> int | None:
+        """A free slot, or that of the least recently used copy.
+
+        None: copies without keys have all slots.
+        """
+        if self._free:
+            return self._free.pop()
+        return self._slots.popitem(last=False)[1] if self._slots else None
 
     def drop(self, keys: Iterable[bytes]) -> None:
         """Remove the copies with these keys."""
@@ -148,12 +239,21 @@ class StateSnapshots:
     def invalidate(self, request: Request) -> None:
         """Remove the copies of a request because they are invalid."""
         self._notes = [note for note in self._notes if note.request is not request]
+        self._verify_notes = [note for note in self._verify_notes if note.request is not request]
+        self._drop_unkeyed([copy for copy in self._unkeyed if copy.request is request])
         self.drop(request.page_keys)
 
     def drop_all(self) -> None:
         """Remove all copies. Planned restores still happen: nothing overwrites them first."""
-        self._notes = []
+        self._notes, self._verify_notes = [], []
+        self._drop_unkeyed(list(self._unkeyed))
         self.drop(list(self._slots))
+
+    def _drop_unkeyed(self, copies: Collection[_UnkeyedCopy]) -> None:
+        self._unkeyed = [copy for copy in self._unkeyed if copy not in copies]
+        for copy in copies:
+            self._saves.pop(copy.snapshot, None)
+            self._free.append(copy.snapshot)
 
     def take_moves(self) -> StateMoves | None:
         """The copies to make before the next step, or None."""
@@ -171,6 +271,7 @@ class StateSnapshots:
 
     def check_integrity(self) -> None:
         """Assert that each slot is free or has one copy."""
-        slots = sorted([*self._slots.values(), *self._free])
+        unkeyed = [copy.snapshot for copy in self._unkeyed]
+        slots = sorted([*self._slots.values(), *unkeyed, *self._free])
         if slots != list(range(self.first_slot, self.first_slot + self.num_slots)):
             raise AssertionError(f"snapshot slots lost or shared: {self._slots}, {self._free}")

@@ -15,6 +15,7 @@ from qkernels import ops
 from qkernels.moe.experts import PreparedExperts
 from qkernels.sampling.settings import INVALID_TOKEN, Samples, SampleSettings
 from qserve.config import EngineConfig
+from qserve.engine.runner.covered_tokens import CoveredTokens
 from qserve.engine.runner.cuda_graphs import CHUNK_SIZES, LONG_CHUNK_SIZES, StepGraphs
 from qserve.engine.runner.encoder import Encoder
 from qserve.engine.runner.microbatches import microbatches
@@ -110,10 +111,14 @@ class ModelRunner:
         self._ranks = ranks
         self.kv_format = pick_kv_format(config.kv_cache_dtype, decoder, device)
         page_size = config.block_size
+        # rows of a verification, which states leave out; 0: nothing is ever rejected
+        self.most_rows = 0 if speculator is None else max(speculator.row_counts)
         self.cache_specs = [
-            layer.attention.cache_spec(self.kv_format, page_size) for layer in decoder.layers
+            layer.attention.cache_spec(self.kv_format, page_size).with_drafts(self.most_rows)
+            for layer in decoder.layers
         ]
         self.caches: list[Cache] = []
+        self.covered: CoveredTokens | None = None  # of states, with speculation
         # One for each request that a step may have; then those that keep copies.
         self.num_state_slots = min(config.max_num_seqs, config.max_num_batched_tokens)
         self.num_snapshots = config.num_state_snapshots if config.enable_prefix_caching else 0
@@ -190,19 +195,26 @@ class ModelRunner:
         """Make the KV pages, and the states of models that have some."""
         num_slots = self.num_state_slots + self.num_snapshots
         self.caches = make_caches(self.cache_specs, num_pages, num_slots, self.device)
+        if self.has_states and self.most_rows:
+            self.covered = CoveredTokens.zeros(num_slots, self.most_rows, self.device)
         if self.speculator is not None:
             self.speculator.allocate_pages(num_pages, self.kv_format)
 
     def free_pages(self) -> None:
-        self.caches = []
+        self.caches, self.covered = [], None
         if self.speculator is not None:
             self.speculator.caches.clear()
 
     def cache_tensors(self) -> list[torch.Tensor]:
         """Tensors of all pages and states, the drafter's included."""
         drafter = [] if self.speculator is None else self.speculator.caches
-        caches = [*self.caches, *drafter]
+        caches = [*self._state_caches, *drafter]
         return [each for cache in caches for each in (*cache.page_tensors, *cache.slot_tensors)]
+
+    @property
+    def _state_caches(self) -> list[Cache]:
+        """The layers' caches, and the tokens that their states include."""
+        return self.caches if self.covered is None else [*self.caches, self.covered]
 
     def close_graphs(self) -> None:
         """Free every CUDA graph."""
@@ -216,7 +228,7 @@ class ModelRunner:
         decoder, numbers = sample_of_layers(self.decoder)
         runner = ModelRunner(decoder, self.config, self.device, self.speculator, self._ranks)
         runner.caches = [self.caches[number] for number in numbers if self.caches]
-        runner.adapters, runner.taps = self.adapters, self.taps
+        runner.adapters, runner.taps, runner.covered = self.adapters, self.taps, self.covered
         return runner
 
     def warm_up_shapes(self, max_num_seqs: int, max_model_len: int) -> list[WarmUpShape]:
@@ -399,7 +411,7 @@ class ModelRunner:
 
     def _move_pages(self, step: StepInput) -> None:
         if step.state_moves is not None:
-            copy_states(self.caches, step.state_moves, self.device)
+            copy_states(self._state_caches, step.state_moves, self.device)
         moves = step.page_moves
         if moves is None:
             return
@@ -419,6 +431,8 @@ class ModelRunner:
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Decoder.forward_tapped, in microbatches if pipeline stages can overlap them."""
         pipeline = self._ranks.pipeline
+        if self.covered is not None:
+            batch = self.covered.advance_(batch)
         if pipeline is None:
             self._adapt(batch)
             batch = batch.with_rope_positions()
@@ -487,6 +501,8 @@ class ModelRunner:
     def forward(self, batch: Batch) -> torch.Tensor:
         """Hidden states [T, C] of a batch."""
         self._adapt(batch)
+        if self.covered is not None:
+            batch = self.covered.advance_(batch)
         return self.decoder(batch.token_ids_T, batch, self.caches)
 
     def _adapt(self, batch: Batch) -> None:

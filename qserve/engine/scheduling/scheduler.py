@@ -328,11 +328,14 @@ class Scheduler:
                 # an in-flight verify may accept fewer tokens than planned
                 first = start - max(0, request.num_pending - 1)
                 self.pool.release_before_(request.block_table, max(0, first - self.window + 1))
+            if snapshots is not None:
+                if speculation is not None:
+                    snapshots.note_verify(request, start, count)
+                elif not end % page_size:
+                    snapshots.note(request, end)
             request.num_computed = start + count
             request.num_pending += count
             chunks.append(Chunk(request, start, count, count))
-            if snapshots is not None and not end % page_size:
-                snapshots.note(request, end)
             if insert is not None and num_known >= (request.num_inserted + 1) * page_size:
                 insert(request)
         num_tokens = len(chunks) if speculation is None else sum([chunk.count for chunk in chunks])

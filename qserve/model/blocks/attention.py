@@ -51,6 +51,8 @@ class StepInputs(AttentionStep):
     positions_T: torch.Tensor
     slots_T: torch.Tensor
     state_slots_R: torch.Tensor | None = None  # int32; None: no layer has a recurrent state
+    # int32: rows before the step that the states do not include; None: they include all
+    lacking_R: torch.Tensor | None = None
     embeds: InputEmbeds | None = None  # None: each row has its token's embedding
     row_ropes: RowRopes | None = None  # None: each position is one number
     rope_positions_T: torch.Tensor | None = None  # positions of rotations; None: positions_T

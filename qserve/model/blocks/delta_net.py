@@ -10,6 +10,7 @@ import torch
 
 from qkernels import ops
 from qkernels.causal_conv.state import StateSlots
+from qkernels.delta_net.reference import recent_width
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
 from qserve.model.blocks.attention import StepInputs
@@ -88,6 +89,7 @@ class DeltaNet(torch.nn.Module):
             taps=shape.taps,
             memory=(shape.value_heads, shape.key_dim, shape.value_dim),
             dtype=self.conv_weight.dtype,
+            inputs=recent_width(shape.keys, shape.values, shape.value_heads),
         )
 
     def forward(
@@ -103,9 +105,13 @@ class DeltaNet(torch.nn.Module):
         made = reduced(self.in_proj(ops.in_form(x_TC, own.input), own))
         mixed, z = made.split([shape.channels, shape.values], 1)
         b_TH, a_TH = reduced(self.gates(x_TC)).chunk(2, 1)
-        mixed = ops.causal_conv_(mixed, self.conv_weight, None, cache.conv_PCW, rows, self.kernel)
+        mixed = ops.causal_conv_(mixed, self.conv_weight, None, cache.conv_PCL, rows, self.kernel)
         out_THV = ops.delta_rule_(
-            mixed, b_TH, a_TH, self.a_log, self.dt_bias, cache.memory_PHKV, rows, self.kernel
+            *(mixed, b_TH, a_TH, self.a_log, self.dt_bias),
+            cache.memory_PHKV,
+            rows,
+            cache.recent_PNI,
+            self.kernel,
         )
         z_THV = z.unflatten(1, (shape.value_heads, shape.value_dim))
         out_THV = ops.gated_rms_norm(out_THV, z_THV, self.norm, self.eps, self.kernel)

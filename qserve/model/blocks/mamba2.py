@@ -10,6 +10,7 @@ import torch
 
 from qkernels import ops
 from qkernels.causal_conv.state import StateSlots
+from qkernels.mamba2.reference import recent_width
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
 from qserve.model.blocks.attention import StepInputs
@@ -90,6 +91,7 @@ class Mamba2(torch.nn.Module):
             taps=shape.taps,
             memory=(shape.heads, shape.state, shape.head_dim),
             dtype=self.conv_weight.dtype,
+            inputs=recent_width(shape.inner, shape.groups * shape.state, shape.heads),
         )
 
     def forward(
@@ -105,7 +107,7 @@ class Mamba2(torch.nn.Module):
             made = made * self.factors
         z_TI, mixed, dt_TH = made.split([shape.inner, shape.channels, shape.heads], 1)
         mixed = ops.causal_conv_(
-            mixed, self.conv_weight, self.conv_bias, cache.conv_PCW, rows, self.kernel
+            mixed, self.conv_weight, self.conv_bias, cache.conv_PCL, rows, self.kernel
         )
         out_THD = ops.selective_scan_(
             mixed,
@@ -116,6 +118,7 @@ class Mamba2(torch.nn.Module):
             cache.memory_PHKV,
             shape.step_limits,
             rows,
+            cache.recent_PNI,
             self.kernel,
         )
         out_TI = ops.gated_group_norm(

@@ -63,7 +63,7 @@ class ShortConv(torch.nn.Module):
             mixed_TC,
             self.conv_weight,
             self.conv_bias,
-            cache.conv_PCW,
+            cache.conv_PCL,
             state_step(step),
             self.kernel,
         )

@@ -42,6 +42,11 @@ class PairSpec(CacheSpec):
     pages: CacheSpec
     states: CacheSpec
 
+    def with_drafts(self, most_rows: int) -> CacheSpec:
+        return PairSpec(
+            pages=self.pages.with_drafts(most_rows), states=self.states.with_drafts(most_rows)
+        )
+
     def make(self, num_pages: int, num_slots: int, device: torch.device) -> CachePair:
         return CachePair(
             pages=self.pages.make(num_pages, num_slots, device),

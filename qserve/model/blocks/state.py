@@ -1,12 +1,13 @@
 """Spec of the states that a mixer keeps in slots instead of pages, and the slots of a step."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
 from qkernels.causal_conv.state import StateSlots, StateStep
 from qserve.model.blocks.attention import StepInputs
-from qserve.model.cache_spec import CacheSpec
+from qserve.model.cache_spec import CacheSpec, StepLimits, WarmUpShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +18,17 @@ class StateSpec(CacheSpec):
     taps: int
     memory: tuple[int, int, int] | None  # sizes of the heads' states; None: there are none
     dtype: torch.dtype  # of activations
+    inputs: int = 0  # of a row, from which the heads' states are updated
+    most_rows: int = 0  # of a verification; 0: no row is ever rejected
+
+    def with_drafts(self, most_rows: int) -> CacheSpec:
+        return replace(self, most_rows=most_rows)
+
+    def warm_up_shapes(
+        self, limits: StepLimits, dtype: torch.dtype, device: torch.device
+    ) -> Iterator[WarmUpShape]:
+        if self.most_rows > 1:
+            yield 1, self.most_rows, self.most_rows
 
     def make(self, num_pages: int, num_slots: int, device: torch.device) -> StateSlots:
         return StateSlots.zeros(
@@ -26,6 +38,8 @@ class StateSpec(CacheSpec):
             memory=self.memory,
             dtype=self.dtype,
             device=device,
+            most_rows=self.most_rows,
+            inputs=self.inputs,
         )
 
 
@@ -36,4 +50,5 @@ def state_step(step: StepInputs) -> StateStep:
         context_lengths_R=step.context_lengths_R,
         slots_R=step.state_slots_R,
         max_query_len=step.max_query_len,
+        lacking_R=step.lacking_R,
     )

@@ -1,9 +1,9 @@
 """The MTP (multi-token prediction) layer of a model's own checkpoint, which drafts a chain.
 
 Its equations are in formats/architecture/next_token.py. It is a decoder layer of the model's
-family, sharded over ranks like the model's layers. If there are several such layers, the first runs
-for each draft: it alone then has keys of all positions. Legend: T rows, C hidden size, D requests
-that draft, V vocabulary.
+family, with attention, sharded over ranks like the model's layers. If there are several such
+layers, the first runs for each draft: it alone then has keys of all positions. Legend: T rows, C
+hidden size, D requests that draft, V vocabulary.
 """
 
 import logging
@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from formats.architecture import next_token as names
+from formats.architecture.columns import LAST_LAYER, DraftNames
 from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError, InputError
 from formats.in_memory.weights import same_weight
@@ -92,7 +92,7 @@ def build(context: BuildContext) -> ChainDrafter:
     check_fits(config, context)
     prefixes = config.family.draft_layers(config.values)
     if not prefixes:
-        key = config.family.draft_layers_key
+        key = config.family.draft_layers_key or config.family.draft_names.count_key
         raise InputError(
             context.config.subject,
             f"{folder} has no MTP layer: config.json "
@@ -100,16 +100,10 @@ def build(context: BuildContext) -> ChainDrafter:
             "use another method, such as ngram",
         )
     prefix = prefixes[0]
-    # Its index follows the last layer's, and it equals the last layer in all per-layer properties.
-    layered = replace(
-        config,
-        num_layers=config.num_layers + 1,
-        ropes=(*config.ropes, config.ropes[-1]),
-        windows=(*config.windows, config.windows[-1]),
-        values={**config.values, config.family.draft_layers_key: 0},
-    )
+    layered = with_layer(config, prefix)
     if context.dummy_seed is None:
-        source: Source = WeightSource(_reader(context, folder, prefix), layered, context.device)
+        reader = _reader(context, folder, prefix, config.family.draft_names)
+        source: Source = WeightSource(reader, layered, context.device)
     else:
         source = DummySource(layered, context.device, context.dummy_seed)
     logger.info(
@@ -118,7 +112,40 @@ def build(context: BuildContext) -> ChainDrafter:
         folder,
         f"; {len(prefixes) - 1} more layers are not used" if len(prefixes) > 1 else "",
     )
-    return ChainDrafter(load_head(layered, source, prefix, context))
+    return ChainDrafter(load_head(layered, source, prefix, config.family.draft_names, context))
+
+
+def with_layer(config: ModelConfig, prefix: str) -> ModelConfig:
+    """Return the model's config with the MTP layer as the last one.
+
+    It equals the last layer in all per-layer properties; in models with states, it has attention.
+    """
+    names = config.family.draft_names
+    ropes, windows = config.ropes[-1:], config.windows[-1:]
+    if not names.layer:
+        return replace(
+            config,
+            num_layers=config.num_layers + 1,
+            ropes=config.ropes + ropes,
+            windows=config.windows + windows,
+            values={**config.values, config.family.draft_layers_key: 0},
+        )
+    family = replace(
+        config.family,
+        layer=prefix + names.layer.removesuffix("."),
+        draft_prefix="",
+        draft_names=LAST_LAYER,
+    )
+    alone = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "mlp_only_layers": []}
+    return replace(
+        config,
+        family=family,
+        num_layers=1,
+        ropes=ropes,
+        windows=windows,
+        state_layers=(False,),
+        values={**config.values, **alone},
+    )
 
 
 def check_fits(config: ModelConfig, context: BuildContext) -> None:
@@ -138,10 +165,17 @@ def check_fits(config: ModelConfig, context: BuildContext) -> None:
             )
 
 
-def _reader(context: BuildContext, folder: str, prefix: str) -> CheckpointReader:
+def _reader(context: BuildContext, folder: str, prefix: str, names: DraftNames) -> CheckpointReader:
     """Reader of the layer's tensors only. Raises CheckpointError if there are none."""
     reader = CheckpointReader(folder)
     found = {name: entry for name, entry in reader.entries.items() if name.startswith(prefix)}
+    if names.layer:  # other layers below the prefix are not used
+        layers = prefix + names.layer.partition(".")[0] + "."
+        found = {
+            name: entry
+            for name, entry in found.items()
+            if name.startswith(prefix + names.layer) or not name.startswith(layers)
+        }
     if not found:
         raise CheckpointError(
             f"{folder}: {prefix}*",
@@ -153,7 +187,9 @@ def _reader(context: BuildContext, folder: str, prefix: str) -> CheckpointReader
     return reader
 
 
-def load_head(config: ModelConfig, source: Source, prefix: str, context: BuildContext) -> MtpHead:
+def load_head(
+    config: ModelConfig, source: Source, prefix: str, names: DraftNames, context: BuildContext
+) -> MtpHead:
     """Load the layer, with the model's embedding and head if it has none, or equal ones."""
     target, communicator = context.target, context.ranks.communicator
     sharing = Sharing(config, communicator)
@@ -171,21 +207,21 @@ def load_head(config: ModelConfig, source: Source, prefix: str, context: BuildCo
     C, eps = config.hidden_size, config.norm_eps
     source.expect(prefix.removesuffix("."))
     head = MtpHead(
-        embedding=_embedding(weights, source, prefix, target),
-        embedding_norm=Norm(weights.norm(prefix + names.EMBEDDING_NORM, (C,)), eps),
-        state_norm=Norm(weights.norm(prefix + names.STATE_NORM, (C,)), eps),
-        projection=weights.linear([prefix + names.PROJECTION], [C], 2 * C),
+        embedding=_embedding(weights, source, names.embedding and prefix + names.embedding, target),
+        embedding_norm=Norm(weights.norm(prefix + names.embedding_norm, (C,)), eps),
+        state_norm=Norm(weights.norm(prefix + names.state_norm, (C,)), eps),
+        projection=weights.linear([prefix + names.projection], [C], 2 * C),
         layer=families.build_layer(config, weights.layer(config.num_layers - 1)),
-        norm=Norm(weights.norm(prefix + names.LAST_NORM, (C,)), eps),
-        head=_head(weights, source, prefix, target),
+        norm=Norm(weights.norm(prefix + names.last_norm, (C,)), eps),
+        head=_head(weights, source, names.head and prefix + names.head, target),
     )
     weights.audit()
     return head
 
 
-def _embedding(weights: Weights, source: Source, prefix: str, target: Decoder) -> Embedding:
-    name = prefix + names.EMBEDDING
-    if not source.has_linear(name.removesuffix(".weight")):
+def _embedding(weights: Weights, source: Source, name: str, target: Decoder) -> Embedding:
+    """The layer's embedding; the model's if it has none (`name` is empty), or an equal one."""
+    if not name or not source.has_linear(name.removesuffix(".weight")):
         return target.embedding
     own = Embedding(weights.embedding(name), target.embedding.factor, weights.vocabulary)
     return target.embedding if _are_one_table(own, target.embedding) else own
@@ -198,9 +234,9 @@ def _are_one_table(first: Embedding, second: Embedding) -> bool:
     return same_weight(first.packed.packed, second.packed.packed) is None
 
 
-def _head(weights: Weights, source: Source, prefix: str, target: Decoder) -> Linear:
-    name = prefix + names.HEAD
-    if not source.has_linear(name):
+def _head(weights: Weights, source: Source, name: str, target: Decoder) -> Linear:
+    """The layer's output matrix; the model's if it has none (`name` is empty), or an equal one."""
+    if not name or not source.has_linear(name):
         return target.head
     head = weights.output_matrix(name)
     return target.head if _are_equal(head, target.head) else head

@@ -169,7 +169,7 @@ def test_delta_nets(sizes, kind, tolerance):
     case = DeltaCase(counts=(700,), before=(0,), J=J, H=H, K=K, V=V).to(kind, "cuda")
 
     def run(case, states):
-        return ops.delta_rule_(*case.rule, states, case.step, "fixed_order")
+        return ops.delta_rule_(*case.rule, states, case.step, kernel="fixed_order")
 
     assert_cuts_are_one(run, case, case.memory_PHKV)
     wide = case.to(torch.float64, "cuda")
@@ -199,7 +199,7 @@ def test_convolutions(op):
     assert_cuts_are_one(
         lambda case, states: case.run(getattr(ops, op), states, kernel="fixed_order"),
         case,
-        case.conv_PCW,
+        case.conv_PCL,
     )
 
 

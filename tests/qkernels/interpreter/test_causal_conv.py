@@ -7,6 +7,8 @@ import torch
 from qkernels import ops
 from qkernels.causal_conv import reference
 from tests.qkernels.conv_case import PARTS, ConvCase
+from tests.qkernels.delta_net_case import make_step
+from tests.qkernels.verify_case import MOST_ROWS, NUM_ROWS, check_steps, with_noise
 
 # Counts and tokens before: requests that begin, that continue, that are not there.
 STEPS = {
@@ -58,3 +60,36 @@ def test_rows_of_a_wider_matrix(device, half, poison, op):
     view = ConvCase(**{**vars(case), "x": beside[:, : case.x.shape[1]]})
     want, got = (c.run(getattr(ops, op), c.unread, kernel="triton") for c in (case, view))
     assert torch.equal(want, got)
+
+
+@pytest.mark.parametrize("op", PARTS)
+def test_rejected_rows_are_left_behind(device, poison, op):
+    case = ConvCase.make(op, (NUM_ROWS,), (0,), bias=True).to(torch.float32, device)
+    wide = case.to(torch.float64, device)
+    want = wide.run(getattr(reference, op), wide.unread)
+    slot, states = case.slots[0], torch.full((5, 44, 3 + MOST_ROWS), torch.nan, device=device)
+
+    def run(rows, num_rejected, step):
+        x = with_noise(case.x, rows, num_rejected)
+        return getattr(ops, op)(x, case.weight_CW, case.bias_C, states, step, kernel="triton")
+
+    check_steps(run, want, slot, 1e-6)
+
+
+@pytest.mark.parametrize("most_rows", [1, 4])
+def test_lacking_rows(device, poison, most_rows):
+    """Requests that begin, continue, follow verifications, and have no rows or no slot."""
+    counts = (1, 4, 2, 1, 9, 0, 3, 1, 2)
+    before = (7, 0, 12, 3, 30, 5, 8, 2, 40)
+    slots = [5, 2, 0, 7, 1, 3, -1, 4, 6]
+    covered_P = torch.tensor([12, 27, 99, 5, 2, 4, 30, 3], dtype=torch.int32)
+    step = make_step(counts, before, slots, "cpu")
+    want_P, got_P = covered_P.clone(), covered_P.to(device)
+    want_R = reference.lacking_rows_(want_P, step, most_rows)
+    got_R = ops.lacking_rows_(
+        got_P, make_step(counts, before, slots, device), most_rows, kernel="triton"
+    )
+    assert torch.equal(got_R.cpu(), want_R) and torch.equal(got_P.cpu(), want_P)
+    # the first had 3 rows that its memory lacks; the last has 10, of which at most 4 are kept
+    assert want_R.tolist()[0] == min(3, most_rows) and want_R.tolist()[-1] == most_rows
+    assert want_R.tolist()[1] == 0, "it begins"

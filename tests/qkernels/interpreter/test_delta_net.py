@@ -10,6 +10,7 @@ from qkernels import ops
 from qkernels.delta_net import reference, triton_delta
 from qkernels.delta_net.config import chunk_config
 from tests.qkernels.delta_net_case import DeltaCase
+from tests.qkernels.verify_case import MOST_ROWS, NUM_ROWS, check_steps, with_noise
 
 SIZES = {"J": 2, "H": 4, "K": 12, "V": 20}
 WIDE = {"H": 2, "V": 40}  # values of more than one program
@@ -203,3 +204,19 @@ def test_keys_that_are_alike_in_16_bits(device, half, poison, assert_close, monk
     want = reference.delta_rule_(*wide.rule, wide.memory_PHKV.clone(), wide.step)
     got = ops.delta_rule_(*case.rule, case.memory_PHKV.clone(), case.step, kernel="triton")
     assert_close("o", want, got, 4 * HALF_LIMITS[half])
+
+
+def test_rejected_rows_are_left_out(device, poison):
+    sizes = {"J": 2, "H": 4, "K": 12, "V": 20}
+    case = DeltaCase(counts=(NUM_ROWS,), before=(0,), **sizes).to(torch.float32, device)
+    wide = case.to(torch.float64, device)
+    want = reference.delta_rule_(*wide.rule, wide.memory_PHKV.clone(), wide.step)
+    memory = torch.full_like(case.memory_PHKV, torch.nan)
+    shape = len(memory), 2 * MOST_ROWS, reference.recent_width(24, 80, 4)
+    recent = torch.full(shape, torch.nan, device=device)
+
+    def run(rows, num_rejected, step):
+        made = (with_noise(x, rows, num_rejected) for x in case.rule[:3])
+        return ops.delta_rule_(*made, *case.rule[3:], memory, step, recent, kernel="triton")
+
+    check_steps(run, want, case.slots[0], 1e-5)

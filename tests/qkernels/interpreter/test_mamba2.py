@@ -10,6 +10,7 @@ from qkernels import ops
 from qkernels.mamba2 import reference, triton_scan
 from qkernels.mamba2.config import scan_config
 from tests.qkernels.mamba2_case import ScanCase
+from tests.qkernels.verify_case import MOST_ROWS, NUM_ROWS, check_steps, with_noise
 
 # Counts and tokens before: requests that begin, that continue, that are not there.
 STEPS = {
@@ -114,3 +115,21 @@ def test_norm(device, half, poison, assert_close, groups, norm):
     want = ops.gated_group_norm(x, z, *rest, kernel="reference")
     got = ops.gated_group_norm(x, z, *rest, kernel="triton")
     torch.testing.assert_close(got, want, rtol=2 * torch.finfo(half).eps, atol=1e-6)
+
+
+def test_rejected_rows_are_left_out(device, poison):
+    case = ScanCase.make((NUM_ROWS,), (0,)).to(torch.float32, device)
+    wide = case.to(torch.float64, device)
+    want = wide.run(reference.selective_scan_, wide.unread)
+    memory = torch.full_like(case.memory_PHND, torch.nan)
+    shape = len(memory), 2 * MOST_ROWS, reference.recent_width(120, 24, 6)
+    recent = torch.full(shape, torch.nan, device=device)
+    heads = case.a_log_H, case.skip_H, case.dt_bias_H
+
+    def run(rows, num_rejected, step):
+        made = (with_noise(x, rows, num_rejected) for x in (case.mixed_TC, case.dt_TH))
+        return ops.selective_scan_(
+            *made, *heads, memory, case.limits, step, recent, kernel="triton"
+        )
+
+    check_steps(run, want, case.slots[0], 1e-5)

@@ -11,6 +11,7 @@ from qkernels.causal_conv import batched, reference
 from qkernels.errors import KernelError
 from tests.qkernels.conv_case import PARTS, ConvCase
 from tests.qkernels.delta_net_case import assert_close
+from tests.qkernels.verify_case import MOST_ROWS, NUM_ROWS, check_steps, with_noise
 
 # Requests that begin, that continue, that have no slot, that have no rows.
 STEP = ((1, 70, 3, 0, 12, 1), (9, 0, 2, 5, 64, 0))
@@ -63,11 +64,11 @@ def test_cut_anywhere_it_is_the_same(module, op):
 def test_slots_of_others_are_left_alone(module, op):
     """Rows without a slot write nowhere, not even into the last slot."""
     case = ConvCase.make(op, *STEP, slots=SLOTS)
-    states = case.conv_PCW.clone()
+    states = case.conv_PCL.clone()
     case.run(getattr(module, op), states)
     written = {slot for slot, count in zip(SLOTS, case.counts, strict=True) if count} - {-1}
     for slot in range(len(states)):
-        assert torch.equal(states[slot], case.conv_PCW[slot]) == (slot not in written)
+        assert torch.equal(states[slot], case.conv_PCL[slot]) == (slot not in written)
 
 
 @pytest.mark.parametrize(
@@ -76,11 +77,26 @@ def test_slots_of_others_are_left_alone(module, op):
         ("causal_conv_", {"weight_CW": lambda w: w[:, :1]}, "2 to 8 taps, found 1"),
         ("causal_conv_", {"bias_C": lambda b: b[1:]}, r"causal_conv_ bias: expected \[44\]"),
         ("short_conv_", {"x": lambda x: x[:, 1:]}, "b, c and x side by side, found 131 columns"),
-        ("short_conv_", {"conv_PCW": lambda c: c[:, 1:]}, "short_conv_ conv: expected"),
+        ("short_conv_", {"conv_PCL": lambda c: c[:, 1:]}, "short_conv_ conv: expected"),
     ],
 )
 def test_wrong_arguments_are_named(op, change, message):
     case = ConvCase.make(op, (5,), (0,), bias=True)
     case = replace(case, **{name: wrong(getattr(case, name)) for name, wrong in change.items()})
     with pytest.raises(KernelError, match=message):
-        case.run(getattr(ops, op), case.conv_PCW)
+        case.run(getattr(ops, op), case.conv_PCL)
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("op", PARTS)
+def test_rejected_rows_are_left_behind(module, op):
+    case = ConvCase.make(op, (NUM_ROWS,), (0,), bias=True).to(torch.float32)
+    wide = case.to(torch.float64)
+    want = wide.run(getattr(reference, op), wide.unread)
+    slot, states = case.slots[0], torch.full((5, 44, 3 + MOST_ROWS), torch.nan)
+
+    def run(rows, num_rejected, step):
+        x = with_noise(case.x, rows, num_rejected)
+        return getattr(module, op)(x, case.weight_CW, case.bias_C, states, step)
+
+    check_steps(run, want, slot, 1e-6)

@@ -12,6 +12,7 @@ from qkernels.delta_net import chunked, reference
 from qkernels.delta_net.config import chunk_config
 from qkernels.errors import KernelError
 from tests.qkernels.delta_net_case import DeltaCase, assert_close
+from tests.qkernels.verify_case import MOST_ROWS, NUM_ROWS, check_steps, with_noise
 
 SIZES = {"J": 2, "H": 6, "K": 12, "V": 20}
 
@@ -124,3 +125,20 @@ def test_states_are_multiplied_in_the_range_of_float32(arch):
     }
     assert operands.pop(torch.bfloat16) == torch.bfloat16
     assert set(operands.values()) == {torch.float32}
+
+
+@pytest.mark.parametrize("module", [reference, chunked])
+def test_rejected_rows_are_left_out(module):
+    sizes = {"J": 2, "H": 4, "K": 12, "V": 20}
+    case = DeltaCase(counts=(NUM_ROWS,), before=(0,), **sizes)
+    wide = case.to(torch.float64)
+    want = reference.delta_rule_(*wide.rule, wide.memory_PHKV.clone(), wide.step)
+    memory = torch.full_like(case.memory_PHKV, torch.nan)
+    shape = len(memory), 2 * MOST_ROWS, reference.recent_width(24, 80, 4)
+    recent = torch.full(shape, torch.nan)
+
+    def run(rows, num_rejected, step):
+        made = (with_noise(x, rows, num_rejected) for x in case.rule[:3])
+        return module.delta_rule_(*made, *case.rule[3:], memory, step, recent)
+
+    check_steps(run, want, case.slots[0], 1e-5)

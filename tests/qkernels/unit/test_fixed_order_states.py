@@ -15,7 +15,7 @@ BESIDE = ((1, 33), (12, 5))  # counts of other requests, and their tokens before
 
 
 def delta(case, states, kernel):
-    return ops.delta_rule_(*case.rule, states, case.step, kernel)
+    return ops.delta_rule_(*case.rule, states, case.step, kernel=kernel)
 
 
 def mamba(case, states, kernel):
@@ -39,7 +39,7 @@ KINDS = {
 
 
 def states_of(case):
-    name = next(name for name in ("memory_PHKV", "memory_PHND", "conv_PCW") if hasattr(case, name))
+    name = next(name for name in ("memory_PHKV", "memory_PHND", "conv_PCL") if hasattr(case, name))
     return getattr(case, name).clone()
 
 

@@ -15,6 +15,7 @@ from qkernels.errors import KernelError
 from qkernels.mamba2 import chunked, reference
 from tests.qkernels.delta_net_case import assert_close
 from tests.qkernels.mamba2_case import ScanCase
+from tests.qkernels.verify_case import MOST_ROWS, NUM_ROWS, check_steps, with_noise
 
 # Requests that begin, that continue, that have no slot, that have no rows.
 STEP = ((1, 70, 3, 0, 130, 1), (9, 0, 2, 5, 64, 0))
@@ -117,3 +118,20 @@ def test_uneven_groups_of_a_norm_are_refused():
     x = torch.zeros(2, 10)
     with pytest.raises(KernelError, match="expected 3 groups of channels, found 10"):
         ops.gated_group_norm(x, x, None, 3, 1e-5, False)
+
+
+@pytest.mark.parametrize("module", [reference, chunked])
+def test_rejected_rows_are_left_out(module):
+    case = ScanCase.make((NUM_ROWS,), (0,)).to(torch.float32)
+    wide = case.to(torch.float64)
+    want = wide.run(reference.selective_scan_, wide.unread)
+    memory = torch.full_like(case.memory_PHND, torch.nan)
+    shape = len(memory), 2 * MOST_ROWS, reference.recent_width(120, 24, 6)
+    recent = torch.full(shape, torch.nan)
+    heads = case.a_log_H, case.skip_H, case.dt_bias_H
+
+    def run(rows, num_rejected, step):
+        made = (with_noise(x, rows, num_rejected) for x in (case.mixed_TC, case.dt_TH))
+        return module.selective_scan_(*made, *heads, memory, case.limits, step, recent)
+
+    check_steps(run, want, case.slots[0], 1e-5)

@@ -233,7 +233,7 @@ def test_logits_of_a_sequence_leave_all_states_alone(hybrid):
     llm.logits(TOKENS)
     states = [c for c in llm.engine.runner.caches if isinstance(c, StateSlots)]
     assert len(states) == 2 and all(each.memory_PHKV.isnan().all() for each in states)
-    assert all(each.conv_PCW.isnan().all() for each in states)
+    assert all(each.conv_PCL.isnan().all() for each in states)
 
 
 def test_a_token_is_never_computed_again(hybrid):
@@ -263,12 +263,11 @@ def test_pages_hold_layers_with_attention_alone(hybrid):
     # one layer of 16 tokens, 2 KV heads of 32, keys and values in float32
     assert runner.bytes_per_page == 16 * 2 * 32 * 2 * 4
     states = [cache for cache in runner.caches if isinstance(cache, StateSlots)]
-    held = sum(each.conv_PCW.nbytes + each.memory_PHKV.nbytes for each in states)
+    held = sum(each.conv_PCL.nbytes + each.memory_PHKV.nbytes for each in states)
     assert runner.bytes_of_states == held > 0
 
 
 LIMITS = [
-    ({"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'}, "speculative"),
     ({"kv_offload_gb": 1.0}, "kv-offload-gb"),
     ({"tensor_parallel_size": 2}, "tensor-parallel-size"),
     ({"pipeline_parallel_size": 2}, "pipeline-parallel-size"),
@@ -430,9 +429,9 @@ def conv_state(change):
     def plant(decoder, monkeypatch):
         right = ops.causal_conv_
 
-        def wrong(x_TC, weight_CW, bias_C, conv_PCW, step):
-            conv_PCW.copy_(change(conv_PCW))
-            return right(x_TC, weight_CW, bias_C, conv_PCW, step)
+        def wrong(x_TC, weight_CW, bias_C, conv_PCL, step):
+            conv_PCL.copy_(change(conv_PCL))
+            return right(x_TC, weight_CW, bias_C, conv_PCL, step)
 
         monkeypatch.setattr(ops, "causal_conv_", wrong)
 

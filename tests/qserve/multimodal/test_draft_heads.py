@@ -5,6 +5,7 @@ embeddings in place and with transformers' positions.
 """
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from formats.heads.folder import HeadFolder
 from formats.scheme import Scheme
 from qserve.params.handling import Handling
 from qserve.params.sampling_params import SamplingParams
+from tests.qserve.model.variants import edited
 from tests.qserve.multimodal.conftest import NUM_TOKENS
 from tests.qserve.speculation.conftest import replayed
 from tests.qserve.speculation.head_steps import write_head
@@ -26,7 +28,7 @@ from tests.tiny_vision import VISION_FAMILIES, film, picture
 __all__ = ["replayed"]
 # positions of three axes and deepstack; a mask in both directions
 DEFAULT = ("qwen3_vl", "gemma3")
-HEADED = [name for name in VISION_FAMILIES if not name.startswith("qwen3_5")]
+HEADED = list(VISION_FAMILIES)
 FAMILIES = [
     pytest.param(name, marks=() if name in DEFAULT else pytest.mark.exhaustive) for name in HEADED
 ]
@@ -55,6 +57,7 @@ def head_config(model, kind="eagle3", **changes):
     if "mrope_section" in rope:
         axes = {name: rope[name] for name in rope if name.startswith("mrope_")}
         config["rope_scaling"] = {"type": "mrope", "rope_type": "default", **axes}
+        config["head_dim"] = 2 * sum(rope["mrope_section"])  # all of a head rotates
     return {**config, **changes}
 
 
@@ -298,3 +301,28 @@ def test_axes_that_do_not_fit_the_head_are_refused(vision, tmp_path):
     write_head(tmp_path, head_config(model, rope_scaling={"mrope_section": [4, 4, 4]}))
     with pytest.raises(InputError, match="mrope_section: expected three numbers of sum 8"):
         model.engine(1, **with_drafts(tmp_path))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_an_mtp_layer_drafts_after_images(vision, tmp_path, family):
+    """A copy of the model's layer with attention, below `mtp.` as in published files."""
+    model, layer = vision(family), "model.language_model.layers.1."
+
+    def add(state):
+        width = state["model.language_model.embed_tokens.weight"].shape[1]
+        names = [name for name in state if name.startswith(layer)]
+        state |= {name.replace(layer, "mtp.layers.0."): state[name].clone() for name in names}
+        for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+            state[f"mtp.{norm}.weight"] = torch.zeros(width)
+        state["mtp.fc.weight"] = torch.eye(width, 2 * width)
+
+    folder = edited(model.folder, tmp_path / "model", add)
+    for file in model.folder.iterdir():  # the tokenizer, the image processor
+        if not (folder / file.name).exists():
+            shutil.copy(file, folder)
+    requests = requests_of(model)
+    want = run(model, model.engine(), requests, (GREEDY, SAMPLED))
+    config = json.dumps({"method": "mtp", "num_speculative_tokens": 2, "adaptive": False})
+    engine = model.engine(1, model=str(folder), speculative_config=config)
+    assert run(model, engine, requests, (GREEDY, SAMPLED)) == want

@@ -128,7 +128,7 @@ class Text:
         kv = KvFormat(dtype=torch.float32)
         model = target.config
         self.caches = [
-            a.cache_spec(kv, PAGE).make(10, 0, torch.device("cpu"))
+            a.cache_spec(kv, PAGE).make(10, 1, torch.device("cpu"))
             for a in (layer.attention for layer in target.layers)
         ]
         self.own = [
@@ -150,6 +150,7 @@ class Text:
             query_starts_R1=torch.tensor([0, count], dtype=torch.int32),
             context_lengths_R=torch.tensor([start + count], dtype=torch.int32),
             logits_rows_S=torch.tensor([count - 1]),
+            state_slots_R=torch.zeros(1, dtype=torch.int32),
             max_query_len=count,
             max_context_len=start + count,
         )
