@@ -190,6 +190,10 @@ W8A8_SHAPES = (
     *((1, OUT), (16, GATE_UP), (64, QKV), (128, DOWN), (128, OUT), (256, QKV), (1024, QKV)),
     (4096, OUT),
 )
+W4A8_SHAPES = (
+    *((1, OUT), (16, GATE_UP), (32, QKV), (64, QKV), (64, GATE_UP), (128, DOWN), (256, QKV)),
+    (4096, OUT),
+)
 SCHEMES = {
     "w4a16": ("w4a16-sym", W4A16_SHAPES),
     "w4a16-asym": ("w4a16-asym", WNA16_SHAPES),
@@ -198,6 +202,9 @@ SCHEMES = {
     "w8a8": ("w8a8", W8A8_SHAPES),
     "w8a8-fp8": ("w8a8-fp8", W8A8_SHAPES),
     "w8a8-fp8-block": ("w8a8-fp8-block", W8A8_SHAPES),
+    "w4a8": ("w4a8", W4A8_SHAPES),
+    "w4a8-fp8": ("w4a8-fp8", W4A8_SHAPES),
+    "w4a8-channel": ("w4a8-channel", W4A8_SHAPES),
 }
 QUICK_PRODUCTS = {
     ("w4a16", 16, GATE_UP): ("sm_80", "sm_90"),
