@@ -101,6 +101,8 @@ class W4A8Sm90Config(CompileTimeConfig):
     max_prefetch_stages: int = 8  # stages whose weights are loaded before griddepcontrol.wait
     # griddepcontrol.launch_dependents before the producer's loop, not after it
     launch_dependents_first: bool = False
+    # packed words of the next K step are loaded while this one's are multiplied
+    loads_ahead: bool = False
 
     consumer_rows = WARPGROUP_ROWS
     stored_rows = WARPGROUP_ROWS
@@ -194,7 +196,7 @@ _INTEGERS = (
 )
 _PROMOTED = (
     (W4A8Sm90Config(num_consumers=2, block_b=64), 0.75),
-    (W4A8Sm90Config(num_consumers=2, block_b=128, group_a=16), 1.2),
+    (W4A8Sm90Config(num_consumers=2, block_b=128, group_a=16, loads_ahead=True), 1.15),
 )
 
 

@@ -28,7 +28,7 @@ from qkernels.gpu.device import sm_count
 from qkernels.gpu.gluon_compat import descriptor
 from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl_gluon import griddepcontrol_wait
-from qkernels.gpu.pipeline import make_pipeline
+from qkernels.gpu.pipeline import PipelineState, make_pipeline
 from qkernels.gpu.registers import split_columns
 from qkernels.gpu.split_k_reduce import reduce_in_last_arriver, reduce_scatter
 from qkernels.gpu.tma import aligned
@@ -41,14 +41,14 @@ from qkernels.tuning.table import tuning_table_of
 from qkernels.w4a8 import layout
 from qkernels.w4a8.config import W4A8Sm90Config, default_sm90_config, fixed_order_config
 from qkernels.w4a8.prepack import prepacked
-from qkernels.w4a8.sm90_codes import expand, load_codes
+from qkernels.w4a8.sm90_codes import expand, load_words, split_k
 from qkernels.w4a8.sm90_load import load
 from qkernels.w4a8.sm90_structs import Gemm, Numerics, Stages
 from qkernels.w4a8.tuned import TUNED
 from qkernels.w8a8.sm90_epilogue import epilogue, load_vectors
 from qkernels.w8a8.sm90_structs import EpilogueBuffers
 
-WEIGHT_BOX = [32, 128]  # a stored tile's packed codes of a K step: two outputs a line
+WEIGHT_BOX = [32, 32]  # a stored tile's packed words of a K step: two outputs a line
 
 
 def prepare_weight(
@@ -91,7 +91,7 @@ def linear_codes(
     config = config or _chosen_config(weight.problem, M)
     numerics = numerics_of(weight.problem)
     codes_MK = aligned(codes_MK.contiguous())
-    packed = weight.tensors["packed"].view(torch.int8).view(-1, WEIGHT_BOX[1])
+    packed = weight.tensors["packed"].view(torch.int32).view(-1, WEIGHT_BOX[1])
     scales = weight.tensors["scales"]
     box = layout.TILE_N * numerics.groups
     partials, counters = workspace(device)
@@ -164,8 +164,7 @@ def _multiply_integers(gemm, pipeline, state, sums, work_tile, CONSUMER: gl.cons
     for k_step in range(work_tile.k_begin, work_tile.k_end):
         pipeline.consumer_wait(state)
         slot = state.stage * gemm.CONFIG.num_consumers + CONSUMER
-        codes = load_codes(pipeline.mem.weight.index(slot), 1)
-        a = expand(codes[0], pipeline.mem.x.dtype, A)
+        a = expand(load_words(pipeline.mem.weight.index(slot)), pipeline.mem.x.dtype, A)
         x = pipeline.mem.x.index(state.stage).permute((1, 0))
         sums = warpgroup_mma(a, x, sums, is_async=True, use_acc=k_step > work_tile.k_begin)
         # operand A's registers are read until the product ends
@@ -192,12 +191,12 @@ def _multiply_groups(gemm, pipeline, state, total, work_tile, CONSUMER: gl.const
     for _ in range(work_tile.k_begin, work_tile.k_end):
         pipeline.consumer_wait(state)
         slot = state.stage * gemm.CONFIG.num_consumers + CONSUMER
-        codes = load_codes(pipeline.mem.weight.index(slot), GROUPS)
+        words = split_k(load_words(pipeline.mem.weight.index(slot)), GROUPS)
         for i in gl.static_range(GROUPS):
             if NUMERICS.in_groups:
                 scale = pipeline.mem.scales.index(slot).slice(i * 64, 64)
                 scale = scale.load(gl.SliceLayout(1, LAYOUT)).to(gl.float32) / NUMERICS.factor
-            a = expand(codes[i], DTYPE, A)
+            a = expand(words[i], DTYPE, A)
             x = pipeline.mem.x.index(state.stage)
             if GROUPS > 1:
                 x = x.slice(i * BK, BK, dim=1)
@@ -211,6 +210,52 @@ def _multiply_groups(gemm, pipeline, state, total, work_tile, CONSUMER: gl.const
             else:
                 total += product
         state = state.advance()
+    return total, state
+
+
+@gluon.jit
+def _weights_at(gemm, pipeline, state, LAYOUT: gl.constexpr, CONSUMER: gl.constexpr):
+    """Packed words and scales of the K step at `state`, as soon as it is there."""
+    pipeline.consumer_wait(state)
+    slot = state.stage * gemm.CONFIG.num_consumers + CONSUMER
+    words = load_words(pipeline.mem.weight.index(slot))
+    if gemm.NUMERICS.in_groups:
+        scale = pipeline.mem.scales.index(slot).load(gl.SliceLayout(1, LAYOUT))
+        return words, scale.to(gl.float32) / gemm.NUMERICS.factor
+    else:
+        return words, gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, LAYOUT))
+
+
+@gluon.jit
+def _multiply_ahead(gemm, pipeline, state, total, work_tile, CONSUMER: gl.constexpr):
+    """_multiply_groups of one group a K step, which loads the next words during a product."""
+    NUMERICS: gl.constexpr = gemm.NUMERICS
+    DTYPE: gl.constexpr = pipeline.mem.x.dtype
+    PRODUCT: gl.constexpr = gl.int32 if DTYPE.is_int8() else gl.float32
+    LAYOUT: gl.constexpr = total.type.layout
+    words, scale = _weights_at(gemm, pipeline, state, LAYOUT, CONSUMER)
+    for k_step in range(work_tile.k_begin, work_tile.k_end):
+        a = expand(words, DTYPE, gl.DotOperandLayout(0, LAYOUT, 4))
+        product = gl.zeros(total.shape, PRODUCT, LAYOUT)
+        x = pipeline.mem.x.index(state.stage).permute((1, 0))
+        product = warpgroup_mma(a, x, product, is_async=True, use_acc=False)
+        # after the last step that step again, which is not multiplied
+        following = state.advance()
+        is_last = k_step == work_tile.k_end - 1
+        ahead = PipelineState(
+            stage=gl.where(is_last, state.stage, following.stage),
+            phase=gl.where(is_last, state.phase, following.phase),
+            num_stages=state.num_stages,
+        )
+        next_words, next_scale = _weights_at(gemm, pipeline, ahead, LAYOUT, CONSUMER)
+        product = warpgroup_mma_wait(0, deps=[product])
+        pipeline.consumer_release(state)
+        if NUMERICS.in_groups:
+            total = gl.fma(product.to(gl.float32), scale[:, None], total)
+        else:
+            total += product
+        words, scale = next_words, next_scale
+        state = following
     return total, state
 
 
@@ -240,6 +285,8 @@ def _consume(gemm, pipeline, buffers, CONSUMER: gl.constexpr):
         vectors = load_vectors(gemm, row, stored, store_layout)
         if SUM == gl.int32:
             sums, state = _multiply_integers(gemm, pipeline, state, sums, work_tile, CONSUMER)
+        elif CONFIG.loads_ahead and gemm.NUMERICS.groups == 1:
+            sums, state = _multiply_ahead(gemm, pipeline, state, sums, work_tile, CONSUMER)
         else:
             sums, state = _multiply_groups(gemm, pipeline, state, sums, work_tile, CONSUMER)
         complete = True
@@ -299,7 +346,7 @@ def _w4a8_sm90(
         HAS_ZEROS=False,
         BLOCKS=False,
     )
-    packed = gl.allocate_shared_memory(gl.int8, [SLOTS, 32, 128], weight.layout)
+    packed = gl.allocate_shared_memory(gl.int32, [SLOTS, 32, 32], weight.layout)
     x_stages = gl.allocate_shared_memory(x.dtype, [STAGES, CONFIG.block_b, 128], x.layout)
     if NUMERICS.in_groups:
         SCALES: gl.constexpr = scales.block_type.shape[0]

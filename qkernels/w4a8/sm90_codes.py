@@ -1,17 +1,24 @@
 """Packed 4-bit codes in shared memory to operand A of an 8-bit wgmma in registers, in Gluon.
 
-A thread loads the 16 bytes of each of its two rows, lane // 4 and lane // 4 + 8, that belong to its
-part of operand A. Only that load crosses threads. Codes become int8 in three instructions for
-eight, e4m3 in nine, both exactly (layout.py has their factors).
+A thread loads the four words of each of its two rows, lane // 4 and lane // 4 + 8, that belong to
+its part of operand A. Only that load crosses threads. The codes of a word become int8 in three
+instructions, e4m3 in nine, both exactly (layout.py has their factors).
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from qkernels.gpu.registers import signed_nibbles
+# Each takes a word four times, once for each byte of a result. A word of eight codes to two words
+# of int8: the low codes shifted left, masked, and their sign bits flipped.
+_TO_INT8 = gl.constexpr("""{
+    .reg .b32 low;
+    shl.b32 low, $2, 4;
+    lop3.b32 $0, low, 0xF0F0F0F0, 0x80808080, 0x6A;
+    lop3.b32 $1, $2, 0xF0F0F0F0, 0x80808080, 0x6A;
+}""")
 
-# A word of eight codes, each a sign and a magnitude, to two words of e4m3. Of a code n, t is the
-# sign bit: n + 0x79 t has that at bit 7, and one added to the magnitude of a negative number.
+# As signs and magnitudes, to two words of e4m3. Of a code n, t is the sign bit: n + 0x79 t has that
+# at bit 7, and one added to the magnitude of a negative number.
 _TO_FLOAT8 = gl.constexpr("""{
     .reg .b32 n, t, high;
     and.b32 n, $2, 0x0F0F0F0F; shr.u32 t, $2, 3; and.b32 t, t, 0x01010101;
@@ -24,42 +31,67 @@ _TO_FLOAT8 = gl.constexpr("""{
 
 @gluon.constexpr_function
 def _stored_layout():
-    """Layout of a stored tile's packed codes [32, 128] as in shared memory: two rows a line."""
+    """Layout of a stored tile's words [32, 32] as in shared memory: two rows a line."""
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [4, 0]],
-        lane_bases=[[0, 16], [0, 32], [0, 64], [1, 0], [2, 0]],
+        reg_bases=[[0, 1], [0, 2], [4, 0]],
+        lane_bases=[[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]],
         warp_bases=[[8, 0], [16, 0]],
         block_bases=[],
-        shape=[32, 128],
+        shape=[32, 32],
     )
 
 
+@gluon.constexpr_function
+def _bytes_layout(C):
+    """Layout of bytes [64, 4 lanes, C words, 4]."""
+    words = [[0, 0, 1 << i, 0] for i in range(C.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 0, 1], [0, 0, 0, 2], *words, [8, 0, 0, 0]],
+        lane_bases=[[0, 1, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
+        warp_bases=[[16, 0, 0, 0], [32, 0, 0, 0]],
+        block_bases=[],
+        shape=[64, 4, C, 4],
+    )
+
+
+@gluon.constexpr_function
+def _words_layout(C):
+    return gl.SliceLayout(3, _bytes_layout(C))
+
+
 @gluon.jit
-def load_codes(stored, GROUPS: gl.constexpr):
-    """Packed codes of a stored tile's K step, as GROUPS tensors [64, 4 lanes, C, 4 bytes]."""
-    codes = (stored.load(_stored_layout()).reshape([64, 4, 4, 4]),)
-    for _ in gl.static_range(GROUPS.bit_length() - 1):
+def load_words(stored):
+    """The packed words of a stored tile's K step, [64, 4 lanes, 4]."""
+    words = stored.load(_stored_layout()).reshape([64, 4, 4])
+    return gl.convert_layout(words, _words_layout(4), assert_trivial=True)
+
+
+@gluon.jit
+def split_k(words, PARTS: gl.constexpr):
+    """Words [64, 4, C] as PARTS tensors [64, 4, C / PARTS] of adjacent inputs."""
+    parts = (words,)
+    for _ in gl.static_range(PARTS.bit_length() - 1):
         halved = ()
-        for j in gl.static_range(len(codes)):
-            C: gl.constexpr = codes[j].shape[2] // 2
-            pair = codes[j].reshape([64, 4, 2, C, 4]).permute([0, 1, 3, 4, 2])
-            halved += gl.split(pair)
-        codes = halved
-    return codes
+        for j in gl.static_range(len(parts)):
+            C: gl.constexpr = parts[j].shape[2] // 2
+            low, high = gl.split(parts[j].reshape([64, 4, 2, C]).permute([0, 1, 3, 2]))
+            halved += (gl.convert_layout(low, _words_layout(C), assert_trivial=True),)
+            halved += (gl.convert_layout(high, _words_layout(C), assert_trivial=True),)
+        parts = halved
+    return parts
 
 
 @gluon.jit
-def expand(codes, DTYPE: gl.constexpr, A: gl.constexpr):
-    """Packed codes [64, 4, C, 4] to operand A, [64, 32 C] in the order of the inputs."""
-    C: gl.constexpr = codes.shape[2]
-    if DTYPE.is_int8():
-        low, high = signed_nibbles(codes)
-    else:
-        low, high = gl.inline_asm_elementwise(
-            _TO_FLOAT8, "=r,=r,r", [codes], (gl.int8, gl.int8), is_pure=True, pack=4
-        )
-        low = low.to(DTYPE, bitcast=True)
-        high = high.to(DTYPE, bitcast=True)
+def expand(words, DTYPE: gl.constexpr, A: gl.constexpr):
+    """Packed words [64, 4, C] to operand A, [64, 32 C] in the order of the inputs."""
+    C: gl.constexpr = words.shape[2]
+    PTX: gl.constexpr = _TO_INT8 if DTYPE.is_int8() else _TO_FLOAT8
+    copies = gl.full([64, 4, C, 4], 0, gl.int32, _bytes_layout(C)) | gl.expand_dims(words, 3)
+    low, high = gl.inline_asm_elementwise(
+        PTX, "=r,=r,r,r,r,r", [copies], (gl.int8, gl.int8), is_pure=True, pack=4
+    )
+    low = low.to(DTYPE, bitcast=True)
+    high = high.to(DTYPE, bitcast=True)
     # [64, t, C, j, h] -> [64, C, h, t, j]
     values = gl.join(low, high).permute([0, 2, 4, 1, 3]).reshape([64, 32 * C])
     return gl.convert_layout(values, A, assert_trivial=True)

@@ -25,7 +25,7 @@ class Numerics:
 class Gemm:
     """The kernel's arguments. Pointers are valid where their flag is set."""
 
-    weight: tma.tensor_descriptor  # packed codes [N/64 K/128 32, 128]
+    weight: tma.tensor_descriptor  # packed words [N/64 K/128 32, 32]
     scales: tma.tensor_descriptor  # [N/64 G 64], boxes of a K step's groups; in_groups
     x: tma.tensor_descriptor  # codes [M, K]
     y: tma.tensor_descriptor  # [M, N]
@@ -77,6 +77,6 @@ class Gemm:
 class Stages:
     """Shared memory of the pipeline. A stage has a slot for each consumer."""
 
-    weight: gl.shared_memory_descriptor  # int8 [slots, 32, 128]: 64 outputs, 64 bytes each
+    weight: gl.shared_memory_descriptor  # [slots, 32, 32]: 64 outputs, 16 words each
     scales: gl.shared_memory_descriptor  # [slots, 64 groups]; in_groups
     x: gl.shared_memory_descriptor  # [stages, block_b, 128]
