@@ -238,6 +238,7 @@ def write_config(folder: Path, shape: str, scheme: str | None) -> None:
         **SHAPES[shape],
     }
     if scheme is not None:
-        method = "compressed-tensors" if scheme.startswith("w8a8") else "gptq"
-        config[BLOCK] = QuantConfig(method=method, scheme=Scheme.parse(scheme)).to_dict()
+        parsed = Scheme.parse(scheme)
+        method = "gptq" if parsed.activation is None else "compressed-tensors"
+        config[BLOCK] = QuantConfig(method=method, scheme=parsed).to_dict()
     (folder / "config.json").write_text(json.dumps(config))

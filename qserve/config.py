@@ -38,12 +38,13 @@ MODEL_IMPLS = ("auto", "native", "transformers")
 EXECUTORS = ("mp", "ray")
 ALL_REDUCES = ("auto", "nccl")
 KV_CACHE_DTYPES = ("auto", *KV_CACHES)
-KERNEL_OPERATIONS = ("w4a16", "w8a16", "w8a8", "experts", "attention")
+KERNEL_OPERATIONS = ("w4a16", "w8a16", "w8a8", "w4a8", "experts", "attention")
 # What --batch-invariant requests of these operations; "float" are linears that are not quantized.
 FIXED_ORDER = "fixed_order"
 FIXED_ORDER_OPERATIONS = (
     *(f"w{bits}a16" for bits in (2, 3, 4, 6, 8)),
     "w8a8",
+    "w4a8",
     "experts",
     "attention",
     "float",
@@ -207,7 +208,7 @@ class EngineConfig(HubSettings):
     )
     kernel: list[str] = setting(
         [],
-        "OP=NAME selects a kernel, OP=-NAME excludes it; OP is w4a16, w8a16, w8a8, experts "
+        "OP=NAME selects a kernel, OP=-NAME excludes it; OP is w4a16, w8a16, w8a8, w4a8, experts "
         "or attention; qkernels/README.md lists the names; may be repeated",
     )
     enable_lora: bool = setting(False, "serve LoRA adapters along with the model")
