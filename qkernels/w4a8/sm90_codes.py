@@ -67,16 +67,22 @@ def load_words(stored):
 
 
 @gluon.jit
+def _halves(words):
+    """Words [64, 4, C] split along the inputs into two [64, 4, C / 2]."""
+    C: gl.constexpr = words.shape[2] // 2
+    low, high = gl.split(words.reshape([64, 4, 2, C]).permute([0, 1, 3, 2]))
+    low = gl.convert_layout(low, _words_layout(C), assert_trivial=True)
+    return low, gl.convert_layout(high, _words_layout(C), assert_trivial=True)
+
+
+@gluon.jit
 def split_k(words, PARTS: gl.constexpr):
     """Words [64, 4, C] as PARTS tensors [64, 4, C / PARTS] of adjacent inputs."""
     parts = (words,)
     for _ in gl.static_range(PARTS.bit_length() - 1):
         halved = ()
         for j in gl.static_range(len(parts)):
-            C: gl.constexpr = parts[j].shape[2] // 2
-            low, high = gl.split(parts[j].reshape([64, 4, 2, C]).permute([0, 1, 3, 2]))
-            halved += (gl.convert_layout(low, _words_layout(C), assert_trivial=True),)
-            halved += (gl.convert_layout(high, _words_layout(C), assert_trivial=True),)
+            halved += _halves(parts[j])
         parts = halved
     return parts
 

@@ -212,6 +212,8 @@ QUICK_PRODUCTS = {
     ("w4a16-asym", 256, OUT): ("sm_90", "sm_120"),
     ("w8a8", 1024, QKV): SM90,
     ("w8a8-fp8", 64, QKV): ("sm_89", "sm_90"),
+    ("w4a8", 16, GATE_UP): ("sm_80", "sm_90"),
+    ("w4a8-fp8", 256, QKV): SM90,
 }
 
 
@@ -231,6 +233,14 @@ def _products() -> dict[str, Case]:
 
 
 MORE_PRODUCTS = {
+    "w4a8 group 32": Case(run=lambda: linear(256, OUT, "w4a8-g32"), product="wgmma"),
+    "w4a8 group 32, few rows": Case(run=lambda: linear(16, DOWN, "w4a8-g32"), product="wgmma"),
+    "w4a8-fp8 group 64": Case(
+        run=lambda: linear(128, OUT, "w4a8-fp8-g64", FP16, True), product="wgmma", least=89
+    ),
+    "w4a8 group 256, float16": Case(
+        run=lambda: linear(64, QKV, "w4a8-g256", FP16, True), product="wgmma"
+    ),
     "w4a16 group 32": Case(run=lambda: linear(64, OUT, "w4a16-sym-g32"), product="wgmma"),
     "w8a16 group 32": Case(run=lambda: linear(16, OUT, "w8a16-sym-g32"), product="wgmma"),
     "w4a16 group 256, float16": Case(
