@@ -36,9 +36,7 @@ class W4A8TritonConfig:
     use_tma: bool = True  # for x
 
 
-def default_triton_config(
-    M: int, N: int, K: int, block_k: int, sm_count: int
-) -> W4A8TritonConfig:
+def default_triton_config(M: int, N: int, K: int, block_k: int, sm_count: int) -> W4A8TritonConfig:
     """The config for M >= 1 rows, in K steps of block_k inputs."""
     block_m = min(128, max(16, power_of_two(M)))
     tiles = ceil_div(N, 128) * ceil_div(M, block_m)
@@ -230,7 +228,10 @@ def fixed_order_config(
     config = default_sm90_config(M, N, K, group, sm_count, integers)
     if not config.promotes:
         return config  # integer sums are exact in any order
-    return replace(config, split=1, reduce_scatter=False)
+    config = replace(config, split=1, reduce_scatter=False)
+    if M <= 64 and config.tiles(M, N) <= sm_count:  # tiles of 64 outputs, for more SMs
+        config = replace(config, num_consumers=1, blocks_per_sm=2)
+    return config
 
 
 # Microseconds of a K step of one of an SM's two blocks, by block_b; a step loads the weights that
@@ -244,9 +245,7 @@ _REDUCE_ROW_TIME = 1 / 128  # times (split + 3) and block_b
 
 
 @functools.lru_cache(maxsize=4096)
-def _small_m_config(
-    block_b: int, N: int, K: int, sm_count: int, promotes: bool
-) -> W4A8Sm90Config:
+def _small_m_config(block_b: int, N: int, K: int, sm_count: int, promotes: bool) -> W4A8Sm90Config:
     """Two warpgroups a block and two blocks an SM, and the split-K that is predicted fastest."""
     two = W4A8Sm90Config(num_consumers=2, block_b=block_b, promotes=promotes)
     two = replace(two, max_stages=6, blocks_per_sm=2 if block_b < 64 else 1)

@@ -67,11 +67,7 @@ def triton_w4a8(problem: Problem) -> str | None:
 
 def portable_w4a8(problem: Problem) -> str | None:
     reason = triton_w4a8(problem)
-    if (
-        reason is None
-        and problem.requested == FIXED_ORDER
-        and problem.activation.type == "float"
-    ):
+    if reason is None and problem.requested == FIXED_ORDER and problem.activation.type == "float":
         return "adds float8 products in an order that depends on the number of rows"
     return reason
 

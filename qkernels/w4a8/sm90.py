@@ -102,7 +102,9 @@ def linear_codes(
             _w4a8_sm90,
             (min(sm_count(device) * config.blocks_per_sm, config.tiles(M, N) * config.split),),
             descriptor(packed, WEIGHT_BOX),
-            descriptor(scales.view(-1), [box]) if numerics.in_groups else descriptor(packed, WEIGHT_BOX),
+            descriptor(scales.view(-1), [box])
+            if numerics.in_groups
+            else descriptor(packed, WEIGHT_BOX),
             descriptor(codes_MK, [config.block_b, layout.K_STEP]),
             descriptor(y_MN, [config.store_width, config.consumer_rows]),
             scales_M1.contiguous(),
@@ -145,14 +147,8 @@ def _chosen_config(problem: GemmProblem, M: int) -> W4A8Sm90Config:
     sms, integers = sm_count(problem.device), problem.activation.type == "int"
     if problem.requested == FIXED_ORDER:
         return fixed_order_config(M, N, K, group, sms, integers)
-    row = tuning_table_of(problem.device).find(
-        TUNED, N=N, K=K, group=group, integers=integers, M=M
-    )
-    if (
-        row is not None
-        and isinstance(row.config, W4A8Sm90Config)
-        and row.config.fits(M, N, K, sms)
-    ):
+    row = tuning_table_of(problem.device).find(TUNED, N=N, K=K, group=group, integers=integers, M=M)
+    if row is not None and isinstance(row.config, W4A8Sm90Config) and row.config.fits(M, N, K, sms):
         return row.config
     return default_sm90_config(M, N, K, group, sms, integers)
 

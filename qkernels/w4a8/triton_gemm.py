@@ -122,9 +122,7 @@ def _chosen_config(problem: GemmProblem, M: int) -> W4A8TritonConfig:
     sums, which are added in float32."""
     N, K, group = problem.out_features, problem.in_features, problem.group
     integers = problem.activation.type == "int"
-    row = tuning_table_of(problem.device).find(
-        TUNED, N=N, K=K, group=group, integers=integers, M=M
-    )
+    row = tuning_table_of(problem.device).find(TUNED, N=N, K=K, group=group, integers=integers, M=M)
     if row is not None and isinstance(row.config, W4A8TritonConfig):
         config = row.config
     else:

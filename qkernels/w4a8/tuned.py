@@ -26,9 +26,7 @@ def _runs_sm90(K: int) -> bool:
     return K % K_STEP == 0 and gpu_device.lacks_arch(torch.device("cuda"), "sm_90") is None
 
 
-def _default(
-    sm_count: int, *, M: int, N: int, K: int, group: int, integers: bool
-) -> W4A8Config:
+def _default(sm_count: int, *, M: int, N: int, K: int, group: int, integers: bool) -> W4A8Config:
     if _runs_sm90(K):
         return default_sm90_config(M, N, K, group, sm_count, integers)
     return default_triton_config(M, N, K, k_step(group), sm_count)

@@ -82,7 +82,7 @@ def _written(text: str) -> set[int]:
     """The registers that an instruction writes, as far as the first one that it names."""
     text = re.sub(r"^@!?U?P\w+\s+", "", text)
     match = re.match(r"(\S+)\s+(?:P[0-9T]+, )*R(\d+)\b", text)
-    if match is None or match.group(1).startswith(("ST", "HGMMA", "IGMMA", "QGMMA", "SYNCS", "R2UR")):
+    if match is None or re.match("ST|[HIQ]GMMA|SYNCS|R2UR", match.group(1)):
         return set()
     name, first = match.group(1), int(match.group(2))
     width = 4 if ".128" in name else 2 if any(k in name for k in (".64", "WIDE", "CS2R")) else 1
