@@ -217,7 +217,7 @@ def default_sm90_config(
 
     config, _ = min(_PROMOTED if promotes else _INTEGERS, key=time)
     scattered = replace(config, split=2, reduce_scatter=True)
-    worth = K // K_STEP >= (56 if promotes else 32)
+    worth = (56 if promotes else 32) <= K // K_STEP
     return scattered if worth and scattered.fits(M, N, K, sm_count) else config
 
 

@@ -21,6 +21,26 @@ ZERO = 8  # the code of 0
 INT_FACTOR = 16.0
 FLOAT8_FACTOR = 2.0**-9
 
+# A word of eight codes, $2, to two words of int8: the low codes shifted left, masked, and their
+# sign bits flipped.
+INT8_PTX = """{
+    .reg .b32 low;
+    shl.b32 low, $2, 4;
+    lop3.b32 $0, low, 0xF0F0F0F0, 0x80808080, 0x6A;
+    lop3.b32 $1, $2, 0xF0F0F0F0, 0x80808080, 0x6A;
+}"""
+
+# As signs and magnitudes, to two words of e4m3. Of a code n, t is the sign bit: n + 0x79 t has that
+# at bit 7, and one added to the magnitude of a negative number.
+FLOAT8_PTX = """{
+    .reg .b32 n, t, high;
+    and.b32 n, $2, 0x0F0F0F0F; shr.u32 t, $2, 3; and.b32 t, t, 0x01010101;
+    mad.lo.u32 $0, t, 0x79, n;
+    shr.u32 high, $2, 4; and.b32 n, high, 0x0F0F0F0F;
+    shr.u32 t, $2, 7; and.b32 t, t, 0x01010101;
+    mad.lo.u32 $1, t, 0x79, n;
+}"""
+
 
 def code_factor(type: str) -> float:
     """Return how many times its value a code is in a product with inputs of this type."""

@@ -103,7 +103,7 @@ KERNELS = (
     Kernel(
         name="sm90_w4a8",
         module="w4a8.sm90",
-        priority=31,
+        priority=30,
         supports=sm90_w4a8,
         note=functools.partial(note_measured, config=W4A8Sm90Config),
         variants=("sm90", FIXED_ORDER),

@@ -96,6 +96,7 @@ def linear_codes(
     box = layout.TILE_N * numerics.groups
     partials, counters = workspace(device)
     sums_are_integers = codes_MK.dtype == torch.int8 and not numerics.in_groups
+    assert config.promotes != sums_are_integers, config
     assert config.fits(M, N, K, sm_count(device)), config
     with on_device(codes_MK):
         launch(
@@ -279,7 +280,7 @@ def _consume(gemm, pipeline, buffers, CONSUMER: gl.constexpr):
         store_layout: gl.constexpr = split_columns(sums, STORE_TILES)[0].type.layout
         # from memory while the product runs
         vectors = load_vectors(gemm, row, stored, store_layout)
-        if SUM == gl.int32:
+        if not CONFIG.promotes:
             sums, state = _multiply_integers(gemm, pipeline, state, sums, work_tile, CONSUMER)
         elif CONFIG.loads_ahead and gemm.NUMERICS.groups == 1:
             sums, state = _multiply_ahead(gemm, pipeline, state, sums, work_tile, CONSUMER)

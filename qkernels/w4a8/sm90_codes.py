@@ -8,25 +8,10 @@ instructions, e4m3 in nine, both exactly (layout.py has their factors).
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# Each takes a word four times, once for each byte of a result. A word of eight codes to two words
-# of int8: the low codes shifted left, masked, and their sign bits flipped.
-_TO_INT8 = gl.constexpr("""{
-    .reg .b32 low;
-    shl.b32 low, $2, 4;
-    lop3.b32 $0, low, 0xF0F0F0F0, 0x80808080, 0x6A;
-    lop3.b32 $1, $2, 0xF0F0F0F0, 0x80808080, 0x6A;
-}""")
+from qkernels.w4a8.layout import FLOAT8_PTX, INT8_PTX
 
-# As signs and magnitudes, to two words of e4m3. Of a code n, t is the sign bit: n + 0x79 t has that
-# at bit 7, and one added to the magnitude of a negative number.
-_TO_FLOAT8 = gl.constexpr("""{
-    .reg .b32 n, t, high;
-    and.b32 n, $2, 0x0F0F0F0F; shr.u32 t, $2, 3; and.b32 t, t, 0x01010101;
-    mad.lo.u32 $0, t, 0x79, n;
-    shr.u32 high, $2, 4; and.b32 n, high, 0x0F0F0F0F;
-    shr.u32 t, $2, 7; and.b32 t, t, 0x01010101;
-    mad.lo.u32 $1, t, 0x79, n;
-}""")
+# Each takes a word four times, once for each byte of a result.
+_TO_INT8, _TO_FLOAT8 = gl.constexpr(INT8_PTX), gl.constexpr(FLOAT8_PTX)
 
 
 @gluon.constexpr_function

@@ -3,7 +3,8 @@
 The weight is operand A: its codes are expanded to int8 or e4m3, exactly, and multiplied as they
 are. The sum of a group is an integer, or a float8 product's sum, and enters the float32 total with
 one fused multiply-add by the group's scale. Codes with a scale for each output are summed as
-integers to the end. On NVIDIA GPUs USE_PTX switches inline PTX on; the results are the same without.
+integers to the end. On NVIDIA GPUs USE_PTX switches a piece of inline PTX on; the results are the
+same without it.
 
 Legend: M rows of x, K inputs, N outputs, G groups; BM, BN, BK the tile.
 """
@@ -29,7 +30,7 @@ from qkernels.operands.codes import Codes
 from qkernels.operands.split_k import Consumer
 from qkernels.tuning.table import tuning_table_of
 from qkernels.w4a8.config import W4A8TritonConfig, default_triton_config
-from qkernels.w4a8.layout import TILE_N, code_factor, k_step
+from qkernels.w4a8.layout import FLOAT8_PTX, INT8_PTX, TILE_N, code_factor, k_step
 from qkernels.w4a8.prepack import prepacked
 from qkernels.w4a8.tuned import TUNED
 
@@ -133,25 +134,7 @@ def _chosen_config(problem: GemmProblem, M: int) -> W4A8TritonConfig:
     return config
 
 
-# A word of eight codes to two words of int8 that are 16 times their values: the low codes shifted
-# left, masked, and their sign bits flipped
-_TO_INT8 = tl.constexpr("""{
-    .reg .b32 low;
-    shl.b32 low, $2, 4;
-    lop3.b32 $0, low, 0xF0F0F0F0, 0x80808080, 0x6A;
-    lop3.b32 $1, $2, 0xF0F0F0F0, 0x80808080, 0x6A;
-}""")
-
-# As signs and magnitudes, to two words of e4m3. Of a code n, t is the sign bit: n + 0x79 t has that
-# at bit 7, and one added to the magnitude of a negative number.
-_TO_FLOAT8 = tl.constexpr("""{
-    .reg .b32 n, t, high;
-    and.b32 n, $2, 0x0F0F0F0F; shr.u32 t, $2, 3; and.b32 t, t, 0x01010101;
-    mad.lo.u32 $0, t, 0x79, n;
-    shr.u32 high, $2, 4; and.b32 n, high, 0x0F0F0F0F;
-    shr.u32 t, $2, 7; and.b32 t, t, 0x01010101;
-    mad.lo.u32 $1, t, 0x79, n;
-}""")
+_TO_INT8, _TO_FLOAT8 = tl.constexpr(INT8_PTX), tl.constexpr(FLOAT8_PTX)
 
 
 @triton.jit
@@ -257,7 +240,7 @@ def _w4a8(
         packed = tl.load(packed_ptrs, eviction_policy="evict_first")
         packed_ptrs += TILE_N * (BK // 2)
         weights = _weights(packed, INTEGERS, BN, BK, USE_PTX)
-        if SUM == tl.int32:
+        if INTEGERS and STEPS_PER_GROUP == 0:
             total = tl.dot(weights, x, total, out_dtype=tl.int32)
         else:
             # the tensor core keeps 14 bits of a float8 sum: it is added in float32 after each step
