@@ -78,6 +78,7 @@ TUNED = TunedOp(
                 "max_stages": (3, 4, 6, 8, 12),
                 "max_prefetch_stages": (2, 4, 8),
                 "launch_dependents_first": (False, True),
+                "loads_ahead": (False, True),
                 "store_stages": (1, 2),
                 "group_a": (8, 16),
             },

@@ -6,8 +6,11 @@ import torch
 from formats.in_memory.weights import round_to_nearest, with_activation
 from formats.scheme import Scheme
 from qkernels import ops
+from qkernels.gpu.device import sm_count
 from qkernels.gpu.workspace import workspace
-from qkernels.w4a8.config import W4A8Sm90Config
+from qkernels.tuning import table as tuning_table
+from qkernels.w4a8.config import W4A8Sm90Config, default_sm90_config
+from qkernels.w4a8.tuned import TUNED as W4A8
 from tests.qkernels.gpu.test_fixed_order import assert_rows_are_alone, random_x
 from tests.qkernels.w4a8_case import exact_case
 
@@ -95,6 +98,31 @@ def test_chosen_configs_are_the_portable_kernel(half, poison, name, M, N, K):
     allowed = torch.finfo(half).eps / 2
     for got in found:
         assert float((got - want).norm() / want.norm()) < max(allowed, 1e-3 * ("fp8" in name))
+
+
+@pytest.mark.parametrize("field", W4A8.configs[W4A8Sm90Config].options)
+@pytest.mark.parametrize("most", [16, 128])
+def test_every_config_near_the_default_computes_right(half, most, field):
+    """What a search tries of one field, at several numbers of rows of its bucket."""
+    device, N, K = torch.device("cuda", 0), 1104, 1152
+    codes_MK, scales_M1, packed, want = exact_case("w4a8", most, N, K, device)
+    weight = ops.prepare_weight(packed, half)
+    table, sms = tuning_table.tuning_table_of(device), sm_count(device)
+    problem = {"N": N, "K": K, "group": 128, "integers": True, "M": most}
+    default = default_sm90_config(most, N, K, 128, sms, True)
+    for config in W4A8.neighbours(default):
+        if getattr(config, field) == getattr(default, field) and config.split == default.split:
+            continue
+        if not W4A8.runs_here(config, problem, sms):
+            continue
+        row = tuning_table.TuningRow(
+            op=W4A8, problem=problem, config=config, microseconds=1.0, default_microseconds=None
+        )
+        with table.trying(row):
+            for M in (most // 2 + 1, most - 1, most):
+                got = ops.linear_codes(codes_MK[:M], scales_M1[:M], weight)
+                assert row.key in table.taken
+                assert torch.equal(got.cpu(), want[:M].to(half)), (config, M)
 
 
 @pytest.mark.parametrize("name", ["w4a8", "w4a8-g32", "w4a8-channel", "w4a8-fp8", "w4a8-fp8-g64"])
