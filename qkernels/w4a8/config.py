@@ -92,7 +92,7 @@ class W4A8Sm90Config(CompileTimeConfig):
     # splits are reduced by reduce-scatter, else in the last block to arrive
     reduce_scatter: bool = False
     group_a: int = 8  # tiles of outputs that run side by side, to share rows of x in the L2
-    promotes: bool = True  # a float32 total beside a product's sums; False: integers to the end
+    promotes: bool = True  # sums enter a float32 total after each step; False: integers to the end
     store_stages: int = 2  # store tiles in flight, for each consumer
     max_stages: int = 12
     blocks_per_sm: int = 1

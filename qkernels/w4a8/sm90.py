@@ -142,7 +142,7 @@ def _chosen_config(problem: GemmProblem, M: int) -> W4A8Sm90Config:
     """The config that was measured on this GPU, else the default.
 
     A table may be from another GPU or edited, so `fits` is checked again: splits that
-    reduce-scatter but do not all run at once would wait forever.
+    reduce-scatter but are not all resident would wait forever.
     """
     N, K, group = problem.out_features, problem.in_features, problem.group
     sms, integers = sm_count(problem.device), problem.activation.type == "int"

@@ -18,7 +18,7 @@ sm90 = pytest.importorskip("qkernels.w4a8.sm90", exc_type=ImportError)
 
 pytestmark = pytest.mark.hopper
 
-SMS = 132  # of an H200; at least as many blocks as the tiles of these tests need at once
+SMS = 132  # of an H200; at least as many as the tiles of these tests that must be resident
 CONFIGS = {
     "one consumer": W4A8Sm90Config(num_consumers=1, block_b=16),
     "two": W4A8Sm90Config(num_consumers=2, block_b=32, blocks_per_sm=2, max_stages=3),
@@ -103,7 +103,7 @@ def test_chosen_configs_are_the_portable_kernel(half, poison, name, M, N, K):
 @pytest.mark.parametrize("field", W4A8.configs[W4A8Sm90Config].options)
 @pytest.mark.parametrize("most", [16, 128])
 def test_every_config_near_the_default_computes_right(half, most, field):
-    """What a search tries of one field, at several numbers of rows of its bucket."""
+    """Each value that a search tries of one field, at several numbers of rows of its bucket."""
     device, N, K = torch.device("cuda", 0), 1104, 1152
     codes_MK, scales_M1, packed, want = exact_case("w4a8", most, N, K, device)
     weight = ops.prepare_weight(packed, half)

@@ -41,7 +41,7 @@ GOLDEN = {
 
 @pytest.mark.parametrize("type, codes", GOLDEN)
 def test_packed_words_are_the_golden_ones(type, codes):
-    """Those of notes/layouts.md."""
+    """Golden values of notes/layouts.md."""
     k = torch.arange(32, dtype=torch.uint8)
     codes_1K = (k % 16 if codes == "k mod 16" else k // 2)[None]
     words = layout.tiles_of_codes(codes_1K, type, 32).view(torch.int32)[0, 0, 0]
