@@ -18,7 +18,7 @@ from formats.in_memory.weights import Weight
 from formats.layouts import check_writable, find_layout
 from formats.names import SchemeName
 from formats.numerics import affine
-from formats.scheme import Scheme
+from formats.scheme import Scheme, w4a8_name
 from qkernels import ops
 from qkernels.errors import KernelError
 from qkernels.linear.plan import GemmPlan
@@ -26,6 +26,15 @@ from qkernels.linear.prepared import PreparedWeight
 from qkernels.lora.term import LoraTerm
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import Consumer, LinearOutput
+
+
+def check_storable(scheme: Scheme, subject: str) -> None:
+    """Raise SchemeError unless GPTQ's tensors hold the codes.
+
+    GPTQ cannot state W4A8: the rounding of x is known to the layer's scheme alone.
+    """
+    stored = scheme if w4a8_name(scheme) is None else replace(scheme, activation=None)
+    check_writable(find_layout("gptq"), stored, subject)
 
 
 class QuantLinear(nn.Module):
@@ -41,9 +50,8 @@ class QuantLinear(nn.Module):
         """An empty layer, to be filled by load_state_dict."""
         self._start(in_features, out_features, Scheme.parse(scheme))
         self.scheme.weight.check_shape("QuantLinear", out_features, in_features)
-        gptq_layout = find_layout("gptq")
-        check_writable(gptq_layout, self.scheme, "QuantLinear")
-        reason = gptq_layout.refuses_shape(self.scheme, out_features, in_features)
+        check_storable(self.scheme, "QuantLinear")
+        reason = find_layout("gptq").refuses_shape(self.scheme, out_features, in_features)
         if reason is not None:
             raise SchemeError("QuantLinear", reason, "its tensors are those of GPTQ")
         for name, tensor in self._empty_tensors(torch.device("cpu")).items():
@@ -87,7 +95,7 @@ class QuantLinear(nn.Module):
             found = type(linear_or_weight).__name__
             raise KernelError(name, f"expected a torch.nn.Linear or a weight [N, K], found {found}")
         scheme = Scheme.parse(scheme)
-        check_writable(find_layout("gptq"), scheme, name)
+        check_storable(scheme, name)
         packed = PackedWeight.from_float(weight_NK.detach(), scheme.weight, name)
         return cls.from_packed(replace(packed, activation=scheme.activation), bias)
 
@@ -274,7 +282,7 @@ class QuantLinear(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         if self._released:
-            check_writable(find_layout("gptq"), self.scheme, "QuantLinear")
+            check_storable(self.scheme, "QuantLinear")
             self._released = False
             for name, tensor in self._empty_tensors(self._prepared.device).items():
                 setattr(self, name, tensor)

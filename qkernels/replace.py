@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 from formats.errors import InputError, SchemeError
-from formats.layouts import Layout, check_writable, find_layout, why_not
+from formats.layouts import Layout, find_layout, why_not
 from formats.names import SchemeName
 from formats.plan import fits
 from formats.scheme import Scheme
-from qkernels.quant_linear import QuantLinear
+from qkernels.quant_linear import QuantLinear, check_storable
 from qkernels.trainable_linear import TrainableQuantLinear
 
 HEAD = ("lm_head",)
@@ -49,7 +49,7 @@ def replace_linears(
         raise InputError("kernel", "is for trainable layers", "call prepare(kernel=) of a layer")
     layout = None if trainable else find_layout("gptq")
     if layout is not None:
-        check_writable(layout, parsed, "replace_linears")
+        check_storable(parsed, "replace_linears")
     linears = _linears(model, ignore)
     _check_shapes(linears, parsed, layout)
     made: dict[nn.Module, QuantLinear | TrainableQuantLinear] = {}  # one may have several names

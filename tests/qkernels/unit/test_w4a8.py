@@ -6,7 +6,7 @@ import torch
 from formats.in_memory.weights import round_to_nearest, with_activation
 from formats.numerics.activation import quantize_input
 from formats.scheme import ActivationSpec, Scheme
-from qkernels import explain, ops
+from qkernels import QuantLinear, explain, ops, replace_linears
 from qkernels.errors import KernelError
 from qkernels.w4a8 import layout
 from qkernels.w4a8.config import (
@@ -113,6 +113,45 @@ def test_zero_points_of_x_are_refused(kernel):
     codes, scales, zeros = ops.quantize_input_asymmetric(torch.randn(3, 256))
     with pytest.raises(KernelError, match="4 bits in groups of 128"):
         ops.linear_codes(codes, scales, weight, zeros_M1=zeros)
+
+
+@pytest.mark.parametrize("name", ["w4a8", "w4a8-g32", "w4a8-channel", "w4a8-fp8"])
+def test_quant_linear_rounds_holds_and_runs_it(name):
+    """As the served layer, from a float weight, from codes, and after its state_dict."""
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(256, 64)
+    scheme = Scheme.parse(name)
+    layer = QuantLinear.from_float(linear, name)
+    packed = layer.packed()
+    assert packed.activation == scheme.activation and layer.scheme == scheme
+    x = torch.randn(3, 256)
+    want = layer(x)
+    served = QuantLinear.for_inference(packed, linear.bias.detach(), torch.float32)
+    assert torch.equal(served(x), want)
+    codes, scales = packed.codes(), packed.scales_NG
+    assert torch.equal(
+        QuantLinear.from_codes(codes, scales, scheme=name, bias=linear.bias)(x), want
+    )
+    empty = QuantLinear(256, 64, name, bias=True)
+    empty.load_state_dict(layer.state_dict())
+    assert torch.equal(empty(x), want)
+    weight_only = QuantLinear(256, 64, scheme_of_weight(name), bias=True)
+    weight_only.load_state_dict(layer.state_dict())
+    assert not torch.equal(weight_only(x), want), "x is rounded"
+    model = torch.nn.Sequential(linear)
+    assert replace_linears(model, name, ignore=[]) == ["0"]
+    assert torch.equal(model(x), want)
+
+
+def scheme_of_weight(name):
+    return Scheme(weight=Scheme.parse(name).weight)
+
+
+def test_quant_linear_gives_x_its_gradient():
+    layer = QuantLinear.from_float(torch.nn.Linear(256, 64), "w8a8")
+    of_4_bits = QuantLinear.from_float(torch.nn.Linear(256, 64), "w4a8")
+    x = torch.randn(3, 256, requires_grad=True)
+    assert layer(x).requires_grad == of_4_bits(x).requires_grad
 
 
 CHOICES = {
