@@ -129,9 +129,8 @@ def test_quant_linear_rounds_holds_and_runs_it(name):
     served = QuantLinear.for_inference(packed, linear.bias.detach(), torch.float32)
     assert torch.equal(served(x), want)
     codes, scales = packed.codes(), packed.scales_NG
-    assert torch.equal(
-        QuantLinear.from_codes(codes, scales, scheme=name, bias=linear.bias)(x), want
-    )
+    of_codes = QuantLinear.from_codes(codes, scales, scheme=name, bias=linear.bias)
+    assert torch.equal(of_codes(x), want)
     empty = QuantLinear(256, 64, name, bias=True)
     empty.load_state_dict(layer.state_dict())
     assert torch.equal(empty(x), want)
