@@ -53,7 +53,7 @@ OPERATIONS = {
     "w8a8": {"linear.plan", "linear.prepared", "linear.reference"},
     "w4a8": {
         *("linear.plan", "linear.prepared", "linear.reference"),
-        *("w8a8.cpu", "w8a8.sm90_epilogue", "w8a8.sm90_structs"),
+        *("w8a8.sm90_epilogue", "w8a8.sm90_structs"),
     },
     "attention": {"rowwise.ops", "rowwise.reference", "rowwise.spec"},
     "latent": {

@@ -1,6 +1,9 @@
-"""W4A8 on a CPU through torch's int8 product. Bit for bit what reference.py computes.
+"""W4A8 on a CPU through float32 products of integers. Bit for bit what reference.py computes.
 
-A code takes a byte in memory. Legend: M rows of x, N outputs, K inputs, G groups of g inputs.
+A sum of products of up to 128 and 8 is exact in float32 as far as 2^24, whatever the order; torch's
+int8 product takes 15 times as long with AVX2. A code takes a byte in memory.
+
+Legend: M rows of x, N outputs, K inputs, G groups of g inputs.
 """
 
 import torch
@@ -10,6 +13,8 @@ from qkernels.linear import reference as linear_reference
 from qkernels.linear.plan import GemmPlan
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.operands.codes import Codes
+
+EXACT_INPUTS = 2**24 // (128 * 8)  # of a sum
 
 
 def prepare_weight(
@@ -44,6 +49,17 @@ def linear_codes(
 ) -> torch.Tensor:
     """Codes [M, K] to [M, N]; rounded once."""
     weight_GNg, scales_GN = weight.tensors["int8"], weight.tensors["scales"]
-    codes_GMg = codes_MK.unflatten(1, (weight_GNg.shape[0], -1)).transpose(0, 1).contiguous()
-    sums = (torch._int_mm(x, w.t()) for x, w in zip(codes_GMg, weight_GNg, strict=True))
+    x_MK = codes_MK.float()
+    sums = (
+        _exact_sums(x, w.float())
+        for x, w in zip(x_MK.split(weight_GNg.shape[2], 1), weight_GNg, strict=True)
+    )
     return linear_reference.scale_group_sums(sums, scales_M1, scales_GN, bias, weight.dtype)
+
+
+def _exact_sums(x_Mg: torch.Tensor, weight_Ng: torch.Tensor) -> torch.Tensor:
+    """Return the sums of a group's integers [M, N]: in float32, or int64 if it has too many."""
+    if x_Mg.shape[1] <= EXACT_INPUTS:
+        return x_Mg @ weight_Ng.t()
+    parts = zip(x_Mg.split(EXACT_INPUTS, 1), weight_Ng.split(EXACT_INPUTS, 1), strict=True)
+    return sum((x @ w.t()).to(torch.int64) for x, w in parts)
