@@ -274,9 +274,10 @@ def write_config(folder: Path, shape: str, scheme: str | None) -> None:
     if scheme == "w4a16-mxfp4" and config["model_type"] == "gpt_oss":
         config[BLOCK] = {"quant_method": "mxfp4"}
     elif scheme is not None:
-        packed = Scheme.parse(scheme).weight.type in FP4_TYPES or scheme.startswith("w8a8")
-        method = "compressed-tensors" if packed else "gptq"
+        parsed = Scheme.parse(scheme)
+        is_gptq = parsed.activation is None and parsed.weight.type not in FP4_TYPES
+        method = "gptq" if is_gptq else "compressed-tensors"
         rules = (FLOAT,) if "linear_conv_kernel_dim" in config else ()
-        block = QuantConfig(method=method, scheme=Scheme.parse(scheme), rules=rules)
+        block = QuantConfig(method=method, scheme=parsed, rules=rules)
         config[BLOCK] = block.to_dict()
     (folder / "config.json").write_text(json.dumps(config))

@@ -24,7 +24,7 @@ import tempfile
 import time
 from pathlib import Path
 
-SCHEMES = {"w4a16": "w4a16-sym", "w8a8": "w8a8", "bf16": None}
+SCHEMES = {"w4a16": "w4a16-sym", "w8a8": "w8a8", "w4a8": "w4a8", "bf16": None}
 DECODES = ((1, 128), (8, 512), (32, 512), (128, 512))  # batch, tokens in
 DECODE_TOKENS = 128
 FIRST_TOKENS = (128, 8000)

@@ -15,7 +15,6 @@ from torch import nn
 from formats.errors import SchemeError
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import Weight, round_to_nearest
-from formats.layouts import check_writable
 from formats.names import SchemeName
 from formats.numerics import affine
 from formats.scheme import Scheme
@@ -29,6 +28,7 @@ from qkernels.operands.split_k import Consumer, LinearOutput
 from qkernels.stored_form import (
     NAMES,
     StoredWeight,
+    check_storable,
     decode,
     empty_tensors,
     encode,
@@ -51,7 +51,7 @@ class QuantLinear(nn.Module):
         self._start(in_features, out_features, Scheme.parse(scheme))
         self.scheme.weight.check_shape("QuantLinear", out_features, in_features)
         layout = stored_layout(self.scheme)
-        check_writable(layout, self.scheme, "QuantLinear")
+        check_storable(self.scheme, "QuantLinear")
         reason = layout.refuses_shape(self.scheme, out_features, in_features)
         if reason is not None:
             raise SchemeError("QuantLinear", reason, f"its tensors are those of {layout.name}")
@@ -96,7 +96,7 @@ class QuantLinear(nn.Module):
             found = type(linear_or_weight).__name__
             raise KernelError(name, f"expected a torch.nn.Linear or a weight [N, K], found {found}")
         scheme = Scheme.parse(scheme)
-        check_writable(stored_layout(scheme), scheme, name)
+        check_storable(scheme, name)
         packed = round_to_nearest(weight_NK.detach(), scheme.weight, name)
         return cls.from_packed(replace(packed, activation=scheme.activation), bias)
 
@@ -277,7 +277,7 @@ class QuantLinear(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         if self._released:
-            check_writable(stored_layout(self.scheme), self.scheme, "QuantLinear")
+            check_storable(self.scheme, "QuantLinear")
             self._released = False
             for name, tensor in self._empty_tensors(self._prepared.device).items():
                 setattr(self, name, tensor)

@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 from formats.errors import InputError, SchemeError
-from formats.layouts import Layout, check_writable, why_not
+from formats.layouts import Layout, why_not
 from formats.names import SchemeName
 from formats.plan import fits
 from formats.scheme import Scheme
 from qkernels.quant_linear import QuantLinear
-from qkernels.stored_form import stored_layout
+from qkernels.stored_form import check_storable, stored_layout
 from qkernels.trainable_linear import TrainableQuantLinear
 
 HEAD = ("lm_head",)
@@ -50,7 +50,7 @@ def replace_linears(
         raise InputError("kernel", "is for trainable layers", "call prepare(kernel=) of a layer")
     layout = None if trainable else stored_layout(parsed)
     if layout is not None:
-        check_writable(layout, parsed, "replace_linears")
+        check_storable(parsed, "replace_linears")
     linears = _linears(model, ignore)
     _check_shapes(linears, parsed, layout)
     made: dict[nn.Module, QuantLinear | TrainableQuantLinear] = {}  # one may have several names

@@ -12,8 +12,8 @@ from formats.codecs import compressed_tensors, gptq
 from formats.errors import CheckpointError
 from formats.in_memory.fp4 import SCALE_DTYPES, Fp4Weight
 from formats.in_memory.packed import PackedWeight
-from formats.layouts import Layout, find_layout
-from formats.scheme import FP4_TYPES, Scheme
+from formats.layouts import Layout, check_writable, find_layout
+from formats.scheme import FP4_TYPES, Scheme, w4a8_name
 
 FP4_NAMES = ("weight_packed", "weight_scale")
 GLOBAL_SCALE = "weight_global_scale"  # of NVFP4 alone
@@ -25,6 +25,15 @@ StoredWeight = PackedWeight | Fp4Weight
 def stored_layout(scheme: Scheme) -> Layout:
     """Return the format whose tensors a layer of this scheme has."""
     return find_layout("compressed-tensors" if scheme.weight.type in FP4_TYPES else "gptq")
+
+
+def check_storable(scheme: Scheme, subject: str) -> None:
+    """Raise SchemeError unless a layer's tensors hold the codes.
+
+    GPTQ cannot state W4A8: the rounding of x is known to the layer's scheme alone.
+    """
+    stored = scheme if w4a8_name(scheme) is None else replace(scheme, activation=None)
+    check_writable(stored_layout(scheme), stored, subject)
 
 
 def stored_names(scheme: Scheme) -> tuple[str, ...]:

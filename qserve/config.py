@@ -37,13 +37,14 @@ LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("auto", "cuda", "cpu")
 MODEL_IMPLS = ("auto", "native", "transformers")
 KV_CACHE_DTYPES = ("auto", *KV_CACHES)
-KERNEL_OPERATIONS = ("w4a16", "w8a16", "w8a8", "experts", "attention")
+KERNEL_OPERATIONS = ("w4a16", "w8a16", "w8a8", "w4a8", "experts", "attention")
 # What --batch-invariant requests of these operations; "float": linears that are not quantized;
 # "states": recurrent states and causal convolutions.
 FIXED_ORDER = "fixed_order"
 FIXED_ORDER_OPERATIONS = (
     *(f"w{bits}a16" for bits in (2, 3, 4, 6, 8)),
     "w8a8",
+    "w4a8",
     "experts",
     "attention",
     "states",
@@ -190,7 +191,7 @@ class EngineConfig(HubSettings, ParallelSettings):
     )
     kernel: list[str] = setting(
         [],
-        "OP=NAME selects a kernel, OP=-NAME excludes it; OP is w4a16, w8a16, w8a8, experts "
+        "OP=NAME selects a kernel, OP=-NAME excludes it; OP is w4a16, w8a16, w8a8, w4a8, experts "
         "or attention; qkernels/README.md lists the names; may be repeated",
     )
     enable_lora: bool = setting(False, "serve LoRA adapters along with the model")

@@ -51,6 +51,10 @@ QKERNELS_FLOORS = {
 OPERATIONS = {
     "wna16": {"linear.plan", "linear.prepared", "lora.sm90_term", "lora.term"},
     "w8a8": {"linear.plan", "linear.prepared", "linear.reference"},
+    "w4a8": {
+        *("linear.plan", "linear.prepared", "linear.reference"),
+        *("w8a8.sm90_epilogue", "w8a8.sm90_structs"),
+    },
     "attention": {"rowwise.ops", "rowwise.reference", "rowwise.spec"},
     "latent": {
         *("attention.merge_splits", "attention.reference", "attention.cache", "attention.ops"),
@@ -63,7 +67,10 @@ OPERATIONS = {
         *("wna16.layout", "wna16.prepack", "wna16.sm90_k_step", "wna16.triton_gemm"),
         *("wna16.unpack.fp4", "wna16.unpack.fp4_layout", "wna16.unpack.words"),
     },
-    "linear": {"lora.term", "rowwise.ops", "rowwise.reference", "w8a8.rows", "wna16.rows"},
+    "linear": {
+        *("lora.term", "rowwise.ops", "rowwise.reference"),
+        *("w4a8.rows", "w8a8.rows", "wna16.rows"),
+    },
     "collective": {
         *("rowwise.arithmetic_triton", "rowwise.ops", "rowwise.reference", "rowwise.spec"),
     },

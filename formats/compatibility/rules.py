@@ -33,12 +33,18 @@ from formats.compatibility.terms import (
 )
 from formats.compatibility.vendors import VENDOR_RULES
 from formats.families import FAMILIES, served_architectures
-from formats.scheme import CHANNEL, FP4_TYPES
+from formats.scheme import CHANNEL, FP4_TYPES, QuantSpec
 
 
 def loads_in(facts: Facts) -> list[Verdict]:
     """Return one verdict for each program."""
     return judge(facts, RULES, PROGRAMS)
+
+
+def _lacks_w4a8_kernel(spec: QuantSpec) -> bool:
+    """Return True for 4-bit codes that products with 8-bit inputs have no kernel for."""
+    whole_steps = spec.group_size == CHANNEL or spec.group_size % 32 == 0
+    return spec.bits == 4 and not (spec.symmetric and whole_steps)
 
 
 def _has_delta_nets(facts: Facts) -> bool:
@@ -325,8 +331,9 @@ RULES: tuple[Rule, ...] = (
         OURS,
         "slow",
         any_scheme(
-            lambda s: is_w4a8(s, "int") or is_w4a8(s, "float"),
-            "4-bit weights with 8-bit activations have no kernel of their own",
+            lambda s: (is_w4a8(s, "int") or is_w4a8(s, "float")) and _lacks_w4a8_kernel(s.weight),
+            "4-bit weights with 8-bit activations have kernels for symmetric codes alone, in groups"
+            " divisible by 32 or with a scale for each output",
         ),
         OWN_SOURCE,
     ),

@@ -4,13 +4,14 @@ The bf16 product reads the dequantized weight, since a GPU that is short of powe
 values faster (4096 rows of gate_up: 1366 us on these, 1188 us on small normal ones).
 """
 
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
 from torch.nn import functional
 
 from formats.in_memory.packed import PackedWeight
-from formats.in_memory.weights import with_activation
+from formats.in_memory.weights import Weight, round_to_nearest, with_activation
 from formats.scheme import CHANNEL, QuantSpec, Scheme
 from qkernels import ops
 from qkernels.bench.measure import (
@@ -24,6 +25,7 @@ from qkernels.bench.measure import (
 )
 from qkernels.errors import KernelError
 from qkernels.linear.prepared import PreparedWeight
+from qkernels.w4a8.tuned import TUNED as W4A8
 from qkernels.w8a8.tuned import TUNED as W8A8
 from qkernels.wna16.tuned import TUNED as WNA16
 
@@ -153,6 +155,61 @@ def _w8a8(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Cas
         )
 
 
+def _w4a8(
+    scheme: str, op: str, shape: str, ms: tuple[int, ...], baselines: Baselines
+) -> Iterator[Case]:
+    """Rounding x to 8 bits included. `w4a16` multiplies the same codes by x in 16 bits, `w8a8` by
+    8-bit codes of as many inputs and outputs.
+    """
+    N, K = read_shape(LINEAR_SHAPES, shape)
+    num_bytes = N * K // 2 + 2 * N * K // GROUP
+    four = [random_weight(N, K, i) for i in range(copies_needed(num_bytes))]
+    packed = [with_activation(each, Scheme.parse(scheme), None) for each in four]
+    weight_NK = packed[0].dequantize(torch.float64)
+    weights = [ops.prepare_weight(each, torch.bfloat16) for each in packed]
+    w4a16 = w8a8 = ()
+    if "w4a16" in baselines:
+        w4a16 = [ops.prepare_weight(each, torch.bfloat16) for each in four]
+    if "w8a8" in baselines:
+        of_8_bits = Scheme.parse("w8a8" if scheme == "w4a8" else "w8a8-fp8")
+        w8a8 = [
+            ops.prepare_weight(_in_8_bits(each, of_8_bits), torch.bfloat16)
+            for each in four[: copies_needed(N * K)]
+        ]
+    for m in ms:
+        x = torch.randn(m, K, device="cuda", dtype=torch.bfloat16)
+        codes, scales = ops.quantize_input(x, packed[0].activation)
+        others: dict[str, list[Call]] = {}
+        if "codes" in baselines:  # ours, of an input that is rounded already
+            others["codes"] = [
+                lambda c=codes, s=scales, w=w: ops.linear_codes(c, s, w) for w in weights
+            ]
+        if w4a16:
+            others["w4a16"] = [lambda x=x, w=w: ops.linear(x, w) for w in w4a16]
+        if w8a8:
+            others["w8a8"] = [lambda x=x, w=w: ops.linear(x, w) for w in w8a8]
+        integers = scheme == "w4a8"
+        yield Case(
+            op=op,
+            shape=shape,
+            m=m,
+            num_bytes=num_bytes + 2 * m * (N + K),
+            operations=2 * m * N * K,
+            operation_rate=2,
+            calls=[lambda x=x, w=w: ops.linear(x, w) for w in weights],
+            want=(codes.double() * scales.double()) @ weight_NK.t(),
+            allowed_error=5e-3,
+            baselines=others,
+            tuned=(W4A8, {"N": N, "K": K, "group": GROUP, "integers": integers, "M": m}),
+        )
+
+
+def _in_8_bits(packed: PackedWeight, scheme: Scheme) -> Weight:
+    """The weight rounded to 8 bits with a scale for each output, for a time to compare with."""
+    rounded = round_to_nearest(packed.dequantize(torch.float32), scheme.weight)
+    return with_activation(rounded, scheme, None)
+
+
 def _check_rival(
     name: str, linear: Callable[[torch.Tensor], torch.Tensor], weight_NK: torch.Tensor
 ) -> None:
@@ -194,4 +251,14 @@ OPS: dict[str, BenchedOp] = {
         baselines=("codes", "cublas", "int_mm"),
         dims=2,
     ),
+    **{
+        op: BenchedOp(
+            cases=functools.partial(_w4a8, scheme, op),
+            shapes=LINEAR_SHAPES,
+            default_m=dict.fromkeys(LINEAR_SHAPES, LINEAR_M),
+            baselines=("codes", "w4a16", "w8a8"),
+            dims=2,
+        )
+        for op, scheme in (("w4a8", "w4a8"), ("w4a8_fp8", "w4a8-fp8"))
+    },
 }

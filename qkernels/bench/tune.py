@@ -23,12 +23,13 @@ from qkernels.moe.tuned import TUNED as MOE
 from qkernels.tuning import table as tuning_table
 from qkernels.tuning.op import Config, TunedOp
 from qkernels.tuning.table import TuningRow, TuningTable
+from qkernels.w4a8.tuned import TUNED as W4A8
 from qkernels.w8a8.tuned import TUNED as W8A8
 from qkernels.wna16.tuned import TUNED as WNA16
 
 MIN_GAIN = 0.02  # repeated medians differ by less
 QUICK_REPLAYS = 5
-TUNED_OPS = (ATTENTION, MOE, W8A8, WNA16)  # whose rows a table may hold
+TUNED_OPS = (ATTENTION, MOE, W4A8, W8A8, WNA16)  # whose rows a table may hold
 
 
 class NotTaken(Exception):

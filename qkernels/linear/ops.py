@@ -213,6 +213,13 @@ def linear_codes(
     if zeros_M1 is not None:
         if weight.activation.type != "int":
             raise KernelError("linear_codes zeros", "expected None for float8 codes")
+        spec, group = weight.spec, weight.problem.group
+        if spec.bits != 8 or group != weight.in_features:
+            raise KernelError(
+                "linear_codes zeros",
+                f"expected None for a weight of {spec.bits} bits in groups of {group}",
+                "round x with quantize_input, or use an 8-bit weight with a scale for each output",
+            )
         check_tensor(
             "linear_codes zeros", zeros_M1, (codes_MK.shape[0], 1), (torch.int32,), codes_MK
         )

@@ -3,6 +3,8 @@
 Legend: M rows of x, K inputs, N outputs, G groups.
 """
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 
@@ -45,8 +47,7 @@ def prepare_weight(
     elif isinstance(packed, Fp8Weight):
         tensors = {"fp8": packed.codes_NK, "scales": packed.scales_RC}
     elif _is_int8(packed):
-        signed = packed.codes().to(torch.int16) - packed.spec.symmetric_zero
-        tensors = {"int8": signed.to(torch.int8), "scales": packed.scales_NG.float()}
+        tensors = {"int8": signed_codes(packed), "scales": packed.scales_NG.float()}
     else:
         tensors = {
             "words": packed.words_NW,
@@ -92,6 +93,8 @@ def linear_codes(
     if "int8" in tensors:
         sums_MN = int8_matmul(codes_MK, tensors["int8"])
         return scale_sums(sums_MN, scales_MS, weight, bias, zeros_M1)
+    if _sums_integers(weight):
+        return _linear_groups(codes_MK, scales_MS, weight, bias)
     x_MK = codes_MK.float().unflatten(1, (scales_MS.shape[1], -1)) * scales_MS[..., None]
     x_MK = x_MK.flatten(1)[:, : weight.in_features]
     y_MN = x_MK @ _dequantize(weight).t()
@@ -116,12 +119,63 @@ def scale_sums(
     return y_MN.to(weight.dtype)
 
 
+def _linear_groups(
+    codes_MK: torch.Tensor,
+    scales_M1: torch.Tensor,
+    weight: PreparedWeight,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """linear_codes for integer codes of fewer bits, or in groups, each with exact sums."""
+    words, scales_NG = weight.tensors["words"], weight.tensors["scales"]
+    signed_NK = unpack(words, weight.spec.bits).to(torch.int16) - weight.spec.symmetric_zero
+    group = weight.spec.group_length(weight.in_features)
+    pairs = zip(codes_MK.split(group, 1), signed_NK.split(group, 1), strict=True)
+    sums = (int8_matmul(x, w) for x, w in pairs)
+    return scale_group_sums(sums, scales_M1, scales_NG.float().t(), bias, weight.dtype)
+
+
+def scale_group_sums(
+    sums: Iterable[torch.Tensor],
+    scales_M1: torch.Tensor,
+    scales_GN: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Scale each group's exact int32 sums [M, N], add them in order, in float32, round once.
+
+    A single group is scaled last, as in scale_sums.
+    """
+    if scales_GN.shape[0] == 1:
+        (only,) = sums
+        y_MN = only.float() * scales_M1 * scales_GN
+    else:
+        y_MN = torch.zeros(scales_M1.shape[0], scales_GN.shape[1], device=scales_M1.device)
+        for group_MN, scales_N in zip(sums, scales_GN, strict=True):
+            y_MN += group_MN.float() * scales_N
+        y_MN *= scales_M1
+    if bias is not None:
+        y_MN = y_MN + bias.float()
+    return y_MN.to(dtype)
+
+
 def int8_matmul(a_MK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
     """Multiply int8 codes with exact sums. Returns int32 [M, N]."""
     total_MN = torch.zeros(a_MK.shape[0], b_NK.shape[0], dtype=torch.int32, device=a_MK.device)
     for a, b in zip(a_MK.split(EXACT_INPUTS, 1), b_NK.split(EXACT_INPUTS, 1), strict=True):
         total_MN += (a.float() @ b.float().t()).to(torch.int32)
     return total_MN
+
+
+def signed_codes(packed: PackedWeight) -> torch.Tensor:
+    """Return symmetric codes less their zero point, int8 [N, K]."""
+    return (packed.codes().to(torch.int16) - packed.spec.symmetric_zero).to(torch.int8)
+
+
+def _sums_integers(weight: PreparedWeight) -> bool:
+    """Return True if both sides are integers with no zero points, and x has a scale for a row."""
+    activation, spec = weight.activation, weight.spec
+    is_integer = activation.type == "int" and activation.per != "group" and spec.type == "int"
+    return is_integer and spec.symmetric and "words" in weight.tensors
 
 
 def _is_int8(packed: PackedWeight) -> bool:

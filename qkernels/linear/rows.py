@@ -3,6 +3,7 @@
 from qkernels.choice import FIXED_ORDER
 from qkernels.dispatch import Kernel, Operation, reference
 from qkernels.problem import Problem
+from qkernels.w4a8 import rows as w4a8
 from qkernels.w8a8 import rows as w8a8
 from qkernels.wna16 import rows as wna16
 
@@ -25,6 +26,7 @@ LINEAR = Operation(
     "linear",
     *wna16.KERNELS,
     *w8a8.KERNELS,
+    *w4a8.KERNELS,
     Kernel(name=FIXED_ORDER, module="linear.fixed_order", priority=22, supports=fixed_order),
     Kernel(name="dense", module="linear.dense", priority=20, supports=dense),
     reference("linear"),

@@ -335,6 +335,7 @@ def _w8a8_sm90(
         HAS_BIAS=HAS_BIAS,
         HAS_ZEROS=HAS_ZEROS,
         BLOCKS=BLOCKS,
+        OUTPUT_SCALES=not BLOCKS,
     )
     # one layout for both operands: rows of 128 bytes in the widest swizzle
     a = gl.allocate_shared_memory(x.dtype, [STAGES * CONSUMERS, ROWS, BK], x.layout)

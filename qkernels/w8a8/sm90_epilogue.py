@@ -27,7 +27,7 @@ def load_vectors(gemm, row, column, layout: gl.constexpr):
     rows = row + gl.arange(0, CONFIG.consumer_rows, gl.SliceLayout(1, layout))
     rows = gl.minimum(rows, (gemm.N if WEIGHT_IS_A else gemm.M) - 1)
     row_scales, row_bias, column_scales, column_biases = None, None, (), ()
-    if not gemm.BLOCKS:
+    if gemm.OUTPUT_SCALES or not (WEIGHT_IS_A or gemm.BLOCKS):
         row_scales = gl.load((gemm.scales_ptr if WEIGHT_IS_A else gemm.input_scales_ptr) + rows)
     if gemm.HAS_BIAS and WEIGHT_IS_A:
         row_bias = gl.load(gemm.bias_ptr + rows)
@@ -98,10 +98,13 @@ def epilogue(gemm, buffers, sums, vectors, row, column, CONSUMER: gl.constexpr):
         result = tile.to(gl.float32)
         if not gemm.BLOCKS:
             column_scales = _across(vectors.column_scales, scales_buffer, j, CONFIG, layout)
-            row_scales = gl.expand_dims(vectors.row_scales, 1)
             # x's scale first: the order of triton_gemm.py
-            result = result * (column_scales if WEIGHT_IS_A else row_scales)
-            result = result * (row_scales if WEIGHT_IS_A else column_scales)
+            if WEIGHT_IS_A:
+                result = result * column_scales
+                if gemm.OUTPUT_SCALES:
+                    result = result * gl.expand_dims(vectors.row_scales, 1)
+            else:
+                result = result * gl.expand_dims(vectors.row_scales, 1) * column_scales
         if gemm.HAS_BIAS:
             if WEIGHT_IS_A:
                 result += gl.expand_dims(vectors.row_bias, 1).to(gl.float32)

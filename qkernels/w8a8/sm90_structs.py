@@ -40,6 +40,7 @@ class Gemm:
     HAS_BIAS: gl.constexpr
     HAS_ZEROS: gl.constexpr
     BLOCKS: gl.constexpr  # a scale for 128 inputs of x, and for 128 x 128 of the weight
+    OUTPUT_SCALES: gl.constexpr  # each output has one; the sums lack it
 
     @gluon.jit
     def num_work_tiles(self):
@@ -87,7 +88,7 @@ class EpilogueVectors:
     CONFIG.column_vectors_in_shared one for all columns, in few registers.
     """
 
-    row_scales: gl.tensor | gl.constexpr  # None: in the sums already (BLOCKS)
+    row_scales: gl.tensor | gl.constexpr  # None: in the sums already
     row_bias: gl.tensor | gl.constexpr  # None: along columns, or no bias
     column_scales: gl.tuple
     column_biases: gl.tuple

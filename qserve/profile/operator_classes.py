@@ -21,7 +21,7 @@ CLASSES: tuple[tuple[str, str], ...] = (
     ("rope, KV", r"rope|write_kv|rotar"),
     ("adapters", r"lora_(shrink|expand)"),
     ("experts", r"experts|_route|route_tokens|moe|_sort_pairs|_sum_pairs"),
-    ("products", r"wna16|w4a16|w8a16|w8a8|gemm|gemv|cutlass|nvjet|xmma|cublas|sum_splits|split_?k"),
+    ("products", r"wna16|w[48]a(16|8)|gemm|gemv|cutlass|nvjet|xmma|cublas|sum_splits|split_?k"),
     ("products", r"::mm\b|addmm|::bmm|linear|matmul|dequantize(?!_pages)|prefetch"),
     ("norms", r"norm"),
     ("activation", r"silu|gelu|relu|_activate_|sigmoid"),

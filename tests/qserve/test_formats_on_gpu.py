@@ -104,8 +104,8 @@ def test_written(docs_5m, calibration, tmp_path, scheme, output_format):
     weight = parsed.weight
     if weight.type == "int" and weight.bits in (4, 8):
         hopper = torch.cuda.get_device_capability()[0] == 9
-        w8a8 = "sm90_w8a8" if hopper else "triton_w8a8"
-        with_codes = w8a8 if weight.bits == 8 else "reference"  # no kernel multiplies 4 by 8 bits
+        of_gpu = "sm90" if hopper else "triton"
+        with_codes = f"{of_gpu}_w{weight.bits}a8"
         assert ran == {with_codes if parsed.activation else f"w{weight.bits}a16"}
 
 

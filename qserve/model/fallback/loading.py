@@ -21,6 +21,7 @@ from qserve.model.fallback.decoder import FallbackDecoder, QuantizedLinear
 from qserve.model.fallback.support import config_of, model_class
 from qserve.model.loading.dummy_source import DummySource
 from qserve.model.loading.weight_source import WeightSource
+from qserve.model.loading.weights import kernel_operation
 from qserve.model.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -117,8 +118,8 @@ def _load_quantized(
         bias = None
         if module.bias is not None:
             bias = source.tensor(f"{name}.bias", shape[:1]).to(device, dtype)
-        operation = f"w{weight.spec.bits}a16" if weight.activation is None else "w8a8"
-        linear = QuantLinear.for_inference(weight, bias, dtype, device, kernels.get(operation))
+        kernel = kernels.get(kernel_operation(weight))
+        linear = QuantLinear.for_inference(weight, bias, dtype, device, kernel)
         model.set_submodule(name, QuantizedLinear(linear, shape[0]))
     kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())

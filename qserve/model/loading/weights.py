@@ -347,9 +347,9 @@ class Weights:
 
 def kernel_operation(weight: Weight) -> str:
     """Return the operation by which `--kernel` names a weight's kernels."""
-    if weight.activation is not None:
-        return "w8a8"
     bits = weight.spec.bits
+    if weight.activation is not None:
+        return "w4a8" if bits == 4 else "w8a8"
     if isinstance(weight, KWeight):  # kernels hold 5- and 6-bit codes in 8 bits
         bits = 4 if bits == 4 else 8
     return f"w{bits}a16"

@@ -379,7 +379,7 @@ CASES = {
     "ct-w4a8-fp8-groups": (CT, "w4a16-sym-g32", activations("float")),
     "own-fp4": (CT, "w4a16-mxfp4", None),
     "own-inputs": (CT, "w8a8", asymmetric_inputs),
-    "own-w4a8": (CT, "w4a16-sym-g32", activations("int")),
+    "own-w4a8": (CT, "w4a16-asym-g32", activations("int")),
     "ct-mxfp4-sglang": (CT, "w4a16-mxfp4", None),
     "auto-round-packing": ("gptq", "w4a16-sym-g32", auto_round("auto_round:gptqmodel")),
     "auto-round-bits": ("gptq", "w3a16-sym-g32", auto_round("auto_round:auto_gptq")),

@@ -199,6 +199,10 @@ W8A8_SHAPES = (
     *((1, OUT), (16, GATE_UP), (64, QKV), (128, DOWN), (128, OUT), (256, QKV), (1024, QKV)),
     (4096, OUT),
 )
+W4A8_SHAPES = (
+    *((1, OUT), (16, GATE_UP), (32, QKV), (64, QKV), (64, GATE_UP), (128, DOWN), (256, QKV)),
+    (4096, OUT),
+)
 SCHEMES = {
     "w4a16": ("w4a16-sym", W4A16_SHAPES),
     "w4a16-asym": ("w4a16-asym", WNA16_SHAPES),
@@ -207,6 +211,9 @@ SCHEMES = {
     "w8a8": ("w8a8", W8A8_SHAPES),
     "w8a8-fp8": ("w8a8-fp8", W8A8_SHAPES),
     "w8a8-fp8-block": ("w8a8-fp8-block", W8A8_SHAPES),
+    "w4a8": ("w4a8", W4A8_SHAPES),
+    "w4a8-fp8": ("w4a8-fp8", W4A8_SHAPES),
+    "w4a8-channel": ("w4a8-channel", W4A8_SHAPES),
 }
 QUICK_PRODUCTS = {
     ("w4a16", 16, GATE_UP): ("sm_80", "sm_90"),
@@ -214,6 +221,8 @@ QUICK_PRODUCTS = {
     ("w4a16-asym", 256, OUT): ("sm_90", "sm_120"),
     ("w8a8", 1024, QKV): SM90,
     ("w8a8-fp8", 64, QKV): ("sm_89", "sm_90"),
+    ("w4a8", 16, GATE_UP): ("sm_80", "sm_90"),
+    ("w4a8-fp8", 256, QKV): SM90,
 }
 
 
@@ -233,6 +242,14 @@ def _products() -> dict[str, Case]:
 
 
 MORE_PRODUCTS = {
+    "w4a8 group 32": Case(run=lambda: linear(256, OUT, "w4a8-g32"), product="wgmma"),
+    "w4a8 group 32, few rows": Case(run=lambda: linear(16, DOWN, "w4a8-g32"), product="wgmma"),
+    "w4a8-fp8 group 64": Case(
+        run=lambda: linear(128, OUT, "w4a8-fp8-g64", FP16, True), product="wgmma", least=89
+    ),
+    "w4a8 group 256, float16": Case(
+        run=lambda: linear(64, QKV, "w4a8-g256", FP16, True), product="wgmma"
+    ),
     "w4a16 group 32": Case(run=lambda: linear(64, OUT, "w4a16-sym-g32"), product="wgmma"),
     "w8a16 group 32": Case(run=lambda: linear(16, OUT, "w8a16-sym-g32"), product="wgmma"),
     "w4a16 group 256, float16": Case(

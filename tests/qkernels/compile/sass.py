@@ -17,7 +17,7 @@ def instructions(sass: str) -> list[Instruction]:
 def product_loops(sass: str) -> list[list[str]]:
     """The instructions of each innermost loop around warpgroup products of any type."""
     code = instructions(sass)
-    return [[text for _, text in code[a : b + 1]] for a, b in _loops(code, "GMMA")]
+    return [[text for _, text in code[a : b + 1]] for a, b in _loops(code)]
 
 
 def overlapped(sass: str) -> bool:
@@ -42,7 +42,7 @@ def overwritten_in_flight(sass: str) -> list[str]:
     found, repeated, i = [], set(), 0
     while i < len(code):
         text = code[i][1]
-        product = re.search(r"HGMMA\S+ R\d+, R(\d+),", text)
+        product = re.search(r"[HIQ]GMMA\S+ R\d+, R(\d+),", text)
         wait = re.search(r"DEPBAR\.LE gsb0, 0x([0-9a-f]+)", text)
         if product:
             first = int(product.group(1))
@@ -62,7 +62,7 @@ def overwritten_in_flight(sass: str) -> list[str]:
     return found
 
 
-def _loops(code: list[Instruction], product: str = "HGMMA") -> list[tuple[int, int]]:
+def _loops(code: list[Instruction], product: str = "GMMA") -> list[tuple[int, int]]:
     """Indices of the first instruction and the branch back, of innermost loops with products."""
     index = {address: i for i, (address, _) in enumerate(code)}
     loops = []
@@ -82,7 +82,7 @@ def _written(text: str) -> set[int]:
     """The registers that an instruction writes, as far as the first one that it names."""
     text = re.sub(r"^@!?U?P\w+\s+", "", text)
     match = re.match(r"(\S+)\s+(?:P[0-9T]+, )*R(\d+)\b", text)
-    if match is None or match.group(1).startswith(("ST", "HGMMA", "SYNCS", "R2UR")):
+    if match is None or re.match("ST|[HIQ]GMMA|SYNCS|R2UR", match.group(1)):
         return set()
     name, first = match.group(1), int(match.group(2))
     width = 4 if ".128" in name else 2 if any(k in name for k in (".64", "WIDE", "CS2R")) else 1

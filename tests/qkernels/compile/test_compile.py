@@ -53,6 +53,7 @@ SPILLS = (
     # blocks were chosen for sm_90, whose products read one operand from shared memory
     (("sm_80", "sm_89", "sm_100", "sm_120"), "attention.triton_paged", "", 64, 0),
     (("sm_100", "sm_120"), "w8a8.triton_gemm", "", 16, 0),
+    (("sm_100", "sm_120"), "w4a8.triton_gemm", "", 16, 0),
     (("sm_80", "sm_89", "sm_100", "sm_120"), "moe.triton_packed", "", 16, 0),
     (("sm_100",), "rowwise.activate", "silu and quantize", 2, 0),
     (("sm_100", "sm_120"), "rowwise.activate", "gelu and quantize", 2, 0),
@@ -214,7 +215,13 @@ def prefill(kernel: dict) -> bool:
     return kernel.get("waits_in_loops", 2) == 2
 
 
+def expanded_codes(kernel: dict) -> bool:
+    """Codes that a product reads in registers are not written before it was waited for."""
+    return not kernel.get("overwritten_in_flight")
+
+
 SM90_CHECKS = {
+    "w4a8.sm90": expanded_codes,
     "wna16.sm90_gemv_imma": gemv,
     "wna16.sm90_small_m": small_m,
     "wna16.sm90_large_m": large_m,

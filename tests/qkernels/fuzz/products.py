@@ -13,6 +13,9 @@ from qkernels import ops
 from qkernels.gpu import device
 from qkernels.operands.split_k import reduced
 from qkernels.tuning.op import TunedOp
+from qkernels.w4a8 import triton_gemm as w4a8
+from qkernels.w4a8.config import W4A8TritonConfig
+from qkernels.w4a8.tuned import TUNED as W4A8
 from qkernels.w8a8 import triton_gemm as w8a8
 from qkernels.w8a8.config import W8A8TritonConfig
 from qkernels.w8a8.tuned import TUNED as W8A8
@@ -127,16 +130,9 @@ def fuzz_w8a8(*, M, N, K, scheme, dtype, bias, spread, tile, seed):
     codes, scales = quantize_input(x.cpu(), packed.activation, packed.input_scale)
     problem = {"M": M, "N": N, "K": K, "integers": "fp8" not in scheme}
     chosen = random_tile((W8A8TritonConfig,), tile, W8A8, problem)
-    if chosen is None:
-        got = ops.linear(x, weight, offset)
-    else:
-        scales_M1 = scales.expand(M, 1).contiguous().to(DEVICE)
-        try:
-            got = w8a8.linear_codes(codes.to(DEVICE), scales_M1, weight, offset, config=chosen)
-        except Exception as error:
-            if needs_too_much(error):
-                return
-            raise
+    got = product_of_codes(w8a8, chosen, x, (codes, scales), weight, offset)
+    if got is None:
+        return
     x_MK, w_NK = codes.double() * scales.double(), packed.dequantize(torch.float64)
     want, magnitude = x_MK @ w_NK.t(), x_MK.abs() @ w_NK.abs().t()
     if bias:
@@ -145,6 +141,46 @@ def fuzz_w8a8(*, M, N, K, scheme, dtype, bias, spread, tile, seed):
     if "fp8" in scheme and ON_GPU:
         bound += cut_off(x_MK, w_NK)
     assert_near(scheme, want, got, bound)
+
+
+def product_of_codes(module, config, x, rounded, weight, offset):
+    """With a config of x's codes, with none of x; None: the config needs too much of the GPU."""
+    if config is None:
+        return ops.linear(x, weight, offset)
+    codes, scales = rounded
+    scales_M1 = scales.expand(x.shape[0], 1).contiguous().to(DEVICE)
+    try:
+        return module.linear_codes(codes.to(DEVICE), scales_M1, weight, offset, config=config)
+    except Exception as error:
+        if needs_too_much(error):
+            return None
+        raise
+
+
+def fuzz_w4a8(*, M, N, groups, group, floats, dtype, bias, spread, tile, seed):
+    """Groups whose scales differ by powers of two."""
+    G, K = (1, 32 * groups) if group == CHANNEL else (groups, groups * group)
+    scheme = Scheme.parse("w4a8-fp8" if floats else "w4a8", group)
+    weight_NK = torch.randn(N, K, generator=generator(seed + 2))
+    weight_NK *= 2.0 ** (torch.arange(K) // (K // G) % 4)
+    packed = with_activation(round_to_nearest(weight_NK, scheme.weight), scheme, None)
+    weight = ops.prepare_weight(packed.to(DEVICE), getattr(torch, dtype), kernel="triton_w4a8")
+    x = rows((M, K), dtype, seed, spread=spread)
+    offset = rows((N,), dtype, seed) if bias else None
+    rounded = quantize_input(x.cpu(), packed.activation, None)
+    problem = {"M": M, "N": N, "K": K, "group": K // G, "integers": not floats}
+    chosen = random_tile((W4A8TritonConfig,), tile, W4A8, problem)
+    got = product_of_codes(w4a8, chosen, x, rounded, weight, offset)
+    if got is None:
+        return
+    x_MK, w_NK = rounded[0].double() * rounded[1].double(), packed.dequantize(torch.float64)
+    want, magnitude = x_MK @ w_NK.t(), x_MK.abs() @ w_NK.abs().t()
+    if bias:
+        want = want + offset.double().cpu()
+    bound = EPS[dtype] * want.abs() + 2**-19 * magnitude
+    if floats and ON_GPU:
+        bound += cut_off(x_MK, w_NK)
+    assert_near(str(scheme), want, got, bound)
 
 
 def cut_off(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
@@ -169,6 +205,22 @@ def cut_off(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
 
 
 PRODUCTS: dict[str, FuzzedOp] = {
+    "w4a8": FuzzedOp(
+        run=fuzz_w4a8,
+        fields={
+            "M": ROWS,
+            "N": OUTPUTS,
+            "groups": (1, 2, 3, 5, 8, 17, 32),
+            "group": (32, 64, 128, 256, 96, CHANNEL),
+            "floats": BOOLS,
+            "dtype": FLOAT,
+            "bias": BOOLS,
+            "spread": (0, 3),
+            "tile": (0, 0, *range(1, 200)),
+        },
+        dynamic=("M", "N", "groups", "bias", "spread"),
+        cost=lambda *, M, N, group, groups, **_: M * N * groups * max(group, 96),
+    ),
     "linear": FuzzedOp(
         run=fuzz_linear,
         fields={

@@ -24,6 +24,7 @@ from qkernels.wna16.tuned import TUNED as WNA16
         ("w4a16", "4096x512", 16),
         ("w4a16", "4096x1024", 128),
         ("w8a8", "4096x512", 16),
+        ("w4a8", "4096x512", 16),
         ("paged_attention", "256x1", 2),
     ],
 )

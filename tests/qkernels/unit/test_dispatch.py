@@ -39,9 +39,10 @@ def test_explain_gives_one_row_taken_and_a_reason_for_the_others():
     assert taken(explanation) == ["w4a16"]
     names = [choice.name for choice in explanation]
     weight_only = ["w4a16", "w8a16"]
-    cpu = ["cpu_w4a16", "cpu_w8a16", "cpu_w8a8"]
+    with_codes = ["sm90_w8a8", "triton_w8a8", "sm90_w4a8", "triton_w4a8"]
+    cpu = ["cpu_w4a16", "cpu_w8a16", "cpu_w8a8", "cpu_w4a8"]
     rest = ["fixed_order", "dense", "reference"]
-    assert names == [*weight_only, "sm90_w8a8", "triton_w8a8", *cpu, *rest]
+    assert names == [*weight_only, *with_codes, *cpu, *rest]
     assert all(choice.reason for choice in explanation)
     assert str(explanation).splitlines()[0].startswith("-> w4a16: supported")
 

@@ -21,13 +21,14 @@ OF_GPTQ = ["w4a16-sym-g32", "w4a16-asym", "w8a16-sym-channel", "w8a8"]
 OTHERS = [
     "w3a16-sym",
     "w4a8",
+    "w4a8-fp8",
     "w8a8-fp8",
     "w8a8-fp8-block",
     "w8a16-fp8",
     "w4a16-mxfp4",
     "w4a16-nvfp4",
 ]
-WITHOUT_ORDER_ON_GPU = ["w3a16-sym", "w4a8", "w8a16-fp8"]
+WITHOUT_ORDER_ON_GPU = ["w3a16-sym", "w8a16-fp8"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 

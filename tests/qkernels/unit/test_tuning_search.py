@@ -15,6 +15,7 @@ from qkernels.errors import KernelError
 from qkernels.gpu import device as gpu_device
 from qkernels.tuning import table as tuning_table
 from qkernels.tuning.op import bucket
+from qkernels.w4a8.tuned import TUNED as W4A8
 from qkernels.w8a8.config import W8A8Sm90Config, W8A8TritonConfig, default_sm90_config
 from qkernels.w8a8.tuned import TUNED as W8A8
 from qkernels.wna16.sm90_large_m_config import LARGE_M_SIZES, LargeMConfig
@@ -51,7 +52,7 @@ def test_the_rows_of_an_attention_block_follow_its_tokens():
     assert len({each.block_q for each in found}) > 2
 
 
-@pytest.mark.parametrize("op", [WNA16, W8A8, ATTENTION], ids=lambda op: op.name)
+@pytest.mark.parametrize("op", [WNA16, W4A8, W8A8, ATTENTION], ids=lambda op: op.name)
 def test_options_name_fields_of_the_config(op):
     for cls, space in op.configs.items():
         assert set(space.options) <= {field.name for field in dataclasses.fields(cls)}

@@ -11,14 +11,15 @@ from transformers import AutoModelForCausalLM
 
 from formats.checkpoint import CheckpointReader
 from formats.inspection.inspect import inspect_checkpoint
-from formats.layouts import is_quantized
-from formats.quant_config import BLOCK
+from formats.layouts import decode_dense, is_quantized, layout_of, tensor_names
+from formats.quant_config import BLOCK, QuantConfig, find_block
 from qserve.llm import LLM
 from qserve.model.loading.dummy_source import DummySource
 from qserve.model.loading.weight_source import WeightSource
 from qserve.model.model_config import ModelConfig
 from tests.formats.inspection.findings import of_weights
-from tests.formats.made_by.expected import expected_weights
+from tests.formats.made_by.expected import expected_digests, expected_weights
+from tests.formats.made_by.makers.digest import digest
 from tests.qserve.model.variants import edited, logits, relative
 
 MADE_BY = Path(__file__).resolve().parents[2] / "formats" / "made_by"
@@ -39,12 +40,30 @@ FOLDERS = {
 IDS = [3, 17, 20, 5, 9, 60, 41, 30, 8, 1, 2, 50]
 
 
-def by_transformers(folder: Path, work: Path) -> torch.Tensor:
-    """Logits of the float model that has what the tool dequantizes, and all other tensors."""
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Each linear's weight as the tool sees it; where a folder has digests alone, those of ours."""
+    if (folder / "expected.tensors").exists():
+        return expected_weights(folder)
+    reader, found = CheckpointReader(folder), {}
+    config = QuantConfig.from_dict(find_block(folder, reader.config))
+    dtype = getattr(torch, json.loads((folder / "made.json").read_text()).get("dtype", "float32"))
+    for name, expected in expected_digests(folder).items():
+        names = tensor_names(name, layout_of(config), reader.entries)
+        tensors = {field: reader.get(each) for field, each in names.items()}
+        found[name] = decode_dense(name, tensors, config).weight_NK
+        assert digest(found[name].to(dtype)) == expected, name
+    return found
+
+
+def by_transformers(folder: Path, work: Path, rounding=None) -> torch.Tensor:
+    """Logits of the float model that has what the tool dequantizes, and all other tensors.
+
+    `rounding`: of the inputs of quantized linears.
+    """
     config = json.loads((folder / "config.json").read_text())
     config = {key: value for key, value in config.items() if key != BLOCK}
     reader = CheckpointReader(folder)
-    weights = expected_weights(folder)
+    weights = weights_of(folder)
     state = {f"{name}.weight": tensor for name, tensor in weights.items()}
     for name in reader.entries:
         module = name.rpartition(".")[0]
@@ -58,6 +77,9 @@ def by_transformers(folder: Path, work: Path) -> torch.Tensor:
         work, dtype=torch.float32, output_loading_info=True
     )
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    for name, module in model.named_modules():
+        if rounding is not None and is_quantized(name, reader.entries):
+            module.register_forward_pre_hook(lambda _, inputs: (rounding(inputs[0]),))
     with torch.no_grad():
         return model(torch.tensor([IDS])).logits[0]
 
@@ -69,6 +91,35 @@ def test_logits_are_those_of_the_tools_own_weights(name, tmp_path):
     # weights that the tool rounds to bfloat16
     limit = 4e-3 if made.get("dtype") == "bfloat16" else 1e-3
     assert relative(llm.logits(IDS), by_transformers(MADE_BY / name, tmp_path / "float")) < limit
+
+
+def to_int8(x):
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-9) / 127
+    return (x / scale).round() * scale
+
+
+def to_float8(x):
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-9) / 448
+    return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+W4A8 = {
+    "llmcompressor-w4a8": to_int8,
+    "llmcompressor-w4a8-packed": to_int8,
+    "llmcompressor-w4afp8": to_float8,
+}
+
+
+@pytest.mark.parametrize("name", W4A8)
+def test_4_bit_weights_take_inputs_rounded_by_token(name, tmp_path):
+    """Nearer to the float model of rounded inputs than to that of inputs as they are."""
+    folder = MADE_BY / name
+    llm = LLM(folder, device="cpu", dtype="float32", max_model_len=32)
+    found = llm.logits(IDS)
+    rounded = relative(found, by_transformers(folder, tmp_path / "rounded", W4A8[name]))
+    as_they_are = relative(found, by_transformers(folder, tmp_path / "float"))
+    assert rounded < 1e-5
+    assert as_they_are > 2e-3, "the roundings of x show"
 
 
 @pytest.mark.parametrize("name", FOLDERS)

@@ -1,0 +1,122 @@
+"""Kernels of products of 4-bit weights and 8-bit activations: rows of `linear`."""
+
+import functools
+
+import torch
+
+from qkernels.choice import FIXED_ORDER
+from qkernels.dispatch import Kernel
+from qkernels.gpu import device as gpu_device
+from qkernels.problem import (
+    HALF_DTYPES,
+    QUANTIZE_MAX_INPUTS,
+    Problem,
+    has_float8_products,
+    needs_triton,
+    refuses_activation,
+)
+from qkernels.tuning import table as tuning_table
+from qkernels.tuning.op import bucket
+from qkernels.w4a8.config import W4A8Sm90Config, W4A8TritonConfig
+from qkernels.w4a8.layout import K_STEP, MIN_K_STEP
+from qkernels.w4a8.tuned import TUNED
+
+
+def note_measured(problem: Problem, config: type) -> str:
+    """For how many rows this GPU has measured configs of the kernel's own kind; "" for none."""
+    if problem.device != "cuda" or not torch.cuda.is_available():
+        return ""
+    rows = tuning_table.tuning_table_of(torch.device("cuda", torch.cuda.current_device())).measured(
+        TUNED,
+        N=problem.out_features,
+        K=problem.in_features,
+        group=problem.spec.group_length(problem.in_features),
+        integers=problem.activation.type == "int",
+    )
+    most = sorted(bucket(row.problem["M"]) for row in rows if isinstance(row.config, config))
+    found = ", ".join(f"up to {each} rows" for each in most)
+    return f"configs measured on this GPU: {found}" if most else ""
+
+
+def _refuses_numerics(problem: Problem) -> str | None:
+    """Why no W4A8 kernel takes the weight and the activation; None: they do."""
+    spec, activation = problem.spec, problem.activation
+    if activation is None:
+        return "takes activations rounded to 8 bits, not 16-bit ones"
+    if spec is None or (spec.bits, spec.symmetric, spec.type) != (4, True, "int"):
+        return f"takes symmetric 4-bit integer weights, not {spec}"
+    return refuses_activation(activation)
+
+
+def triton_w4a8(problem: Problem) -> str | None:
+    reason = needs_triton(problem) or _refuses_numerics(problem)
+    if reason is not None:
+        return reason
+    group = problem.spec.group_length(problem.in_features)
+    if group % MIN_K_STEP or problem.in_features % group:
+        return f"takes groups divisible by {MIN_K_STEP}, not {group}"
+    if problem.in_features > QUANTIZE_MAX_INPUTS:
+        return f"holds a row in registers: at most {QUANTIZE_MAX_INPUTS} inputs"
+    if problem.out_features % 8:
+        return f"takes a number of outputs divisible by 8, not {problem.out_features}"
+    floats = problem.activation.type == "float"
+    if floats and problem.device == "cuda" and not has_float8_products():
+        return "float8 products need an sm_89 GPU or later"
+    return None
+
+
+def portable_w4a8(problem: Problem) -> str | None:
+    reason = triton_w4a8(problem)
+    if reason is None and problem.requested == FIXED_ORDER and problem.activation.type == "float":
+        return "adds float8 products in an order that depends on the number of rows"
+    return reason
+
+
+def sm90_w4a8(problem: Problem) -> str | None:
+    reason = triton_w4a8(problem)
+    if reason is not None:
+        return reason
+    if problem.dtype not in HALF_DTYPES:
+        return f"gives float16 and bfloat16, not {problem.dtype}"
+    group = problem.spec.group_length(problem.in_features)
+    if problem.in_features % K_STEP or (K_STEP % group and group % K_STEP):
+        return f"takes inputs and groups in steps of {K_STEP} inputs, not groups of {group}"
+    return gpu_device.lacks_arch(torch.device(problem.device), "sm_90")
+
+
+def cpu_w4a8(problem: Problem) -> str | None:
+    if problem.device != "cpu":
+        return f"runs on cpu, not on {problem.device}"
+    reason = _refuses_numerics(problem)
+    if reason is not None:
+        return reason
+    return None if problem.activation.type == "int" else "takes int8 activations, not float8"
+
+
+# Each has the variant of a fixed order: the sum of a group is an integer, exact in any order, and
+# groups are added in theirs. float8 has it on sm_90 alone.
+KERNELS = (
+    Kernel(
+        name="sm90_w4a8",
+        module="w4a8.sm90",
+        priority=30,
+        supports=sm90_w4a8,
+        note=functools.partial(note_measured, config=W4A8Sm90Config),
+        variants=("sm90", FIXED_ORDER),
+    ),
+    Kernel(
+        name="triton_w4a8",
+        module="w4a8.triton_gemm",
+        priority=30,
+        supports=portable_w4a8,
+        note=functools.partial(note_measured, config=W4A8TritonConfig),
+        variants=("triton", FIXED_ORDER),
+    ),
+    Kernel(
+        name="cpu_w4a8",
+        module="w4a8.cpu",
+        priority=25,
+        supports=cpu_w4a8,
+        variants=("cpu", FIXED_ORDER),
+    ),
+)

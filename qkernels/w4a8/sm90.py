@@ -1,0 +1,391 @@
+"""y = x W^T with 4-bit weights and 8-bit activations, for sm_90, in Gluon.
+
+A persistent, warp-specialized kernel, built as w8a8/sm90.py is, for every number of rows. One
+producer warp keeps TMA loads of packed codes, scales and x in flight. One to three consumer
+warpgroups multiply 64 outputs each: operand A is codes, expanded to 8 bits in registers; operand B
+is x, in shared memory. The sum of each group is an integer, or a float8 product's sum, and enters
+the float32 total with one fused multiply-add by the group's scale. Codes with a scale for each
+output are summed as integers to the end.
+
+Legend: M rows of x, K inputs, N outputs, G groups; a K step is 128 inputs.
+"""
+
+from dataclasses import replace
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from formats.in_memory.packed import PackedWeight
+from qkernels.choice import FIXED_ORDER
+from qkernels.gpu.device import sm_count
+from qkernels.gpu.gluon_compat import descriptor
+from qkernels.gpu.launch import launch, on_device
+from qkernels.gpu.pdl_gluon import griddepcontrol_wait
+from qkernels.gpu.pipeline import PipelineState, make_pipeline
+from qkernels.gpu.registers import split_columns
+from qkernels.gpu.split_k_reduce import reduce_in_last_arriver, reduce_scatter
+from qkernels.gpu.tma import aligned
+from qkernels.gpu.workspace import workspace
+from qkernels.linear.plan import GemmPlan, GemmProblem, plan_without_choice
+from qkernels.linear.prepared import PreparedWeight
+from qkernels.operands.codes import Codes
+from qkernels.operands.split_k import Consumer
+from qkernels.tuning.table import tuning_table_of
+from qkernels.w4a8 import layout
+from qkernels.w4a8.config import W4A8Sm90Config, default_sm90_config, fixed_order_config
+from qkernels.w4a8.prepack import prepacked
+from qkernels.w4a8.sm90_codes import expand, load_words, split_k
+from qkernels.w4a8.sm90_load import load
+from qkernels.w4a8.sm90_structs import Gemm, Numerics, Stages
+from qkernels.w4a8.tuned import TUNED
+from qkernels.w8a8.sm90_epilogue import epilogue, load_vectors
+from qkernels.w8a8.sm90_structs import EpilogueBuffers
+
+WEIGHT_BOX = [32, 32]  # a stored tile's packed words of a K step: two outputs a line
+
+
+def prepare_weight(
+    packed: PackedWeight, dtype: torch.dtype, device: torch.device | str | None = None
+) -> PreparedWeight:
+    """Packed codes in K steps of 128 inputs, and scales of groups, or of outputs."""
+    return prepacked(packed, dtype, device, kernel="sm90_w4a8", block_k=layout.K_STEP)
+
+
+def plan(
+    problem: GemmProblem, M: int, consumer: Consumer | None = None, *, fused: bool = True
+) -> GemmPlan:
+    """The config for M rows; the input is rounded by the operation before, where it can."""
+    config = _chosen_config(problem, M)
+    return replace(plan_without_choice(problem), variant="sm90", config=config)
+
+
+def run(
+    plan: GemmPlan, x: Codes, weight: PreparedWeight, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Codes [M, K] to [M, N], rounded once to the weight's dtype."""
+    return linear_codes(*x, weight, bias, config=plan.config)
+
+
+def linear_codes(
+    codes_MK: torch.Tensor,
+    scales_M1: torch.Tensor,
+    weight: PreparedWeight,
+    bias: torch.Tensor | None = None,
+    zeros_M1: None = None,
+    *,
+    config: W4A8Sm90Config | None = None,
+) -> torch.Tensor:
+    """Implement ops.linear_codes, deterministic. `config` replaces the tuned or default one."""
+    (M, K), N = codes_MK.shape, weight.out_features
+    device = codes_MK.device
+    y_MN = torch.empty((M, N), dtype=weight.dtype, device=device)
+    if M == 0:
+        return y_MN
+    config = config or _chosen_config(weight.problem, M)
+    numerics = numerics_of(weight.problem)
+    codes_MK = aligned(codes_MK.contiguous())
+    packed = weight.tensors["packed"].view(torch.int32).view(-1, WEIGHT_BOX[1])
+    scales = weight.tensors["scales"]
+    box = layout.TILE_N * numerics.groups
+    partials, counters = workspace(device)
+    sums_are_integers = codes_MK.dtype == torch.int8 and not numerics.in_groups
+    assert config.promotes != sums_are_integers, config
+    assert config.fits(M, N, K, sm_count(device)), config
+    with on_device(codes_MK):
+        launch(
+            _w4a8_sm90,
+            (min(sm_count(device) * config.blocks_per_sm, config.tiles(M, N) * config.split),),
+            descriptor(packed, WEIGHT_BOX),
+            descriptor(scales.view(-1), [box])
+            if numerics.in_groups
+            else descriptor(packed, WEIGHT_BOX),
+            descriptor(codes_MK, [config.block_b, layout.K_STEP]),
+            descriptor(y_MN, [config.store_width, config.consumer_rows]),
+            scales_M1.contiguous(),
+            scales,
+            scales if bias is None else bias,
+            partials.view(torch.int32) if sums_are_integers else partials,
+            counters,
+            M,
+            N,
+            K,
+            CONFIG=config,
+            NUMERICS=numerics,
+            HAS_BIAS=bias is not None,
+            num_warps=4,
+            maxnreg=config.registers,
+            launch_pdl=True,
+        )
+    return y_MN
+
+
+def numerics_of(problem: GemmProblem) -> Numerics:
+    """How a weight's codes are scaled."""
+    factor = layout.code_factor(problem.activation.type)
+    if problem.group == problem.in_features:
+        return Numerics(factor=factor, in_groups=False)
+    return Numerics(
+        factor=factor,
+        groups=max(1, layout.K_STEP // problem.group),
+        steps_per_group=max(1, problem.group // layout.K_STEP),
+    )
+
+
+def _chosen_config(problem: GemmProblem, M: int) -> W4A8Sm90Config:
+    """The config that was measured on this GPU, else the default.
+
+    A table may be from another GPU or edited, so `fits` is checked again: splits that
+    reduce-scatter but are not all resident would wait forever.
+    """
+    N, K, group = problem.out_features, problem.in_features, problem.group
+    sms, integers = sm_count(problem.device), problem.activation.type == "int"
+    if problem.requested == FIXED_ORDER:
+        return fixed_order_config(M, N, K, group, sms, integers)
+    row = tuning_table_of(problem.device).find(TUNED, N=N, K=K, group=group, integers=integers, M=M)
+    if row is not None and isinstance(row.config, W4A8Sm90Config) and row.config.fits(M, N, K, sms):
+        return row.config
+    return default_sm90_config(M, N, K, group, sms, integers)
+
+
+@gluon.jit
+def _multiply_integers(gemm, pipeline, state, sums, work_tile, CONSUMER: gl.constexpr):
+    """Integer sums over all K steps of a work tile, and the next state."""
+    A: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, 4)
+    for k_step in range(work_tile.k_begin, work_tile.k_end):
+        pipeline.consumer_wait(state)
+        slot = state.stage * gemm.CONFIG.num_consumers + CONSUMER
+        a = expand(load_words(pipeline.mem.weight.index(slot)), pipeline.mem.x.dtype, A)
+        x = pipeline.mem.x.index(state.stage).permute((1, 0))
+        sums = warpgroup_mma(a, x, sums, is_async=True, use_acc=k_step > work_tile.k_begin)
+        # operand A's registers are read until the product ends
+        sums = warpgroup_mma_wait(0, deps=[sums])
+        pipeline.consumer_release(state)
+        state = state.advance()
+    return sums, state
+
+
+@gluon.jit
+def _multiply_groups(gemm, pipeline, state, total, work_tile, CONSUMER: gl.constexpr):
+    """`total` plus the scaled sums of each group of a work tile, and the next state.
+
+    A K step has one or more groups, or a part of one. Each of these has a sum of its own, which is
+    exact for integers; of float8 products the tensor core keeps 14 bits.
+    """
+    NUMERICS: gl.constexpr = gemm.NUMERICS
+    GROUPS: gl.constexpr = NUMERICS.groups
+    DTYPE: gl.constexpr = pipeline.mem.x.dtype
+    PRODUCT: gl.constexpr = gl.int32 if DTYPE.is_int8() else gl.float32
+    LAYOUT: gl.constexpr = total.type.layout
+    A: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 4)
+    BK: gl.constexpr = 128 // GROUPS
+    for _ in range(work_tile.k_begin, work_tile.k_end):
+        pipeline.consumer_wait(state)
+        slot = state.stage * gemm.CONFIG.num_consumers + CONSUMER
+        words = split_k(load_words(pipeline.mem.weight.index(slot)), GROUPS)
+        for i in gl.static_range(GROUPS):
+            if NUMERICS.in_groups:
+                scale = pipeline.mem.scales.index(slot).slice(i * 64, 64)
+                scale = scale.load(gl.SliceLayout(1, LAYOUT)).to(gl.float32) / NUMERICS.factor
+            a = expand(words[i], DTYPE, A)
+            x = pipeline.mem.x.index(state.stage)
+            if GROUPS > 1:
+                x = x.slice(i * BK, BK, dim=1)
+            product = gl.zeros(total.shape, PRODUCT, LAYOUT)
+            product = warpgroup_mma(a, x.permute((1, 0)), product, is_async=True, use_acc=False)
+            product = warpgroup_mma_wait(0, deps=[product])
+            if i == GROUPS - 1:
+                pipeline.consumer_release(state)
+            if NUMERICS.in_groups:
+                total = gl.fma(product.to(gl.float32), scale[:, None], total)
+            else:
+                total += product
+        state = state.advance()
+    return total, state
+
+
+@gluon.jit
+def _weights_at(gemm, pipeline, state, LAYOUT: gl.constexpr, CONSUMER: gl.constexpr):
+    """Packed words and scales of the K step at `state`, as soon as it is there."""
+    pipeline.consumer_wait(state)
+    slot = state.stage * gemm.CONFIG.num_consumers + CONSUMER
+    words = load_words(pipeline.mem.weight.index(slot))
+    if gemm.NUMERICS.in_groups:
+        scale = pipeline.mem.scales.index(slot).load(gl.SliceLayout(1, LAYOUT))
+        return words, scale.to(gl.float32) / gemm.NUMERICS.factor
+    else:
+        return words, gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, LAYOUT))
+
+
+@gluon.jit
+def _multiply_ahead(gemm, pipeline, state, total, work_tile, CONSUMER: gl.constexpr):
+    """_multiply_groups of one group a K step, which loads the next words during a product."""
+    NUMERICS: gl.constexpr = gemm.NUMERICS
+    DTYPE: gl.constexpr = pipeline.mem.x.dtype
+    PRODUCT: gl.constexpr = gl.int32 if DTYPE.is_int8() else gl.float32
+    LAYOUT: gl.constexpr = total.type.layout
+    words, scale = _weights_at(gemm, pipeline, state, LAYOUT, CONSUMER)
+    for k_step in range(work_tile.k_begin, work_tile.k_end):
+        a = expand(words, DTYPE, gl.DotOperandLayout(0, LAYOUT, 4))
+        product = gl.zeros(total.shape, PRODUCT, LAYOUT)
+        x = pipeline.mem.x.index(state.stage).permute((1, 0))
+        product = warpgroup_mma(a, x, product, is_async=True, use_acc=False)
+        # after the last step that step again, which is not multiplied
+        following = state.advance()
+        is_last = k_step == work_tile.k_end - 1
+        ahead = PipelineState(
+            stage=gl.where(is_last, state.stage, following.stage),
+            phase=gl.where(is_last, state.phase, following.phase),
+            num_stages=state.num_stages,
+        )
+        next_words, next_scale = _weights_at(gemm, pipeline, ahead, LAYOUT, CONSUMER)
+        product = warpgroup_mma_wait(0, deps=[product])
+        pipeline.consumer_release(state)
+        if NUMERICS.in_groups:
+            total = gl.fma(product.to(gl.float32), scale[:, None], total)
+        else:
+            total += product
+        words, scale = next_words, next_scale
+        state = following
+    return total, state
+
+
+@gluon.jit
+def _consume(gemm, pipeline, buffers, CONSUMER: gl.constexpr):
+    """A consumer warpgroup: 64 outputs of each work tile, and their results."""
+    CONFIG: gl.constexpr = gemm.CONFIG
+    SPLIT: gl.constexpr = CONFIG.split
+    SUM: gl.constexpr = gemm.partials_ptr.dtype.element_ty
+    COLUMNS: gl.constexpr = CONFIG.block_b
+    STORE_TILES: gl.constexpr = COLUMNS // CONFIG.store_width
+    # triton has the integer instruction for up to 224 columns
+    INSTRUCTION_N: gl.constexpr = min(COLUMNS, 128)
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, INSTRUCTION_N, 32])
+    griddepcontrol_wait()
+    state = pipeline.consumer_start()
+    for work in range(gl.program_id(0), gemm.num_work_tiles(), gl.num_programs(0)):
+        work_tile = gemm.work_tile(work)
+        slot = work // SPLIT * CONFIG.num_consumers + CONSUMER
+        row = (work_tile.tile_a * CONFIG.num_consumers + CONSUMER) * 64
+        column = work_tile.tile_b * COLUMNS
+        # after a reduce-scatter, this block stores its share of the columns
+        stored = column + work % SPLIT * CONFIG.stored_columns if CONFIG.reduce_scatter else column
+        sums = gl.zeros([64, COLUMNS], SUM, LAYOUT)
+        store_layout: gl.constexpr = split_columns(sums, STORE_TILES)[0].type.layout
+        # from memory while the product runs
+        vectors = load_vectors(gemm, row, stored, store_layout)
+        if not CONFIG.promotes:
+            sums, state = _multiply_integers(gemm, pipeline, state, sums, work_tile, CONSUMER)
+        elif CONFIG.loads_ahead and gemm.NUMERICS.groups == 1:
+            sums, state = _multiply_ahead(gemm, pipeline, state, sums, work_tile, CONSUMER)
+        else:
+            sums, state = _multiply_groups(gemm, pipeline, state, sums, work_tile, CONSUMER)
+        complete = True
+        if CONFIG.reduce_scatter:
+            sums = reduce_scatter(
+                sums, slot, work % SPLIT, gemm.partials_ptr, gemm.counters_ptr, SPLIT
+            )
+        elif SPLIT > 1:
+            sums, complete = reduce_in_last_arriver(
+                sums, slot, work % SPLIT, gemm.partials_ptr, gemm.counters_ptr, SPLIT
+            )
+        if complete:
+            epilogue(gemm, buffers, sums, vectors, row, stored, CONSUMER)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["M"])
+def _w4a8_sm90(
+    weight,  # as in sm90_structs.Gemm
+    scales,
+    x,
+    y,
+    input_scales_ptr,
+    scales_ptr,
+    bias_ptr,
+    partials_ptr,
+    counters_ptr,
+    M,
+    N,
+    K,
+    CONFIG: gl.constexpr,
+    NUMERICS: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+):
+    CONSUMERS: gl.constexpr = CONFIG.num_consumers
+    STAGES: gl.constexpr = CONFIG.stages
+    SLOTS: gl.constexpr = STAGES * CONSUMERS
+    gemm = Gemm(
+        weight=weight,
+        scales=scales,
+        x=x,
+        y=y,
+        input_scales_ptr=input_scales_ptr,
+        scales_ptr=scales_ptr,
+        bias_ptr=bias_ptr,
+        partials_ptr=partials_ptr,
+        counters_ptr=counters_ptr,
+        M=M,
+        N=N,
+        tiles_a=gl.cdiv(N, CONSUMERS * 64),
+        tiles_b=gl.cdiv(M, CONFIG.block_b),
+        k_steps=K // 128,
+        CONFIG=CONFIG,
+        NUMERICS=NUMERICS,
+        HAS_BIAS=HAS_BIAS,
+        OUTPUT_SCALES=not NUMERICS.in_groups,
+        HAS_ZEROS=False,
+        BLOCKS=False,
+    )
+    packed = gl.allocate_shared_memory(gl.int32, [SLOTS, 32, 32], weight.layout)
+    x_stages = gl.allocate_shared_memory(x.dtype, [STAGES, CONFIG.block_b, 128], x.layout)
+    if NUMERICS.in_groups:
+        SCALES: gl.constexpr = scales.block_type.shape[0]
+        scale_stages = gl.allocate_shared_memory(scales.dtype, [SLOTS, SCALES], scales.layout)
+    else:
+        scale_stages = packed
+    y_memory = gl.allocate_shared_memory(
+        y.dtype, [CONSUMERS * CONFIG.store_stages, CONFIG.store_width, 64], y.layout
+    )
+    stages = Stages(weight=packed, scales=scale_stages, x=x_stages)
+    pipeline = make_pipeline(stages, STAGES, CONSUMERS)
+    fence_async_shared()
+    column_vectors = gl.allocate_shared_memory(
+        gl.float32,
+        [CONSUMERS, CONFIG.stored_columns if CONFIG.column_vectors_in_shared else 1],
+        gl.SwizzledSharedLayout(1, 1, 1, [0]),
+    )
+    buffers = EpilogueBuffers(y=y_memory, column_vectors=column_vectors)
+    REGISTERS: gl.constexpr = CONFIG.consumer_registers
+    PRODUCER: gl.constexpr = CONFIG.producer_registers
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [(_consume, (gemm, pipeline, buffers, 0)), (load, (gemm, pipeline))], [1], [PRODUCER]
+        )
+    elif CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (gemm, pipeline, buffers, 0)),
+                (_consume, (gemm, pipeline, buffers, 1)),
+                (load, (gemm, pipeline)),
+            ],
+            [4, 1],
+            [REGISTERS, PRODUCER],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (gemm, pipeline, buffers, 0)),
+                (_consume, (gemm, pipeline, buffers, 1)),
+                (_consume, (gemm, pipeline, buffers, 2)),
+                (load, (gemm, pipeline)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, PRODUCER],
+        )
