@@ -77,6 +77,7 @@ def paged_attention(
             **problem,
             page_element_size=cache.k_pages.element_size(),
             sm_count=sm_count(q_THD.device),
+            int4=cache.is_4bit,
             gluon=not (has_options(sinks_H, slopes_H, chunk_size) or gluon_refuses(q_THD, cache)),
         )
     partials = sums = None
@@ -169,12 +170,13 @@ def gluon_refuses(q_THD: torch.Tensor, cache: PagedKv) -> str | None:
         return f"takes bfloat16 queries, not {q_THD.dtype}"
     if D not in (64, 128):
         return f"takes heads of 64 or 128, not {D}"
-    # TEMP
-    if cache.is_4bit:
-        return "no"
     for pages in (cache.k_pages, cache.v_pages):
         if pages.data_ptr() % 16 or any(stride % 16 for stride in pages.stride()[:3]):
             return "takes pages whose rows start at multiples of 16 bytes"
+    for pairs in (cache.k_scales, cache.v_scales) if cache.is_4bit else ():
+        count = pairs.shape[3]  # read as one number
+        if pairs.data_ptr() % (2 * count) or any(s % count for s in pairs.stride()[:3]):
+            return f"takes scales and zeros of a slot that start at multiples of {2 * count} bytes"
     return gpu_device.lacks_arch(q_THD.device, "sm_90")
 
 

@@ -14,15 +14,20 @@ _INFINITY_BITS = tl.constexpr(0x7F800000)
 @triton.jit
 def rotate_rows(x, D: tl.constexpr):
     """Rows [HEADS, D] times the Hadamard matrix of D over its root, in float32."""
-    HEADS: tl.constexpr = x.shape[0]
     x = x.to(tl.float32)
     for power in tl.static_range(D.bit_length() - 1):
-        APART: tl.constexpr = 2**power
-        pairs = x.reshape(HEADS, D // (2 * APART), 2, APART).permute(0, 1, 3, 2)
-        first, second = pairs.split()
-        pairs = tl.join(first + second, first - second)
-        x = pairs.permute(0, 1, 3, 2).reshape(HEADS, D)
+        x = _sums_and_differences(x, 2**power, D)
     return x * D**-0.5
+
+
+@triton.jit
+def _sums_and_differences(x, APART: tl.constexpr, D: tl.constexpr):
+    """Pairs of channels that are APART become their sum and their difference."""
+    HEADS: tl.constexpr = x.shape[0]
+    pairs = x.reshape(HEADS, D // (2 * APART), 2, APART).permute(0, 1, 3, 2)
+    first, second = pairs.split()
+    pairs = tl.join(first + second, first - second)
+    return pairs.permute(0, 1, 3, 2).reshape(HEADS, D)
 
 
 @triton.jit
