@@ -100,7 +100,7 @@ def check_4bit_cache(
 ) -> None:
     """Raise KernelError unless heads can be rotated and pages and pairs fit 4-bit codes."""
     if refusal := refuses_4bit_heads(head_dim):
-        raise KernelError(f"{op} k_pages", f"4-bit pages {refusal}", "use int8 pages")
+        raise KernelError(f"{op} k_pages", refusal, "use int8 pages")
     shape = (None, None, heads, head_dim // 2)
     check_tensor(f"{op} k_pages", cache.k_pages, shape, (INT4_PAGES,), x)
     check_tensor(f"{op} v_pages", cache.v_pages, cache.k_pages.shape, (INT4_PAGES,), x)
@@ -123,7 +123,7 @@ def refuses_4bit_heads(head_dim: int) -> str | None:
     if head_dim in INT4_HEAD_DIMS:
         return None
     sizes = ", ".join(map(str, INT4_HEAD_DIMS))
-    return f"take heads of {sizes}, whose keys a Hadamard matrix rotates, not {head_dim}"
+    return f"4-bit pages take heads of {sizes}, rotated by a Hadamard matrix, not {head_dim}"
 
 
 def can_use_tma(*tensors: torch.Tensor) -> bool:

@@ -435,12 +435,8 @@ def _decode_attention_8bit(
         k=gl.allocate_shared_memory(gl.int32, words_shape, WORDS),
         even_v=gl.allocate_shared_memory(gl.int8, bytes_shape, BYTES),
         odd_v=gl.allocate_shared_memory(gl.int8, bytes_shape, BYTES),
-        k_scales=gl.allocate_shared_memory(
-            k_scales_ptr.dtype.element_ty, [STAGES, W, N], FLAT
-        ),
-        v_scales=gl.allocate_shared_memory(
-            v_scales_ptr.dtype.element_ty, [STAGES, W, N], FLAT
-        ),
+        k_scales=gl.allocate_shared_memory(k_scales_ptr.dtype.element_ty, [STAGES, W, N], FLAT),
+        v_scales=gl.allocate_shared_memory(v_scales_ptr.dtype.element_ty, [STAGES, W, N], FLAT),
     )
     STEP: gl.constexpr = W * N
     pages = load_pages(head, first_step * STEP)

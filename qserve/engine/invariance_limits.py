@@ -14,6 +14,11 @@ from qserve.model.model_config import ModelConfig
 FLAG = "--batch-invariant"
 LIMITS = (
     Limit(
+        "--kv-cache-dtype int4",
+        lambda config: config.kv_cache_dtype == "int4",
+        "no kernel with a fixed order reads 4-bit pages",
+    ),
+    Limit(
         "--enable-lora",
         lambda config: config.enable_lora,
         "products with adapters divide their inputs by the number of rows",

@@ -1,4 +1,4 @@
-"""4-bit KV pages for tests, and what they hold in float64, by the definition of their bits alone."""
+"""What 4-bit KV pages hold, in float64, by the definition of their bits alone."""
 
 import torch
 

@@ -34,7 +34,7 @@ def _sums_and_differences(x, APART: tl.constexpr, D: tl.constexpr):
 def store_rows(x, rows, pairs, exists, GROUPS: tl.constexpr, D: tl.constexpr):
     """Round float32 rows [HEADS, D]; store bytes at `rows`, scales and zeros at `pairs`.
 
-    Both are pointers [HEADS]; `exists` says which rows are stored. GROUPS: 2 of a key, 1 of a value.
+    Both are pointers [HEADS]; `exists` says which rows are stored. GROUPS: 2 of keys, 1 of values.
     """
     low, high = x.reshape(x.shape[0], 2, D // 2).permute(0, 2, 1).split()
     if GROUPS == 2:

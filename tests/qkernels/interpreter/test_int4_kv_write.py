@@ -88,7 +88,7 @@ def test_a_row_that_is_not_finite_stays_so(device):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("D, width", [(32, 32), (64, 16), (128, 128)])
 def test_rope_and_write(assert_close, tolerance, dtype, device, D, width, interleaved, normed):
-    """Returned queries are rotated as the keys are, so their products are those of the originals."""
+    """Returned queries are rotated as keys are: their products are those of the originals."""
     qkv = rows_of(5, H + 2 * J, D, dtype=dtype, device=device)
     q, k, v = qkv.split([H, J, J], dim=1)
     angle = torch.rand(40, width // 2, generator=torch.Generator().manual_seed(1)) * 6
@@ -102,12 +102,15 @@ def test_rope_and_write(assert_close, tolerance, dtype, device, D, width, interl
         )
         options["eps"] = 1e-5
     slots = torch.tensor(SLOTS, device=device)
-    coded, plain = pages(D, device), [torch.zeros(P, B, J, D, device=device).to(dtype) for _ in "kv"]
+    coded, plain = (
+        pages(D, device),
+        [torch.zeros(P, B, J, D, device=device).to(dtype) for _ in "kv"],
+    )
     got = kv_write.rope_write_kv_(q, k, v, cos_sin, positions, coded, slots, **options)
     plain = PagedKv(k_pages=plain[0], v_pages=plain[1])
     want = kv_write.rope_write_kv_(q, k, v, cos_sin, positions, plain, slots, **options)
     assert_close("q", want.double().cpu() @ hadamard(D), got, 2 * tolerance(dtype))
-    for token, slot in enumerate(SLOTS):
+    for slot in SLOTS:
         if slot < 0:
             continue
         at = slot // B, slot % B
