@@ -359,7 +359,9 @@ ATTENTION = {
     "chunk, int4, head 256, window": Case(
         run=lambda: attention([2048], D=256, group=2, pages=INT4_PAGES, window=1000), product="mma"
     ),
-    "chunk, int4, float32": Case(run=lambda: attention([2048], pages=INT4_PAGES, dtype=FP32)),
+    "chunk, int4, head 64, float32": Case(
+        run=lambda: attention([2048], D=64, pages=INT4_PAGES, dtype=FP32)
+    ),
     "chunk, int8": Case(run=lambda: attention([2048], pages=INT8), product="wgmma"),
     "chunk, int8, head 256": Case(
         run=lambda: attention([2048], D=256, group=2, pages=INT8), product="wgmma"
