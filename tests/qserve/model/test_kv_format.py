@@ -300,10 +300,12 @@ def test_twice_as_many_requests_run_with_static_scales(calibrated, docs_5m):
     assert running[1] in (2 * running[0], 2 * running[0] + 1)
 
 
+@pytest.mark.parametrize("name", ["auto", "int4"])
 @pytest.mark.parametrize("page_size", [8, 16])
-def test_attention_that_no_kernel_takes_is_refused_with_graphs(docs_5m, page_size):
+def test_attention_that_no_kernel_takes_is_refused_with_graphs(docs_5m, page_size, name):
     """Before a capture fails on it. Asked as for a GPU."""
-    spec = make(docs_5m, block_size=page_size).engine.runner.cache_specs[0]
+    llm = make(docs_5m, block_size=page_size, kv_cache_dtype=name)
+    spec = llm.engine.runner.cache_specs[0]
     asked = torch.float32, "cuda"
     if page_size == 16:
         spec.check_graphs(*asked)
