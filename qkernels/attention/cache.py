@@ -38,7 +38,7 @@ class PagedKv:
         device: torch.device,
         static_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> "PagedKv":
-        """Make pages of `shape` [P, B, J, D]; uint8 stands for 4-bit codes, two a byte.
+        """Make pages of `shape` [P, B, J, D]; uint8 means 4-bit codes, two a byte.
 
         `static_scales`: of keys and of values, float32, one number or one for each KV head.
         Without them 8-bit pages get scales that writes fill.

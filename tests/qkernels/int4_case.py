@@ -1,4 +1,4 @@
-"""What 4-bit KV pages hold, in float64, by the definition of their bits alone."""
+"""Numbers in 4-bit KV pages, in float64, by the definition of their bits alone."""
 
 import torch
 

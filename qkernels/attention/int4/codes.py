@@ -3,7 +3,7 @@
 Legend: T tokens, J KV heads, D head dim.
 
 A row is the D numbers of one head of one token. A group, half a row of a key or a whole row of a
-value, is rounded with its own scale and zero. x' is what the codes stand for:
+value, is rounded with its own scale and zero. x' is the number that a code represents:
 
     scale = (max x - min x) / 15, at least 2^-24        float16
     zero  = min x + 8 scale                             float16

@@ -1,4 +1,4 @@
-"""Attention over 4-bit pages against float64 over what their bits stand for."""
+"""Attention over 4-bit pages against float64 over the numbers that their bits represent."""
 
 from dataclasses import replace
 

@@ -233,7 +233,7 @@ def test_nearly_twice_as_many_tokens_fit(docs_5m, name, scale_bytes):
 
 
 def test_twice_as_many_tokens_fit_as_with_8_bits(docs_5m):
-    """Less six float16 of scales and zeros a token and head, in place of two float32."""
+    """Less six float16 of scales and zeros a token and head, instead of two float32."""
     settings = {"dtype": "bfloat16", "cpu_kv_cache_memory": 0.001}
     eight, four = (make(docs_5m, kv_cache_dtype=name, **settings) for name in ("int8", "int4"))
     head_dim = eight.engine.model_config.head_dim
@@ -273,7 +273,7 @@ def test_models_whose_pages_cannot_have_4_bits_are_refused(tiny_model, family, r
 
 
 def test_layers_whose_queries_are_not_rotated_refuse_4_bits():
-    """Those that read another layer's keys, and those that transformers computes."""
+    """Layers that read another layer's keys, and layers that transformers computes."""
     int4 = KvFormat(dtype=INT4_PAGES)
     with pytest.raises(InputError, match="int4.*reads the keys of another one"):
         SharedAttention.cache_spec(SimpleNamespace(source=0), int4, 16)
