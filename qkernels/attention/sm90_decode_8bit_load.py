@@ -3,7 +3,7 @@
 Legend: W warps, N keys of a warp's step, D bytes of a row: the head dim, half of it with 4-bit
 codes; b a byte of one load of a lane, t =
 lane % 4, g = lane / 4. mma may sum in any order that A and B share, so the order follows the memory
-(_channel_of_input and _channel_of_output in sm90_decode_8bit.py):
+(channel_of_input and channel_of_output in sm90_decode_8bit_operands.py):
 
     keys      lane (g, t) loads the bytes d = 64 c + 16 t + b of the keys 8 j + g; of 32 bytes,
               d = 8 t + b
