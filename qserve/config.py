@@ -36,7 +36,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
 DEVICES = ("auto", "cuda", "cpu")
 MODEL_IMPLS = ("auto", "native", "transformers")
-KV_CACHE_DTYPES = ("auto", *KV_CACHES)
+KV_CACHE_DTYPES = ("auto", *KV_CACHES, "int4")
 KERNEL_OPERATIONS = ("w4a16", "w8a16", "w8a8", "w4a8", "experts", "attention")
 # What --batch-invariant requests of these operations; "float": linears that are not quantized;
 # "states": recurrent states and causal convolutions.
@@ -95,7 +95,8 @@ class EngineConfig(HubSettings, ParallelSettings):
         "auto",
         "data type of KV pages; auto: 8 bits if the checkpoint was calibrated for them, "
         "else --dtype; int8, fp8: half the memory, with scales computed at write time if "
-        "the checkpoint has none",
+        "the checkpoint has none; int4: half of int8's, which costs accuracy: measure it with "
+        "`qserve eval`",
         KV_CACHE_DTYPES,
     )
     kv_cache_memory: float | None = setting(

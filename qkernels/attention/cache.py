@@ -7,18 +7,26 @@ from dataclasses import dataclass
 
 import torch
 
+INT4_PAGES = torch.uint8  # dtype of pages that hold 4-bit codes
+INT4_HEAD_DIMS = (32, 64, 128, 256)  # powers of two: keys are rotated by a Hadamard matrix
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedKv:
-    """Keys and values in pages of one dtype: the queries', or int8 or float8_e4m3fn with scales.
+    """Keys and values in pages of one dtype: the queries', or int8, float8_e4m3fn or 4-bit codes.
 
-    A slot is page * B + offset. Scales have any strides: one scale for all slots is
+    A slot is page * B + offset. Scales of 8-bit codes have any strides: one scale for all slots is
     `scale.expand(P, B, J)`.
+
+    4-bit codes are uint8 [P, B, J, D / 2], two a byte. Each slot and KV head has float16 scales and
+    zeros: two of each for its key, one for its value. Keys are rotated by a Hadamard matrix; so
+    must be the queries that attend to them. int4/codes.py defines all of it.
     """
 
     k_pages: torch.Tensor  # [P, B, J, D]
     v_pages: torch.Tensor  # [P, B, J, D]
-    k_scales: torch.Tensor | None = None  # float32 [P, B, J], with 8-bit pages
+    # float32 [P, B, J]; with 4-bit codes float16 [P, B, J, 4] and [P, B, J, 2]
+    k_scales: torch.Tensor | None = None
     v_scales: torch.Tensor | None = None
     static_scales: bool = False  # writes round with the scales that are there, else find their own
 
@@ -30,15 +38,22 @@ class PagedKv:
         device: torch.device,
         static_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> "PagedKv":
-        """Make pages of `shape` [P, B, J, D].
+        """Make pages of `shape` [P, B, J, D]; uint8 means 4-bit codes, two a byte.
 
         `static_scales`: of keys and of values, float32, one number or one for each KV head.
         Without them 8-bit pages get scales that writes fill.
         """
-        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        stored = (*shape[:3], shape[3] // 2) if dtype == INT4_PAGES else shape
+        keys, values = (torch.zeros(stored, dtype=dtype, device=device) for _ in range(2))
         if dtype.itemsize > 1:
             return cls(k_pages=keys, v_pages=values)
         P, B, J, _ = shape
+        if dtype == INT4_PAGES:
+            pairs = [
+                torch.zeros(P, J, B, count, dtype=torch.float16, device=device).transpose(1, 2)
+                for count in (4, 2)
+            ]
+            return cls(k_pages=keys, v_pages=values, k_scales=pairs[0], v_scales=pairs[1])
         if static_scales is not None:
             scales = [scale.expand(P, B, J) for scale in static_scales]
         else:  # the scales of one head are adjacent: a kernel reads them at once
@@ -68,7 +83,11 @@ class PagedKv:
 
     @property
     def is_8bit(self) -> bool:
-        return self.k_scales is not None
+        return self.k_scales is not None and not self.is_4bit
+
+    @property
+    def is_4bit(self) -> bool:
+        return self.k_pages.dtype == INT4_PAGES
 
     @property
     def page_size(self) -> int:
@@ -80,10 +99,10 @@ class PagedKv:
 
     @property
     def scale_strides(self) -> tuple[int, ...]:
-        """Strides of k_scales, then of v_scales; 0 where there are none."""
+        """Strides of a page, slot and KV head in k_scales, then in v_scales; 0 without scales."""
         if self.k_scales is None:
             return (0,) * 6
-        return (*self.k_scales.stride(), *self.v_scales.stride())
+        return (*self.k_scales.stride()[:3], *self.v_scales.stride()[:3])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

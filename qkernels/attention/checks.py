@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from qkernels.attention.cache import PagedKv
+from qkernels.attention.cache import INT4_HEAD_DIMS, INT4_PAGES, PagedKv
 from qkernels.checks import INDEX_DTYPES, check_float, check_tensor, expect_ndim
 from qkernels.errors import KernelError
 from qkernels.operands.codes import CODE_DTYPES
@@ -76,6 +76,9 @@ def check_cache(
 ) -> None:
     """Raise KernelError unless keys match values, and 8-bit pages, and only they, have scales."""
     k_pages, v_pages = cache.k_pages, cache.v_pages
+    if cache.is_4bit:
+        check_4bit_cache(op, x, cache, heads, head_dim)
+        return
     check_tensor(f"{op} k_pages", k_pages, (None, None, heads, head_dim), dtypes, x)
     check_tensor(f"{op} v_pages", v_pages, k_pages.shape, (k_pages.dtype,), x)
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
@@ -90,6 +93,37 @@ def check_cache(
             )
         if kv_8bit:
             check_tensor(f"{op} {name}", scales, k_pages.shape[:3], (torch.float32,), x)
+
+
+def check_4bit_cache(
+    op: str, x: LinearOutput, cache: PagedKv, heads: int | None, head_dim: int
+) -> None:
+    """Raise KernelError unless heads can be rotated and pages and pairs fit 4-bit codes."""
+    if refusal := refuses_4bit_heads(head_dim):
+        raise KernelError(f"{op} k_pages", refusal, "use int8 pages")
+    shape = (None, None, heads, head_dim // 2)
+    check_tensor(f"{op} k_pages", cache.k_pages, shape, (INT4_PAGES,), x)
+    check_tensor(f"{op} v_pages", cache.v_pages, cache.k_pages.shape, (INT4_PAGES,), x)
+    for name in ("k_pages", "v_pages"):
+        check_dense_heads(f"{op} {name}", getattr(cache, name))
+    for name, count in (("k_scales", 4), ("v_scales", 2)):
+        pairs = getattr(cache, name)
+        if pairs is None:
+            expected = "scales and zeros for each slot and KV head"
+            raise KernelError(f"{op} {name}", f"expected {expected} with 4-bit pages, found None")
+        shape = (*cache.k_pages.shape[:3], count)
+        check_tensor(f"{op} {name}", pairs, shape, (torch.float16,), x)
+        check_dense_heads(f"{op} {name}", pairs)
+    if cache.static_scales:
+        raise KernelError(f"{op} static_scales", "expected False with 4-bit pages, found True")
+
+
+def refuses_4bit_heads(head_dim: int) -> str | None:
+    """Why 4-bit pages cannot hold heads of this size; None: they can."""
+    if head_dim in INT4_HEAD_DIMS:
+        return None
+    sizes = ", ".join(map(str, INT4_HEAD_DIMS))
+    return f"4-bit pages take heads of {sizes}, rotated by a Hadamard matrix, not {head_dim}"
 
 
 def can_use_tma(*tensors: torch.Tensor) -> bool:

@@ -41,6 +41,7 @@ def default_attention_config(
     window: int | None,
     sm_count: int,
     gluon: bool = False,  # whether sm90_decode_8bit.py can run
+    int4: bool = False,  # 4-bit pages
 ) -> AttentionConfig:
     """From host numbers alone, so that a CUDA graph captured with the config stays valid."""
     group = power_of_two(heads_per_kv_head)
@@ -77,7 +78,8 @@ def default_attention_config(
     elif few_rows:
         keys, stages = 64, 2  # 128 x 4096: 494 us, with 128 keys 504
     else:
-        keys, stages = 64, 3
+        # 64 keys of a chunk spill where 4-bit codes are converted (compiled for sm_90)
+        keys, stages = (32 if int4 else 64), 3
     gluon = gluon and group <= GLUON_ROWS and group * max_query_len <= 2 * GLUON_ROWS
     if gluon:
         block_m = GLUON_ROWS

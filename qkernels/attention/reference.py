@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from formats.numerics.activation import quantize_input as round_input
 from formats.numerics.activation import to_codes
 from formats.scheme import ActivationSpec
-from qkernels.attention.cache import AttentionStep, PagedKv
+from qkernels.attention.cache import INT4_PAGES, AttentionStep, PagedKv
+from qkernels.attention.int4.codes import decode_rows, encode_rows, rotate_heads
 from qkernels.operands.limbs import LimbForm, Limbs
 from qkernels.operands.limbs_reference import to_limbs
 from qkernels.operands.split_k import LinearOutput, reduced
@@ -76,7 +77,11 @@ def write_kv_(
         (v_TJD, cache.v_pages, cache.v_scales),
     ):
         rows = rows[source_T]
-        if scales_PBJ is not None:
+        if cache.is_4bit:
+            rows, pairs_TJ2 = encode_rows(rows, is_key=pages is cache.k_pages)
+            old_TJ2 = scales_PBJ[index]
+            scales_PBJ.index_put_(index, torch.where(valid_T.any(), pairs_TJ2, old_TJ2))
+        elif scales_PBJ is not None:
             old_TJ = scales_PBJ[index]
             given_TJ = old_TJ if cache.static_scales else None
             rows, scales_TJ = _quantize_kv(rows, pages.dtype, given_TJ)
@@ -115,13 +120,18 @@ def rope_write_kv_(
     query_scales: torch.Tensor | None = None,
     inputs_ready: bool = False,  # not used: torch keeps the order
 ) -> torch.Tensor:
-    """Norm q and k where norms are given, rotate them, write k and v; returns q, scaled."""
+    """Norm q and k where norms are given, rotate them, write k and v; returns q, scaled.
+
+    With 4-bit pages q is also rotated as their keys are (int4/codes.py).
+    """
     q_THD, k_TJD, v_TJD = reduced(q_THD), reduced(k_TJD), reduced(v_TJD)
     if q_norm_D is not None:
         q_THD = normalized(q_THD, NormSpec(weight_C=q_norm_D, eps=eps))
         k_TJD = normalized(k_TJD, NormSpec(weight_C=k_norm_D, eps=eps))
     q_THD, k_TJD = apply_rope(q_THD, k_TJD, cos_sin, positions_T, interleaved)
     write_kv_(k_TJD, v_TJD, cache, slots_T)
+    if cache.is_4bit:
+        q_THD = rotate_heads(q_THD)
     if query_scales is not None:
         q_THD = (q_THD * query_scales[positions_T][:, None, None]).to(q_THD.dtype)
     return q_THD
@@ -157,7 +167,7 @@ def paged_attention(
     decodes = [r for r, count in enumerate(counts) if count == 1 and lengths[r] > 0]
     # one gather for rows of similar length wastes least on padding
     decodes.sort(key=lambda r: lengths[r])
-    page_elements = cache.num_kv_heads * cache.k_pages.shape[3]
+    page_elements = cache.num_kv_heads * q_THD.shape[2]
     while decodes:
         longest = min(lengths[decodes[-1]], window or chunk_size or lengths[decodes[-1]])
         size = max(1, GATHER_ELEMENTS // (longest * page_elements))
@@ -237,13 +247,15 @@ def paged_attention_by_rows(
 
 
 class _Pages(NamedTuple):
-    """Keys or values, with 8-bit KV codes and their scales."""
+    """Keys or values, with 8-bit or 4-bit KV codes and their scales."""
 
     pages_PBJD: torch.Tensor
     scales_PBJ: torch.Tensor | None
 
     def gather(self, index: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """float32 [..., J, D] of (pages, offsets)."""
+        """float32 [..., J, D] of (pages, offsets); keys of 4-bit pages stay rotated."""
+        if self.pages_PBJD.dtype == INT4_PAGES:
+            return decode_rows(self.pages_PBJD[index], self.scales_PBJ[index])
         found = self.pages_PBJD[index].float()
         return found if self.scales_PBJ is None else found * self.scales_PBJ[index][..., None]
 

@@ -1,4 +1,5 @@
-"""Writing keys and values to their pages, as they are or in 8 bits, after rotary embedding or not.
+"""Writing keys and values to their pages, as they are or in 8 or 4 bits, after rotary embedding or
+not.
 
 One Triton kernel for both operations. Each rounds where the operation of its name in reference.py
 rounds. Legend: T tokens, H query heads, J KV heads, D head dim, P pages, B tokens of a page.
@@ -10,6 +11,7 @@ import triton.language as tl
 
 from formats.numerics.activation import MIN_INPUT_SCALE
 from qkernels.attention.cache import PagedKv
+from qkernels.attention.int4.codes_triton import rotate_rows, store_rows
 from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.device import INTERPRETED
 from qkernels.gpu.launch import launch, on_device
@@ -102,6 +104,7 @@ def rope_write_kv_(
             B=cache.page_size,
             HEADS=heads,
             STATIC=cache.static_scales,
+            INT4=cache.is_4bit,
             INPUTS_READY=inputs_ready,
             SMALLEST=smallest,
             LARGEST=largest,
@@ -163,6 +166,7 @@ def _rope_write_kv(
     B: tl.constexpr,
     HEADS: tl.constexpr,
     STATIC: tl.constexpr,
+    INT4: tl.constexpr,  # 4-bit codes; queries are rotated as keys are
     INPUTS_READY: tl.constexpr,  # slots and positions are read before the previous kernel has ended
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -191,6 +195,8 @@ def _rope_write_kv(
         q = _rotated(
             rows, real, stride_part, d, cos, sin, q_norm_ptr, eps, D, WIDTH, INTERLEAVED, SUM
         )
+        if INT4:
+            q = rotate_rows(q, D).to(q.dtype)
         if query_scales_ptr is not None:
             scale = tl.load(query_scales_ptr + tl.load(positions_ptr + token).to(tl.int64))
             q = (q.to(tl.float32) * scale).to(q_out_ptr.dtype.element_ty)
@@ -209,24 +215,30 @@ def _rope_write_kv(
             )
         else:
             k = load_reduced(rows[:, None] + d[None, :], real, stride_part, SUM)
+        out = k_pages_ptr + page * stride_kp + offset * stride_kb + head * stride_kpj
         if k_scales_ptr is not None:
             scales = k_scales_ptr + page * stride_ksp + offset * stride_ksb + head * stride_ksj
+            if INT4:
+                store_rows(rotate_rows(k, D), out, scales, head < J, 2, D)
+                return
             CODE: tl.constexpr = k_pages_ptr.dtype.element_ty
             k = _encoded(
                 k, scales, head < J, STATIC, SMALLEST, LARGEST, MIN_SCALE, CODE, INTERPRETED
             )
-        out = k_pages_ptr + page * stride_kp + offset * stride_kb + head * stride_kpj
         tl.store(out[:, None] + d[None, :], k, mask=real)
         return
     head = (block - Q_BLOCKS - KV_BLOCKS) * HEADS + n
     real = (head < J)[:, None] & (d < D)[None, :]
     rows = v_ptr + token * stride_vt + head * stride_vj
     v = load_reduced(rows[:, None] + d[None, :], real, stride_part, SUM)
+    out = v_pages_ptr + page * stride_vp + offset * stride_vb + head * stride_vpj
     if v_scales_ptr is not None:
         scales = v_scales_ptr + page * stride_vsp + offset * stride_vsb + head * stride_vsj
+        if INT4:
+            store_rows(v.to(tl.float32), out, scales, head < J, 1, D)
+            return
         CODE: tl.constexpr = v_pages_ptr.dtype.element_ty
         v = _encoded(v, scales, head < J, STATIC, SMALLEST, LARGEST, MIN_SCALE, CODE, INTERPRETED)
-    out = v_pages_ptr + page * stride_vp + offset * stride_vb + head * stride_vpj
     tl.store(out[:, None] + d[None, :], v, mask=real)
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from qkernels.attention.cache import INT4_PAGES
 from qkernels.attention.config import PREFILL_WIDE_KEYS
 from qkernels.choice import FIXED_ORDER
 from qkernels.dispatch import Kernel, Operation, reference, triton_or_reference
@@ -70,6 +71,8 @@ def sm90_prefill(problem: Problem) -> str | None:
 def fixed_order(problem: Problem) -> str | None:
     if problem.requested != FIXED_ORDER:
         return "runs where it is requested by name"
+    if problem.pages_dtype == INT4_PAGES:
+        return "does not support 4-bit pages"
     if problem.device == "cpu":
         return None
     on_sm90 = gpu_device.lacks_arch(torch.device(problem.device), "sm_90") is None

@@ -1,10 +1,11 @@
-"""Attention of few query rows over 8-bit KV, for sm_90, in Gluon.
+"""Attention of few query rows over 8-bit and 4-bit KV, for sm_90, in Gluon.
 
 triton_paged.py chooses it for bfloat16 queries. Codes are loaded by cp.async into a multistage
 pipeline without barriers: each warp loads and reads its own keys of a step and has its own softmax.
 The block merges the warps at its end. Codes of keys become float16 and codes of values bfloat16,
 exactly; their scales multiply scores and weights. The layouts of mma's operands follow the memory
-(sm90_decode_8bit_load.py).
+(sm90_decode_8bit_load.py). 4-bit codes are loaded as 8-bit ones of half the channels, and have
+operands of their own (int4/sm90_operands.py).
 
 Legend: W warps, M padded rows (8), N keys of a warp's step, D head dim.
 """
@@ -15,6 +16,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from qkernels.attention.cache import PagedKv
+from qkernels.attention.int4.sm90_operands import (
+    HIGH_KEY_OFFSET,
+    LOW_KEY_OFFSET,
+    VALUE_OFFSET,
+    channel_of_input_4bit,
+    channel_of_output_4bit,
+    half_pair,
+    key_operands_4bit,
+    value_operand_4bit,
+)
 from qkernels.attention.sm90_decode_8bit_load import (
     KEYS_OF_WARP,
     WARPS,
@@ -24,11 +35,17 @@ from qkernels.attention.sm90_decode_8bit_load import (
     load_pages,
     load_step,
 )
+from qkernels.attention.sm90_decode_8bit_operands import (
+    channel_of_input,
+    channel_of_output,
+    key_operand,
+    value_operand,
+)
 from qkernels.gpu.launch import launch
 from qkernels.gpu.pipeline import next_stage
-from qkernels.gpu.registers import FLOAT8_TO_HALF, INT_TO_HALF, unpack_x2
 
 STAGES = 3
+STAGES_4BIT = 4  # of about half the bytes
 REGISTERS = None  # no bound: two blocks per SM
 
 # float16 has not bfloat16's range: queries are scaled by a power of two, scores by its inverse
@@ -46,171 +63,41 @@ def attend(
     """Launch with the arguments `shared` and `constants` of triton_paged._paged_attention."""
     k_words = cache.k_pages.view(torch.int32)
     v_bytes = cache.v_pages.view(torch.int8)
+    k_scales, v_scales = cache.k_scales, cache.v_scales
+    if cache.is_4bit:  # the scales and zeros of a slot and head are one number
+        k_scales, v_scales = k_scales.view(torch.int64), v_scales.view(torch.int32)
     blocks, heads, splits = grid
+    tables, starts, lengths, _, _, *others = shared
     launch(
         _decode_attention_8bit,
         (heads, blocks, splits),
         q_THD,
         k_words,
         v_bytes,
-        *shared,
+        tables,
+        starts,
+        lengths,
+        k_scales,
+        v_scales,
+        *others,
         *(k_words.stride(dim) for dim in (0, 2)),
         *(v_bytes.stride(dim) for dim in (0, 2)),
-        *cache.scale_strides,
+        *k_scales.stride()[:3],
+        *v_scales.stride()[:3],
         table_stride,
         **constants,
         IS_INT=cache.k_pages.dtype == torch.int8,
+        INT4=cache.is_4bit,
         SHRINK=QUERY_SHRINK,
         W=WARPS,
         N=KEYS_OF_WARP,
-        STAGES=STAGES,
+        STAGES=STAGES_4BIT if cache.is_4bit else STAGES,
         STRIDE_KB=k_words.stride(1),
         STRIDE_VB=v_bytes.stride(1),
-        **layouts(constants["D"]),
+        **layouts(v_bytes.shape[3]),
         num_warps=WARPS,
         maxnreg=REGISTERS,
     )
-
-
-@gluon.jit
-def _channel_of_input(i):
-    """Channel d at index i of the sum over channels in the product of queries and keys.
-
-    mma gives lane t = lane % 4 the indices 2 t + e and 8 + 2 t + e of each 16. The lane holds 16
-    adjacent bytes of 64 channels: chunk c. Its word w takes the w-th 16 indices, half h by half:
-
-        i = 64 c + 16 w + 8 h + 2 t + e
-        d = 64 c + 16 t + 4 w + 2 h + e
-
-        lane t           0                1                2                3
-        channels d       0 1 2 3 4 5 ..   16 17 18 19 ..   32 33 34 35 ..   48 49 50 51 ..
-        their indices i  0 1 8 9 16 17 .. 2 3 10 11 ..     4 5 12 13 ..     6 7 14 15 ..
-    """
-    return i // 64 * 64 + i // 2 % 4 * 16 + i // 16 % 4 * 4 + i // 8 % 2 * 2 + i % 2
-
-
-@gluon.jit
-def _channel_of_output(n, CHUNK: gl.constexpr):
-    """Channel d in row n of the product of values and weights, CHUNK = C.
-
-    mma gives lane group g = lane / 4 row g of each 8. The group holds C adjacent bytes of 8 C
-    channels: chunk r. Its byte b takes the b-th 8 rows:
-
-        n = 8 C r + 8 b + g
-        d = 8 C r + C g + b
-
-        group g      0             1                    2
-        channels d   0 1 2 ..      C C+1 C+2 ..         2C 2C+1 2C+2 ..
-        their rows   0 8 16 ..     1 9 17 ..            2 10 18 ..
-    """
-    return n // (8 * CHUNK) * (8 * CHUNK) + n % 8 * CHUNK + n % (8 * CHUNK) // 8
-
-
-@gluon.jit
-def _half_keys(words, IS_INT: gl.constexpr):
-    """Words of four 8-bit codes to float16, exactly: [..., 2, 2]."""
-    to_half: gl.constexpr = INT_TO_HALF if IS_INT else FLOAT8_TO_HALF
-    low, high = gl.inline_asm_elementwise(
-        to_half, "=&r,=&r,r", [words], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-    )
-    return unpack_x2(gl.join(low, high), gl.float16)
-
-
-@gluon.jit
-def _pairs_of_values(even, odd, IS_INT: gl.constexpr):
-    """8-bit codes of two keys to pairs of bfloat16, one in each word, exactly."""
-    if IS_INT:
-        # 128 + the low seven bits, less 128 + the sign's weight
-        return gl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, c, d, low, sign, minus;
-            mov.b32 minus, 0xBF80BF80;
-            prmt.b32 a, $4, $5, 0x4400;
-            prmt.b32 b, $4, $5, 0x5511;
-            prmt.b32 c, $4, $5, 0x6622;
-            prmt.b32 d, $4, $5, 0x7733;
-            lop3.b32 low, a, 0x007F007F, 0x43004300, 0xEA;
-            lop3.b32 sign, a, 0x00800080, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $0, sign, minus, low;
-            lop3.b32 low, b, 0x007F007F, 0x43004300, 0xEA;
-            lop3.b32 sign, b, 0x00800080, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $1, sign, minus, low;
-            lop3.b32 low, c, 0x007F007F, 0x43004300, 0xEA;
-            lop3.b32 sign, c, 0x00800080, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $2, sign, minus, low;
-            lop3.b32 low, d, 0x007F007F, 0x43004300, 0xEA;
-            lop3.b32 sign, d, 0x00800080, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $3, sign, minus, low;
-            }""",
-            "=&r,=&r,=&r,=&r,r,r",
-            [even, odd],
-            dtype=gl.int32,
-            is_pure=True,
-            pack=4,
-        )
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .b32 ab, cd, x, y;
-        .reg .b16 a, b, c, d, low, high;
-        .reg .f32 f, g;
-        prmt.b32 ab, $4, $5, 0x5140;
-        prmt.b32 cd, $4, $5, 0x7362;
-        mov.b32 {a, b}, ab;
-        mov.b32 {c, d}, cd;
-        cvt.rn.f16x2.e4m3x2 x, a;
-        mov.b32 {low, high}, x;
-        cvt.f32.f16 f, low;
-        cvt.f32.f16 g, high;
-        cvt.rn.bf16x2.f32 $0, g, f;
-        cvt.rn.f16x2.e4m3x2 y, b;
-        mov.b32 {low, high}, y;
-        cvt.f32.f16 f, low;
-        cvt.f32.f16 g, high;
-        cvt.rn.bf16x2.f32 $1, g, f;
-        cvt.rn.f16x2.e4m3x2 x, c;
-        mov.b32 {low, high}, x;
-        cvt.f32.f16 f, low;
-        cvt.f32.f16 g, high;
-        cvt.rn.bf16x2.f32 $2, g, f;
-        cvt.rn.f16x2.e4m3x2 y, d;
-        mov.b32 {low, high}, y;
-        cvt.f32.f16 f, low;
-        cvt.f32.f16 g, high;
-        cvt.rn.bf16x2.f32 $3, g, f;
-        }""",
-        "=&r,=&r,=&r,=&r,r,r",
-        [even, odd],
-        dtype=gl.int32,
-        is_pure=True,
-        pack=4,
-    )
-
-
-@gluon.jit
-def _key_operand(codes, IS_INT: gl.constexpr, OPERAND_A: gl.constexpr):
-    """Words of codes [W, N / 16, 16, D / 4] to operand A [W, N, D], inputs as _channel_of_input."""
-    W: gl.constexpr = codes.shape[0]
-    N: gl.constexpr = codes.shape[1] * 16
-    D: gl.constexpr = codes.shape[3] * 4
-    # [W, N, c, t, w, h, e] to [W, N, c, w, h, t, e]
-    k = _half_keys(codes, IS_INT).reshape([W, N, D // 64, 4, 4, 2, 2])
-    k = k.permute([0, 1, 2, 4, 5, 3, 6]).reshape([W, N, D])
-    return gl.convert_layout(k, OPERAND_A)
-
-
-@gluon.jit
-def _value_operand(even, odd, IS_INT: gl.constexpr, CHUNK: gl.constexpr, OPERAND_A: gl.constexpr):
-    """Codes [W, N / 16, 8, D] of keys 2 p and 2 p + 1 to operand A [W, D, N], rows as
-    _channel_of_output.
-    """
-    W: gl.constexpr = even.shape[0]
-    N: gl.constexpr = even.shape[1] * 16
-    D: gl.constexpr = even.shape[3]
-    # [W, N / 16, p, r, g, b, parity] to [W, r, b, g, N / 16, p, parity]
-    v = unpack_x2(_pairs_of_values(even, odd, IS_INT), gl.bfloat16)
-    v = v.reshape([W, N // 16, 8, D // (8 * CHUNK), 8, CHUNK, 2])
-    v = v.permute([0, 3, 5, 4, 1, 2, 6]).reshape([W, D, N])
-    return gl.convert_layout(v, OPERAND_A)
 
 
 @gluon.jit
@@ -267,13 +154,13 @@ def request_of(starts_ptr, block, R, BLOCK_Q: gl.constexpr):
 @gluon.jit(do_not_specialize=["R", "T"])
 def _decode_attention_8bit(
     q_ptr,  # [T, H, D]
-    k_ptr,  # [P, B, J, D / 4] words of codes
-    v_ptr,  # [P, B, J, D] bytes
+    k_ptr,  # [P, B, J, D / 4] words of codes; D / 8 with 4-bit codes
+    v_ptr,  # [P, B, J, D] bytes; D / 2
     tables_ptr,  # [R, X]
     starts_ptr,  # [R + 1]
     lengths_ptr,  # [R]
-    k_scales_ptr,  # [P, B, J]
-    v_scales_ptr,
+    k_scales_ptr,  # [P, B, J]; with 4-bit codes int64: scale, zero, scale, zero
+    v_scales_ptr,  # int32: scale, zero
     out_ptr,  # [T, H, D], where SPLIT is 1
     partials_ptr,  # as in _paged_attention
     sums_ptr,
@@ -302,6 +189,7 @@ def _decode_attention_8bit(
     WINDOW: gl.constexpr,
     SOFT_CAP: gl.constexpr,
     IS_INT: gl.constexpr,
+    INT4: gl.constexpr,
     SPLIT: gl.constexpr,
     SHRINK: gl.constexpr,
     W: gl.constexpr,
@@ -315,7 +203,8 @@ def _decode_attention_8bit(
     PRODUCT: gl.constexpr,
 ):
     M: gl.constexpr = 8
-    CHUNK: gl.constexpr = D // 8 if D < 128 else 16
+    BYTES_OF_ROW: gl.constexpr = D // 2 if INT4 else D
+    CHUNK: gl.constexpr = BYTES_OF_ROW // 8 if BYTES_OF_ROW < 128 else 16
     BLOCK_Q: gl.constexpr = M // PADDED_GROUP
     # the heads of a request run at the same time: their rows are neighbours in memory
     kv_head, block, split = gl.program_id(0), gl.program_id(1), gl.program_id(2)
@@ -341,8 +230,8 @@ def _decode_attention_8bit(
     OPERAND_A: gl.constexpr = gl.DotOperandLayout(0, PRODUCT, 2)
     OPERAND_B: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, 2)
     m = gl.arange(0, M, layout=gl.SliceLayout(0, gl.SliceLayout(0, OPERAND_B)))
-    i = gl.arange(0, D, layout=gl.SliceLayout(1, gl.SliceLayout(0, OPERAND_B)))
-    i = _channel_of_input(i)
+    i = gl.arange(0, BYTES_OF_ROW, layout=gl.SliceLayout(1, gl.SliceLayout(0, OPERAND_B)))
+    i = channel_of_input_4bit(i, BYTES_OF_ROW) if INT4 else channel_of_input(i)
     w = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, OPERAND_B)))
     q_row = first_row + m // PADDED_GROUP
     q_rows = (start + q_row).to(gl.int64) * stride_qt
@@ -350,11 +239,22 @@ def _decode_attention_8bit(
     q_real = (q_row < count) & (m % PADDED_GROUP < GROUP)
     every = w[:, None][:, :, None] * 0 + i[:, None][None, :, :]
     q_ptrs = q_ptr + q_rows[None, :][None, :, :] + every
-    q = gl.load(q_ptrs, mask=q_real[None, :][None, :, :] & (every >= 0), other=0.0)
-    q = (q.to(gl.float32) * SHRINK).to(gl.float16)
-
     ROWS: gl.constexpr = gl.SliceLayout(2, PRODUCT)
     HEADS: gl.constexpr = gl.SliceLayout(1, PRODUCT)
+    q = gl.load(q_ptrs, mask=q_real[None, :][None, :, :] & (every >= 0), other=0.0)
+    q = (q.to(gl.float32) * SHRINK).to(gl.float16)
+    if INT4:
+        high = gl.load(
+            q_ptrs + BYTES_OF_ROW, mask=q_real[None, :][None, :, :] & (every >= 0), other=0.0
+        )
+        q_high = (high.to(gl.float32) * (SHRINK / 16)).to(gl.float16)
+        # sums of the queries that are multiplied, so that what is too much cancels
+        sum_low = gl.convert_layout(gl.sum(q.to(gl.float32), 1), HEADS)[:, None, :]
+        sum_high = 16 * gl.convert_layout(gl.sum(q_high.to(gl.float32), 1), HEADS)[:, None, :]
+        zeros = gl.full([W, N, M], 0.0, gl.float32, layout=PRODUCT)  # weights times values' zeros
+        # sums of the rounded weights, whose products with what is added to codes are too much
+        ones = gl.full([W, 16, N], 1.0, gl.bfloat16, layout=OPERAND_A)
+        sums = gl.full([W, 16, M], 0.0, gl.float32, layout=PRODUCT)
     row_w = gl.arange(0, W, layout=gl.SliceLayout(1, ROWS))
     row_n = gl.arange(0, N, layout=gl.SliceLayout(0, ROWS))
     keys = row_w[:, None] * N + row_n[None, :]
@@ -389,14 +289,18 @@ def _decode_attention_8bit(
     )
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     # 16 bytes of a row of 128 are swizzled, so that the lanes of rows read different banks
-    WORDS: gl.constexpr = gl.SwizzledSharedLayout(4, 128 // D, D // 16, [3, 2, 1, 0])
-    BYTES: gl.constexpr = gl.SwizzledSharedLayout(CHUNK, 128 // D, 8, [3, 2, 1, 0])
+    WORDS: gl.constexpr = gl.SwizzledSharedLayout(
+        4, 128 // BYTES_OF_ROW, BYTES_OF_ROW // 16, [3, 2, 1, 0]
+    )
+    BYTES: gl.constexpr = gl.SwizzledSharedLayout(CHUNK, 128 // BYTES_OF_ROW, 8, [3, 2, 1, 0])
+    words_shape: gl.constexpr = [STAGES, W, N // 16, 16, BYTES_OF_ROW // 4]
+    bytes_shape: gl.constexpr = [STAGES, W, N // 16, 8, BYTES_OF_ROW]
     stages = Stages(
-        k=gl.allocate_shared_memory(gl.int32, [STAGES, W, N // 16, 16, D // 4], WORDS),
-        even_v=gl.allocate_shared_memory(gl.int8, [STAGES, W, N // 16, 8, D], BYTES),
-        odd_v=gl.allocate_shared_memory(gl.int8, [STAGES, W, N // 16, 8, D], BYTES),
-        k_scales=gl.allocate_shared_memory(gl.float32, [STAGES, W, N], FLAT),
-        v_scales=gl.allocate_shared_memory(gl.float32, [STAGES, W, N], FLAT),
+        k=gl.allocate_shared_memory(gl.int32, words_shape, WORDS),
+        even_v=gl.allocate_shared_memory(gl.int8, bytes_shape, BYTES),
+        odd_v=gl.allocate_shared_memory(gl.int8, bytes_shape, BYTES),
+        k_scales=gl.allocate_shared_memory(k_scales_ptr.dtype.element_ty, [STAGES, W, N], FLAT),
+        v_scales=gl.allocate_shared_memory(v_scales_ptr.dtype.element_ty, [STAGES, W, N], FLAT),
     )
     STEP: gl.constexpr = W * N
     pages = load_pages(head, first_step * STEP)
@@ -412,17 +316,33 @@ def _decode_attention_8bit(
         k_codes = stages.k.index(stage).load(KEYS)
         even = stages.even_v.index(stage).load(VALUES)
         odd = stages.odd_v.index(stage).load(VALUES)
-        k_scale = stages.k_scales.index(stage).load(ROWS) * (scale / SHRINK)
-        v_scale = stages.v_scales.index(stage).load(ROWS)
+        if INT4:
+            k_pairs = stages.k_scales.index(stage).load(ROWS)
+            scale_low, zero_low = half_pair(k_pairs.to(gl.int32))
+            scale_high, zero_high = half_pair((k_pairs >> 32).to(gl.int32))
+            v_scale, v_zero = half_pair(stages.v_scales.index(stage).load(ROWS))
+        else:
+            k_scale = stages.k_scales.index(stage).load(ROWS) * (scale / SHRINK)
+            v_scale = stages.v_scales.index(stage).load(ROWS)
         free = gl.where(stage == 0, STAGES - 1, stage - 1)
         next_key = first_key + (STAGES - 1) * STEP
         load_step(stages, free, head, pages, next_key)
         pages = load_pages(head, next_key + STEP)
         stage = next_stage(stage, STAGES)
 
-        k = _key_operand(k_codes, IS_INT, OPERAND_A)
-        score = mma_v2(k, q, gl.full([W, N, M], 0.0, gl.float32, layout=PRODUCT))
-        score *= k_scale[:, :, None]
+        nothing = gl.full([W, N, M], 0.0, gl.float32, layout=PRODUCT)
+        if INT4:
+            k_low, k_high = key_operands_4bit(k_codes, OPERAND_A)
+            score_low = mma_v2(k_low, q, nothing - LOW_KEY_OFFSET * sum_low)
+            score_high = mma_v2(k_high, q_high, nothing - HIGH_KEY_OFFSET * sum_high)
+            score = zero_low[:, :, None] * sum_low + zero_high[:, :, None] * sum_high
+            score += scale_low[:, :, None] * score_low
+            score += scale_high[:, :, None] * score_high
+            score *= scale / SHRINK
+        else:
+            k = key_operand(k_codes, IS_INT, OPERAND_A)
+            score = mma_v2(k, q, nothing)
+            score *= k_scale[:, :, None]
         if SOFT_CAP:
             score = cap_log2 - 2 * cap_log2 / (1 + gl.exp2(score * 2.8853900817779268))
         key = (first_key + keys)[:, :, None]
@@ -437,18 +357,26 @@ def _decode_attention_8bit(
         weights = weights * shrink + weight
         largest = new_largest
 
-        v = _value_operand(even, odd, IS_INT, CHUNK, OPERAND_A)
+        if INT4:
+            zeros = zeros * shrink + weight * v_zero[:, :, None]
+            v = value_operand_4bit(even, odd, OPERAND_A)
+        else:
+            v = value_operand(even, odd, IS_INT, CHUNK, OPERAND_A)
         weight = _weight_operand(weight * v_scale[:, :, None], OPERAND_B)
         values = mma_v2(v, weight, values * shrink)
+        if INT4:
+            sums = mma_v2(ones, weight, sums * shrink)
 
     async_copy.wait_group(0)
+    if INT4:
+        values += (gl.sum(zeros, 1) - VALUE_OFFSET / 16 * gl.sum(sums, 1))[:, None, :]
     all_largest, all_weights, out = _merge_warps(largest, weights, values)
     OUT: gl.constexpr = gl.SliceLayout(0, PRODUCT)
     all_weights = gl.convert_layout(all_weights, gl.SliceLayout(0, OUT))
     all_largest = gl.convert_layout(all_largest, gl.SliceLayout(0, OUT))
     m = gl.arange(0, M, layout=gl.SliceLayout(0, OUT))
     n = gl.arange(0, D, layout=gl.SliceLayout(1, OUT))
-    d = _channel_of_output(n, CHUNK)
+    d = channel_of_output_4bit(n, BYTES_OF_ROW) if INT4 else channel_of_output(n, CHUNK)
     row = first_row + m // PADDED_GROUP
     real = (row < count) & (m % PADDED_GROUP < GROUP)
     out_row = (start + row).to(gl.int64) * H + kv_head * GROUP + m % PADDED_GROUP

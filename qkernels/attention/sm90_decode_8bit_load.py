@@ -1,10 +1,12 @@
-"""The loads of sm90_decode_8bit.py: cp.async of 8-bit pages, and the layouts of its registers.
+"""The loads of sm90_decode_8bit.py: cp.async of coded pages, and the layouts of its registers.
 
-Legend: W warps, N keys of a warp's step, D head dim; b a byte of one load of a lane, t =
+Legend: W warps, N keys of a warp's step, D bytes of a row: the head dim, half of it with 4-bit
+codes; b a byte of one load of a lane, t =
 lane % 4, g = lane / 4. mma may sum in any order that A and B share, so the order follows the memory
-(_channel_of_input and _channel_of_output in sm90_decode_8bit.py):
+(channel_of_input and channel_of_output in sm90_decode_8bit_operands.py):
 
-    keys      lane (g, t) loads the bytes d = 64 c + 16 t + b of the keys 8 j + g
+    keys      lane (g, t) loads the bytes d = 64 c + 16 t + b of the keys 8 j + g; of 32 bytes,
+              d = 8 t + b
     values    lane (g, t) loads the bytes d = C g + b, C = D / 8, of two keys 2 p and 2 p + 1,
               where p = t + 4 r
 """
@@ -43,11 +45,12 @@ def layouts(D: int) -> dict[str, object]:
     8, D]. SLOTS: one key for each lane, [W, N]. PRODUCT: the accumulators of mma.
     """
     W, N, C = WARPS, KEYS_OF_WARP, min(16, D // 8)
+    words = min(4, D // 16)  # adjacent ones of a lane
     keys = gl.DistributedLinearLayout(
-        reg_bases=_bases(1, 2, *_powers(16, D // 4), dim=3)
+        reg_bases=_bases(*_powers(1, words), *_powers(4 * words, D // 4), dim=3)
         + _bases(8, dim=2)
         + _bases(*_powers(1, N // 16), dim=1),
-        lane_bases=_bases(4, 8, dim=3) + _bases(1, 2, 4, dim=2),
+        lane_bases=_bases(words, 2 * words, dim=3) + _bases(1, 2, 4, dim=2),
         warp_bases=_bases(*_powers(1, W), dim=0),
         block_bases=[],
         shape=[W, N // 16, 16, D // 4],
@@ -81,7 +84,7 @@ class Stages:
     k: gl.shared_memory_descriptor  # words [stages, W, N / 16, 16, D / 4]
     even_v: gl.shared_memory_descriptor  # codes [stages, W, N / 16, 8, D]
     odd_v: gl.shared_memory_descriptor
-    k_scales: gl.shared_memory_descriptor  # [stages, W, N]
+    k_scales: gl.shared_memory_descriptor  # [stages, W, N]; int64 or int32 with 4-bit codes
     v_scales: gl.shared_memory_descriptor
 
 

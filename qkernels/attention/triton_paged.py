@@ -1,7 +1,7 @@
 """Causal attention over paged keys and values, chunks and decode rows in one batch, in Triton.
 
 8-bit keys and values are converted to the queries' dtype in registers, exactly; their scales
-multiply the scores and the weights.
+multiply the scores and the weights. 4-bit ones have a kernel of their own (int4/triton_paged.py).
 
 A block computes block_q query rows of all heads that share a KV head, stacked into the rows of one
 product. Where these are too few blocks, split-KV divides the context; merge_splits.py merges the
@@ -19,6 +19,7 @@ import triton.language as tl
 
 from qkernels.attention.cache import AttentionStep, PagedKv
 from qkernels.attention.config import AttentionConfig, default_attention_config
+from qkernels.attention.int4.triton_paged import paged_attention_4bit
 from qkernels.attention.merge_splits import merge_splits
 from qkernels.attention.tuned import TUNED
 from qkernels.gpu import device as gpu_device
@@ -68,7 +69,7 @@ def paged_attention(
             "window": window or chunk_size,
         }
         row = None  # tables have configs for pages of the queries' own dtype only
-        if not cache.is_8bit:
+        if cache.k_scales is None:
             row = tuning_table_of(q_THD.device).find(TUNED, **problem)
         config = row.config if row else None
     if config is None:
@@ -76,6 +77,7 @@ def paged_attention(
             **problem,
             page_element_size=cache.k_pages.element_size(),
             sm_count=sm_count(q_THD.device),
+            int4=cache.is_4bit,
             gluon=not (has_options(sinks_H, slopes_H, chunk_size) or gluon_refuses(q_THD, cache)),
         )
     partials = sums = None
@@ -125,8 +127,9 @@ def paged_attention(
                 constants,
             )
         else:
+            padding = {"PADDED_D": max(16, power_of_two(D)), "ALIGNMENT": alignment(*strides)}
             launch(
-                _paged_attention,
+                paged_attention_4bit if cache.is_4bit else _paged_attention,
                 grid,
                 q_THD,
                 cache.k_pages,
@@ -138,9 +141,8 @@ def paged_attention(
                 sinks_H,
                 slopes_H,
                 **constants,
+                **({} if cache.is_4bit else padding),
                 CHUNK=chunk_size or 0,
-                PADDED_D=max(16, power_of_two(D)),
-                ALIGNMENT=alignment(*strides),
                 BLOCK_M=config.block_m,
                 BLOCK_Q=config.block_q,
                 KEYS=config.keys,
@@ -162,8 +164,8 @@ def has_options(*options: torch.Tensor | int | None) -> bool:
 def gluon_refuses(q_THD: torch.Tensor, cache: PagedKv) -> str | None:
     """Why sm90_decode_8bit.py cannot run; None: it can."""
     D = q_THD.shape[2]
-    if not cache.is_8bit:
-        return "takes 8-bit KV"
+    if cache.k_scales is None:
+        return "takes 8-bit and 4-bit KV"
     if q_THD.dtype != torch.bfloat16:
         return f"takes bfloat16 queries, not {q_THD.dtype}"
     if D not in (64, 128):
@@ -171,6 +173,10 @@ def gluon_refuses(q_THD: torch.Tensor, cache: PagedKv) -> str | None:
     for pages in (cache.k_pages, cache.v_pages):
         if pages.data_ptr() % 16 or any(stride % 16 for stride in pages.stride()[:3]):
             return "takes pages whose rows start at multiples of 16 bytes"
+    for pairs in (cache.k_scales, cache.v_scales) if cache.is_4bit else ():
+        count = pairs.shape[3]  # read as one number
+        if pairs.data_ptr() % (2 * count) or any(s % count for s in pairs.stride()[:3]):
+            return f"takes scales and zeros of a slot that start at multiples of {2 * count} bytes"
     return gpu_device.lacks_arch(q_THD.device, "sm_90")
 
 

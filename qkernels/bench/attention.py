@@ -1,6 +1,5 @@
-"""Attention over paged keys, 16-bit and 8-bit. Heads are Llama-3-8B's."""
+"""Attention over paged keys, 16-bit, 8-bit and 4-bit. Heads are Llama-3-8B's."""
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 
@@ -8,7 +7,8 @@ import torch
 from torch.nn import functional
 
 from qkernels import ops
-from qkernels.attention.cache import AttentionStep, PagedKv
+from qkernels.attention.cache import INT4_PAGES, AttentionStep, PagedKv
+from qkernels.attention.int4.codes import decode_rows, rotate_heads
 from qkernels.attention.tuned import TUNED
 from qkernels.bench.measure import Baselines, BenchedOp, Call, Case, copies_needed, read_shape
 
@@ -35,9 +35,15 @@ ATTENTION_M = {
     "512x512": (16,),
     "32768x128": (1,),
 }
-KV_WRITE_SHAPES = {"bf16": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
-# dtype of 8-bit pages, and whether one scale does for all slots, as a checkpoint's
+KV_WRITE_SHAPES = {
+    "bf16": None,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "int4": INT4_PAGES,
+}
+# dtype of coded pages, and whether one scale does for all slots, as a checkpoint's
 CODED = {
+    "_int4": (INT4_PAGES, False),
     "_int8": (torch.int8, False),
     "_fp8": (torch.float8_e4m3fn, False),
     "_int8_static": (torch.int8, True),
@@ -49,20 +55,31 @@ QUERY_HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
 def _paged_attention(
     shape: str, ms: tuple[int, ...], baselines: Baselines, coded: str = ""
 ) -> Iterator[Case]:
-    """m requests; their pages lie anywhere in a pool that no cache holds. `coded`: 8-bit pages."""
+    """m requests; their pages lie anywhere in a pool that no cache holds. `coded`: their codes."""
     codes, static = CODED.get(coded, (None, False))
     context, rows = read_shape(ATTENTION_SHAPES, shape)
     H, J, D = QUERY_HEADS, KV_HEADS, HEAD_DIM
     X = -(-context // PAGE)
     for m in ms:
-        num_bytes = 2 * m * context * J * (2 * D if codes is None else D + 4)
+        num_bytes = m * context * J * _bytes_of_key_and_value(codes)
         copies = copies_needed(num_bytes)
         pages = copies * m * X
-        k_pages, v_pages = (
-            torch.randn(pages, PAGE, J, D, device="cuda", dtype=torch.bfloat16) for _ in range(2)
-        )
         k_scales = v_scales = None
-        if codes is not None:
+        if codes == INT4_PAGES:
+            k_pages, v_pages = (
+                torch.randint(0, 256, (pages, PAGE, J, D // 2), device="cuda", dtype=torch.uint8)
+                for _ in range(2)
+            )
+            k_scales, v_scales = (
+                (torch.rand(pages, J, PAGE, count, device="cuda") / 5).half().transpose(1, 2)
+                for count in (4, 2)
+            )
+        else:
+            k_pages, v_pages = (
+                torch.randn(pages, PAGE, J, D, device="cuda", dtype=torch.bfloat16)
+                for _ in range(2)
+            )
+        if codes is not None and codes != INT4_PAGES:
             k_pages, v_pages = ((30 * x).to(codes) for x in (k_pages, v_pages))
             k_scales, v_scales = (
                 (torch.rand(pages, J, PAGE, device="cuda") / 30).transpose(1, 2) for _ in range(2)
@@ -101,7 +118,9 @@ def _paged_attention(
 
         def dense(pages, scales, table=tables[0], m=m):
             found = pages[table]
-            if scales is not None:
+            if pages.dtype == INT4_PAGES:
+                found = decode_rows(found, scales[table]).to(torch.bfloat16)
+            elif scales is not None:
                 found = found.to(torch.bfloat16) * scales[table][..., None].to(torch.bfloat16)
             return found.view(m, X * PAGE, J, D)[:, :context].transpose(1, 2)
 
@@ -144,6 +163,13 @@ def _paged_attention(
         )
 
 
+def _bytes_of_key_and_value(codes: torch.dtype | None) -> int:
+    """Bytes of a token's key and value in one head, scales included."""
+    if codes == INT4_PAGES:
+        return HEAD_DIM + 12
+    return 2 * (2 * HEAD_DIM if codes is None else HEAD_DIM + 4)
+
+
 def _rope_write_kv(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Iterator[Case]:
     """m tokens, each to a slot of its own, anywhere."""
     H, J, D = QUERY_HEADS, KV_HEADS, HEAD_DIM
@@ -152,18 +178,12 @@ def _rope_write_kv(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Ite
     cos_sin = torch.cat([angle.cos(), angle.sin()], dim=1)
     for m in ms:
         dtype = codes or torch.bfloat16
-        num_bytes = 2 * m * (2 * H + 2 * J) * D + 2 * m * J * (D * dtype.itemsize + 4 * bool(codes))
+        num_bytes = 2 * m * (2 * H + 2 * J) * D + m * J * _bytes_of_key_and_value(codes)
         qkv = torch.randn(
             copies_needed(num_bytes), m, H + 2 * J, D, device="cuda", dtype=torch.bfloat16
         )
         P = 4 * m // PAGE + 64
-        k_pages, v_pages = (torch.zeros(P, PAGE, J, D, device="cuda").to(dtype) for _ in range(2))
-        cache = PagedKv(k_pages=k_pages, v_pages=v_pages)
-        if codes:
-            k_scales, v_scales = (
-                torch.zeros(P, J, PAGE, device="cuda").transpose(1, 2) for _ in range(2)
-            )
-            cache = dataclasses.replace(cache, k_scales=k_scales, v_scales=v_scales)
+        cache = PagedKv.zeros((P, PAGE, J, D), dtype, torch.device("cuda"))
         slots = torch.randperm(P * PAGE, device="cuda")[:m]
         positions = torch.randint(0, 8192, (m,), device="cuda")
 
@@ -175,11 +195,14 @@ def _rope_write_kv(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Ite
             q, k, v = x.split([H, J, J], dim=1)
             q, k = ops.apply_rope(q, k, cos_sin, positions)
             ops.write_kv_(k, v, cache, slots)
-            return q
+            return rotate_heads(q) if cache.is_4bit else q
 
         q = qkv[0, :, :H].double()
         cos, sin = cos_sin.double()[positions][:, None].chunk(2, dim=-1)
         first, second = q.chunk(2, dim=-1)
+        want = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        if cache.is_4bit:  # a sum over pairs of channels is exact to float32
+            want = rotate_heads(want.float()).double()
         yield Case(
             op="rope_write_kv",
             shape=shape,
@@ -187,7 +210,7 @@ def _rope_write_kv(shape: str, ms: tuple[int, ...], baselines: Baselines) -> Ite
             num_bytes=num_bytes,
             operations=3 * m * (H + J) * D,
             calls=[functools.partial(fused, x) for x in qkv],
-            want=torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1),
+            want=want,
             allowed_error=5e-3,
             baselines={"apart": [functools.partial(apart, x) for x in qkv]}
             if "apart" in baselines

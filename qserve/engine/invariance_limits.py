@@ -14,6 +14,11 @@ from qserve.model.model_config import ModelConfig
 FLAG = "--batch-invariant"
 LIMITS = (
     Limit(
+        "--kv-cache-dtype int4",
+        lambda config: config.kv_cache_dtype == "int4",
+        "no kernel with a fixed order reads 4-bit pages",
+    ),
+    Limit(
         "--tensor-parallel-size",
         lambda config: config.tensor_parallel_size > 1,
         "sums over ranks are rounded elsewhere for many rows than for few",

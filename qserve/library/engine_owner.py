@@ -33,7 +33,7 @@ class EngineOwner(ABC):
         max_num_batched_tokens: int = 8192,
         gpu_memory_utilization: float = 0.9,
         block_size: int = 16,
-        kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto",
+        kv_cache_dtype: Literal["auto", "int8", "fp8", "int4"] = "auto",
         kv_cache_memory: float | None = None,
         num_gpu_blocks_override: int | None = None,
         cpu_kv_cache_memory: float = 1.0,

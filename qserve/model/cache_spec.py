@@ -13,6 +13,9 @@ from typing import Protocol
 
 import torch
 
+from formats.errors import InputError
+from qkernels.attention.cache import INT4_PAGES
+
 CODE_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 # Shape of a warm-up step: requests, tokens of each, keys that the longest request sees.
@@ -28,9 +31,25 @@ class KvFormat:
 
     @property
     def is_coded(self) -> bool:
-        return self.dtype in CODE_DTYPES.values()
+        return self.is_int4 or self.dtype in CODE_DTYPES.values()
+
+    @property
+    def is_int4(self) -> bool:
+        """True for 4-bit codes, two a byte."""
+        return self.dtype == INT4_PAGES
+
+    def refuse_int4(self, reason: str | None) -> None:
+        """Raise InputError if codes have 4 bits and there is a reason why they cannot."""
+        if self.is_int4 and reason is not None:
+            raise InputError(
+                "--kv-cache-dtype int4",
+                f"does not work with this model: {reason}",
+                "use --kv-cache-dtype int8",
+            )
 
     def __str__(self) -> str:
+        if self.is_int4:
+            return "int4, scales and zeros found on write"
         name = str(self.dtype).removeprefix("torch.")
         if not self.is_coded:
             return name

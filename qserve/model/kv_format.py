@@ -1,9 +1,10 @@
-"""Choice of the KV cache's format: numbers of the activations' dtype, or 8-bit codes and scales."""
+"""Choice of the KV cache's format: numbers of the activations' dtype, or 8- or 4-bit codes."""
 
 import torch
 
 from formats.architecture.columns import ATTENTION
 from formats.errors import CheckpointError, InputError
+from qkernels.attention.cache import INT4_PAGES
 from qserve.model.cache_spec import CODE_DTYPES, KvFormat
 from qserve.model.decoder import Decoder
 
@@ -22,6 +23,8 @@ def pick_kv_format(name: str, decoder: Decoder, device: torch.device) -> KvForma
         if not has_scales:
             return KvFormat(dtype=decoder.dtype)
         name = calibrated
+    if name == "int4":
+        return KvFormat(dtype=INT4_PAGES)
     if name == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         raise InputError(
             f"{FLAG} fp8",

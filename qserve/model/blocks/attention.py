@@ -10,6 +10,7 @@ from formats.architecture.columns import ATTENTION
 from formats.errors import CheckpointError, InputError
 from qkernels import ops
 from qkernels.attention.cache import AttentionStep, PagedKv
+from qkernels.attention.checks import refuses_4bit_heads
 from qkernels.gpu.device import lacks_arch, sm_count
 from qkernels.latent.expanded import ExpandedChunks
 from qkernels.operands.forms import LinearInput
@@ -204,8 +205,10 @@ class Attention(torch.nn.Module):
     def cache_spec(self, kv_format: KvFormat, page_size: int) -> PagedKvSpec:
         """Return the spec of the layer's pages.
 
-        Raises CheckpointError where static scales are not one, or one for each KV head.
+        Raises CheckpointError where static scales are not one, or one for each KV head, and
+        InputError where 4-bit pages cannot hold the heads.
         """
+        kv_format.refuse_int4(refuses_4bit_heads(self.head_dim))
         scales = (self.k_scale, self.v_scale) if kv_format.static_scales else None
         for scale in scales or ():
             if scale.numel() not in (1, self.num_kv_heads):

@@ -171,7 +171,8 @@ class LatentAttention(torch.nn.Module):
         self.register_buffer("query_scales", query_scales)
 
     def cache_spec(self, kv_format: KvFormat, page_size: int) -> PagedLatentsSpec:
-        """Return the spec of the layer's pages."""
+        """Return the spec of the layer's pages. Raises InputError for 4-bit pages."""
+        kv_format.refuse_int4("latent attention has entries of 16 and 8 bits alone")
         return PagedLatentsSpec(
             shape=self.shape, dtype=kv_format.dtype, page_size=page_size, kernel=self.kernel
         )

@@ -34,7 +34,11 @@ class SharedAttention(Attention):
         self.source = source
 
     def cache_spec(self, kv_format: KvFormat, page_size: int) -> SharedKvSpec:
-        """Return the spec of no cache, with the layer whose pages are read."""
+        """Return the spec of no cache, with the layer whose pages are read.
+
+        Raises InputError for 4-bit pages.
+        """
+        kv_format.refuse_int4("a layer reads the keys of another one, which are rotated")
         return SharedKvSpec(layer=self.source)
 
     @property

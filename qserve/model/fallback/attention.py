@@ -83,6 +83,8 @@ class PagedAttention(torch.nn.Module):
         return iter(())
 
     def cache_spec(self, kv_format: KvFormat, page_size: int) -> PagedKvSpec:
+        """Return the spec of the layer's pages. Raises InputError for 4-bit pages."""
+        kv_format.refuse_int4("transformers computes its layers, whose queries are not rotated")
         form = self.form
         return PagedKvSpec(
             kv_format=kv_format,

@@ -3,10 +3,16 @@
 import torch
 
 from qkernels import ops
+from qkernels.attention.cache import INT4_PAGES
 from qkernels.operands.limbs import LimbForm
 from qkernels.operands.split_k import SplitKPartials, split_heads
 from tests.qkernels.compile.cards import empty
 from tests.qkernels.flat_attention import paged_kv, run_attention
+
+
+def pairs_of(P: int, B: int, J: int, count: int) -> torch.Tensor:
+    """Scales and zeros of 4-bit pages, in the order in memory that the engine keeps."""
+    return torch.ones(P, J, B, count, dtype=torch.float16).transpose(1, 2)
 
 
 def attention(
@@ -28,9 +34,12 @@ def attention(
 ) -> None:
     R, J = len(counts), 8
     P = R * context // page
-    k_pages, v_pages = (empty(P, page, J, D, dtype=pages or dtype) for _ in range(2))
+    width = D // 2 if pages == INT4_PAGES else D
+    k_pages, v_pages = (empty(P, page, J, width, dtype=pages or dtype) for _ in range(2))
     scales = {}
-    if pages is not None:
+    if pages == INT4_PAGES:
+        scales = {"k_scales": pairs_of(P, page, J, 4), "v_scales": pairs_of(P, page, J, 2)}
+    elif pages is not None:
         one = torch.ones(()).expand(P, page, J) if static else torch.ones(P, J, page).mT
         scales = {"k_scales": one, "v_scales": one}
     run_attention(
@@ -66,9 +75,12 @@ def kv_write(
     norm_dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     H, J, B, P = 32, 8, 16, 64
-    k_pages, v_pages = (empty(P, B, J, D, dtype=pages or torch.bfloat16) for _ in range(2))
+    width = D // 2 if pages == INT4_PAGES else D
+    k_pages, v_pages = (empty(P, B, J, width, dtype=pages or torch.bfloat16) for _ in range(2))
     slots = torch.arange(tokens)
     scales = [] if pages is None else [torch.ones(P, B, J) for _ in range(2)]
+    if pages == INT4_PAGES:
+        scales = [pairs_of(P, B, J, count) for count in (4, 2)]
     cache = paged_kv(k_pages, v_pages, *scales)
     heads = empty(tokens, (H + 2 * J) * D)
     if splits:

@@ -20,6 +20,7 @@ from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import with_activation
 from formats.scheme import BLOCK_TYPES, FP4_TYPES, ActivationSpec, Scheme, block_scheme
 from qkernels import ops
+from qkernels.attention.cache import INT4_PAGES
 from qkernels.linear.prepared import PreparedWeight
 from qkernels.operands.codes import InputRounding
 from qkernels.operands.forms import InputForm
@@ -353,6 +354,22 @@ ATTENTION = {
     "decode, int8, head 64": Case(
         run=lambda: attention([1] * 64, 1024, D=64, pages=INT8), product="mma"
     ),
+    "decode, int4": Case(
+        run=lambda: attention([1] * 64, 4096, pages=INT4_PAGES),
+        quick=("sm_80", "sm_90"),
+        product="mma",
+    ),
+    "decode, int4, split, window": Case(
+        run=lambda: attention([1], pages=INT4_PAGES, window=5000), product="mma"
+    ),
+    "decode, int4, head 64, soft cap": Case(
+        run=lambda: attention([1] * 64, 1024, D=64, pages=INT4_PAGES, soft_cap=30.0),
+        product="mma",
+    ),
+    "decode, int4, head 256, sinks": Case(
+        run=lambda: attention([1] * 16, D=256, group=8, pages=INT4_PAGES, sinks=True),
+        product="mma",
+    ),
     "decode, float8, soft cap": Case(
         run=lambda: attention([1] * 64, 1024, pages=FP8, soft_cap=30.0), product="mma", least=89
     ),
@@ -379,6 +396,18 @@ ATTENTION = {
         run=lambda: attention([2048], D=256, group=2, window=1000, soft_cap=50.0),
         product="wgmma",
     ),
+    "chunk, int4": Case(
+        run=lambda: attention([2048], pages=INT4_PAGES), quick=SM90, product="wgmma"
+    ),
+    "chunk, int4, head 64, float16": Case(
+        run=lambda: attention([2048], D=64, pages=INT4_PAGES, dtype=FP16), product="wgmma"
+    ),
+    "chunk, int4, head 256, window": Case(
+        run=lambda: attention([2048], D=256, group=2, pages=INT4_PAGES, window=1000), product="mma"
+    ),
+    "chunk, int4, head 64, float32": Case(
+        run=lambda: attention([2048], D=64, pages=INT4_PAGES, dtype=FP32)
+    ),
     "chunk, int8": Case(run=lambda: attention([2048], pages=INT8), product="wgmma"),
     "chunk, int8, head 256": Case(
         run=lambda: attention([2048], D=256, group=2, pages=INT8), product="wgmma"
@@ -402,6 +431,11 @@ ATTENTION = {
     "rope and kv write, int8, norms": Case(run=lambda: kv_write(pages=INT8, norm=True)),
     "rope and kv write, int8, widest": Case(run=lambda: kv_write(D=1024, pages=INT8)),
     "rope and kv write, float8": Case(run=lambda: kv_write(pages=FP8), least=89),
+    "rope and kv write, int4": Case(run=lambda: kv_write(pages=INT4_PAGES), quick=SM90),
+    "rope of split-K sums and kv write, int4, head 256, norms": Case(
+        run=lambda: kv_write(40, D=256, pages=INT4_PAGES, norm=True, splits=5)
+    ),
+    "kv write, int4, head 32": Case(run=lambda: kv_write(D=32, pages=INT4_PAGES, rotate=False)),
     "rope of split-K sums and kv write, int8, norms": Case(
         run=lambda: kv_write(40, pages=INT8, norm=True, splits=5), quick=SM90
     ),

@@ -11,35 +11,9 @@ from qkernels.attention.config import default_attention_config
 from qkernels.gpu.device import sm_count
 from qkernels.operands.limbs import LimbForm, Limbs
 from qkernels.operands.limbs_reference import from_limbs, to_limbs
-from tests.qkernels.flat_attention import paged_kv, run_attention
+from tests.qkernels.flat_attention import exact_attention, paged_kv, run_attention
 
 exhaustive = pytest.mark.exhaustive
-
-
-def exact(q, k, v, count, length, scale, window, soft_cap, sinks, slopes, chunk_size):
-    """One request in float64, head by head."""
-    group = q.shape[1] // k.shape[1]
-    out = torch.zeros(count, *q.shape[1:], dtype=torch.float64)
-    for i in range(count):
-        position = length - count + i
-        first = 0 if window is None else max(0, position - window + 1)
-        if chunk_size is not None:
-            first = position - position % chunk_size
-        if position < 0:
-            continue
-        for head in range(q.shape[1]):
-            keys, values = (t[first : position + 1, head // group].double() for t in (k, v))
-            scores = keys @ q[i, head].double() * scale
-            if soft_cap is not None:
-                scores = soft_cap * torch.tanh(scores / soft_cap)
-            if slopes is not None:
-                distances = torch.arange(first - position, 1, dtype=torch.float64)
-                scores = scores + slopes[head].double().cpu() * distances
-            if sinks is not None:
-                scores = torch.cat([scores, sinks[head : head + 1].double().cpu()])
-                values = torch.cat([values, values.new_zeros(1, values.shape[1])])
-            out[i, head] = scores.softmax(0) @ values
-    return out
 
 
 @pytest.fixture
@@ -148,7 +122,7 @@ def check(assert_close, tolerance, device, poison):
             if isinstance(results[-1], Limbs):  # a result that is not split becomes them in ops
                 results[-1] = from_limbs(results[-1]).to(dtype).view(T, H, D)
         want = [
-            exact(
+            exact_attention(
                 *(q[start : start + count], k, v, count, length, D**-0.5),
                 *(window, soft_cap, sinks, slopes, chunk_size),
             )

@@ -238,7 +238,7 @@ def test_attention_arguments_fit():
         (lambda: write(codes=True, k_scales=None), "k_scales"),
         (lambda: write(**SCALES), "k_scales"),
         (lambda: write(codes=True, v_pages=ATTENTION["v_pages"]), "v_pages"),
-        (lambda: write(k_pages=zeros(5, 16, 2, 16, dtype=torch.uint8)), "k_pages"),
+        (lambda: write(k_pages=zeros(5, 16, 2, 16, dtype=torch.int16)), "k_pages"),
         (lambda: write(q_norm=zeros(16)), "norms"),
         (lambda: write(q_norm=zeros(16), k_norm=zeros(8)), "k_norm"),
         (lambda: write(v=zeros(2, 2, 8)), "v"),

@@ -101,9 +101,11 @@ def test_tokens_are_the_same_with_hits(mode, make_engine, cold):
     assert (host is not None and host.num_loaded > 0) == from_host
 
 
-@pytest.mark.parametrize("dtype", ["int8", pytest.param("fp8", marks=pytest.mark.exhaustive)])
-def test_8_bit_pages_are_shared_too(dtype, make_engine):
-    """With the scales that were found on write, which are part of a page."""
+@pytest.mark.parametrize(
+    "dtype", ["int8", "int4", pytest.param("fp8", marks=pytest.mark.exhaustive)]
+)
+def test_coded_pages_are_shared_too(dtype, make_engine):
+    """With the scales (and zeros) that were found on write, which are part of a page."""
     settings = {
         "kv_cache_dtype": dtype,
         "num_gpu_blocks_override": 13,

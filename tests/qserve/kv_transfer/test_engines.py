@@ -133,7 +133,7 @@ def cold(docs_5m):
 
 
 @pytest.mark.parametrize(
-    "dtype", ["auto", "int8", pytest.param("fp8", marks=pytest.mark.exhaustive)]
+    "dtype", ["auto", "int8", "int4", pytest.param("fp8", marks=pytest.mark.exhaustive)]
 )
 @pytest.mark.parametrize("steps_in_flight", [0, 1])
 def test_what_one_engine_computed_the_other_decodes(
@@ -336,6 +336,7 @@ def test_an_aborted_producer_holds_nothing(make_engine, shelf):
 OTHERS = {
     "salt": ({}, {"cache_salt": "one"}),
     "8 bits": ({"kv_cache_dtype": "int8"}, {}),
+    "4 bits": ({"kv_cache_dtype": "int4"}, {}),
     "page size": ({"block_size": 8}, {}),
     "activations": ({"dtype": "bfloat16"}, {}),
     "weights": ({"load_format": "dummy"}, {}),

@@ -1,22 +1,33 @@
 """8-bit KV pages on the CPU path: how far logits move, who chooses them, what memory they take."""
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import calibrate
 from calibrate.pipeline import quantize_checkpoint
+from calibrate.texts.evaluate import perplexity
 from formats.errors import CheckpointError, InputError
 from formats.quant_config import BLOCK
 from formats.scheme import Scheme
+from qkernels.attention.cache import INT4_PAGES
 from qserve.llm import LLM
 from qserve.model import kv_format
+from qserve.model.blocks.shared_attention import SharedAttention
+from qserve.model.cache_spec import KvFormat
+from qserve.model.fallback.attention import PagedAttention
 from qserve.params.sampling_params import SamplingParams
 
 TEXT = "# Installing the compiler\n\nThe build needs a C compiler and Python. " * 6
-# Relative change of the logits of the bundled model: measured 0.006 (int8) and 0.017 (float8).
-LIMITS = {"int8": 0.01, "fp8": 0.04}
+# Relative change of the logits of the bundled model: measured 0.006 (int8), 0.017 (float8) and
+# 0.052 (int4).
+LIMITS = {"int8": 0.01, "fp8": 0.04, "int4": 0.1}
+HELD_OUT = Path(calibrate.__file__).parent / "quality" / "held_out.jsonl"
+EIGHT_BITS = ("int8", "fp8")
 
 
 def make(folder, **settings):
@@ -138,7 +149,7 @@ def test_each_head_is_rounded_with_its_own_scale(calibrated):
         make(calibrated("int", heads=[1.0] * 7))
 
 
-@pytest.mark.parametrize("name", LIMITS)
+@pytest.mark.parametrize("name", EIGHT_BITS)
 def test_scales_that_quantize_writes_are_used(docs_5m, tmp_path, name):
     """Perplexity apart, the cache of the written folder is what its config says."""
     quantize_checkpoint(
@@ -174,17 +185,22 @@ def test_no_checkpoint_scales_leave_the_cache_in_float(docs_5m):
 
 
 def test_unknown_and_impossible_caches(docs_5m, monkeypatch):
-    with pytest.raises(InputError, match="--kv-cache-dtype.*auto, int8, fp8.*'int4'"):
-        make(docs_5m, kv_cache_dtype="int4")
+    with pytest.raises(InputError, match="--kv-cache-dtype.*auto, int8, fp8, int4.*'int2'"):
+        make(docs_5m, kv_cache_dtype="int2")
     decoder = make(docs_5m).engine.runner.decoder
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(InputError, match=r"8\.9 or later, found 8\.0.*use --kv-cache-dtype int8"):
         kv_format.pick_kv_format("fp8", decoder, torch.device("cuda"))
 
 
-@pytest.mark.parametrize("family", ["docs-5m", "qwen3", "mistral"])
-@pytest.mark.parametrize("name", LIMITS)
-def test_decodes_see_what_one_chunk_sees(docs_5m, tiny_model, family, name):
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        *((name, family) for name in EIGHT_BITS for family in ("docs-5m", "qwen3", "mistral")),
+        *(("int4", family) for family in ("docs-5m", "qwen3", "llama")),
+    ],
+)
+def test_decodes_see_what_one_chunk_sees(docs_5m, tiny_model, name, family):
     """Pages that steps of one token filled, preempted and refilled, hold the same codes."""
     folder = docs_5m if family == "docs-5m" else tiny_model(family)
     llm = make(
@@ -216,6 +232,60 @@ def test_nearly_twice_as_many_tokens_fit(docs_5m, name, scale_bytes):
         assert taken == llm.engine.runner.bytes_per_page * llm.engine.scheduler.pool.num_pages
 
 
+def test_twice_as_many_tokens_fit_as_with_8_bits(docs_5m):
+    """Less six float16 of scales and zeros a token and head, instead of two float32."""
+    settings = {"dtype": "bfloat16", "cpu_kv_cache_memory": 0.001}
+    eight, four = (make(docs_5m, kv_cache_dtype=name, **settings) for name in ("int8", "int4"))
+    head_dim = eight.engine.model_config.head_dim
+    ratio = 2 * (head_dim + 4) / (head_dim + 12)
+    sizes = [llm.engine.runner.bytes_per_page for llm in (eight, four)]
+    assert sizes[0] / sizes[1] == ratio > 1.75
+    pages = [llm.engine.scheduler.pool.num_pages for llm in (eight, four)]
+    assert pages[1] == pytest.approx(ratio * pages[0], abs=2)
+    taken = sum(t.numel() * t.itemsize for c in four.engine.runner.caches for t in c.page_tensors)
+    assert taken == sizes[1] * pages[1], "the tensors take what the arithmetic says"
+
+
+def test_perplexity_with_4_bits_is_above_that_with_8_and_within_a_bound(docs_5m):
+    text = "\n".join(json.loads(line)["text"] for line in HELD_OUT.read_text().splitlines()[:8])
+    ids = make(docs_5m).get_tokenizer().encode(text)[: 8 * 128]
+    windows = torch.tensor(ids).view(8, 128)
+    values = {}
+    for name in ("auto", "int8", "int4"):
+        llm = make(docs_5m, kv_cache_dtype=name)
+        values[name] = perplexity(windows, lambda w, llm=llm: llm.logits(w.tolist())).value
+    print(values)
+    assert values["int8"] == pytest.approx(values["auto"], rel=0.003)
+    assert values["int8"] * 1.01 < values["int4"] < values["auto"] * 1.06
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("mistral", "heads of 32, 64, 128, 256, .*not 16"),
+        ("deepseek_v3", "latent attention"),
+    ],
+)
+def test_models_whose_pages_cannot_have_4_bits_are_refused(tiny_model, family, reason):
+    with pytest.raises(InputError, match=f"--kv-cache-dtype int4.*{reason}") as raised:
+        LLM(str(tiny_model(family)), device="cpu", max_model_len=64, kv_cache_dtype="int4")
+    assert raised.value.remedy == "use --kv-cache-dtype int8"
+
+
+def test_layers_whose_queries_are_not_rotated_refuse_4_bits():
+    """Layers that read another layer's keys, and layers that transformers computes."""
+    int4 = KvFormat(dtype=INT4_PAGES)
+    with pytest.raises(InputError, match="int4.*reads the keys of another one"):
+        SharedAttention.cache_spec(SimpleNamespace(source=0), int4, 16)
+    with pytest.raises(InputError, match="int4.*transformers computes its layers"):
+        PagedAttention(form=None, kernel=None).cache_spec(int4, 16)
+
+
+def test_batch_invariant_refuses_4_bits(docs_5m):
+    with pytest.raises(InputError, match="int4.*--batch-invariant.*fixed order"):
+        make(docs_5m, kv_cache_dtype="int4", batch_invariant=True)
+
+
 def test_twice_as_many_requests_run_with_static_scales(calibrated, docs_5m):
     """In as many bytes; the checkpoint's scales take none of a page."""
     running = []
@@ -230,10 +300,12 @@ def test_twice_as_many_requests_run_with_static_scales(calibrated, docs_5m):
     assert running[1] in (2 * running[0], 2 * running[0] + 1)
 
 
+@pytest.mark.parametrize("name", ["auto", "int4"])
 @pytest.mark.parametrize("page_size", [8, 16])
-def test_attention_that_no_kernel_takes_is_refused_with_graphs(docs_5m, page_size):
+def test_attention_that_no_kernel_takes_is_refused_with_graphs(docs_5m, page_size, name):
     """Before a capture fails on it. Asked as for a GPU."""
-    spec = make(docs_5m, block_size=page_size).engine.runner.cache_specs[0]
+    llm = make(docs_5m, block_size=page_size, kv_cache_dtype=name)
+    spec = llm.engine.runner.cache_specs[0]
     asked = torch.float32, "cuda"
     if page_size == 16:
         spec.check_graphs(*asked)

@@ -92,7 +92,8 @@ def answers(llm):
 
 @exhaustive
 @pytest.mark.parametrize(
-    ("tensor", "stages", "kv_cache"), [(2, 1, "int8"), (1, 2, "auto"), (2, 2, "auto")]
+    ("tensor", "stages", "kv_cache"),
+    [(2, 1, "int8"), (2, 1, "int4"), (1, 2, "auto"), (2, 2, "auto")],
 )
 def test_what_one_engine_computed_the_other_decodes(
     tensor, stages, kv_cache, tiny_model, tmp_path, many

@@ -97,8 +97,8 @@ def test_stages(tensor, stages, family, tiny_model, many):
 
 
 @exhaustive
-@pytest.mark.parametrize("kv_cache", ["int8", "fp8"])
-def test_8_bit_pages(kv_cache, tiny_model, many):
+@pytest.mark.parametrize("kv_cache", ["int8", "fp8", "int4"])
+def test_coded_pages(kv_cache, tiny_model, many):
     settings = {**SMALL, "kv_cache_dtype": kv_cache}
     folder, prompts = tiny_model("llama"), make_prompts()
     want = tokens(start(folder, **settings), prompts)

@@ -133,8 +133,8 @@ def test_scales_of_each_head_go_to_the_rank_that_has_it(tiny_model, tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kv_cache", ["int8", "fp8"])
-def test_8_bit_pages(kv_cache, tiny_model):
+@pytest.mark.parametrize("kv_cache", ["int8", "fp8", "int4"])
+def test_coded_pages(kv_cache, tiny_model):
     assert_shared_out(tiny_model("llama"), 2, kv_cache_dtype=kv_cache)
 
 

@@ -29,6 +29,7 @@ SETTINGS = {
     "prefill first": {"scheduling_policy": "prefill-first", **FEW_PAGES},
     "no cache": {"enable_prefix_caching": False, "max_num_batched_tokens": 11},
     "host pages": {"kv_offload_gb": 0.001, **FEW_PAGES},
+    "4-bit pages": {"kv_cache_dtype": "int4", **FEW_PAGES},
 }
 
 
