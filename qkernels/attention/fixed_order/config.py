@@ -24,15 +24,14 @@ class TileConfig:
 
 
 def tile_config(
-    *, heads_per_kv_head: int, head_dim: int, element_size: int, max_query_len: int, arch: str
+    *, heads_per_kv_head: int, head_dim: int, element_size: int, max_query_len: int
 ) -> TileConfig:
-    """16 rows times heads for decodes, more for prompts. `keys` follow from the model alone.
+    """16 rows times heads for decodes, 32 for prompts. `keys` follow from the model alone.
 
-    Tiles of 128 rows are for sm_90, whose products read operands from shared memory. sm_80 has too
-    few registers for them, and sm_100 multiplies them in other units: its sums have another order.
+    From 64 rows on, sm_90 and sm_100 multiply in other units: their sums have another order.
     """
     group = power_of_two(heads_per_kv_head)
-    most = 16 if element_size == 4 else 128 if head_dim <= 128 and arch == "sm_90" else 32
+    most = 16 if element_size == 4 else 32
     few = max(16, group)
     rows = few if max_query_len * group <= few else max(group, most)
     return TileConfig(

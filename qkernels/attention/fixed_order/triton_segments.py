@@ -27,7 +27,7 @@ from qkernels.attention.fixed_order.config import (
 from qkernels.attention.fixed_order.merge_segments import merge_segments
 from qkernels.attention.triton_paged import LOG2_E, add_values, scores_of
 from qkernels.gpu.config import ceil_div, power_of_two
-from qkernels.gpu.device import arch, sm_count
+from qkernels.gpu.device import sm_count
 from qkernels.gpu.launch import launch, on_device
 from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
 from qkernels.gpu.row_blocks import request_of
@@ -60,7 +60,6 @@ def paged_attention(
         head_dim=D,
         element_size=q_THD.element_size(),
         max_query_len=step.max_query_len,
-        arch=arch(q_THD.device),
     )
     blocks = T // config.block_q + R
     segments = ceil_div(step.max_context_len, SEGMENT_KEYS)

@@ -75,7 +75,6 @@ class Case:
             head_dim=D,
             element_size=size,
             max_query_len=max_query_len,
-            arch="sm_90",
         )
 
 
