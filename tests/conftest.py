@@ -21,6 +21,8 @@ from formats.scheme import Scheme
 from tests.tiny_families import TINY, TINY_FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
+# Written by measure_slow_tests.py: they count as exhaustive.
+SLOW_TESTS = frozenset((ROOT / "tests" / "slow_tests.txt").read_text().splitlines())
 
 if "OMP_NUM_THREADS" not in os.environ:
     # Workers that each compute on all cores wait for each other; so do the processes they start.
@@ -76,22 +78,34 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("gpu"):  # not its keywords: folders and parameters are named so
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        elif item.nodeid in SLOW_TESTS:
+            item.add_marker("exhaustive")
     part = config.getoption("--exhaustive-part")
     if part or not config.getoption("--exhaustive"):
         left_out = [
             item
             for item in items
-            if item.get_closest_marker("exhaustive") and not (part and is_in_part(item, part))
+            if (marker := item.get_closest_marker("exhaustive"))
+            and not (part and is_in_part(item, part))
+            and not (marker.kwargs.get("every_part") and not is_whole(config))
         ]
         config.hook.pytest_deselected(items=left_out)
         dropped = set(left_out)
         items[:] = [item for item in items if item not in dropped]
 
 
+def is_whole(config: pytest.Config) -> bool:
+    """Return True for a run of all tests, not of some files."""
+    return config.args_source is config.ArgsSource.TESTPATHS or config.args == ["tests"]
+
+
 def is_in_part(item: pytest.Item, part: str) -> bool:
     """Return True if the test is in part "I/N". Equal parameters of a file share fixtures, so they
-    are in the same part.
+    are in the same part. `exhaustive(every_part=True)`: it is in every part, and in a run of its
+    own file.
     """
+    if item.get_closest_marker("exhaustive").kwargs.get("every_part"):
+        return True
     number, count = map(int, part.split("/"))
     parameters = item.nodeid.partition("[")[2] or item.nodeid
     return zlib.crc32(f"{item.path.name} {parameters}".encode()) % count == number

@@ -49,7 +49,7 @@ def test_files_that_recipes_name():
     named = {each for each in CODE.findall(text) if re.fullmatch(r"[\w./]+\.(py|md|sh|txt)", each)}
     assert named
     paths = [str(file.relative_to(ROOT)) for file in [*PAGES, ROOT / "tests/constraints.txt"]]
-    paths += [*sources(), "tests/run.sh"]
+    paths += [*sources(), "tests/run.sh", "tests/slow_tests.txt"]
     missing = {each for each in named if not any(f"/{path}".endswith(f"/{each}") for path in paths)}
     assert not missing
 

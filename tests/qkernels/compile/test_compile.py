@@ -125,6 +125,7 @@ def compiled(card: str, names: list[str], cache: Path) -> list[dict]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
+@pytest.mark.exhaustive(every_part=True)  # a minute of one core
 def test_what_the_card_would_run(card, names, pytestconfig):
     found = compiled(card, names, pytestconfig.cache.mkdir("triton"))
     for name in names:

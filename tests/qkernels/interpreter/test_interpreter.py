@@ -23,6 +23,7 @@ FILES = sorted(
 NUM_PROCESSES = 2  # each takes some seconds to start
 
 
+@pytest.mark.exhaustive(every_part=True)  # a minute of one core
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel tests run compiled here")
 @pytest.mark.parametrize("part", range(NUM_PROCESSES))
 def test_kernels_in_the_interpreter(part, pytestconfig):

@@ -1,0 +1,54 @@
+"""Plugin that measures CPU time of each test, and writes the slow ones to tests/slow_tests.txt.
+
+    python -m pytest tests -p tests.measure_slow_tests -p no:xdist
+
+conftest.py marks what is listed there as exhaustive. CPU time, with that of child processes, is
+about the same on a busy machine. Of each test with parameters at least one case stays in the
+default run, unless all take more than KEPT_CASE seconds.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Generator, Mapping
+from pathlib import Path
+
+import pytest
+
+LIST = Path(__file__).with_name("slow_tests.txt")
+SLOW = 0.5  # seconds of CPU time
+KEPT_CASE, KEPT_TEST = 1.5, 1.0  # of the cheapest case of a test, and of a test without parameters
+
+_seconds: dict[str, float] = {}
+
+
+def _now() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    start = _now()
+    result = yield
+    _seconds[item.nodeid] = _now() - start
+    return result
+
+
+def pytest_sessionfinish() -> None:
+    known = LIST.read_text().split("\n") if LIST.exists() else []
+    left = [each for each in known if each and each not in _seconds]  # were not run
+    LIST.write_text("".join(f"{each}\n" for each in sorted({*left, *slow(_seconds)})))
+
+
+def slow(seconds: Mapping[str, float]) -> list[str]:
+    """Names of the tests that leave the default run."""
+    cases: dict[str, list[tuple[float, str]]] = defaultdict(list)
+    for name, each in seconds.items():
+        cases[name.partition("[")[0]].append((each, name))
+    found = []
+    for each in cases.values():
+        cheapest, *others = sorted(each)
+        if cheapest[0] >= (KEPT_CASE if others else KEPT_TEST):
+            found.append(cheapest[1])
+        found += [name for duration, name in others if duration >= SLOW]
+    return found
