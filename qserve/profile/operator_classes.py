@@ -15,7 +15,7 @@ CLASSES: tuple[tuple[str, str], ...] = (
     ("attention", r"attention|attend|merge_splits|flash|fmha|sdpa|scaled_dot"),
     (
         "states",
-        r"_delta_step|_chunk_(systems|scan)|_mamba_(step|chunks)|(causal|short)_conv"
+        r"_(delta|mamba|lacking)_rows|_chunk_(systems|scan)|_mamba_chunks|(causal|short)_conv"
         r"|_gated_(rms|group)_norm|selective_scan|solve_triangular",
     ),
     ("rope, KV", r"rope|write_kv|rotar"),

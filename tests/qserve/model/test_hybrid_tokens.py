@@ -429,9 +429,9 @@ def conv_state(change):
     def plant(decoder, monkeypatch):
         right = ops.causal_conv_
 
-        def wrong(x_TC, weight_CW, bias_C, conv_PCL, step):
+        def wrong(x_TC, weight_CW, bias_C, conv_PCL, *others):
             conv_PCL.copy_(change(conv_PCL))
-            return right(x_TC, weight_CW, bias_C, conv_PCL, step)
+            return right(x_TC, weight_CW, bias_C, conv_PCL, *others)
 
         monkeypatch.setattr(ops, "causal_conv_", wrong)
 

@@ -73,9 +73,9 @@ def test_a_state_that_is_read_wrong_is_seen(tiny_model, monkeypatch, change):
     right = [output.outputs[0].token_ids for output in greedy(llm, prompts()[1:4], 4)]
     convolve = ops.short_conv_
 
-    def wrong(mixed_TC, weight_CW, bias_C, conv_PCL, step):
+    def wrong(mixed_TC, weight_CW, bias_C, conv_PCL, *others):
         conv_PCL.copy_(change(conv_PCL))
-        return convolve(mixed_TC, weight_CW, bias_C, conv_PCL, step)
+        return convolve(mixed_TC, weight_CW, bias_C, conv_PCL, *others)
 
     monkeypatch.setattr(ops, "short_conv_", wrong)
     assert right != [output.outputs[0].token_ids for output in greedy(llm, prompts()[1:4], 4)]
