@@ -8,25 +8,23 @@ since one would limit the rate. Prints output tokens per second and the time to 
 
 import argparse
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 from pathlib import Path
 
-from bench_shapes import SHAPES, write_config
+from bench_shapes import SHAPES
+from measure_start import READY, server_command, write_model
 
-TOKENIZER = Path(__file__).parent / "models" / "docs-5m"
-READY = "Serving "
 CLIENTS = 2
 
 
-def start(folder: Path, size: int, max_num_seqs: int) -> tuple[subprocess.Popen, str]:
+def start(folder: str, size: int, max_num_seqs: int) -> tuple[subprocess.Popen, str]:
     """A server that is ready, and its address."""
-    command = [sys.executable, "-u", "-m", "qserve", "serve", str(folder), "--port", "0"]
-    command += ["--load-format", "dummy", "--data-parallel-size", str(size)]
-    command += ["--max-num-seqs", str(max_num_seqs), "--max-model-len", "4096"]
+    settings = {"load_format": "dummy", "data_parallel_size": size}
+    settings |= {"max_num_seqs": max_num_seqs, "max_model_len": 4096}
+    command = server_command(folder, settings)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     for line in process.stdout:
         print("  " + line.rstrip(), flush=True)
@@ -64,11 +62,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / arguments.shape
-        folder.mkdir()
-        write_config(folder, arguments.shape, arguments.scheme)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(TOKENIZER / name, folder)
+        folder = write_model(Path(scratch) / arguments.shape, arguments.shape, arguments.scheme)
         for size in arguments.sizes:
             process, address = start(folder, size, arguments.max_num_seqs)
             try:

@@ -38,6 +38,17 @@ print("First token", flush=True)
 """
 
 
+def write_model(folder: Path, shape: str, scheme: str | None) -> str:
+    """A new model folder of config and tokenizer, for --load-format dummy. Returns its path."""
+    from bench_shapes import write_config  # loads formats
+
+    folder.mkdir()
+    write_config(folder, shape, scheme)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / name, folder)
+    return str(folder)
+
+
 def server_command(folder: str, settings: dict) -> list[str]:
     flags = []
     for name, value in settings.items():
@@ -119,14 +130,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.model
         if folder is None:
-            from bench_shapes import write_config
-
-            folder = str(Path(scratch) / "model")
-            Path(folder).mkdir()
             scheme = None if arguments.scheme == "bf16" else arguments.scheme
-            write_config(Path(folder), arguments.shape, scheme)
-            for name in ("tokenizer.json", "tokenizer_config.json"):
-                shutil.copy(TOKENIZER / name, folder)
+            folder = write_model(Path(scratch) / "model", arguments.shape, scheme)
             settings = {"load_format": "dummy"} | settings
         command = server_command(folder, settings)
         if offline:

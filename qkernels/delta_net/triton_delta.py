@@ -78,7 +78,7 @@ def delta_rule_(
 
 
 @triton.jit
-def _updated(state, key, value, b, a, a_log, dt_bias, EPS: tl.constexpr):
+def updated(state, key, value, b, a, a_log, dt_bias, EPS: tl.constexpr):
     """The state's columns after a token."""
     key = key * tl.rsqrt(tl.sum(key * key, 0) + EPS)
     state *= tl.exp(decay_log(a, a_log, dt_bias))
@@ -148,7 +148,7 @@ def _delta_rows(
                 value = tl.load(value_ptrs, mask=in_v, other=0.0).to(tl.float32)
                 b = tl.load(inputs_ptr + J * K + H * V + h).to(tl.float32)
                 a = tl.load(inputs_ptr + J * K + H * V + H + h).to(tl.float32)
-                state = _updated(state, key, value, b, a, a_log, dt_bias, EPS)
+                state = updated(state, key, value, b, a, a_log, dt_bias, EPS)
             if count > 1:
                 tl.store(state_ptrs, state, mask=state_mask)
         # What several programs have in common is kept by the first of them.
@@ -175,7 +175,7 @@ def _delta_rows(
             query *= tl.rsqrt(tl.sum(query * query, 0) + EPS) * SCALE
             key, value = key.to(tl.float32), value.to(tl.float32)
             b, a = b.to(tl.float32), a.to(tl.float32)
-            state = _updated(state, key, value, b, a, a_log, dt_bias, EPS)
+            state = updated(state, key, value, b, a, a_log, dt_bias, EPS)
             out = tl.sum(query[:, None] * state, 0)
             tl.store(o_ptr + (row * H + h) * V + v, out.to(o_ptr.dtype.element_ty), mask=in_v)
         if count == 1:

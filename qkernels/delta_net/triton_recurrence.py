@@ -13,7 +13,7 @@ import triton.language as tl
 from qkernels.causal_conv.state import StateStep
 from qkernels.delta_net.config import recurrence_config
 from qkernels.delta_net.reference import L2_EPS
-from qkernels.delta_net.triton_gates import decay_log, write_share
+from qkernels.delta_net.triton_delta import updated
 from qkernels.gpu.config import ceil_div
 from qkernels.gpu.launch import launch, on_device
 
@@ -137,11 +137,8 @@ def _delta_rows(
             )
             q, p = query.to(tl.float32), key.to(tl.float32)
             q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * SCALE
-            p *= tl.rsqrt(tl.sum(p * p, 0) + EPS)
-            state *= tl.exp(decay_log(a.to(tl.float32), a_log, dt_bias))
-            known = tl.sum(p[:, None] * state, 0)
-            written = write_share(b.to(tl.float32)) * (value.to(tl.float32) - known)
-            state += p[:, None] * written[None, :]
+            wide_value, wide_b, wide_a = value.to(tl.float32), b.to(tl.float32), a.to(tl.float32)
+            state = updated(state, p, wide_value, wide_b, wide_a, a_log, dt_bias, EPS)
             out = tl.sum(q[:, None] * state, 0)
             tl.store(o_ptrs, out.to(o_ptr.dtype.element_ty), mask=in_v)
             o_ptrs += H * V

@@ -13,7 +13,7 @@ from qkernels.causal_conv.state import StateStep
 from qkernels.gpu.config import ceil_div
 from qkernels.gpu.launch import launch, on_device
 from qkernels.mamba2.config import recurrence_config
-from qkernels.mamba2.triton_scan import step_size
+from qkernels.mamba2.triton_scan import step_size, updated
 
 
 def selective_scan_(
@@ -124,8 +124,7 @@ def _mamba_rows(
             )
             size = step_size(dt, dt_bias, dt_least, dt_most)
             wide = x.to(tl.float32)
-            state *= tl.exp(decay * size)
-            state += b.to(tl.float32)[:, None] * (size * wide)[None, :]
+            state = updated(state, wide, b.to(tl.float32), size, decay)
             y = tl.sum(c.to(tl.float32)[:, None] * state, 0) + skip * wide
             tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=in_d)
             y_ptrs += H * D

@@ -91,7 +91,7 @@ def step_size(dt, dt_bias, least, most):
 
 
 @triton.jit
-def _updated(state, x, b, size, decay):
+def updated(state, x, b, size, decay):
     """The state's columns after a token. `decay`: -exp(a_log)."""
     return state * tl.exp(decay * size) + b[:, None] * (size * x)[None, :]
 
@@ -157,7 +157,7 @@ def _mamba_rows(
                 x = tl.load(inputs_ptr + h * D + d, mask=in_d, other=0.0).to(tl.float32)
                 b = tl.load(inputs_ptr + X + group + n, mask=in_n, other=0.0).to(tl.float32)
                 size = step_size(tl.load(inputs_ptr + X + G * N + h), dt_bias, dt_least, dt_most)
-                state = _updated(state, x, b, size, decay)
+                state = updated(state, x, b, size, decay)
             if count > 1:
                 tl.store(state_ptrs, state, mask=state_mask)
         # What several programs have in common is kept by the first of them.
@@ -180,7 +180,7 @@ def _mamba_rows(
                 tl.store(inputs_ptr + X + group + n, b, mask=n < b_new)
                 tl.store(inputs_ptr + X + G * N + h + one, dt, mask=one < dt_new)
             x, b = x.to(tl.float32), b.to(tl.float32)
-            state = _updated(state, x, b, step_size(dt, dt_bias, dt_least, dt_most), decay)
+            state = updated(state, x, b, step_size(dt, dt_bias, dt_least, dt_most), decay)
             y = tl.sum(c[:, None] * state, 0) + skip * x
             tl.store(y_ptr + (row * H + h) * D + d, y.to(y_ptr.dtype.element_ty), mask=in_d)
         if count == 1:

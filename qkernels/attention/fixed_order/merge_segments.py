@@ -55,6 +55,18 @@ def merge_segments(
         )
 
 
+@triton.jit
+def fold_segment(largest, total, top, of_segment):
+    """Largest score and sum of weights with one more segment, as in sm90_fold.py.
+
+    Also the factors of the values before it, and of its own.
+    """
+    new_largest = tl.maximum(largest, top)
+    base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+    keep, add = tl.exp2(largest - base), tl.exp2(top - base)
+    return new_largest, tl.fma(total, keep, of_segment * add), keep, add
+
+
 @triton.jit(do_not_specialize=["R", "T", "num_segments", "window"])
 def _merge_segments(
     partials_ptr,
@@ -104,12 +116,7 @@ def _merge_segments(
             top = tl.load(tops_ptr + segment)
             of_segment = tl.load(totals_ptr + segment)
             summed = tl.load(values_ptrs + segment * D, mask=d < D, other=0.0)
-            # as in sm90_fold.py
-            new_largest = tl.maximum(largest, top)
-            base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-            keep, add = tl.exp2(largest - base), tl.exp2(top - base)
-            total = tl.fma(total, keep, of_segment * add)
+            largest, total, keep, add = fold_segment(largest, total, top, of_segment)
             values = tl.fma(values, keep, summed * add)
-            largest = new_largest
         inverse = 1.0 / tl.where(total == 0, 1.0, total)
         tl.store(out_ptr + out_row * D + d, (values * inverse).to(out_ptr.dtype.element_ty), d < D)

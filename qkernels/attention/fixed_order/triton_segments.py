@@ -24,7 +24,7 @@ from qkernels.attention.fixed_order.config import (
     segment_splits,
     tile_config,
 )
-from qkernels.attention.fixed_order.merge_segments import merge_segments
+from qkernels.attention.fixed_order.merge_segments import fold_segment, merge_segments
 from qkernels.attention.triton_paged import LOG2_E, add_values, scores_of
 from qkernels.gpu.config import ceil_div, power_of_two
 from qkernels.gpu.device import sm_count
@@ -274,14 +274,9 @@ def _attend_segments(
             top = new_top
         of_segment = tl.max(weights, 1)
         if partials_ptr is None:
-            # as in merge_segments.py
-            new_largest = tl.maximum(largest, top)
-            base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-            keep, add = tl.exp2(largest - base), tl.exp2(top - base)
-            total = tl.fma(total, keep, of_segment * add)
+            largest, total, keep, add = fold_segment(largest, total, top, of_segment)
             wide_keep = tl.broadcast_to(keep[:, None], values.shape)
             values = tl.fma(values, wide_keep, summed * add[:, None])
-            largest = new_largest
         else:
             split_row = out_row * num_segments + segment
             inside = real[:, None] & (d[None, :] < D)

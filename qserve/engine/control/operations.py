@@ -171,6 +171,7 @@ class Operations:
 
     def join_group(self, command: JoinWeightGroup) -> None:
         """Join a group in which a trainer broadcasts weights. Raises InputError."""
+        _ = self._residence  # raises where weights cannot be replaced
         if command.name in self._groups:
             raise InputError(
                 f"weight group {command.name:.80}", "exists already", "destroy it first"
@@ -198,6 +199,7 @@ class Operations:
         Returns the number of tensors so far, and True if they are all of the model's folder. Raises
         InputError, and then drops all parts.
         """
+        _ = self._residence  # raises where weights cannot be replaced
         if command.is_first:
             self.drop_received()
         shared, broadcast = command.tensors, command.broadcast

@@ -113,10 +113,8 @@ class Residence:
 
         `folder`: None: that of the weights in use. `digests`: compute them.
         """
-        if folder is None:
-            return self._stage(self._open_weights(), digests)
-        device = self._runner.device
-        return self._stage(UpdateSource.of_folder(self._model, folder, device), digests)
+        open_weights = self._open_weights if folder is None else self._opener(folder)
+        return self._stage(open_weights(), digests)
 
     def stage_tensors(self, tensors: NamedTensors, *, digests: bool = False) -> StagedWeights:
         """Read tensors as `stage_folder` reads a folder. Raises InputError."""
@@ -126,8 +124,10 @@ class Residence:
 
     def use_folder(self, folder: str) -> None:
         """Let a wake after a sleep of level 2 read this folder."""
-        device = self._runner.device
-        self._open_weights = partial(UpdateSource.of_folder, self._model, folder, device)
+        self._open_weights = self._opener(folder)
+
+    def _opener(self, folder: str) -> Callable[[], UpdateSource]:
+        return partial(UpdateSource.of_folder, self._model, folder, self._runner.device)
 
     def _stage(self, update: UpdateSource, digests: bool) -> StagedWeights:
         with out_of_memory_is_named("reading the new weights", OTHERS):

@@ -104,7 +104,6 @@ class Worker:
         self._max_model_len = max_model_len
         self._max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._model, self._ranks = model, ranks
-        self._reside: RankResidence | None = None  # made with the leader's first call
         is_eager = config.enforce_eager or is_fallback(model)
         self._uses_graphs = not is_eager and ranks.pipeline is None
         self._plans_kernels = _plans_kernels(config, device) and not is_fallback(model)
@@ -195,13 +194,15 @@ class Worker:
             ranks=self._ranks,
         )
 
+    @functools.cached_property
+    def _rank_residence(self) -> RankResidence:
+        return RankResidence(self.residence)
+
     def reside(self, name: str, *values: Any) -> Future:
         """Call a method of RankResidence for the leader. The future is done when this returns."""
         done: Future = Future()
         try:
-            if self._reside is None:
-                self._reside = RankResidence(self.residence)
-            done.set_result(self._reside.call(name, *values))
+            done.set_result(self._rank_residence.call(name, *values))
         except Exception as error:
             done.set_exception(error)
         return done
