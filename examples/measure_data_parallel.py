@@ -1,8 +1,8 @@
-"""Measure the output rate of 1, 2, ... engines behind one server (--data-parallel-size).
+"""Measure the output rate of a server with 1, 2, ... engines (--data-parallel-size).
 
     python examples/measure_data_parallel.py --sizes 1 2  # an 8B's shape, random W4A16 weights
 
-Starts `qserve serve` for each size and sends all requests at once, from two client processes,
+Starts `qserve serve` for each size and sends all requests together, from two client processes,
 since one would limit the rate. Prints output tokens per second and the time to the first token.
 """
 
@@ -35,7 +35,7 @@ def start(folder: str, size: int, max_num_seqs: int) -> tuple[subprocess.Popen, 
 
 
 def load(address: str, requests: int, tokens_in: int, tokens_out: int, seed: int) -> list[dict]:
-    """Results of the clients: requests of random tokens, all at once."""
+    """Results of the clients: requests of random tokens, sent together."""
     with tempfile.TemporaryDirectory() as folder:
         clients = []
         for number in range(CLIENTS):

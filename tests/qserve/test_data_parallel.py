@@ -1,4 +1,4 @@
-"""Several engines behind one interface: where requests go, what happens to each when one dies."""
+"""Several engines of one model: where requests go, what happens to each when one dies."""
 
 import asyncio
 import os
@@ -34,7 +34,7 @@ TOKENS = data_parallel.TOKENS
 
 
 class FakeSupervisor:
-    """An engine that answers when it is told to."""
+    """An engine that answers when `go` is set."""
 
     def __init__(self, rank, watch) -> None:
         self.rank, self.watch = rank, watch

@@ -23,7 +23,7 @@ class Case:
 
     @classmethod
     def make(cls, counts, lengths, dtype, device, *, group=2, D=32, codes=None, **options):
-        """Pages of nobody, and the rest of last ones, hold NaN or large codes."""
+        """Unused pages, and the rest of last ones, hold NaN or large codes."""
         generator = torch.Generator().manual_seed(D + group)
         R, X = len(counts), -(-max(lengths) // B)
         stored = codes or dtype

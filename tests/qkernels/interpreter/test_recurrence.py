@@ -36,7 +36,7 @@ def make(kind, counts, before):
 
 
 def states_of(case):
-    """States with NaN in every slot that no request of the step goes on from."""
+    """States with NaN in every slot that no request of the step continues."""
     states = getattr(case, "memory_PHKV", None)
     states = (case.memory_PHND if states is None else states).clone()
     going = [s for s, n in zip(case.slots, case.before, strict=True) if n and s >= 0]

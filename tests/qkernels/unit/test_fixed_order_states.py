@@ -1,4 +1,4 @@
-"""Operations on states in fixed order on a CPU: the bits of a row in any chunk, beside any rows."""
+"""Operations on states in fixed order on a CPU: the bits of a row in any chunk, next to any rows."""
 
 from dataclasses import replace
 
