@@ -1,4 +1,4 @@
-"""Operations on states in fixed order on a CPU: the bits of a row in any chunk, next to any rows."""
+"""Operations on states in fixed order on a CPU: a row has the same bits in any chunk and batch."""
 
 from dataclasses import replace
 
