@@ -47,13 +47,23 @@ def routing_of(experts: Experts, config: Mapping[str, Any]) -> Routing:
     )
 
 
+def glu_of(experts: Experts, activation: str, config: Mapping[str, Any]) -> Glu:
+    """Activation between the two matrices of an expert.
+
+    gpt-oss publishes no `swiglu_alpha`: its model code in older transformers has the number, and
+    the config class of newer ones the same as a default.
+    """
+    if experts.clamped:
+        alpha, limit = config.get("swiglu_alpha", 1.702), config.get("swiglu_limit", 7.0)
+        return Glu(alpha=alpha, offset=1.0, limit=limit)
+    return _GLUS[activation] if experts.gated else RELU2
+
+
 def expert_weights(weights: Any, prefix: str) -> ExpertWeights:
     """All experts of the layer with this prefix, from `weights` (loading/weights.py)."""
     experts, config = weights.family.experts, weights.config.values
     routing = routing_of(experts, config)
-    glu = _GLUS[weights.config.activation] if experts.gated else RELU2
-    if experts.clamped:
-        glu = Glu(alpha=config["swiglu_alpha"], offset=1.0, limit=config["swiglu_limit"])
+    glu = glu_of(experts, weights.config.activation, config)
     stem, E = f"{prefix}.{experts.stem}", routing.num_experts
     if experts.fused and not _are_apart(weights, prefix):
         matrices = _fused(weights, stem, E)
