@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -75,3 +76,22 @@ def test_sdist_holds_what_a_wheel_is_built_from(built):
     with tarfile.open(path) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     assert product_files() | {"pyproject.toml", "README.md", "LICENSE"} <= names
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+def test_dependencies_agree_with_those_of_vllm(request, tmp_path, python):
+    """One environment can hold both: uv finds versions for all, without installing them."""
+    if "network" not in request.config.getoption("-m"):
+        pytest.skip("asks the package index: -m network")
+    uv = pytest.importorskip("uv").find_uv_bin()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = tmp_path / "wanted.in"
+    wanted.write_text("\n".join([*project["dependencies"], "vllm>=0.20"]))
+    command = [uv, "pip", "compile", "--quiet", "--no-header", "--no-annotate"]
+    command += ["--system-certs", "--python-version", python, "--python-platform", "linux"]
+    done = subprocess.run([*command, str(wanted)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = dict(line.split("==") for line in done.stdout.splitlines() if "==" in line)
+    assert int(found["vllm"].split(".")[1]) >= 20
+    assert "transformers" in found and "torch" in found
