@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from tests.qkernels.compile import sass
 from tests.qkernels.compile.cards import CARDS
-from tests.qkernels.compile.cases import CASES
+from tests.qkernels.compile.cases.table import CASES
 
 ROOT = Path(__file__).resolve().parents[3]
 # A process of its own each, which starts in seconds; what cases share is compiled and dumped once.
