@@ -23,6 +23,6 @@ class Case:
     """`product`: the instruction that one of its kernels multiplies with on sm_90."""
 
     run: Callable[[], object]
-    quick: tuple[str, ...] = ()  # cards that compile it in every run of the tests
+    quick: tuple[str, ...] = ()  # cards that compile it without --all-cards
     product: Literal["mma", "wgmma"] | None = None
     least: int = 80  # the first architecture that has what it takes
