@@ -33,7 +33,7 @@ class Arrival:
         return self.name if self.is_named or from_body is None else from_body
 
     def salted(self, handling: Handling) -> Handling:
-        """Return `handling` with this API key's cache salt, if only requests of a key share pages."""
+        """Return `handling` with this key's cache salt, if only requests of a key share pages."""
         if not self.key_digest:
             return handling
         digest = hashlib.sha256(f"{self.key_digest}{handling.cache_salt}".encode())
