@@ -10,7 +10,7 @@ from formats.compatibility.terms import (
     trait,
     when,
 )
-from formats.scheme import CHANNEL, FP4_TYPES, QuantSpec
+from formats.scheme import CHANNEL, QuantSpec
 
 
 def _lacks_w4a8_kernel(spec: QuantSpec) -> bool:
@@ -34,16 +34,6 @@ OWN_RULES: tuple[Rule, ...] = (
         any_scheme(
             lambda s: s.weight.type == "int" and s.weight.bits not in (4, 8),
             "bits other than 4 and 8 have no kernel of their own",
-        ),
-        OWN_SOURCE,
-    ),
-    row(
-        "own-fp4",
-        OURS,
-        "slow",
-        any_scheme(
-            lambda s: s.weight.type in FP4_TYPES,
-            "4-bit floating point runs as 8-bit codes: same weights, twice the memory",
         ),
         OWN_SOURCE,
     ),
