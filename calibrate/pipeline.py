@@ -4,7 +4,6 @@ At any time this holds one layer, the calibration data's hidden states and the s
 whatever the model's size. An interrupted run resumes.
 """
 
-import copy
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -67,7 +66,7 @@ from formats.hub.fetch import local_path
 from formats.hub.selection import ADAPTER
 from formats.inspection.inspect import inspect_checkpoint
 from formats.names import FormatName, RecipeName
-from formats.plan import EXCEPTIONS_FORMAT, Plan, fits_any, fitted_scheme, make_plan
+from formats.plan import EXCEPTIONS_FORMAT, fits_any, fitted_scheme, make_plan
 from formats.quality.checksums import checksums
 from formats.quality.probe import NUM_TOKENS, Probe
 from formats.quality.record import QUALITY
@@ -248,7 +247,10 @@ def quantize_checkpoint(
         model_tensors = _rewrite_model(model, recipe, context)
         stream = None
         if data is not None or evaluation is not None:
-            stream = _open_stream(
+            # transformers is loaded only if a model runs.
+            from calibrate.calibration.stream import open_stream
+
+            stream = open_stream(
                 model,
                 recipe,
                 model_tensors,
@@ -425,46 +427,6 @@ def _rewrite_model(model: FloatModel, recipe: Recipe, context: LayerContext) -> 
     for rewrite in transforms:
         tensors |= rewrite(tensors, context)
     return tensors
-
-
-def _open_stream(
-    model: FloatModel,
-    recipe: Recipe,
-    model_tensors: LayerState,
-    data: CalibrationData | None,
-    evaluation_WS: torch.Tensor | None,
-    plan: Plan,
-    *,
-    all_experts: bool,
-    spill: str | Path | None,
-    devices: Devices,
-) -> Any:
-    # transformers is loaded only if a model runs.
-    from calibrate.calibration.layer_runner import LayerRunner
-    from calibrate.calibration.stream import Stream
-    from calibrate.calibration.vision import open_media
-
-    embedding = model.get(model.layer_map.embedding)
-    dtype = LayerRunner(model, model.layer_map, devices.first).dtype
-    media, rotary = open_media(model, data, devices.first, dtype)
-    return Stream(
-        devices,
-        [
-            LayerRunner(model, model.layer_map, name, copy.deepcopy(rotary))
-            for name in devices.names
-        ],
-        embedding,
-        model_tensors.get(model.layer_map.embedding, embedding),
-        calibration_WS=data.ids_WS if data else None,
-        evaluation_WS=evaluation_WS,
-        with_reference=recipe.corrects,
-        kv_cache=plan.kv_cache,
-        kv_per_head=plan.kv_per_head,
-        all_experts=all_experts,
-        hold_out=recipe.guarded,
-        spill=Path(spill) if spill else None,
-        media=media,
-    )
 
 
 def _compare(

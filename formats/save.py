@@ -25,7 +25,7 @@ from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import Weight, same_weight
 from formats.inspection.config import check_config
 from formats.inspection.findings import Findings
-from formats.inspection.inspect import check_fused
+from formats.inspection.labels import check_fused
 from formats.inspection.linear_summary import LinearSummary
 from formats.layouts import (
     LAYOUTS,

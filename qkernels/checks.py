@@ -14,7 +14,7 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def expect_ndim(name: str, tensor: LinearOutput, ndim: int) -> torch.Size:
-    """The shape. Raises KernelError unless it has so many dims."""
+    """Return the shape. Raises KernelError if the number of dims is another."""
     if tensor.ndim != ndim:
         raise KernelError(name, f"expected {ndim} dims, found {list(tensor.shape)}")
     return tensor.shape
@@ -65,7 +65,7 @@ def check_norm(name: str, weight_C: torch.Tensor | None, x: LinearOutput) -> Non
 def check_limb_rows(
     name: str, x: LinearOutput, inputs: int, form: LimbForm, parts: bool = False
 ) -> None:
-    """Raise KernelError unless rows of so many inputs, made of x's, can become limbs."""
+    """Raise KernelError unless x can become limbs in rows of `inputs` numbers."""
     check_float(name, x, parts)
     if x.dtype not in HALF_DTYPES:
         raise KernelError(name, f"expected float16 or bfloat16, found {x.dtype}")

@@ -3,8 +3,8 @@
 import functools
 from dataclasses import dataclass
 
-# Requests, of every operation that has them, the kernels whose sums have one order: a row's bits do
-# not depend on the other rows.
+# Requests kernels that add in a fixed order, in every operation that has them: a row's bits do not
+# depend on other rows.
 FIXED_ORDER = "fixed_order"
 
 

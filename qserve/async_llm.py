@@ -30,8 +30,7 @@ from qserve.params.beam_search_params import BeamSearchParams
 from qserve.params.generation_defaults import load_defaults
 from qserve.params.handling import Handling
 from qserve.params.sampling_params import SamplingParams
-from qserve.text.bad_words import with_bad_words
-from qserve.text.tokenizer import Tokenizer
+from qserve.text.tokenizer import Tokenizer, with_bad_words
 
 ABORTED = object()  # in an inbox: the request was dropped
 

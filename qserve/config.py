@@ -1,4 +1,4 @@
-"""Settings of the engine and the server: each is a field, a flag and its documentation.
+"""Settings of the engine: each is a field, a flag and its documentation. Also those of the server.
 
 The field `max_num_seqs` is the flag `--max-num-seqs`; the field's metadata hold its help text.
 Names follow vLLM where the meaning is the same. The module loads no torch.
@@ -11,26 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import InputError
-from formats.gguf.folder import find_gguf, gguf_name, model_folder
-from formats.hub.name import served_name
+from formats.gguf.folder import find_gguf, model_folder
 from formats.names import KV_CACHES
-from qserve.command_line.setting import check_key, check_settings, setting
+from qserve.command_line.setting import check_settings, setting
 from qserve.hub.settings import HubSettings
 from qserve.kv_transfer.config import KvTransferConfig
 from qserve.lora.request import MAX_RANK, parse_modules
 from qserve.model.loading.online_quantization import OnlineQuantization
-from qserve.multimodal.settings import MediaSettings
-from qserve.output_parsing.detection import AUTO, NONE
-from qserve.output_parsing.reasoning_formats import REASONING_PARSERS
-from qserve.output_parsing.tool_formats import TOOL_PARSERS
 from qserve.parallel.settings import ParallelSettings
-from qserve.processes.logs import FORMATS as LOG_FORMATS
-from qserve.processes.logs import LEVELS
-from qserve.profile.profiler_config import ProfilerConfig
-from qserve.server.admin.settings import AdminSettings
-from qserve.server.models.settings import ModelsSettings
-from qserve.server.store.settings import StoreSettings
+from qserve.server.config import ServerConfig
 from qserve.speculation.config import SpeculativeConfig
+
+__all__ = ["EngineConfig", "ServerConfig", "engine_config"]
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "dummy")
@@ -50,8 +42,6 @@ FIXED_ORDER_OPERATIONS = (
     "states",
     "float",
 )
-
-PREFIXES = ("qserve", "vllm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,171 +323,3 @@ def engine_config(settings: Mapping[str, Any]) -> EngineConfig:
         if isinstance(given.get(name), Path):
             given[name] = str(given[name])
     return EngineConfig(**given)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig(AdminSettings, MediaSettings, ModelsSettings, StoreSettings):
-    """All settings of the HTTP server."""
-
-    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0: all")
-    port: int = setting(8000, "port to listen on; 0: any free one", low=0, high=2**16 - 1)
-    uds: str | None = setting(None, "Unix socket to listen on instead of --host and --port")
-    check: bool = setting(
-        True,
-        "before serving, compare scales and a few logits with those that quantize stored in the "
-        "folder, if any, and refuse a model that differs; --no-check: serve without",
-    )
-    root_path: str = setting(
-        "", "path under which a reverse proxy exposes this server, such as /llm"
-    )
-    ssl_certfile: str | None = setting(None, "PEM file of the TLS certificate; enables HTTPS")
-    ssl_keyfile: str | None = setting(
-        None, "PEM file of the TLS key; default: read it from --ssl-certfile"
-    )
-    ssl_ca_certs: str | None = setting(
-        None,
-        "PEM file of CA certificates; clients must present a certificate that one of them signed",
-    )
-    allowed_origins: list[str] = setting(
-        [], "origins whose web pages may call this server (CORS), or *; default: none", many=True
-    )
-    allowed_hosts: list[str] = setting(
-        [],
-        "further host names that are accepted when no API key is set, such as"
-        " llm.example.com, *.example.com, or * for all; always accepted: IP addresses, localhost,"
-        " names without a dot, names in .local and .internal, the machine's own name, and --host",
-        many=True,
-    )
-    allow_credentials: bool = setting(
-        False, "let pages of --allowed-origins send cookies and client certificates"
-    )
-    served_model_name: list[str] = setting(
-        [],
-        "model names that requests may use; responses contain the first; default: MODEL as typed,"
-        " without a revision",
-        many=True,
-    )
-    api_key: list[str] = setting(
-        [],
-        "require one of these keys as a Bearer token on every route except /health, /ready, /ping",
-        many=True,
-    )
-    api_key_file: str | None = setting(None, "file with one API key per line; # starts a comment")
-    api_key_env: str = setting(
-        "QSERVE_API_KEY", "environment variable with comma-separated API keys"
-    )
-    max_requests_per_minute: int | None = setting(
-        None,
-        "rate limit per API key, or per client address if there are no keys; beyond it: 429",
-        low=1,
-    )
-    request_timeout: float | None = setting(
-        None,
-        "seconds until a request fails with 408; clients can set a shorter time in the header"
-        " X-Request-Timeout",
-        low=0.001,
-    )
-    shutdown_timeout: float = setting(
-        10.0, "seconds that running requests may take to finish after SIGTERM", low=0
-    )
-    log_level: str = setting("info", "lowest level of log messages to print", LEVELS)
-    log_format: str = setting("text", "format of log lines", LOG_FORMATS)
-    otlp_traces_endpoint: str | None = setting(
-        None, "OTLP/HTTP endpoint for a trace span per request, such as http://host:4318/v1/traces"
-    )
-    metrics_prefix: str = setting(
-        "qserve", "prefix of metric names; with vllm, dashboards made for vLLM work", PREFIXES
-    )
-    max_num_queued_reqs: int = setting(
-        2048,
-        "outputs that may wait in addition to --max-num-seqs running ones; beyond that: 503",
-        low=0,
-    )
-    max_num_queued_tokens: int = setting(
-        2**22,
-        "prompt tokens, counted once per output, that may be running or queued; beyond that: 503",
-        low=0,
-    )
-    max_body_bytes: int = setting(
-        8 * 2**20, "largest request body in bytes; larger ones: 413", low=1
-    )
-    max_connections: int | None = setting(
-        None,
-        "maximum number of open connections; beyond it the longest idle one is closed, or a new"
-        " one gets 503; default: derived from the limit of file descriptors",
-        low=1,
-    )
-    engine_timeout: float = setting(
-        60.0, "seconds without a message from the engine after which it is considered dead", low=1
-    )
-    engine_step_timeout: float = setting(
-        600.0, "seconds that one engine step may take before the engine is considered dead", low=1
-    )
-    restart_engine: int = setting(
-        0,
-        "how many times to restart a dead engine; requests get 503 with Retry-After meanwhile",
-        low=0,
-    )
-    cache_salt_by_key: bool = setting(
-        False, "share cached prefixes only between requests with the same API key"
-    )
-    enable_cache_reset: bool = setting(
-        False, "enable POST /reset_prefix_cache, which empties the prefix cache"
-    )
-    lora_folder: str | None = setting(
-        None,
-        "enable POST /v1/load_lora_adapter and /v1/unload_lora_adapter for the adapters in this"
-        " folder; requires an API key",
-    )
-    profiler_config: str | None = setting(
-        None,
-        'enable POST /start_profile and /stop_profile, which record steps: {"profiler": "torch",'
-        ' "torch_profiler_dir": DIR}, or "cuda" for nsys',
-    )
-    chat_special_tokens: bool = setting(
-        False,
-        "encode control tokens such as <|im_end|> in the text of chat messages; for trusted"
-        " clients only",
-    )
-    enable_auto_tool_choice: bool = setting(
-        True,
-        "let the model choose whether to call tools (tool_choice: auto), if --tool-call-parser is"
-        " not none",
-    )
-    tool_call_parser: str | None = setting(
-        AUTO,
-        "format of the model's tool calls; auto: from its chat template and config; none: unknown",
-        (AUTO, NONE, *TOOL_PARSERS),
-    )
-    structured_output_strict: bool = setting(
-        False,
-        "refuse JSON schemas with keywords that cannot be enforced; by default such a keyword is"
-        " ignored and named in the header x-warnings",
-    )
-    reasoning_parser: str | None = setting(
-        AUTO,
-        "format of the model's reasoning, which chat responses return as reasoning_content; auto:"
-        " from its chat template and config; none: reasoning is content",
-        (AUTO, NONE, *REASONING_PARSERS),
-    )
-
-    def __post_init__(self) -> None:
-        check_settings(self)
-        _ = self.profiler  # raises if it is invalid
-        _ = self.media_limits  # raises if one is invalid
-        for key in self.api_key:
-            check_key("--api-key", key)
-        if self.root_path and (not self.root_path.startswith("/") or self.root_path[-1] == "/"):
-            raise InputError(
-                "--root-path",
-                f"expected a path with / at its start and not at its end, found {self.root_path!r}",
-            )
-
-    @property
-    def profiler(self) -> ProfilerConfig | None:
-        """Parsed --profiler-config. Raises InputError."""
-        return self.profiler_config and ProfilerConfig.parse(self.profiler_config)
-
-    def model_names(self, folder: str) -> tuple[str, ...]:
-        """Names under which clients address the model of a folder or hub name."""
-        return tuple(self.served_model_name) or (gguf_name(folder) or served_name(folder),)

@@ -1,17 +1,20 @@
 """Models for the tests: the bundled one, its quantized form, tiny random ones of each family."""
 
+import functools
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import zlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from calibrate.pipeline import quantize_checkpoint
 from formats.checkpoint import CheckpointReader
@@ -118,26 +121,43 @@ def docs_5m() -> Path:
 
 
 @pytest.fixture(scope="session")
-def quantized_5m(docs_5m, tmp_path_factory) -> Path:
-    """The bundled model as `qserve quantize --scheme w4a16-sym` writes it."""
-    folder = tmp_path_factory.mktemp("models") / "docs-5m-w4a16"
-    quantize_checkpoint(docs_5m, folder, scheme=Scheme.parse("w4a16-sym"), progress=False)
-    return folder
+def made_once(tmp_path_factory):
+    """(name, make) -> the folder that make(folder) wrote, in one worker of the run for all."""
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    base = base / "shared"
+    base.mkdir(exist_ok=True)
+
+    def made(name: str, make: Callable[[Path], object]) -> Path:
+        folder = base / name
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                staged = Path(tempfile.mkdtemp(dir=base)) / name
+                make(staged)
+                staged.rename(folder)
+        return folder
+
+    return made
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory):
+def quantized_5m(docs_5m, made_once) -> Path:
+    """The bundled model as `qserve quantize --scheme w4a16-sym` writes it."""
+    return made_once(
+        "docs-5m-w4a16",
+        lambda folder: quantize_checkpoint(
+            docs_5m, folder, scheme=Scheme.parse("w4a16-sym"), progress=False
+        ),
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_model(made_once):
     """family -> folder of a tiny random float model, made once."""
-    made = {}
-
-    def make(family: str) -> Path:
-        if family not in made:
-            made[family] = make_tiny(
-                tmp_path_factory.mktemp("tiny") / family, *TINY_FAMILIES[family]
-            )
-        return made[family]
-
-    return make
+    return functools.cache(
+        lambda family: made_once(family, lambda folder: make_tiny(folder, *TINY_FAMILIES[family]))
+    )
 
 
 def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:

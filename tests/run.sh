@@ -9,4 +9,5 @@ ruff format --check .
 unset PYTHONDONTWRITEBYTECODE
 # Each worker computes on its own core.
 export OMP_NUM_THREADS=1
-exec python -m pytest --numprocesses auto "$@"
+# worksteal: tests of a file mostly stay in one worker, which makes their fixtures once.
+exec python -m pytest --numprocesses auto --dist worksteal "$@"

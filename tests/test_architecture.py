@@ -38,6 +38,7 @@ SERVER_FLOORS = {
     "openai": {"http", "models", "observability", "requests", "service", "store"},
     "anthropic": {"http", "openai", "requests", "service"},
     "admin": {"adapters", "http", "observability", "requests", "service"},
+    "config": {"admin", "models", "store"},
     "page": {"admin", "anthropic", "http", "openai", "requests", "service"},
 }
 MOST_FILES = 20  # in a folder

@@ -5,6 +5,7 @@ device, and sums of batches are added in the data's order. The result is that of
 bit, as far as devices of a kind compute equally.
 """
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,12 +23,16 @@ from calibrate.calibration.capture import (
 from calibrate.calibration.kv_range import KvRange, KvScales, RoundedKv
 from calibrate.calibration.layer_runner import LayerRunner, Rounding
 from calibrate.calibration.statistics import InputStatistics
-from calibrate.calibration.vision import WindowMedia
+from calibrate.calibration.vision import WindowMedia, open_media
 from calibrate.devices import Devices, Turns
+from calibrate.float_model import FloatModel
 from calibrate.layer import FinishedLayer
 from calibrate.quality.agreement import Agreement, compare_logits
+from calibrate.recipe import Recipe
 from calibrate.solvers.solving import LayerState, Tuning
 from calibrate.solvers.tuning import tune_layer
+from calibrate.texts.data import CalibrationData
+from formats.plan import Plan
 
 HELD_EVERY = 8  # one calibration window in this many is held out
 
@@ -263,3 +268,39 @@ def windows_of_lanes(ids_WS: torch.Tensor | None, lanes: int) -> list[torch.Tens
     number_W = torch.arange(ids_WS.shape[0])
     lane_W = number_W // batch_windows(ids_WS.shape[1]) % lanes
     return [number_W[lane_W == lane] for lane in range(lanes)]
+
+
+def open_stream(
+    model: FloatModel,
+    recipe: Recipe,
+    model_tensors: LayerState,
+    data: CalibrationData | None,
+    evaluation_WS: torch.Tensor | None,
+    plan: Plan,
+    *,
+    all_experts: bool,
+    spill: str | Path | None,
+    devices: Devices,
+) -> Stream:
+    """Return the stream of a run. `model_tensors`: the embedding, if a transform changed it."""
+    embedding = model.get(model.layer_map.embedding)
+    dtype = LayerRunner(model, model.layer_map, devices.first).dtype
+    media, rotary = open_media(model, data, devices.first, dtype)
+    return Stream(
+        devices,
+        [
+            LayerRunner(model, model.layer_map, name, copy.deepcopy(rotary))
+            for name in devices.names
+        ],
+        embedding,
+        model_tensors.get(model.layer_map.embedding, embedding),
+        calibration_WS=data.ids_WS if data else None,
+        evaluation_WS=evaluation_WS,
+        with_reference=recipe.corrects,
+        kv_cache=plan.kv_cache,
+        kv_per_head=plan.kv_per_head,
+        all_experts=all_experts,
+        hold_out=recipe.guarded,
+        spill=Path(spill) if spill else None,
+        media=media,
+    )

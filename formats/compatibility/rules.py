@@ -8,43 +8,30 @@ from formats.architecture.expert_names import ExpertNames
 from formats.architecture.float_linears import of_routing
 from formats.architecture.refused import REFUSED
 from formats.compatibility.compressed import COMPRESSED_RULES
+from formats.compatibility.gptq_awq import GPTQ_AWQ_RULES
 from formats.compatibility.loads_in import Facts, Rule, Verdict, judge
 from formats.compatibility.others import OTHER_RULES
+from formats.compatibility.own import OWN_RULES
 from formats.compatibility.terms import (
-    OPTIMUM,
     OTHERS,
     OURS,
     OWN_SOURCE,
     PROGRAMS,
     SERVERS,
     SGLANG,
-    SGLANG_SOURCE,
     TRANSFORMERS,
     VLLM,
     VLLM_SOURCE,
-    any_scheme,
-    gptq_bits,
-    groups,
-    is_w4a8,
     row,
-    small_shape,
-    trait,
     when,
 )
 from formats.compatibility.vendors import VENDOR_RULES
 from formats.families import FAMILIES, served_architectures
-from formats.scheme import CHANNEL, FP4_TYPES, QuantSpec
 
 
 def loads_in(facts: Facts) -> list[Verdict]:
     """Return one verdict for each program."""
     return judge(facts, RULES, PROGRAMS)
-
-
-def _lacks_w4a8_kernel(spec: QuantSpec) -> bool:
-    """Return True for 4-bit codes that products with 8-bit inputs have no kernel for."""
-    whole_steps = spec.group_size == CHANNEL or spec.group_size % 32 == 0
-    return spec.bits == 4 and not (spec.symmetric and whole_steps)
 
 
 def _has_delta_nets(facts: Facts) -> bool:
@@ -266,236 +253,8 @@ RULES: tuple[Rule, ...] = (
         "layers/linear.py weight_loader_v2 of 0.33.0: in_proj_qkv and in_proj_z are one matrix in "
         "one scheme, as are in_proj_b and in_proj_a, in float or quantized",
     ),
-    # cases that this project runs without a dedicated kernel
-    row(
-        "own-act-order",
-        OURS,
-        "slow",
-        trait("act-order", "inputs are reordered on every call (act-order)"),
-        OWN_SOURCE,
-    ),
-    row(
-        "own-bits",
-        OURS,
-        "slow",
-        any_scheme(
-            lambda s: s.weight.type == "int" and s.weight.bits not in (4, 8),
-            "bits other than 4 and 8 have no kernel of their own",
-        ),
-        OWN_SOURCE,
-    ),
-    row(
-        "own-fp4",
-        OURS,
-        "slow",
-        any_scheme(
-            lambda s: s.weight.type in FP4_TYPES,
-            "4-bit floating point runs as 8-bit codes: same weights, twice the memory",
-        ),
-        OWN_SOURCE,
-    ),
-    row(
-        "own-narrow-inputs",
-        OURS,
-        "no",
-        lambda f: (
-            f.config is not None
-            and f.config.narrow_inputs
-            and "refuses 4-bit integer activations (W4A4) without --activation-bits 8 or 16, which"
-            " run it with wider activations"
-        ),
-        OWN_SOURCE,
-    ),
-    row(
-        "own-input-factors",
-        OURS,
-        "slow",
-        trait(
-            "input factors",
-            "inputs are multiplied by pre_quant_scale: such linears are read as float weights",
-        ),
-        OWN_SOURCE,
-    ),
-    row(
-        "own-inputs",
-        OURS,
-        "slow",
-        when(
-            lambda f: f.config is not None and f.config.unrounded_inputs,
-            "inputs stay in 16 bits: there is no kernel for how the file rounds them",
-        ),
-        OWN_SOURCE,
-    ),
-    row(
-        "own-w4a8",
-        OURS,
-        "slow",
-        any_scheme(
-            lambda s: (is_w4a8(s, "int") or is_w4a8(s, "float")) and _lacks_w4a8_kernel(s.weight),
-            "4-bit weights with 8-bit activations have kernels for symmetric codes alone, in groups"
-            " divisible by 32 or with a scale for each output",
-        ),
-        OWN_SOURCE,
-    ),
-    # GPTQ
-    row(
-        "gptq-without-desc-act",
-        VLLM,
-        "no",
-        when(lambda f: f.desc_act is None, "refuses a quantization_config without desc_act"),
-        f"{VLLM_SOURCE}/auto_gptq.py from_config",
-        "gptq",
-    ),
-    row("gptq-bits", VLLM, "no", gptq_bits, f"{VLLM_SOURCE}/auto_gptq.py TYPE_MAP", "gptq"),
-    row(
-        "gptq-groups",
-        VLLM,
-        "no",
-        groups("takes groups of 32, 64, 128 or -1, not {}"),
-        f"{VLLM_SOURCE}/auto_gptq.py verify_marlin_supported",
-        "gptq",
-    ),
-    row(
-        "gptq-desc-act",
-        VLLM,
-        "no",
-        when(
-            lambda f: f.desc_act and any(s.weight.group_size != CHANNEL for s in f.schemes),
-            "refuses desc_act with groups",
-        ),
-        f"{VLLM_SOURCE}/utils/gptq_utils.py normalize_and_validate_gptq_desc_act",
-        "gptq",
-    ),
-    row(
-        "gptq-mislabelled",
-        SGLANG,
-        "no",
-        trait("mislabelled", "its fallback kernel follows checkpoint_format, which is wrong"),
-        f"{SGLANG_SOURCE}/gptq/schemes/gptq_linear.py use_v2_format",
-        "gptq",
-    ),
-    row(
-        "gptq-plain-kernel",
-        SGLANG,
-        "slow",
-        when(gptq_bits, "only its fallback float16 kernel takes this"),
-        f"{SGLANG_SOURCE}/gptq TYPE_MAP",
-        "gptq",
-    ),
-    row(
-        "gptq-groups-sglang",
-        SGLANG,
-        "slow",
-        groups("the fast kernel takes groups of 32, 64, 128 or -1"),
-        f"{SGLANG_SOURCE}/marlin_utils.py",
-        "gptq",
-    ),
-    row(
-        "gptq-act-order-sglang",
-        SGLANG,
-        "slow",
-        trait("act-order", "reorders the inputs on every call (act-order)"),
-        f"{SGLANG_SOURCE}/gptq/schemes/gptq_linear.py",
-        "gptq",
-    ),
-    row(
-        "gptq-shapes",
-        SGLANG,
-        "slow",
-        small_shape,
-        f"{SGLANG_SOURCE}/marlin_utils.py check_marlin_supports_layer",
-        "gptq",
-    ),
-    row(
-        "gptq-dynamic",
-        TRANSFORMERS,
-        "no",
-        when(
-            lambda f: f.exceptions,
-            "ignores dynamic, which sets the schemes of some linears, and fails or computes garbage"
-            " (convert to compressed-tensors)",
-        ),
-        f"{OPTIMUM}, run",
-        "gptq",
-    ),
-    row(
-        "gptq-mislabelled-transformers",
-        TRANSFORMERS,
-        "no",
-        trait("mislabelled", "follows checkpoint_format, which is wrong"),
-        OPTIMUM,
-        "gptq",
-    ),
-    row(
-        "gptq-v1-asymmetric",
-        TRANSFORMERS,
-        "no",
-        when(
-            lambda f: (
-                f.config.zeros == "v1"
-                and not f.config.scheme.weight.symmetric
-                and not f.written_by_gptqmodel
-            ),
-            "refuses asymmetric GPTQ with v1 zeros of unknown writers",
-        ),
-        "gptqmodel/models/loader.py of 7.7.0",
-        "gptq",
-    ),
-    row(
-        "gptq-transformers",
-        TRANSFORMERS,
-        "yes",
-        lambda f: "with optimum and gptqmodel installed",
-        OPTIMUM,
-        "gptq",
-    ),
-    row(
-        "gptq-activations",
-        OTHERS,
-        "yes",
-        any_scheme(
-            lambda s: s.activation is not None,
-            "as W8A16: only this project knows the 8-bit activation key",
-        ),
-        "none of their sources has the key",
-        "gptq",
-    ),
-    # AWQ
-    row(
-        "awq-no-zeros",
-        OTHERS,
-        "no",
-        trait("no zeros", "needs qzeros, also of symmetric weights"),
-        f"{VLLM_SOURCE}/auto_awq.py, {SGLANG_SOURCE}/awq",
-        "awq",
-    ),
-    row(
-        "awq-symmetric",
-        SERVERS,
-        "slow",
-        any_scheme(
-            lambda s: s.weight.symmetric,
-            "zero_point false is refused by the fast kernel; convert writes true",
-        ),
-        f"{VLLM_SOURCE}/auto_awq.py query_marlin_supported_quant_types",
-        "awq",
-    ),
-    row(
-        "awq-groups",
-        SERVERS,
-        "slow",
-        groups("the fast kernel takes groups of 32, 64, 128 or -1, not {}"),
-        f"{VLLM_SOURCE}/auto_awq.py",
-        "awq",
-    ),
-    row(
-        "awq-transformers",
-        TRANSFORMERS,
-        "yes",
-        lambda f: "with gptqmodel installed",
-        "transformers/quantizers/quantizer_awq.py of 5.23.0",
-        "awq",
-    ),
+    *OWN_RULES,
+    *GPTQ_AWQ_RULES,
     *COMPRESSED_RULES,
     *VENDOR_RULES,
     *OTHER_RULES,

@@ -6,9 +6,8 @@ rest is still reported. Legend: N outputs, K inputs, G groups.
 """
 
 import os
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,13 @@ from formats.architecture.bare_model import bare_names, with_head
 from formats.architecture.columns import LAST_LAYER
 from formats.architecture.expert_names import canonical_names, renamed_experts
 from formats.architecture.expert_stacks import coded_stacks
-from formats.architecture.next_token import DraftLayers, find_draft_layers
+from formats.architecture.next_token import find_draft_layers
 from formats.architecture.stored_form import usual_config, usual_entries
 from formats.architecture.text_part import has_text_part, text_block, text_config
 from formats.architecture.tied_head import HEAD, TIE, says_tied, settle_head
 from formats.checkpoint import CONFIG, read_json
 from formats.codecs import mxfp4
-from formats.compatibility.loads_in import Facts, Verdict
+from formats.compatibility.loads_in import Facts
 from formats.compatibility.rules import loads_in
 from formats.errors import CheckpointError, InputError
 from formats.files.side_files import find_side_files
@@ -35,17 +34,18 @@ from formats.inspection.awq import awq_linear, gemv_linear
 from formats.inspection.compressed import compressed_linear
 from formats.inspection.config import Choices, check_config
 from formats.inspection.files import Shards, check_tokenizer, read_shards
-from formats.inspection.findings import Findings, Problem, how_many
+from formats.inspection.findings import Findings
 from formats.inspection.gptq import gptq_linear
 from formats.inspection.kv import check_kv_scales
+from formats.inspection.labels import check_fused, check_labels
 from formats.inspection.linear_summary import (
     LinearSummary,
     decoded_linear,
-    describe_experts,
     float_linear,
 )
 from formats.inspection.model import check_experts, check_model, check_places, check_shapes
 from formats.inspection.parallel import parallel_sizes
+from formats.inspection.report import Inspection
 from formats.inspection.values import check_values
 from formats.layouts import (
     READ_DECODED,
@@ -60,94 +60,9 @@ from formats.layouts import (
 )
 from formats.other_tools.modelopt_config import METHODS as MODELOPT
 from formats.other_tools.modelopt_config import algorithms
-from formats.quality.record import measured_text, read_quality
+from formats.quality.record import read_quality
 from formats.quant_config import BLOCK, QuantConfig, find_block, second_file
-from formats.rules import FUSED, LAYER_NUMBER, natural_key
-from formats.scheme import CHANNEL
-from formats.table import size_text, text_table
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inspection:
-    """Report on a model folder."""
-
-    folder: str
-    architecture: str
-    format: str  # "float", "gptq", or another tool's quant_method
-    scheme: str  # from config.json; empty if it is missing or unreadable
-    kv_cache: str | None  # "int8" or "fp8" if there are scales for such a cache
-    linears: tuple[LinearSummary, ...]
-    other_bytes: int  # embeddings, norms, biases, head
-    total_bytes: int  # all tensors of the text model
-    parallel: dict[int, str]  # number of GPUs -> why tensor parallelism fails; empty: it works
-    loads_in: tuple[Verdict, ...]
-    problems: tuple[Problem, ...]
-    mxfp4_experts: tuple[int, int] = (0, 0)  # bytes and weights; not among the linears
-    vision_bytes: int = 0  # tensors of the vision part, which stay in float
-    draft_layers: DraftLayers | None = None  # MTP layers; None: config.json states none
-    # Distance from the float model as `quantize` measured it; None: not measured
-    quality: dict[str, Any] | None = None
-
-    @property
-    def ok(self) -> bool:
-        """True if there are no errors; warnings are allowed."""
-        return all(problem.severity != "error" for problem in self.problems)
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Return the bits on disk per weight of the linears; 0 without linears."""
-        weights = sum(linear.out_features * linear.in_features for linear in self.linears)
-        return 8 * sum(linear.num_bytes for linear in self.linears) / weights if weights else 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        linears = [{**asdict(linear), "traits": sorted(linear.traits)} for linear in self.linears]
-        return {
-            **asdict(self),
-            "linears": linears,
-            "loads_in": [verdict._asdict() for verdict in self.loads_in],
-            "bits_per_weight": self.bits_per_weight,
-            "ok": self.ok,
-        }
-
-    def to_text(self) -> str:
-        """Return the report: headline, table of linears, totals, problems, verdicts."""
-        rows = [
-            (
-                linear.name,
-                str(linear.out_features),
-                str(linear.in_features),
-                linear.scheme,
-                size_text(linear.num_bytes),
-            )
-            for linear in self.linears
-        ]
-        lines = [
-            f"{self.folder}: {self.architecture or 'no architecture'}, {self.format}"
-            + f" {self.scheme}" * bool(self.scheme)
-            + f", scales of an {self.kv_cache} KV cache" * bool(self.kv_cache),
-            "",
-            text_table(("linear", "N", "K", "scheme", "bytes"), rows),
-            "",
-            f"{len(rows)} linears: {size_text(sum(each.num_bytes for each in self.linears))},"
-            f" {self.bits_per_weight:.2f} bits per weight;"
-            f" other tensors: {size_text(self.other_bytes)}; total: {size_text(self.total_bytes)}",
-            *([describe_experts(*self.mxfp4_experts)] if self.mxfp4_experts[0] else []),
-            *([f"vision part: {size_text(self.vision_bytes)}, in float"] * bool(self.vision_bytes)),
-            "",
-            text_table(
-                ("loads in", "", "why"), [(v.program, v.answer, v.reason) for v in self.loads_in]
-            ),
-            "tensor parallel: "
-            + "; ".join(
-                f"{size} {'no: ' + why if why else 'yes'}" for size, why in self.parallel.items()
-            ),
-            *([] if self.draft_layers is None else [self.draft_layers.to_text()]),
-            *([] if self.quality is None else [f"quality: {measured_text(self.quality)}"]),
-            "",
-            *(str(problem) for problem in self.problems),
-            how_many(self.problems),
-        ]
-        return "\n".join(lines)
+from formats.rules import LAYER_NUMBER, natural_key
 
 
 def inspect_checkpoint(folder: str | Path) -> Inspection:
@@ -193,7 +108,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
     choices = check_config(config, findings) if config else Choices()
     unplaced = ""
     if not config_error:  # the tensors of an unsupported format are unknown
-        _check_labels(linears, quant, block, findings)
+        check_labels(linears, quant, block, findings)
         check_model(config, shards, findings)
         check_experts(config, shards, findings)
         check_shapes(config, linears, shards, findings)
@@ -420,87 +335,3 @@ def _float_linears(shards: Shards) -> Iterable[LinearSummary]:
             and not is_quantized(module, shards.entries)
         ):
             yield float_linear(module, entry)
-
-
-def check_fused(linears: list[LinearSummary], quant: QuantConfig | None, findings: Findings) -> str:
-    """Report members of a fused matrix that differ. Returns the first such matrix, or ""."""
-    unstated = {linear.name for linear in linears if _is_float_unstated(linear, quant)}
-    by_parent: dict[str, dict[str, str]] = defaultdict(dict)
-    for linear in linears:
-        parent, _, local = linear.name.rpartition(".")
-        # floats of another dtype are cast into the matrix
-        by_parent[parent][local] = "float" if "float" in linear.traits else linear.scheme
-    first = ""
-    for parent, schemes in by_parent.items():
-        for members in FUSED:
-            present = {local: schemes[local] for local in members if local in schemes}
-            if len(set(present.values())) > 1:
-                text = ", ".join(f"{local} {scheme}" for local, scheme in present.items())
-                findings.error(
-                    parent,
-                    f"{text}: servers load these as one matrix",
-                    "give them one scheme",
-                    read_here=unstated.isdisjoint(f"{parent}.{local}" for local in present),
-                )
-                first = first or f"{', '.join(present)} of {parent}"
-    return first
-
-
-def _is_float_unstated(linear: LinearSummary, quant: QuantConfig | None) -> bool:
-    """Return True for a float linear that no readable config leaves in float."""
-    if "float" not in linear.traits:
-        return False
-    try:
-        return quant is None or quant.scheme_for(linear.name) is not None
-    except InputError:
-        return True
-
-
-def _check_act_order(
-    linears: list[LinearSummary], quant: QuantConfig | None, block: Any, findings: Findings
-) -> None:
-    """Report desc_act (act-order) if it is set and groups can have an index."""
-    stated = isinstance(block, dict) and block.get("desc_act")
-    if quant is None or not stated or all(s.weight.group_size == CHANNEL for s in quant.schemes):
-        return
-    text = "is true: vLLM refuses it with groups"
-    if any("act-order" in linear.traits for linear in linears):
-        findings.warning(f"{BLOCK}.desc_act", text, "requantize")
-    elif any(linear.traits.isdisjoint({"float"}) for linear in linears):
-        findings.warning(
-            f"{BLOCK}.desc_act",
-            f"{text}, and other readers take a slower path; every group index is in order",
-            "set it to false: no weight changes",
-        )
-
-
-def _check_labels(
-    linears: list[LinearSummary], quant: QuantConfig | None, block: Any, findings: Findings
-) -> None:
-    """Report labels of the config that contradict the linears."""
-    _check_act_order(linears, quant, block, findings)
-    for linear in linears:
-        if "act-order" in linear.traits and not (quant is not None and quant.act_order):
-            leaf = "g_idx" if quant is None or quant.layout == "gptq" else "weight_g_idx"
-            findings.error(
-                f"{linear.name}.{leaf}",
-                "inputs are not grouped in order, and the configuration does not say so: readers"
-                " that follow the configuration compute garbage",
-                "state desc_act (actorder) if the index is intended, or remove it",
-            )
-    quantized = [linear for linear in linears if "float" not in linear.traits]
-    if quant is None or quant.layout != "gptq" or quant.scheme.weight.symmetric or not quantized:
-        return
-    if all("symmetric data" in linear.traits for linear in quantized):
-        findings.warning(
-            f"{BLOCK}.sym",
-            "is false, but all zero points are symmetric: vLLM would load it as symmetric",
-            "set sym to true",
-        )
-    else:
-        counts = Counter(linear.scheme for linear in quantized)
-        findings.warning(
-            f"{BLOCK}.sym",
-            f"is false ({counts.most_common(1)[0][0]}): vLLM loads only symmetric GPTQ",
-            "convert to awq or compressed-tensors",
-        )

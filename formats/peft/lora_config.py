@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from formats.checkpoint import fits_float32, read_json
 from formats.errors import CheckpointError
+from formats.files.json_file import fits_float32, read_json
 from formats.patterns import StepBudget, regex
 
 ADAPTER_CONFIG = "adapter_config.json"

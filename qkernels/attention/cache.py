@@ -28,7 +28,7 @@ class PagedKv:
     # float32 [P, B, J]; with 4-bit codes float16 [P, B, J, 4] and [P, B, J, 2]
     k_scales: torch.Tensor | None = None
     v_scales: torch.Tensor | None = None
-    static_scales: bool = False  # writes round with the scales that are there, else find their own
+    static_scales: bool = False  # True: writes round with these scales; False: they compute scales
 
     @classmethod
     def zeros(
@@ -107,7 +107,7 @@ class PagedKv:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionStep:
-    """Which rows of q are whose, and where their keys are.
+    """Rows of q that each request has, and the pages of its keys.
 
     The maxima are upper bounds that the host knows, so that nothing is read back from the device;
     in a CUDA graph they are frozen.

@@ -1,9 +1,10 @@
-"""The loads of sm90_decode_8bit.py: cp.async of coded pages, and the layouts of its registers.
+"""Loads of sm90_decode_8bit.py: cp.async of coded pages, and the register layouts.
 
-Legend: W warps, N keys of a warp's step, D bytes of a row: the head dim, half of it with 4-bit
-codes; b a byte of one load of a lane, t =
-lane % 4, g = lane / 4. mma may sum in any order that A and B share, so the order follows the memory
-(channel_of_input and channel_of_output in sm90_decode_8bit_operands.py):
+Legend: W warps, N keys of a warp's step, D bytes of a row (the head dim; half of it with 4-bit
+codes), b a byte of one load of a lane, t = lane % 4, g = lane / 4.
+
+mma sums in any order, if A and B have the same. Here it is the order of the memory, which
+channel_of_input and channel_of_output in sm90_decode_8bit_operands.py define:
 
     keys      lane (g, t) loads the bytes d = 64 c + 16 t + b of the keys 8 j + g; of 32 bytes,
               d = 8 t + b

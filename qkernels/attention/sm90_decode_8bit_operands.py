@@ -1,4 +1,4 @@
-"""Operands of sm90_decode_8bit.py from 8-bit codes, in the order of the bytes in memory.
+"""Operands of sm90_decode_8bit.py: 8-bit codes as 16-bit numbers, in the order of their bytes.
 
 Legend: W warps, N keys of a warp's step, D head dim.
 """

@@ -50,7 +50,7 @@ def zero_tail(v, count, length, B: gl.constexpr):
 
 @gluon.jit
 def _next_tile(attention):
-    """Take work tiles until one has rows. Its request, or -1 where none is left, and the tile."""
+    """Take work tiles until one has rows. Return its request (-1: none is left) and the tile."""
     J: gl.constexpr = attention.J
     GROUP: gl.constexpr = attention.GROUP
     NUM_SPLITS: gl.constexpr = attention.NUM_SPLITS
@@ -86,7 +86,7 @@ def _next_tile(attention):
                 request = low - 1
                 searching = False
         elif work == attention.num_work_tiles + gl.num_programs(0) - 1:
-            # the last number that any block takes: leave the counter as it was found
+            # No block takes a later number: reset the counter for the next launch.
             gl.store(attention.counter_ptr, 0)
     tile = Tile(
         start=start, count=count, length=length, first_row=first_row, kv_head=kv_head, split=split

@@ -1,4 +1,4 @@
-"""Tokens and positions that the device alone knows, in one Triton kernel: a block a chunk.
+"""Fill in tokens and positions that only the device knows: one Triton kernel, a block per chunk.
 
 Legend as in chunks.py.
 """
@@ -11,7 +11,7 @@ from qkernels.drafts.chunks import DraftChunks, DraftTables
 from qkernels.gpu.launch import launch, on_device
 from qkernels.sampling.words import NUM_WORDS, POSITION
 
-BLOCK = 128  # rows of a turn: a verify has few, and of a prompt none is touched
+BLOCK = 128  # rows per iteration: a verification has few, and rows of a prompt are not touched
 
 
 def fill_drafts_(
@@ -44,7 +44,7 @@ def fill_drafts_(
             chunks.block_tables_RX.stride(0),
             tables.tokens_NK1.shape[1],
             page_size,
-            # no constants: one compiled kernel then does for all
+            # not constants: one compiled kernel serves all values
             int(words_TP is not None),
             int(fills_tokens),
             BLOCK=BLOCK,

@@ -1,4 +1,4 @@
-"""Settings with which a model's vision tower is not used, and the budget of its encoder."""
+"""Settings that turn a model's vision tower off, and the budget of its encoder."""
 
 import importlib.util
 import logging
@@ -65,7 +65,7 @@ def with_settings(config: EngineConfig, model: ModelConfig) -> ModelConfig:
 
 
 def encoder_rows(config: EngineConfig) -> int:
-    """Embeddings that a step may make, and that the device keeps."""
+    """Number of embeddings that a step may compute; the device keeps as many."""
     return config.max_num_batched_tokens
 
 

@@ -15,8 +15,7 @@ from qserve.library.outputs import EngineDeadError, OutputBuilder, RequestOutput
 from qserve.library.prompts import PromptType, handling_of, read_prompt
 from qserve.lora.request import LoRARequest
 from qserve.params.sampling_params import SamplingParams
-from qserve.text.bad_words import with_bad_words
-from qserve.text.tokenizer import Tokenizer
+from qserve.text.tokenizer import Tokenizer, with_bad_words
 
 
 class LLMEngine:

@@ -62,7 +62,7 @@ class AdapterLayout:
     ) -> None:
         """Create the layout of a model.
 
-        `config`: the whole model's. `parts`: this rank's part of each linear that is sharded.
+        `config`: the whole model's. `parts`: this rank's shard of each sharded linear.
         `layers`: the layers of this rank; None: all.
         """
         layers = range(config.num_layers) if layers is None else layers

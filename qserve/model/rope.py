@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from formats.architecture.rope_types import ROPE_DEFAULT, ROPE_TYPES
-from formats.checkpoint import fits_float32
 from formats.errors import InputError, one_line
+from formats.files.json_file import fits_float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """SamplingParams: how to pick tokens and when to stop. Loads no torch; field names are vLLM's.
 
 The limits here protect the engine: its memory, and what its kernels hold. The server has further
-ones (qserve/server/requests/sampling.py and protocol.py).
+ones (qserve/server/requests/generation_job.py and protocol.py).
 """
 
 import math

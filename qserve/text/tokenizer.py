@@ -3,7 +3,8 @@
 import functools
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 from formats.errors import InputError, one_line
 from formats.files.side_files import TOKENIZER_FILES
 from formats.gguf.folder import model_folder
-from qserve.params.sampling_params import ParameterError
+from qserve.params.sampling_params import ParameterError, SamplingParams
 from qserve.text.chat_prompt import ChatPrompt, control_pattern
 from qserve.text.load_tokenizer import load_tokenizer
 from qserve.text.token_bytes import is_byte_level, spelled_bytes
@@ -345,3 +346,22 @@ class Tokenizer:
         if self._backend is not None:
             self._plain_backend = Backend.from_str(self._backend.to_str())
             self._plain_backend.encode_special_tokens = True
+
+
+def with_bad_words(
+    params: SamplingParams, get_tokenizer: Callable[[], Tokenizer]
+) -> SamplingParams:
+    """Return parameters with `bad_words_token_ids`. Raises TextError for invalid Unicode.
+
+    Each word is encoded twice: as the start of a text, and after a space, which most tokenizers
+    make part of its first token.
+    """
+    if not params.bad_words or params.bad_words_token_ids:
+        return params
+    tokenizer = get_tokenizer()
+    sequences = [
+        tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False))
+        for word in params.bad_words
+        for space in ("", " ")
+    ]
+    return replace(params, bad_words_token_ids=tuple(dict.fromkeys(filter(None, sequences))))

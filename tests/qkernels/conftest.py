@@ -8,7 +8,7 @@ fuzz/         problems drawn from a seed, run as those of interpreter/ are
 
 Triton's interpreter must be chosen before triton is imported anywhere in the process. Without a GPU
 interpreter/test_interpreter.py therefore runs the files that launch kernels in processes of their
-own, and they are not collected here.
+own, and they are not collected here. Nor is gpu/: unit/test_gpu_files.py imports its files.
 """
 
 import os
@@ -39,9 +39,10 @@ def launches_kernels(path: Path) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    if ON_GPU or INTERPRETED or not launches_kernels(collection_path):
+    if ON_GPU or collection_path.suffix != ".py":
         return None
-    return collection_path.suffix == ".py"
+    runs_elsewhere = launches_kernels(collection_path) and not INTERPRETED
+    return runs_elsewhere or collection_path.parent.name == "gpu" or None
 
 
 @pytest.hookimpl(tryfirst=True)

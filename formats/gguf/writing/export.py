@@ -187,7 +187,7 @@ class _Export:
         optional: bool = False,
         stacked: bool = False,
     ) -> list[NewTensor]:
-        """Return the weight and the bias of a module, or of a stack of them, that exist."""
+        """Return the existing weight and bias of a module, or of a stack of modules."""
         found = []
         if modules[0] in self._coded:
             found.append(self._codes(name, modules, stacked))

@@ -1,13 +1,14 @@
-"""Attention in segments of keys, in Triton: one order for prompt chunks and decode rows.
+"""Attention in segments of keys, in Triton: one order of sums for prompt chunks and decode rows.
 
-It runs 8-bit pages on sm_90, and all pages elsewhere. A segment is 128 keys from a multiple of 128
-on, in steps of up to 64. Its largest score, weights and weighted sum begin at nothing and depend on
-the row and the segment alone. Segments are folded from a row's last to its first: by one program in
-registers or, where these are too few programs, from memory (merge_segments.py).
+Runs 8-bit pages on sm_90 and all pages on other GPUs. A segment is 128 keys and starts at a
+multiple of 128; a program reads it in steps of up to 64 keys. The maximum score, the weights and
+the weighted sum of a segment start from zero, so they depend on the row and the segment alone.
+Segments are folded from the last of a row to the first. With enough programs, each folds its rows'
+segments in registers. With too few, the segments are stored and merge_segments.py folds them.
 
-Every step of keys is masked. Weights are added by a product with ones: tensor cores add in the
-order of keys, while a reduction's order follows layouts. So the number of rows of a tile changes no
-bit. Multiply-adds that are in both folds are written out.
+The number of rows in a tile changes no bit. Every step of keys is masked. A product with ones adds
+the weights: tensor cores add in the order of keys, while the order of a reduction depends on the
+layout. Both folds write out their multiply-adds, so the compiler cannot contract one of them only.
 
 Legend: T tokens of a step, R requests, H query heads, J KV heads, D head dim, P pages, B tokens of
 a page, X pages of a block table, G segments of the longest context.

@@ -2,25 +2,26 @@
 
 Legend: T tokens, J KV heads, D head dim.
 
-A row is the D numbers of one head of one token. A group, half a row of a key or a whole row of a
-value, is rounded with its own scale and zero. x' is the number that a code represents:
+A row is the D numbers of one head of one token. A group shares one scale and one zero: it is half a
+row of a key, or a whole row of a value. x' is the number that a code represents:
 
     scale = (max x - min x) / 15, at least 2^-24        float16
     zero  = min x + 8 scale                             float16
     code  = round((x - zero) / scale), half to even, from -8 to 7
     x'    = zero + code scale
 
-A slot of a KV head has the scale and the zero of the lower and of the upper half of its key, and
-those of its value: 4 and 2 float16.
+A slot of a KV head holds 6 float16: scale and zero of the lower half of its key, of the upper half,
+and of its value.
 
-Byte i of a row holds channel i in its low nibble and channel i + D/2 in its high nibble, as
-code + 8:
+Byte i of a row holds two codes, each plus 8: channel i in the low nibble, channel i + D/2 in the
+high nibble:
 
     codes      -8 -7 .. 7 of channels 0 .. 15, D = 32; 0 of channels 16 .. 31
     bytes      80 81 82 83 84 85 86 87 88 89 8a 8b 8c 8d 8e 8f
 
-Keys are rotated before: x times the Hadamard matrix of D, whose numbers are 1 and -1, over the root
-of D. It is its own inverse. A rotated query times a rotated key is their product.
+Keys are rotated before they are rounded: multiplied by the Hadamard matrix of size D (entries 1 and
+-1) over the root of D. The matrix is orthogonal and its own inverse, so a rotated query times a
+rotated key is the query times the key.
 """
 
 import torch

@@ -1,12 +1,14 @@
-"""Latent attention in segments of keys, in Triton: one order for chunks and decode rows.
+"""Latent attention in segments of keys, in Triton: one order of sums for chunks and decode rows.
 
-A segment is 256 keys from a multiple of 256 on. Its largest score, weights and weighted sum begin
-at nothing and depend on the row and the segment alone. Segments are folded from a row's last to its
-first. A program folds all of its rows' segments in registers, or, where these are too few programs,
-stores some of them, and attention/fixed_order/merge_segments.py folds.
+A segment is 256 keys and starts at a multiple of 256. The maximum score, the weights and the
+weighted sum of a segment start from zero, so they depend on the row and the segment alone. Segments
+are folded from the last of a row to the first. With enough programs, each folds its rows' segments
+in registers. With too few, segments are stored and attention/fixed_order/merge_segments.py folds
+them.
 
-Weights are added by a product with ones: the order of tensor cores is that of keys, while that of a
-reduction follows layouts. Multiply-adds that are in both folds are written out.
+A product with ones adds the weights: tensor cores add in the order of keys, while the order of a
+reduction depends on the layout. Both folds write out their multiply-adds, so the compiler cannot
+contract one of them only.
 
 Legend: T tokens of a step, R requests, H query heads, E numbers of an entry, L of its latent, P
 pages, B tokens of a page, X pages of a block table, G segments of the longest context.

@@ -30,7 +30,7 @@ ROWS = {  # row -> (from, to)
 
 
 def bench_startup(model: str, engine: EngineConfig, settings: StartupSettings) -> int:
-    """Run `bench startup`. A start lasts from process start to ready; so do vLLM's keys."""
+    """Run `bench startup`. A start is measured from process start to ready, as in vLLM's keys."""
     engine = local_config(engine)
     cold: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as caches:

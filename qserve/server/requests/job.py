@@ -23,17 +23,17 @@ class Arrival:
 
     time: float  # time.perf_counter() when the body had been read
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
-    is_named: bool = False  # by a header; it goes before a name in the body
+    is_named: bool = False  # by a header, which takes precedence over the body
     timeout: float | None = None  # seconds from `time` on that the answer may take
     trace_headers: dict[str, str] = field(default_factory=dict)  # the trace it belongs to
     key_digest: str = ""  # of its API key, where KV pages are shared within a key only
 
     def named(self, from_body: str | None) -> str:
-        """The request's name, which the body may state where no header did."""
+        """Name of the request: the header's, else the body's, else a new one."""
         return self.name if self.is_named or from_body is None else from_body
 
     def salted(self, handling: Handling) -> Handling:
-        """`handling` with a cache salt of this API key, where pages are shared within a key."""
+        """Return `handling` with this key's cache salt, if only requests of a key share pages."""
         if not self.key_digest:
             return handling
         digest = hashlib.sha256(f"{self.key_digest}{handling.cache_salt}".encode())

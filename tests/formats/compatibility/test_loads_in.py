@@ -377,7 +377,6 @@ CASES = {
     "ct-w4a8-int": (CT, "w4a16-sym-g32", activations("int")),
     "ct-w4a8-fp8": (CT, "w4a16-sym-g32", w4a8_fp8_of_another_module),
     "ct-w4a8-fp8-groups": (CT, "w4a16-sym-g32", activations("float")),
-    "own-fp4": (CT, "w4a16-mxfp4", None),
     "own-inputs": (CT, "w8a8", asymmetric_inputs),
     "own-w4a8": (CT, "w4a16-asym-g32", activations("int")),
     "ct-mxfp4-sglang": (CT, "w4a16-mxfp4", None),

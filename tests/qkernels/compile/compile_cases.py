@@ -15,7 +15,7 @@ from tests.qkernels.compile import cards
 
 def main(card: str, names: list[str]) -> None:
     cards.pretend(cards.CARDS[card])
-    from tests.qkernels.compile.cases import CASES
+    from tests.qkernels.compile.cases.table import CASES
     from tests.qkernels.compile.machine_code import facts
 
     beginnings = tuple(name for name in names if name not in CASES)

@@ -21,7 +21,7 @@ def main(folder: str, names: list[str]) -> None:
     cards.pretend(cards.CARDS["sm_90"])
     from qkernels.gpu import compile_jobs, launch
     from qkernels.gpu.compile_pool import CompilePool
-    from tests.qkernels.compile.cases import CASES
+    from tests.qkernels.compile.cases.table import CASES
 
     launch.INTERPRETED = False
     torch.cuda.current_device = lambda: 0

@@ -1,7 +1,8 @@
 """What each card would run compiles, fits it and keeps its sums in registers; no GPU is needed.
 
-A few cases of each card are compiled in every run; with --exhaustive, every fifth one of the card
-that has kernels of its own; with --all-cards, all.
+With --exhaustive a few cases of each card are compiled, and every fifth one of the card that has
+kernels of its own; with --exhaustive-part, that card's in turn and one other card's; with
+--all-cards, all.
 """
 
 import json
@@ -16,7 +17,7 @@ pytest.importorskip("triton")
 
 from tests.qkernels.compile import sass
 from tests.qkernels.compile.cards import CARDS
-from tests.qkernels.compile.cases import CASES
+from tests.qkernels.compile.cases.table import CASES
 
 ROOT = Path(__file__).resolve().parents[3]
 # A process of its own each, which starts in seconds; what cases share is compiled and dumped once.
@@ -97,17 +98,20 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     items = []
     option = metafunc.config.getoption
     whole = {card: tuple(CASES) for card in CARDS} if option("--all-cards") else {}
-    if option("--exhaustive-part"):
-        number, count = map(int, option("--exhaustive-part").split("/"))
-        whole.setdefault(EXHAUSTIVE_CARD, EXHAUSTIVE_CASES[number::count])
-    elif option("--exhaustive"):
+    if option("--exhaustive") or option("--exhaustive-part"):
         whole.setdefault(EXHAUSTIVE_CARD, EXHAUSTIVE_CASES)
+    number, count = map(int, (option("--exhaustive-part") or "0/1").split("/"))
+    others = [card for card in CARDS if card != EXHAUSTIVE_CARD]
     for card, of_card in CARDS.items():
         names = [
             name
             for name, case in CASES.items()
             if case.least <= of_card.arch and (name in whole.get(card, ()) or card in case.quick)
         ]
+        if card == EXHAUSTIVE_CARD:
+            names = names[number::count]
+        elif card not in others[number::count]:
+            continue
         for first in range(0, len(names), CASES_OF_ITEM):
             of_item = names[first : first + CASES_OF_ITEM]
             items.append(pytest.param(card, of_item, id=f"{card} {1 + first // CASES_OF_ITEM}"))

@@ -103,7 +103,7 @@ def test_every_tile_of_float_weights_gives_the_same_bits():
 @pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
 @pytest.mark.parametrize("scheme", ["w8a8", "w8a8-fp8", "w8a8-fp8-block"])
 def test_8bit_inputs(scheme, shape):
-    from tests.qkernels.compile.cases import weight_of
+    from tests.qkernels.compile.cases.weights import weight_of
 
     scheme = Scheme.parse(scheme)
     N, K = shape

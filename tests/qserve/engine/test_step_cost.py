@@ -1,8 +1,12 @@
-"""Cost of planning and building a step in Python: calls are counted, not seconds."""
+"""Cost of planning and building a step in Python: calls and lines are counted, not seconds.
+
+Lines are compared with those of another size of the same work, so that rewritten code passes.
+"""
 
 import sys
 from collections import Counter
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -19,11 +23,7 @@ from tests.qserve.engine.simulation import make_request, make_scheduler
 CALLS_OF_A_STEP = 100  # whatever the number of requests
 # its chunk, its token, its event, and in one step of 16 a page more
 CALLS_OF_A_REQUEST = 4
-# Of planning and building alone. At 0.07 us a line: 0.11 ms for 32 requests, 0.7 ms for 256.
-LINES_OF_A_STEP = 400
-LINES_OF_A_REQUEST = 37
-LINES_OF_AN_ADMISSION = 300
-LINES_OF_A_MASK = 120  # after the launch, including the path of its token into the request
+SLACK = 1.2  # a cost that does not grow, or grows with the requests alone, may grow so much
 
 
 class Calls:
@@ -127,25 +127,37 @@ def test_a_decode_step_calls_little(num_requests):
     assert calls <= most, names.most_common(12)
 
 
-CROWDS = {
-    "plain": {"temperature": 0.7, "top_p": 0.9},
-    "biased": {"logit_bias": {5: 1.0}, "min_tokens": 10},
-    **{f"1000 wait, {policy}": {"policy": policy, "num_waiting": 1000} for policy in POLICIES},
-}
+def lines_of(steps, num_requests, **params):
+    """Lines of planning and building so many steps."""
+    decodes = Decodes(num_requests, **params)
+    with Lines() as lines:
+        for _ in range(steps):
+            plan, _ = decodes.plan()
+            with without_lines():
+                decodes.take(plan)
+    return lines.names.total()
 
 
-@pytest.mark.parametrize("crowd", CROWDS)
-def test_planning_and_building_a_step_runs_few_lines(crowd):
-    """At most 0.3 ms for 32 requests and 1 ms for 256, at 0.1 us a line."""
-    for num_requests in (1, 32, 256):
-        decodes = Decodes(num_requests, **CROWDS[crowd])
-        limit = LINES_OF_A_STEP + LINES_OF_A_REQUEST * num_requests
-        for _ in range(PATIENCE + 3):  # and who has nothing gets a place
-            with Lines() as lines:
-                plan, _ = decodes.plan()
-            decodes.take(plan)
-            most = limit + LINES_OF_AN_ADMISSION * len(plan.admitted)
-            assert lines.names.total() <= most, (num_requests, lines.names.most_common(12))
+@contextmanager
+def without_lines():
+    watch = sys.gettrace()
+    sys.settrace(None)
+    yield
+    sys.settrace(watch)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.7, "top_p": 0.9}, {"logit_bias": {5: 1.0}}])
+def test_a_step_costs_in_proportion_to_its_requests(params):
+    few, many = (lines_of(3, count, **params) for count in (32, 256))
+    assert many <= SLACK * 8 * few
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_crowd_that_waits_costs_a_step_nothing(policy):
+    """Until a tenant with nothing gets a slot, too."""
+    steps = PATIENCE + 3
+    few, many = (lines_of(steps, 32, policy=policy, num_waiting=waiting) for waiting in (50, 1000))
+    assert many <= SLACK * few
 
 
 class Grammar:
@@ -171,9 +183,8 @@ class AtOnce:
         return future
 
 
-@pytest.mark.parametrize("num_requests", [32, 256])
-def test_masks_cost_nothing_before_the_launch_and_little_behind_it(monkeypatch, num_requests):
-    monkeypatch.setattr(mask_jobs, "_threads", lambda are_slow: AtOnce())
+def lines_with_masks(num_requests):
+    """(lines before the launch, lines after it) of a step with a mask for every request."""
     decodes, jobs = Decodes(num_requests), MaskJobs()
     for request in decodes.requests:
         request.constraint, request.row = Grammar(), -1
@@ -181,15 +192,20 @@ def test_masks_cost_nothing_before_the_launch_and_little_behind_it(monkeypatch, 
     with Lines() as before:
         plan, step = decodes.plan(is_split=True)
     assert step.awaits_masks
-    with Lines() as behind:
+    with Lines() as after:
         jobs.begin(plan)
         decodes.take(plan)
         late = jobs.late(plan, lambda: False)
         step = step.with_masks(plan, decodes.rows, late)
     assert not late and len(step.sample_bias_E) == num_requests * len(Grammar.words)
-    assert before.names.total() <= LINES_OF_A_STEP + LINES_OF_A_REQUEST * num_requests
-    behind.names.subtract({name: n for name, n in behind.names.items() if "update" in name})
-    assert behind.names.total() <= LINES_OF_A_MASK * num_requests, behind.names.most_common(12)
+    return before.names.total(), after.names.total()
+
+
+def test_masks_cost_nothing_before_the_launch(monkeypatch):
+    monkeypatch.setattr(mask_jobs, "_threads", lambda are_slow: AtOnce())
+    before, after = lines_with_masks(32)
+    assert before <= SLACK * lines_of(1, 32)
+    assert lines_with_masks(256)[1] <= SLACK * 8 * after
 
 
 def test_requests_that_bias_are_packed_once():

@@ -1,5 +1,6 @@
 """The tiny random models of tests/conftest.py in each scheme and format."""
 
+import zlib
 from collections import Counter
 
 import pytest
@@ -12,27 +13,27 @@ from qkernels import ops
 
 
 @pytest.fixture(scope="session")
-def written(tiny_model, tmp_path_factory):
+def written(tiny_model, made_once):
     """(scheme, format, family) -> folder, quantized once."""
-    made = {}
 
     def make(scheme, output_format, family="llama", **options):
-        key = (scheme, output_format, family, str(options))
-        if key not in made:
-            made[key] = tmp_path_factory.mktemp("variants") / "model"
-            source = tiny_model(family)
-            config = CheckpointReader(source).config
-            names = [n for i in range(3) for n in find_layer_map(config).linear_names(i, config)]
-            quantize_checkpoint(
+        source = tiny_model(family)
+        config = CheckpointReader(source).config
+        names = [n for i in range(3) for n in find_layer_map(config).linear_names(i, config)]
+        scales = dict.fromkeys(names, 0.05) if "static" in str(scheme) else None
+        key = repr((str(scheme), output_format, family, sorted(options.items())))
+        return made_once(
+            f"variant-{zlib.crc32(key.encode()):08x}",
+            lambda folder: quantize_checkpoint(
                 source,
-                made[key],
+                folder,
                 scheme=Scheme.parse(scheme),
                 output_format=output_format,
                 progress=False,
-                input_scales=dict.fromkeys(names, 0.05) if "static" in str(scheme) else None,
+                input_scales=scales,
                 **options,
-            )
-        return made[key]
+            ),
+        )
 
     return make
 

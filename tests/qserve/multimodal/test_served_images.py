@@ -4,7 +4,6 @@ import base64
 import io
 from concurrent.futures import ThreadPoolExecutor
 
-import anthropic
 import pytest
 from transformers import AutoTokenizer
 
@@ -147,6 +146,7 @@ def test_responses(client, judge):
 
 def test_anthropic_messages(served, judge):
     source = {"type": "base64", "media_type": "image/jpeg", "data": encoded(FIRST, "JPEG")}
+    import anthropic  # takes seconds: not where other files' tests run
     from PIL import Image
 
     image = Image.open(io.BytesIO(base64.b64decode(source["data"])))

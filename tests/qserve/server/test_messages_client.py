@@ -4,7 +4,6 @@ import asyncio
 import json
 import time
 
-import anthropic
 import httpx
 import pydantic
 import pytest
@@ -17,6 +16,14 @@ ASKED = {"model": "tiny", "max_tokens": 100, "messages": HI}
 SECRET = "s3cret"
 
 
+@pytest.fixture(scope="module")
+def anthropic():
+    """The package, which takes seconds to import: not where other files' tests run."""
+    import anthropic
+
+    return anthropic
+
+
 @pytest.fixture
 def served(make_server, run_live):
     """A server with a key and a parser of calls, and its URL."""
@@ -27,7 +34,7 @@ def served(make_server, run_live):
 
 
 @pytest.fixture
-def client(served):
+def client(served, anthropic):
     with anthropic.Anthropic(base_url=served[1], api_key=SECRET, max_retries=0) as client:
         yield client
 
@@ -60,7 +67,7 @@ def test_a_stream_with_its_helpers(served, client, of_beta):
         assert "".join(stream.text_stream) == said.text
 
 
-def test_the_tool_runner_calls_until_there_is_an_answer(served, client):
+def test_the_tool_runner_calls_until_there_is_an_answer(served, client, anthropic):
     server, _ = served
     server.client.text = CALL
 
@@ -91,7 +98,7 @@ def test_a_parsed_answer(served, client):
     assert "name" in served[0].client.requests[0][2].structured_outputs.json
 
 
-def test_async_client(served):
+def test_async_client(served, anthropic):
     async def run():
         async with anthropic.AsyncAnthropic(base_url=served[1], auth_token=SECRET) as client:
             whole = await client.messages.create(**ASKED)
@@ -110,17 +117,17 @@ def test_async_client(served):
 @pytest.mark.parametrize(
     ("fields", "kind", "name"),
     [
-        ({"stop_sequences": [""]}, anthropic.BadRequestError, "invalid_request_error"),
-        ({"model": "other"}, anthropic.NotFoundError, "not_found_error"),
+        ({"stop_sequences": [""]}, "BadRequestError", "invalid_request_error"),
+        ({"model": "other"}, "NotFoundError", "not_found_error"),
     ],
 )
-def test_errors_of_requests(client, fields, kind, name):
-    with pytest.raises(kind) as found:
+def test_errors_of_requests(client, fields, kind, name, anthropic):
+    with pytest.raises(getattr(anthropic, kind)) as found:
         client.messages.create(**ASKED | fields)
     assert found.value.body["error"]["type"] == name and found.value.request_id
 
 
-def test_errors_of_the_server(make_server, run_live, served):
+def test_errors_of_the_server(make_server, run_live, served, anthropic):
     server, url = served
     with (
         anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0) as stranger,
@@ -141,7 +148,7 @@ def test_errors_of_the_server(make_server, run_live, served):
             client.messages.create(**ASKED)
 
 
-def test_an_error_in_a_stream_is_raised(served, client):
+def test_an_error_in_a_stream_is_raised(served, client, anthropic):
     served[0].client.fails_at = 3
     with pytest.raises(anthropic.APIStatusError), client.messages.stream(**ASKED) as stream:
         list(stream.text_stream)

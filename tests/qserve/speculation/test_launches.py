@@ -20,30 +20,11 @@ from tests.qserve.speculation.traces import make_engine, run
 KERNELS = {"sample_": 2}  # of an operation; others are one
 WITHOUT = ("empty", "new_empty", "empty_like", "empty_strided", "_unsafe_view", "detach")
 
-# of a head in float: it has no limbs to make
-OF_A_DRAFT = {
-    "embed_norms": 1,
-    "linear": 5,  # qkv, o, gate and up, down, output matrix
-    "rope_write_kv_": 1,
-    "paged_attention": 1,
-    "norm": 2,
-    "activate": 1,
-    "spread_logits": 1,
-    "sample_": 2,
-}
-# tokens and positions in, and out again: once a step, whatever is drafted
-BESIDE_DRAFTS = {
-    "copy_": 2,  # to the device: the step, and its speculation inputs
-    "fill_drafts_": 1,
-    "sample_": 2,
-    "settle_drafts_": 1,
-    "cat": 1,  # the model's states
-    "linear": 1,  # of them to the head's
-    "index": 2,  # the rows that the drafts follow
-    "stack": 1,
-    "index_put_": 1,
-    "clone": 1,  # to the host
-}
+# The limits leave room for a kernel or two: a draft launches 14, a step 13 besides its drafts.
+MOST_OF_A_DRAFT = 16
+MOST_BESIDE_DRAFTS = 14
+COPIES = ("copy_", "_to_copy", "clone", "_local_scalar_dense")  # between host and device
+MOST_COPIES = 3  # the step, its speculation inputs; its results
 
 
 class Launches(TorchDispatchMode):
@@ -118,6 +99,9 @@ def counts_of(docs_5m, replayed, monkeypatch):
 @pytest.mark.exhaustive
 def test_a_step_launches_few_kernels_beside_the_model(counts_of):
     two, three = counts_of(2), counts_of(3)
-    assert three - two == Counter(OF_A_DRAFT)
-    first = Counter(OF_A_DRAFT)
-    assert three == Counter(BESIDE_DRAFTS) + first + first + first
+    draft = three - two
+    beside = three - Counter({name: 3 * count for name, count in draft.items()})
+    assert 0 < draft.total() <= MOST_OF_A_DRAFT, draft
+    assert not any(draft[name] for name in COPIES), draft
+    assert beside.total() <= MOST_BESIDE_DRAFTS, beside
+    assert sum(beside[name] for name in COPIES) <= MOST_COPIES, beside

@@ -1,4 +1,4 @@
-"""Calls of the drafts' operations, for cases.py: a verify, a draft head's input and logits."""
+"""Calls of the operations of drafts: a verification, a draft head's input and logits."""
 
 import torch
 
@@ -7,6 +7,7 @@ from qkernels.drafts.chunks import DraftChunks, DraftTables
 from qkernels.operands.limbs import LimbForm
 from qkernels.sampling.words import NUM_WORDS
 from tests.qkernels.compile.cards import empty
+from tests.qkernels.compile.cases.case import ASYMMETRIC, SM90, SYMMETRIC, Case
 
 
 def drafts(R: int, num_drafts: int, rule: str = "drawn") -> None:
@@ -57,3 +58,13 @@ def draft_input(M: int, C: int, form: LimbForm | None = None) -> None:
     inputs = tokens, empty(64, C), empty(C), empty(M, C), empty(C), 1e-5
     ops.embed_norms(*inputs, form)
     ops.spread_logits(empty(M, 32000), torch.zeros(128256, dtype=torch.int32))
+
+
+DRAFTS: dict[str, Case] = {
+    "drafts of 1": Case(run=lambda: drafts(1, 3), quick=SM90),
+    "drafts of 64, by chance": Case(run=lambda: drafts(64, 5, "by chance")),
+    "drafts of 8, known": Case(run=lambda: drafts(8, 128, "known")),
+    "draft input": Case(run=lambda: draft_input(64, 4096)),
+    "draft input as limbs": Case(run=lambda: draft_input(1, 4096, SYMMETRIC), quick=SM90),
+    "draft input as limbs, asymmetric": Case(run=lambda: draft_input(4, 5120, ASYMMETRIC)),
+}

@@ -1,4 +1,4 @@
-"""Calls of latent attention and of what writes its pages, for cases.py: sizes of DeepSeek's."""
+"""Calls of latent attention and of what writes its pages: sizes of DeepSeek's."""
 
 import torch
 
@@ -6,6 +6,7 @@ from qkernels import ops
 from qkernels.attention.cache import AttentionStep
 from qkernels.latent.cache import PagedLatents
 from tests.qkernels.compile.cards import empty
+from tests.qkernels.compile.cases.case import FP16, FP32, INT8, SM90, Case
 
 LATENT, ROPE, PAGE = 512, 64, 16
 
@@ -50,3 +51,37 @@ def heads_product(T: int, heads: int = 16, inputs: int = 128, outputs: int = LAT
     """Absorption of queries, in fixed order."""
     x = empty(T, heads, inputs + ROPE)[..., :inputs]
     ops.fixed_order_heads(x, empty(heads, inputs, outputs))
+
+
+LATENT_ATTENTION: dict[str, Case] = {
+    "latent attention, decode": Case(
+        run=lambda: latent_attention([1], 16), quick=SM90, product="mma"
+    ),
+    "latent attention, decode of 20 heads": Case(
+        run=lambda: latent_attention([1] * 8, 20), quick=SM90, product="mma"
+    ),
+    "latent attention, decode of 128 rows": Case(
+        run=lambda: latent_attention([1] * 128, 128), product="mma"
+    ),
+    "latent attention, a prompt": Case(
+        run=lambda: latent_attention([500], 16), quick=SM90, product="mma"
+    ),
+    "latent attention, 20 heads in float16": Case(
+        run=lambda: latent_attention([1, 40], 20, dtype=FP16), product="mma"
+    ),
+    "latent attention in fixed order, decode": Case(
+        run=lambda: latent_attention([1], 16, kernel="fixed_order"), quick=SM90, product="mma"
+    ),
+    "latent attention in fixed order, decode of 128 rows": Case(
+        run=lambda: latent_attention([1] * 128, 128, kernel="fixed_order"), product="mma"
+    ),
+    "latent attention in fixed order, a prompt": Case(
+        run=lambda: latent_attention([500], 16, kernel="fixed_order"), product="mma"
+    ),
+    "latent attention in fixed order, 8 bits": Case(
+        run=lambda: latent_attention([1, 40], 20, codes=INT8, kernel="fixed_order"), product="mma"
+    ),
+    "heads' products, 1 row": Case(run=lambda: heads_product(1), product="mma"),
+    "heads' products, 500 rows": Case(run=lambda: heads_product(500)),
+    "latent attention in float32": Case(run=lambda: latent_attention([1, 40], 16, dtype=FP32)),
+}

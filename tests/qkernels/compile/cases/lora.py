@@ -1,4 +1,6 @@
-"""Calls of the adapters' operations, for cases.py."""
+"""Calls of the operations of adapters."""
+
+import functools
 
 import torch
 
@@ -7,6 +9,21 @@ from qkernels.linear.prepared import PreparedWeight
 from qkernels.lora.weights import TABLE_COLUMNS, LoraWeights
 from qkernels.operands.split_k import Consumer, SplitKPartials
 from tests.qkernels.compile.cards import empty
+from tests.qkernels.compile.cases.case import BF16, SM90, Case
+from tests.qkernels.compile.cases.weights import prepared
+
+ADAPTED = (  # scheme, M, linear, outputs of those beside each other, K, consumer
+    ("w4a16-sym", 1, "qkv", (4096, 1024, 1024), 4096, "rope"),
+    ("w4a16-asym", 2, "down", (4096,), 14336, "norm"),
+    ("w4a16-sym", 4, "gate_up", (14336, 14336), 4096, None),
+    ("w8a16-sym", 3, "o", (4096,), 4096, "norm"),
+    ("w4a16-sym", 8, "qkv", (4096, 1024, 1024), 4096, "rope"),
+    ("w4a16-asym", 16, "down", (4096,), 14336, "norm"),
+    ("w4a16-sym", 32, "gate_up", (14336, 14336), 4096, None),
+    ("w4a16-sym", 32, "o", (4096,), 4096, "norm"),
+    ("w4a16-sym", 64, "qkv", (4096, 1024, 1024), 4096, "rope"),
+    ("w4a16-asym", 64, "gate_up", (14336, 14336), 4096, None),
+)
 
 
 def lora(
@@ -59,3 +76,30 @@ def _weights(K: int, sizes: tuple[int, ...], rank: int, slots: int) -> LoraWeigh
         scales_LS=torch.zeros(slots, TABLE_COLUMNS),
         sizes=sizes,
     )
+
+
+def adapted(scheme: str, M: int, sizes: tuple[int, ...], K: int, consumer: Consumer | None) -> None:
+    adapted_product(prepared(scheme, (sum(sizes), K), BF16), M, sizes, consumer)
+
+
+LORA: dict[str, Case] = {
+    "lora qkv T=1": Case(run=lambda: lora(1, 4096, (4096, 1024, 1024)), quick=SM90, product="mma"),
+    "lora qkv fixed order T=1": Case(
+        run=lambda: lora(1, 4096, (4096, 1024, 1024), kernel="fixed_order"), product="mma"
+    ),
+    "lora gate_up fixed order T=2048": Case(
+        run=lambda: lora(2048, 4096, (14336, 14336), rank=64, kernel="fixed_order"), product="mma"
+    ),
+    "lora down T=32": Case(run=lambda: lora(32, 14336, (4096,), slots=64, parts=4), product="mma"),
+    "lora gate_up T=2048": Case(
+        run=lambda: lora(2048, 4096, (14336, 14336), rank=64), product="wgmma"
+    ),
+    **{
+        f"{scheme} of adapters M={M}{' split' if consumer else ''} {name}": Case(
+            run=functools.partial(adapted, scheme, M, sizes, K, consumer),
+            quick=SM90 if M in (1, 16) else (),
+            product="mma" if M <= 4 else "wgmma",
+        )
+        for scheme, M, name, sizes, K, consumer in ADAPTED
+    },
+}
