@@ -20,8 +20,9 @@ from qserve.engine.scheduling.scheduler import Scheduler
 from qserve.engine.sizes import largest_step, pick_length, read_model
 from qserve.engine.step.step_input import StepInput
 from qserve.lora.adapter_table import AdapterTable, make_table
+from qserve.model.expert_loads import check_loads
 from qserve.model.model_config import ModelConfig
-from qserve.model.sharing import check_ranks
+from qserve.model.sharing import check_ranks, place_experts
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,13 @@ class EngineParts:
         check_invariance(config, model)
         state_limits.check_latents(config, model)
         state_limits.check_adapters(config, model)
-        check_ranks(model, config.tensor_parallel_size, config.pipeline_parallel_size)
+        check_ranks(
+            model,
+            config.tensor_parallel_size,
+            config.pipeline_parallel_size,
+            place_experts(model, config),
+        )
+        check_loads(model, config.record_expert_loads)
         workers = WorkerGroup(config, model, max_model_len)
         try:
             return cls._around(workers, config, model, max_model_len, policy)

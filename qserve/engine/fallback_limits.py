@@ -19,6 +19,11 @@ LIMITS = (
         "its layers are called as a whole",
     ),
     Limit(
+        "--record-expert-loads",
+        lambda config: config.record_expert_loads is not None,
+        "its experts are counted in no layer",
+    ),
+    Limit(
         "--enable-lora",
         lambda config: config.enable_lora,
         "its linears take no adapters",

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from formats.errors import InputError
 from qserve.parallel.communicator import Communicator
+from qserve.parallel.expert_placement import ExpertPlacement
 from qserve.parallel.pipeline import Pipeline
 from qserve.parallel.torch_communicator import TorchCommunicator
 
@@ -39,6 +40,7 @@ class Ranks:
     size: int = 1
     communicator: Communicator | None = None  # of this stage; None: it has one rank
     pipeline: Pipeline | None = None  # None: there is one stage
+    experts: ExpertPlacement | None = None  # None: each rank has a slice of every expert
 
     @property
     def are_many(self) -> bool:

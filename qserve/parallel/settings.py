@@ -45,6 +45,49 @@ class ParallelSettings:
         ALL_REDUCES,
     )
 
+    enable_expert_parallel: bool = setting(
+        False,
+        "for mixtures of experts with --tensor-parallel-size: each GPU holds some of the experts"
+        " whole, instead of a slice of every expert",
+    )
+    expert_placement_strategy: str = setting(
+        "linear",
+        "with --enable-expert-parallel: which GPU holds which experts; linear: contiguous runs;"
+        " round_robin: in turn; or a file that --record-expert-loads wrote: GPUs with equal loads",
+    )
+    record_expert_loads: str | None = setting(
+        None,
+        "count the tokens of each expert, and write the table to this file when the engine ends;"
+        " runs without CUDA graphs",
+    )
+
+    def check_experts(self) -> None:
+        """Raise InputError unless the settings of expert parallelism agree."""
+        if self.expert_placement_strategy != "linear" and not self.enable_expert_parallel:
+            raise InputError(
+                f"--expert-placement-strategy {self.expert_placement_strategy}",
+                "requires --enable-expert-parallel",
+                "add the flag",
+            )
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise InputError(
+                "--enable-expert-parallel",
+                "divides experts over the GPUs of --tensor-parallel-size, which is 1",
+                "raise --tensor-parallel-size; experts are not divided over data-parallel engines",
+            )
+        if self.record_expert_loads is None:
+            return
+        for flag, value in (
+            ("--pipeline-parallel-size", self.pipeline_parallel_size),
+            ("--data-parallel-size", self.data_parallel_size),
+        ):
+            if value > 1:
+                raise InputError(
+                    "--record-expert-loads",
+                    f"counts in one process, but {flag} is {value}",
+                    f"record without {flag}: loads depend on the model and the requests alone",
+                )
+
     def check_engines(self) -> None:
         """Raise InputError unless the settings of several engines agree."""
         size, rank = self.data_parallel_size, self.data_parallel_rank

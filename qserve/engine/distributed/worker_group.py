@@ -237,8 +237,12 @@ class WorkerGroup:
 
     def close(self) -> None:
         """End the other ranks. Nothing can be computed after it."""
-        if self._rank_group is not None:
-            self._rank_group.close()
+        try:
+            if self._ours is not None:
+                self._ours.write_loads()
+        finally:
+            if self._rank_group is not None:
+                self._rank_group.close()
 
     @contextlib.contextmanager
     def _together(self, name: str, *values: object) -> Iterator[None]:

@@ -555,6 +555,18 @@ EXPERTS = {
         product="wgmma",
         least=89,
     ),
+    **{
+        f"experts of a rank, {scheme} M={M}": Case(
+            run=functools.partial(moe.experts, M, shape, scheme, True), product="wgmma"
+        )
+        for scheme, M, shape in (
+            ("w4a16-sym", 1, moe.QWEN3_30B),
+            ("w4a16-sym", 16, moe.QWEN3_30B),
+            ("w8a8", 8, moe.QWEN3_30B),
+            ("w4a16-mxfp4", 1024, moe.GPT_OSS),
+        )
+    },
+    "route on a rank": Case(run=lambda: moe.route_of_rank(moe.IN_GROUPS)),
     "wanted experts and pairs": Case(run=lambda: moe.wanted(128, moe.QWEN3_30B)),
     "experts bf16 M=4": Case(run=lambda: moe.experts(4, moe.QWEN3_30B, None), product="wgmma"),
     "experts bf16 M=1024": Case(run=lambda: moe.experts(1024, moe.GPT_OSS, None), product="wgmma"),

@@ -9,6 +9,7 @@ from qserve.engine.runner.model_runner import ModelRunner
 from qserve.engine.sizes import read_model
 from qserve.model.loading.loader import load
 from qserve.model.loading.rounding_source import open_source
+from qserve.model.sharing import place_experts
 from qserve.parallel.ranks import Ranks
 from tests.tiny_families import TINY_FAMILIES, WITHOUT_RANKS
 
@@ -35,7 +36,7 @@ def rank_runner(folder, communicator=None, **settings):
         dtype=torch.float32,
         max_model_len=64,
         progress=False,
-        ranks=Ranks(communicator=communicator),
+        ranks=Ranks(communicator=communicator, experts=place_experts(config, engine)),
     )
     return ModelRunner(decoder, engine, CPU)
 
