@@ -25,20 +25,20 @@ ODD = {
 }
 
 
-def rank_runner(folder, communicator=None, **settings):
+def rank_runner(folder, communicator=None, *, on=CPU, dtype=torch.float32, **settings):
     """The runner of one rank, or of a whole model, without pages."""
     engine = EngineConfig(model=str(folder), max_num_seqs=4, **settings)
     config = read_model(engine)
     decoder = load(
         config,
-        open_source(CheckpointReader(folder), config, CPU),
-        device=CPU,
-        dtype=torch.float32,
+        open_source(CheckpointReader(folder), config, on),
+        device=on,
+        dtype=dtype,
         max_model_len=64,
         progress=False,
         ranks=Ranks(communicator=communicator, experts=place_experts(config, engine)),
     )
-    return ModelRunner(decoder, engine, CPU)
+    return ModelRunner(decoder, engine, on)
 
 
 def relative_error(found, want):
