@@ -2,7 +2,7 @@
 
     python examples/measure_expert_shards.py --shape qwen3-30b --ranks 2 --tokens 1 8 32 128 1024
 
-Three forms of the same layer (router, experts in W4A16, norm) with random weights: whole, as a
+Three forms of the same layer (router, experts in 4 bits, norm) with random weights: whole, as a
 tensor-parallel rank has it (a slice of each expert), and as an expert-parallel rank has it (some of
 the experts whole). The sum over ranks is not part of it. Each time is a median over replays of one
 CUDA graph with 16 different inputs, which choose different experts.
@@ -14,24 +14,30 @@ import statistics
 
 import torch
 
+from formats.in_memory.fp4 import Fp4Weight
 from formats.in_memory.packed import PackedWeight
+from formats.in_memory.weights import Weight
 from formats.scheme import Scheme
 from qkernels import ops
 from qkernels.moe.experts import ExpertWeights
 from qkernels.moe.routing import SILU, Routing
 
+MXFP4 = "w4a16-mxfp4"
 # hidden size, inner size, experts, experts of a token
 SHAPES = {
     "qwen3-30b": (2048, 768, 128, 8),
     "qwen3-235b": (4096, 1536, 128, 8),
-    "gpt-oss-120b": (2880, 2880, 128, 4),
+    "gpt-oss-120b": (2880, 2880, 128, 4),  # MXFP4; the others in W4A16
     "mixtral": (4096, 14336, 8, 2),
 }
 
 
-def matrix(N: int, K: int, group: int) -> PackedWeight:
+def matrix(N: int, K: int, scheme: str) -> Weight:
     """Random codes on the GPU."""
-    spec = Scheme.parse(f"w4a16-sym-g{group}").weight
+    spec = Scheme.parse(scheme).weight
+    if scheme == MXFP4:
+        return Fp4Weight.from_float(torch.randn(N, K, device="cuda") * 0.02, spec, "experts")
+    group = spec.group_size
     return PackedWeight(
         words_NW=torch.randint(-(2**31), 2**31, (N, K // 8), dtype=torch.int32, device="cuda"),
         scales_NG=torch.full((N, K // group), 0.01, dtype=torch.float16, device="cuda"),
@@ -41,11 +47,11 @@ def matrix(N: int, K: int, group: int) -> PackedWeight:
     )
 
 
-def layer(hidden: int, inner: int, here: int, routed: int, k: int, group: int):
+def layer(hidden: int, inner: int, here: int, routed: int, k: int, scheme: str):
     weights = ExpertWeights(
         top_k=k,
-        gate_up=[matrix(2 * inner, hidden, group) for _ in range(here)],
-        down=[matrix(hidden, inner, group) for _ in range(here)],
+        gate_up=[matrix(2 * inner, hidden, scheme) for _ in range(here)],
+        down=[matrix(hidden, inner, scheme) for _ in range(here)],
         glu=SILU,
         routed_experts=routed,
     )
@@ -95,13 +101,14 @@ def main() -> None:
         here = E // arguments.ranks
         slice_width = inner // arguments.ranks
         group = next(g for g in (128, 64, 32) if slice_width % g == 0 and hidden % g == 0)
+        scheme = MXFP4 if shape == "gpt-oss-120b" else f"w4a16-sym-g{group}"
         routing = Routing(num_experts=E, top_k=k, normalized=True)
         numbers_E = torch.full((E,), here, dtype=torch.int32, device="cuda")
         numbers_E[:here] = torch.arange(here, dtype=torch.int32, device="cuda")
         forms = {
-            "whole": (layer(hidden, inner, E, E, k, group), None),
-            "slices": (layer(hidden, slice_width, E, E, k, group), None),
-            "experts": (layer(hidden, inner, here, E, k, group), numbers_E),
+            "whole": (layer(hidden, inner, E, E, k, scheme), None),
+            "slices": (layer(hidden, slice_width, E, E, k, scheme), None),
+            "experts": (layer(hidden, inner, here, E, k, scheme), numbers_E),
         }
         for M in arguments.tokens:
             found = {

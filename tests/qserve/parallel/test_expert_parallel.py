@@ -122,7 +122,7 @@ def test_unequal_numbers_of_experts(tmp_path):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_a_rank_reads_its_own_experts_alone(family, tiny_model, monkeypatch):
-    """Of linears by name, of stacks by rows."""
+    """Linears by name, stacks by rows."""
     folder, read = tiny_model(family), []
     from qserve.model.loading.read_ahead import ReadAhead
 
