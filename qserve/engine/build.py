@@ -18,6 +18,7 @@ from qserve.engine.scheduling.itl_control import ItlControl
 from qserve.engine.scheduling.policies import Policy, make_policy
 from qserve.engine.scheduling.scheduler import Scheduler
 from qserve.engine.sizes import largest_step, pick_length, read_model
+from qserve.engine.step.context_parallel import check_context_parallel
 from qserve.engine.step.step_input import StepInput
 from qserve.lora.adapter_table import AdapterTable, make_table
 from qserve.model.expert_loads import check_loads
@@ -60,6 +61,7 @@ class EngineParts:
             config.pipeline_parallel_size,
             place_experts(model, config),
         )
+        check_context_parallel(config)
         check_loads(model, config.record_expert_loads)
         workers = WorkerGroup(config, model, max_model_len)
         try:

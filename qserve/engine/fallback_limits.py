@@ -14,6 +14,11 @@ LIMITS = (
         "its layers are not divided over ranks",
     ),
     Limit(
+        "--prefill-context-parallel-size",
+        lambda config: config.prefill_context_parallel_size > 1,
+        "its layers do not exchange keys",
+    ),
+    Limit(
         "--pipeline-parallel-size",
         lambda config: config.pipeline_parallel_size > 1,
         "its layers are called as a whole",

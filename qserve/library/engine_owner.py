@@ -25,6 +25,8 @@ class EngineOwner(ABC):
         max_model_len: int | None = None,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
+        prefill_context_parallel_size: int = 1,
+        prefill_context_parallel_min_tokens: int = 1024,
         data_parallel_size: int = 1,
         data_parallel_rank: int | None = None,
         distributed_executor_backend: Literal["mp", "ray"] = "mp",

@@ -19,6 +19,19 @@ class ParallelSettings:
     pipeline_parallel_size: int = setting(
         1, "pipeline stages that the layers are split into, each on its own GPUs", low=1, high=64
     )
+    prefill_context_parallel_size: int = setting(
+        1,
+        "GPUs, or sets of --tensor-parallel-size GPUs, that divide the tokens of a long prompt;"
+        " each holds all weights and KV pages, and all compute the same decode steps",
+        low=1,
+        high=64,
+    )
+    prefill_context_parallel_min_tokens: int = setting(
+        1024,
+        "with --prefill-context-parallel-size: fewest prompt tokens of a request in one step that"
+        " are divided",
+        low=1,
+    )
     data_parallel_size: int = setting(
         1,
         "engines that each run the whole model, on their own GPUs and with their own KV pages;"
@@ -107,7 +120,8 @@ class ParallelSettings:
     @property
     def num_ranks(self) -> int:
         """Number of processes, each with a GPU, that compute one model."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        shards = self.tensor_parallel_size * self.pipeline_parallel_size
+        return shards * self.prefill_context_parallel_size
 
     @property
     def num_engines(self) -> int:

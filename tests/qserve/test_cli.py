@@ -72,6 +72,8 @@ ENGINE_FLAGS = {
     "--pipeline-parallel-size",
     "--distributed-executor-backend",
     "--all-reduce",
+    "--prefill-context-parallel-size",
+    "--prefill-context-parallel-min-tokens",
     "--enable-expert-parallel",
     "--expert-placement-strategy",
     "--record-expert-loads",

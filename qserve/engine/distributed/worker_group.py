@@ -72,6 +72,7 @@ class WorkerGroup:
                     0,
                     tensor_parallel_size=config.tensor_parallel_size,
                     stages=config.pipeline_parallel_size,
+                    contexts=config.prefill_context_parallel_size,
                     device=device,
                     all_reduce=config.all_reduce,
                     hidden_size=model.hidden_size,

@@ -27,6 +27,7 @@ from qserve.engine.runner.speculator import DraftedStep, Speculator
 from qserve.engine.runner.step_buffers import GraphKey, StepOutputs
 from qserve.engine.runner.warm_up import warm_up_shapes, warm_up_step
 from qserve.engine.scheduling.plan import Drafting
+from qserve.engine.step.context_parallel import DividedStep, divide
 from qserve.engine.step.device_step import Batch, BatchForm
 from qserve.engine.step.split_step import long_pairs
 from qserve.engine.step.step_input import StepInput
@@ -37,6 +38,7 @@ from qserve.model.cache_spec import Cache, StepLimits, WarmUpShape, make_caches
 from qserve.model.decoder import Decoder
 from qserve.model.kv_format import pick_kv_format
 from qserve.model.layer_kinds import sample_of_layers
+from qserve.parallel.kv_exchange import KvExchange
 from qserve.parallel.ranks import ALONE, Ranks
 
 
@@ -311,7 +313,10 @@ class ModelRunner:
         """
         self._move_pages(step)
         prompts = pools = None
-        key = self.graph_key_for(step)
+        divided = self._divided(step)
+        key = None if divided is not None else self.graph_key_for(step)
+        if divided is not None:
+            step = divided.step
         if key is not None:
             batch = self.graphs.fill_(key, step)
             drafting = self._fill_pending(step, batch, key)
@@ -322,6 +327,8 @@ class ModelRunner:
             logits_SV = logits_SV[: step.num_sampled]
         else:
             batch = self.batch_of(step)
+            if divided is not None:
+                batch = replace(batch, exchange=self._exchange(divided))
             drafting = self._fill_pending(step, batch)
             if _has_media(step):
                 batch, media = self.encoder.with_media(batch, step)
@@ -347,6 +354,20 @@ class ModelRunner:
         if self.graphs is None or needs_hidden or _has_media(step) or self._splits(step):
             return None
         return self.graphs.key_for(step)
+
+    def _divided(self, step: StepInput) -> DividedStep | None:
+        """This rank's tokens of a step that ranks divide; None: it computes all."""
+        context = self._ranks.context
+        if context is None:
+            return None
+        least = self.config.prefill_context_parallel_min_tokens
+        return divide(step, context.rank, context.size, least)
+
+    def _exchange(self, divided: DividedStep) -> KvExchange:
+        own, of_all = (
+            to_device(slots, self.device) for slots in (divided.own_slots, divided.all_slots)
+        )
+        return KvExchange(communicator=self._ranks.context, own_slots_T=own, all_slots_nT=of_all)
 
     def _splits(self, step: StepInput) -> bool:
         """True for a step that is faster divided (split_step.py) than whole in a CUDA graph."""
