@@ -18,6 +18,7 @@ from qserve.params.sampling_params import SamplingParams
 from tests.qserve.parallel.engines import SMALL, make_prompts, start, tokens
 from tests.qserve.parallel.in_threads import run_ranks
 from tests.qserve.parallel.test_expert_parallel import WHOLE
+from tests.qserve.parallel.test_rank_adapters import LORA, adapted, make_adapters
 from tests.qserve.parallel.test_rank_weights import PROMPTS, SETTINGS, digests_of, reference
 
 TWO = {"prefill_context_parallel_size": 2, "prefill_context_parallel_min_tokens": 8}
@@ -50,7 +51,7 @@ def step_of(*chunks):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_token_is_computed_once_or_by_all(size):
-    """A decode, a chunk behind computed tokens, a short chunk, a chunk of an odd length."""
+    """A decode, a chunk after computed tokens, a short chunk, a chunk of an odd length."""
     step = step_of((5, 1), (16, 40), (0, 7), (0, 31))
     parts = [divide(step, rank, size, 8) for rank in range(size)]
     owned = [set(part.own_slots.tolist()) for part in parts]
@@ -193,15 +194,45 @@ def test_coded_pages(kv_cache, tiny_model, many):
         ("llama", 2, TWO),
         ("qwen3_moe", 2, TWO | WHOLE),
         ("llama", 1, TWO | {"kv_offload_gb": 0.01}),
-        ("llama", 1, TWO | {"batch_invariant": True}),
     ],
-    ids=["four", "tensor", "experts", "host", "invariant"],
+    ids=["four", "tensor", "experts", "host"],
 )
 def test_combinations(family, tensor, settings, tiny_model, many):
     folder, prompts = tiny_model(family), make_prompts()
     want = tokens(start(folder, **SMALL), prompts)
     llm = many(folder, tensor, **SMALL, **settings)
     assert [tokens(llm, prompts) for _ in range(2)] == [want, want]
+
+
+@pytest.mark.exhaustive
+def test_bits_with_batch_invariance(tiny_model, many):
+    """Whichever rank computes a row, and with however many others."""
+    folder, prompts = tiny_model("llama"), make_prompts()[4:8]
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=2, detokenize=False)
+    found = []
+    for begin, settings in ((start, {}), (many, TWO)):
+        llm = begin(folder, batch_invariant=True, **SMALL, **settings)
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        found.append(
+            [
+                [
+                    (token, each.logprob)
+                    for row in output.outputs[0].logprobs
+                    for token, each in row.items()
+                ]
+                for output in outputs
+            ]
+        )
+    assert found[0] == found[1]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["llama", "qwen2_moe"])
+def test_adapters(family, tiny_model, tmp_path, many):
+    folder, prompts = tiny_model(family), make_prompts(6)
+    loras = make_adapters(folder, tmp_path, 2)
+    want = adapted(start(folder, **LORA, **SMALL), prompts, loras)
+    assert adapted(many(folder, **LORA, **SMALL, **TWO), prompts, loras) == want
 
 
 @pytest.mark.exhaustive

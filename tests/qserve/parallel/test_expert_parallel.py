@@ -16,6 +16,7 @@ from tests.conftest import make_tiny
 from tests.qserve.engine.control.new_weights import changed, stored
 from tests.qserve.engine.control.new_weights import written as written_folder
 from tests.qserve.parallel.engines import SMALL, make_prompts, start, tokens
+from tests.qserve.parallel.test_rank_adapters import LORA, adapted, make_adapters
 from tests.qserve.parallel.test_rank_weights import PROMPTS, SETTINGS, digests_of, reference
 from tests.qserve.parallel.test_sharing import assert_shared_out
 from tests.tiny_families import TINY_FAMILIES, WITHOUT_RANKS
@@ -233,10 +234,17 @@ def test_sleep_and_updates(family, tiny_model, many, tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("method", ["ngram", "mtp"])
-def test_speculation(method, tiny_model, many):
-    family = "glm4_moe" if method == "mtp" else "qwen3_moe"
-    folder = tiny_model(family)
+def test_adapters(tiny_model, tmp_path, many):
+    """Adapters of attention and of the shared expert, which stay divided."""
+    folder, prompts = tiny_model("qwen2_moe"), make_prompts(6)
+    loras = make_adapters(folder, tmp_path, 2)
+    want = adapted(start(folder, **LORA, **SMALL), prompts, loras)
+    assert adapted(many(folder, 2, **LORA, **SMALL, **WHOLE), prompts, loras) == want
+
+
+@pytest.mark.exhaustive
+def test_host_drafts(tiny_model, many):
+    folder = tiny_model("qwen3_moe")
     config = json.dumps({"method": "ngram", "num_speculative_tokens": 3})
     prompts = [prompt * 2 for prompt in make_prompts(6)]
     want = tokens(start(folder), prompts)
