@@ -1,6 +1,5 @@
 """Predict what several GPUs gain, from bytes, operations and measured constants.
 
-
     python examples/parallel_floors.py --shape qwen3-30b-a3b gpt-oss-120b --json floors.json
 
 Printed are ms of a decode step on 1, 2, 4 and 8 GPUs, with each expert's width divided (tp) and

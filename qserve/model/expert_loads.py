@@ -48,8 +48,10 @@ class ExpertLoads:
         return self._counts_LE.tolist()
 
     def write(self, file: str, model: str) -> None:
-        """Write the table. `model`: its name, for a reader of the file."""
-        write_loads(file, self.rows(), model)
+        """Write the table if anything was counted. `model`: its name, for a reader of the file."""
+        rows = self.rows()
+        if any(map(any, rows)):
+            write_loads(file, rows, model)
 
 
 def _counting(counts_E: torch.Tensor) -> Callable[[Router, tuple[Any, ...], Routes], None]:

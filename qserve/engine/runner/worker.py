@@ -7,7 +7,8 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -106,9 +107,10 @@ class Worker:
         """Load the model. Raises InputError."""
         self._max_model_len = max_model_len
         self._max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
-        self._model, self._config = model, config
+        self._model = model
         self._ranks = dataclasses.replace(ranks, experts=place_experts(model, config))
         self._loads: ExpertLoads | None = None  # filled below with --record-expert-loads
+        self._write_loads: Callable[[], object] | None = None
         # a graph's steps have rows that are padding, which loads must not count
         is_eager = config.enforce_eager or config.record_expert_loads is not None
         is_eager |= is_fallback(model)
@@ -147,7 +149,10 @@ class Worker:
                 ranks=self._ranks,
             )
             if config.record_expert_loads is not None and self._ranks.rank == 0:
-                self._loads = ExpertLoads(decoder, device)
+                self._loads = loads = ExpertLoads(decoder, device)
+                # also at the end of a process whose engine nobody closed
+                file = config.record_expert_loads
+                self._write_loads = weakref.finalize(self, loads.write, file, config.model)
             speculator = config.speculation and config.speculation.make_speculator(
                 config, decoder, max_model_len=self._max_model_len, ranks=self._ranks
             )
@@ -422,9 +427,9 @@ class Worker:
         )
 
     def write_loads(self) -> None:
-        """Write the loads of experts that were counted, if any are."""
-        if self._loads is not None:
-            self._loads.write(self._config.record_expert_loads, self._config.model)
+        """Write the loads of experts that were counted, once, if any are."""
+        if self._write_loads is not None:
+            self._write_loads()
 
     def finish(self) -> None:
         """Wait for all work on the device: other ranks may need this rank's part of a step."""

@@ -1,12 +1,15 @@
 """Experts that ranks hold whole: what ranks compute together is what one computes alone."""
 
+import asyncio
 import json
+import time
 
 import pytest
 import torch
 
 from formats.errors import InputError
 from qkernels.moe.experts import PreparedExperts
+from qserve import AsyncLLM, SamplingParams
 from qserve.config import EngineConfig
 from qserve.model.blocks.moe import MoeMlp
 from qserve.model.model_config import ModelConfig
@@ -202,6 +205,27 @@ def test_tokens_of_processes(tiny_model, many, tmp_path):
     (answers, counts), top_k = found[0], 2
     assert len(counts) == 3 and all(sum(row) % top_k == 0 for row in counts)
     assert sum(counts[0]) >= top_k * sum(len(each) for each in prompts) // 2
+
+
+@pytest.mark.exhaustive
+def test_loads_of_an_engine_in_a_process_of_its_own(docs_5m, tiny_model, tmp_path):
+    """Its client leaves without a word. Only rows of requests are counted."""
+    folder, file = tiny_model("qwen3_moe"), tmp_path / "loads.json"
+    settings = {"device": "cpu", "max_model_len": 128, "record_expert_loads": str(file)}
+
+    async def main():
+        async with AsyncLLM(folder, tokenizer=docs_5m, **settings) as llm:
+            params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+            async for _ in llm.generate(list(range(3, 23)), params, "a"):
+                pass
+
+    asyncio.run(main())
+    for _ in range(200):
+        if file.exists():
+            break
+        time.sleep(0.05)
+    rows = json.loads(file.read_text())[COUNTS]
+    assert [sum(row) for row in rows] == [2 * 24] * 3, "20 tokens of the prompt and 4 of the output"
 
 
 @pytest.mark.exhaustive
