@@ -313,10 +313,7 @@ class ModelRunner:
         """
         self._move_pages(step)
         prompts = pools = None
-        divided = self._divided(step)
-        key = None if divided is not None else self.graph_key_for(step)
-        if divided is not None:
-            step = divided.step
+        key = self.graph_key_for(step)
         if key is not None:
             batch = self.graphs.fill_(key, step)
             drafting = self._fill_pending(step, batch, key)
@@ -326,9 +323,7 @@ class ModelRunner:
                 logits_SV = logits_SV[to_device(step.logits_rows_S, self.device)]
             logits_SV = logits_SV[: step.num_sampled]
         else:
-            batch = self.batch_of(step)
-            if divided is not None:
-                batch = replace(batch, exchange=self._exchange(divided))
+            step, batch = self.own_batch(step)
             drafting = self._fill_pending(step, batch)
             if _has_media(step):
                 batch, media = self.encoder.with_media(batch, step)
@@ -353,21 +348,9 @@ class ModelRunner:
         needs_hidden = step.prompt_rows is not None or step.pool_rows is not None
         if self.graphs is None or needs_hidden or _has_media(step) or self._splits(step):
             return None
-        return self.graphs.key_for(step)
-
-    def _divided(self, step: StepInput) -> DividedStep | None:
-        """This rank's tokens of a step that ranks divide; None: it computes all."""
-        context = self._ranks.context
-        if context is None:
+        if self._divided(step) is not None:
             return None
-        least = self.config.prefill_context_parallel_min_tokens
-        return divide(step, context.rank, context.size, least)
-
-    def _exchange(self, divided: DividedStep) -> KvExchange:
-        own, of_all = (
-            to_device(slots, self.device) for slots in (divided.own_slots, divided.all_slots)
-        )
-        return KvExchange(communicator=self._ranks.context, own_slots_T=own, all_slots_nT=of_all)
+        return self.graphs.key_for(step)
 
     def _splits(self, step: StepInput) -> bool:
         """True for a step that is faster divided (split_step.py) than whole in a CUDA graph."""
@@ -484,6 +467,27 @@ class ModelRunner:
     def batch_of(self, step: StepInput) -> Batch:
         """Copy a step to the device."""
         return Batch.of(step, self.device, self.batch_form)
+
+    def own_batch(self, step: StepInput) -> tuple[StepInput, Batch]:
+        """This rank's part of a step that ranks divide, else the step; and its batch."""
+        divided = self._divided(step)
+        if divided is None:
+            return step, self.batch_of(step)
+        own, of_all = (
+            to_device(slots, self.device) for slots in (divided.own_slots, divided.all_slots)
+        )
+        exchange = KvExchange(
+            communicator=self._ranks.context, own_slots_T=own, all_slots_nT=of_all
+        )
+        return divided.step, replace(self.batch_of(divided.step), exchange=exchange)
+
+    def _divided(self, step: StepInput) -> DividedStep | None:
+        """This rank's tokens of a step that ranks divide; None: it computes all."""
+        context = self._ranks.context
+        if context is None:
+            return None
+        least = self.config.prefill_context_parallel_min_tokens
+        return divide(step, context.rank, context.size, least)
 
     def _fill_pending(
         self, step: StepInput, batch: Batch, key: GraphKey | None = None

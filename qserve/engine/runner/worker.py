@@ -73,7 +73,7 @@ class Replay:
             self.graph = "engine"  # or "captured", or "none"
             self._run = lambda: runner.graphs.replay(key)
             return
-        batch = runner.batch_of(step)
+        step, batch = runner.own_batch(step)
         self.graph, self._run = "none", lambda: runner.forward_logits(batch, step)
         if captures:
             self._run()
