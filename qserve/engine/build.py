@@ -55,12 +55,11 @@ class EngineParts:
         check_invariance(config, model)
         state_limits.check_latents(config, model)
         state_limits.check_adapters(config, model)
-        check_ranks(
-            model,
-            config.tensor_parallel_size,
-            config.pipeline_parallel_size,
-            place_experts(model, config),
-        )
+        placement = place_experts(model, config)
+        stages = config.pipeline_parallel_size
+        check_ranks(model, config.tensor_parallel_size, stages, placement)
+        if placement is not None:
+            logger.info("%s", placement.to_text())
         check_context_parallel(config)
         check_loads(model, config.record_expert_loads)
         workers = WorkerGroup(config, model, max_model_len)

@@ -25,6 +25,8 @@ class ExpertPlacement:
 
     same: RankExperts  # of layers that are not measured
     measured: tuple[RankExperts | None, ...] = ()  # by layer; None: it has no counts
+    # Loads of the busiest rank over the mean, averaged over measured layers: in runs, and as placed
+    imbalances: tuple[float, float] | None = None
 
     def of_layer(self, layer: int) -> RankExperts:
         """Experts of each rank in a layer."""
@@ -40,9 +42,26 @@ class ExpertPlacement:
         if strategy == LINEAR:
             return cls(same=same)
         loads = read_loads(strategy, num_experts)
-        return cls(
-            same=same,
-            measured=tuple(balanced(row, num_ranks) if any(row) else None for row in loads),
+        measured = tuple(balanced(row, num_ranks) if any(row) else None for row in loads)
+        pairs = [
+            (imbalance(row, same), imbalance(row, placed))
+            for row, placed in zip(loads, measured, strict=True)
+            if placed is not None
+        ]
+        if not pairs:
+            return cls(same=same)
+        before, after = (sum(each) / len(pairs) for each in zip(*pairs, strict=True))
+        return cls(same=same, measured=measured, imbalances=(before, after))
+
+    def to_text(self) -> str:
+        """Return a line for the log."""
+        text = f"{' + '.join(str(len(experts)) for experts in self.same)} experts of a layer"
+        if self.imbalances is None:
+            return f"Ranks hold {text}"
+        before, after = self.imbalances
+        return (
+            f"Ranks hold {text}, placed by loads: the busiest rank has {after:.2f} times the mean"
+            f" load, in runs {before:.2f}"
         )
 
 

@@ -51,6 +51,14 @@ def test_a_file_places_the_layers_that_it_counts(tmp_path):
     placement = ExpertPlacement.make(str(file), 4, 2)
     assert placement.of_layer(0) == placement.of_layer(2) == linear(4, 2)
     assert placement.of_layer(1) == ((0, 2), (1, 3))
+    text = "Ranks hold 2 + 2 experts of a layer"
+    assert linear_text(4, 2) == text
+    placed = ", placed by loads: the busiest rank has 1.00 times the mean load, in runs 1.67"
+    assert placement.to_text() == text + placed
+
+
+def linear_text(num_experts, num_ranks):
+    return ExpertPlacement.make("linear", num_experts, num_ranks).to_text()
 
 
 @pytest.mark.parametrize(
