@@ -118,7 +118,10 @@ def main() -> None:
                 for name, (prepared, numbers) in forms.items()
             }
             plan = ops.plan_experts(forms["experts"][0], M)
-            print(json.dumps({"shape": shape, "tokens": M, **found, "variant": plan.variant}))
+            print(
+                json.dumps({"shape": shape, "tokens": M, **found, "variant": plan.variant}),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":
