@@ -25,10 +25,16 @@ ODD = {
 }
 
 
-def rank_runner(folder, communicator=None, *, on=CPU, dtype=torch.float32, **settings):
-    """The runner of one rank, or of a whole model, without pages."""
+def rank_runner(
+    folder, communicator=None, *, context=None, on=CPU, dtype=torch.float32, **settings
+):
+    """The runner of one rank, or of a whole model, without pages.
+
+    `context`: communicator of ranks that divide long prompts.
+    """
     engine = EngineConfig(model=str(folder), max_num_seqs=4, **settings)
     config = read_model(engine)
+    ranks = Ranks(communicator=communicator, context=context, experts=place_experts(config, engine))
     decoder = load(
         config,
         open_source(CheckpointReader(folder), config, on),
@@ -36,9 +42,9 @@ def rank_runner(folder, communicator=None, *, on=CPU, dtype=torch.float32, **set
         dtype=dtype,
         max_model_len=64,
         progress=False,
-        ranks=Ranks(communicator=communicator, experts=place_experts(config, engine)),
+        ranks=ranks,
     )
-    return ModelRunner(decoder, engine, on)
+    return ModelRunner(decoder, engine, on, ranks=ranks)
 
 
 def relative_error(found, want):

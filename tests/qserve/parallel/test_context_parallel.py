@@ -17,10 +17,13 @@ from qserve.parallel.kv_exchange import KvExchange
 from qserve.params.sampling_params import SamplingParams
 from tests.qserve.parallel.engines import SMALL, make_prompts, start, tokens
 from tests.qserve.parallel.in_threads import run_ranks
+from tests.qserve.parallel.shared_out import rank_runner
 from tests.qserve.parallel.test_expert_parallel import WHOLE
 from tests.qserve.parallel.test_rank_adapters import LORA, adapted, make_adapters
 from tests.qserve.parallel.test_rank_weights import PROMPTS, SETTINGS, digests_of, reference
+from tests.tiny_families import STATES, TINY_FAMILIES
 
+QUICK = ("gpt_oss", "deepseek_v3", "gemma4_shared")
 TWO = {"prefill_context_parallel_size": 2, "prefill_context_parallel_min_tokens": 8}
 FOUR = TWO | {"prefill_context_parallel_size": 4}
 PAGE = 8
@@ -166,15 +169,41 @@ def test_tokens_are_those_of_one_rank(tiny_model, many, monkeypatch):
     assert np.allclose(*found, atol=1e-4)
 
 
-FAMILIES = ("gemma3", "gpt_oss", "deepseek_v3", "llama4", "gemma4_shared", "gpt2")
+def prompt_of_rank(folder, context=None, **settings):
+    """Token and log probability after a prompt of 57, and the pages that it fills."""
+    runner = rank_runner(folder, context=context, **settings)
+    runner.allocate_pages(5)
+    params = SamplingParams(temperature=0, logprobs=0)
+    step = StepInput.of_sequence(list(range(3, 60)), [1, 4, 2, 3], page_size=16, params=params)
+    handle = runner.launch(step)
+    (token,), (logprobs,) = handle.result(), handle.logprobs()
+    return token, logprobs.logprob, [each.clone() for each in runner.cache_tensors()]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families(family, tiny_model, many):
-    folder, prompts = tiny_model(family), make_prompts()
-    want = tokens(start(folder, **SMALL), prompts)
-    assert tokens(many(folder, **SMALL, **TWO), prompts) == want
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [
+        *((family, 2) for family in QUICK),
+        *(
+            pytest.param(family, size, marks=pytest.mark.exhaustive)
+            for family in TINY_FAMILIES
+            if family not in STATES
+            for size in (2, 4)
+            if (family, size) not in [(quick, 2) for quick in QUICK]
+        ),
+    ],
+)
+def test_every_family(family, size, tiny_model):
+    """Every rank has the pages of one that computes all; ranks are threads here."""
+    folder = tiny_model(family)
+    settings = TWO | {"prefill_context_parallel_size": size}
+    token, logprob, pages = prompt_of_rank(folder)
+    for found in run_ranks(size, lambda context: prompt_of_rank(folder, context, **settings)):
+        assert found[0] == token and abs(found[1] - logprob) < 1e-4
+        for ours, whole in zip(found[2], pages, strict=True):
+            assert whole.any()
+            floats = (each.view(torch.float32) for each in (ours, whole))
+            assert torch.allclose(*floats, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.exhaustive

@@ -188,6 +188,7 @@ def test_the_check_before_the_start_knows_that_experts_are_whole(written):
         check_ranks(model, 2, 1)
 
 
+@pytest.mark.exhaustive
 def test_tokens_of_processes(tiny_model, many, tmp_path):
     """In chunks, with pages of others; loads are those of one rank."""
     folder, prompts = tiny_model("gpt_oss"), make_prompts()
