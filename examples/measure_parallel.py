@@ -4,10 +4,16 @@
 
 Each part runs in its own process with a time limit, and its results are printed when it ends:
 
-- check: the bundled model in W4A16; tokens and logits of 2 ranks against those of 1.
+- check: the bundled model in W4A16; tokens and logits of 2 ranks against those of 1, and tokens of
+  a prompt that 2 ranks divide.
 - 70b-tp2, 70b-tp1, 8b-tp2, 8b-tp1: the shape of Llama-3-70B or 8B with random weights in W4A16.
   Printed are: ms of a decode step at batch 1, 8, 32 and 128; ms to the first token of one prompt of
   8000; output tokens/s of 128 concurrent requests of 256 tokens in, 128 out.
+- qwen3-30b-ep2, -tp2, -tp1, gpt-oss-120b-ep2, -tp2: the same with experts divided whole, or each
+  one's width.
+- 8b-long-cp2, -tp2, -tp1: the first token of a prompt of 64000. GPUs divide its tokens, or layers.
+
+parallel_floors.py predicts these.
 
 If the check fails, no part with several ranks is measured. With a given shape, number of ranks and
 settings of the engine, all of it runs on a CPU:
@@ -27,14 +33,35 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-# part -> shape, ranks, seconds that it may take
-PARTS = {
-    "check": ("", 2, 180),
-    "70b-tp2": ("llama-3-70b", 2, 300),
-    "70b-tp1": ("llama-3-70b", 1, 300),
-    "8b-tp2": ("llama-3-8b", 2, 200),
-    "8b-tp1": ("llama-3-8b", 1, 200),
+WHOLE_EXPERTS = {"enable_expert_parallel": True}
+LONG = {"max_model_len": 65536, "prefill_context_parallel_size": 2}
+# part -> shape, settings of the engine, seconds that it may take
+PARTS: dict[str, tuple[str, dict, int]] = {
+    "check": ("", {"tensor_parallel_size": 2}, 180),
+    "70b-tp2": ("llama-3-70b", {"tensor_parallel_size": 2}, 300),
+    "70b-tp1": ("llama-3-70b", {}, 300),
+    "8b-tp2": ("llama-3-8b", {"tensor_parallel_size": 2}, 200),
+    "8b-tp1": ("llama-3-8b", {}, 200),
+    "qwen3-30b-ep2": ("qwen3-30b-a3b", {"tensor_parallel_size": 2} | WHOLE_EXPERTS, 200),
+    "qwen3-30b-tp2": ("qwen3-30b-a3b", {"tensor_parallel_size": 2}, 200),
+    "qwen3-30b-tp1": ("qwen3-30b-a3b", {}, 200),
+    "gpt-oss-120b-ep2": ("gpt-oss-120b", {"tensor_parallel_size": 2} | WHOLE_EXPERTS, 300),
+    "gpt-oss-120b-tp2": ("gpt-oss-120b", {"tensor_parallel_size": 2}, 300),
+    "8b-long-cp2": ("llama-3-8b", LONG, 200),
+    "8b-long-tp2": ("llama-3-8b", {"max_model_len": 65536, "tensor_parallel_size": 2}, 200),
+    "8b-long-tp1": ("llama-3-8b", {"max_model_len": 65536}, 200),
 }
+# (model, names of parts): each is compared with the last
+COMPARED = (
+    ("70b", ("tp2", "tp1")),
+    ("8b", ("tp2", "tp1")),
+    ("qwen3-30b", ("ep2", "tp2", "tp1")),
+    ("gpt-oss-120b", ("ep2", "tp2")),
+    ("8b-long", ("cp2", "tp2", "tp1")),
+)
+LONG_PROMPT = 64000
+DIVIDED = {"prefill_context_parallel_size": 2, "prefill_context_parallel_min_tokens": 8}
+CHECKED = {"one": {}, "two ranks": {"tensor_parallel_size": 2}, "divided prompts": DIVIDED}
 LLAMA_70B = {
     "hidden_size": 8192,
     "intermediate_size": 28672,
@@ -74,7 +101,7 @@ def check(arguments: argparse.Namespace) -> None:
         model = Path(folder) / "docs-5m-w4a16"
         scheme = Scheme.parse("w4a16-sym-g32")
         quantize_checkpoint(HERE / "models" / "docs-5m", model, scheme=scheme, progress=False)
-        for ranks in (1, 2):
+        for name, settings in CHECKED.items():
             llm = LLM(
                 str(model),
                 device=arguments.device,
@@ -82,23 +109,22 @@ def check(arguments: argparse.Namespace) -> None:
                 max_model_len=512,
                 max_num_seqs=4,
                 num_gpu_blocks_override=256,
-                tensor_parallel_size=ranks,
+                **settings,
             )
-            tell(ready=ranks)
+            tell(ready=name)
             outputs = [each.outputs[0] for each in llm.generate(texts, params, use_tqdm=False)]
             again = llm.generate(texts, params, use_tqdm=False)
             same = [each.outputs[0].token_ids for each in again]
             if same != [each.token_ids for each in outputs]:
-                raise SystemExit(f"{ranks} ranks answer differently when they are asked again")
-            tell(answered=ranks)
+                raise SystemExit(f"{name}: answers differ when they are asked again")
+            tell(answered=name)
             found.append((outputs, llm.logits(ids).float().cpu()))
-            tell(told_logits=ranks)
+            tell(told_logits=name)
             llm.close()
             del llm
-    (ours, logits), (theirs, other) = found
-    error = float((other - logits).norm() / logits.norm())
-    differences = 0
-    for one, two in zip(ours, theirs, strict=True):
+    (ours, logits), *others = found
+    differences, errors = 0, [float((other - logits).norm() / logits.norm()) for _, other in others]
+    for one, two in [pair for theirs, _ in others for pair in zip(ours, theirs, strict=True)]:
         pairs = zip(one.token_ids, two.token_ids, strict=True)
         place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         if place is None:
@@ -109,13 +135,18 @@ def check(arguments: argparse.Namespace) -> None:
         )[:2]
         if first - second > TIE:
             raise SystemExit(f"token {place} differs: {one.token_ids} and {two.token_ids}")
-    if error > LIMIT:
-        raise SystemExit(f"logits differ by {error:.4f} of their norm, more than {LIMIT}")
-    tell(ok=True, logits_error=error, prompts=len(texts), prompts_that_part_at_a_tie=differences)
+    if max(errors) > LIMIT:
+        raise SystemExit(f"logits differ by {max(errors):.4f} of their norm, more than {LIMIT}")
+    tell(
+        ok=True,
+        logits_error=max(errors),
+        prompts=len(texts) * len(others),
+        prompts_that_part_at_a_tie=differences,
+    )
 
 
-def measure(arguments: argparse.Namespace, shape: str, ranks: int) -> None:
-    """Measure one model and print each result."""
+def measure(arguments: argparse.Namespace, shape: str, settings: dict) -> None:
+    """Measure one model with these settings of the engine, and print each result."""
     import torch
     from bench_shapes import SHAPES, write_config
     from measure_engine import Workloads
@@ -123,18 +154,19 @@ def measure(arguments: argparse.Namespace, shape: str, ranks: int) -> None:
     from qserve import LLM
 
     SHAPES["llama-3-70b"] = LLAMA_70B
+    if "max_model_len" in settings:
+        length = {"max_position_embeddings": settings["max_model_len"]}
+        SHAPES[shape] = SHAPES[shape] | length
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        write_config(Path(folder), shape, "w4a16-sym")
-        llm = LLM(
-            folder,
-            load_format="dummy",
-            device=arguments.device,
-            max_num_seqs=max(arguments.batches),
-            max_model_len=arguments.max_model_len,
-            tensor_parallel_size=ranks,
-            **json.loads(arguments.engine),
-        )
+        write_config(Path(folder), shape, "w4a16-mxfp4" if "gpt-oss" in shape else "w4a16-sym")
+        common = {
+            "max_num_seqs": max(arguments.batches),
+            "max_model_len": arguments.max_model_len,
+            "load_format": "dummy",
+            "device": arguments.device,
+        }
+        llm = LLM(folder, **common | settings | json.loads(arguments.engine))
     is_cuda = llm.engine.runner.device.type == "cuda"
     name = torch.cuda.get_device_name() if is_cuda else "CPU"
     tell(device=name, torch=torch.__version__, ready_s=time.perf_counter() - started)
@@ -142,6 +174,11 @@ def measure(arguments: argparse.Namespace, shape: str, ranks: int) -> None:
         tell(gpu_gib_of_rank_0=torch.cuda.memory_allocated() / 2**30)
     work = Workloads(llm, SHAPES[shape]["vocab_size"])
     longest = llm.engine.max_model_len
+    if settings.get("max_model_len", 0) > LONG_PROMPT:
+        length = min(LONG_PROMPT, longest - 2)
+        tell(**{f"first_ms_{length}": work.first_ms(length, arguments.repeats)})
+        llm.close()
+        return
     for batch in arguments.batches:
         length = min(128 if batch < 32 else 64, longest // 4)
         step_ms = work.step_ms(batch, length, arguments.output, arguments.repeats)
@@ -197,18 +234,19 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if arguments.part is not None:
         sys.path[:0] = [str(HERE), str(HERE.parent)]
-        shape, ranks, _ = PARTS[arguments.part]
+        shape, settings, _ = PARTS[arguments.part]
         if arguments.part == "check":
             check(arguments)
         else:
-            measure(arguments, arguments.shape or shape, ranks)
+            measure(arguments, arguments.shape or shape, settings)
         sys.stdout.flush()
         os._exit(0)  # a normal exit would wait for NCCL's threads
     results: dict[str, dict] = {}
     is_right = True
     for part in arguments.parts:
-        _, ranks, limit = PARTS[part]
-        if ranks > 1 and not is_right:
+        _, settings, limit = PARTS[part]
+        is_divided = any(name.endswith("parallel_size") for name in settings)
+        if is_divided and not is_right:
             print(f"{part} is left out: the check failed", flush=True)
             continue
         results[part] = run_part(part, arguments.limit or limit)
@@ -216,12 +254,15 @@ def main() -> None:
             is_right = "ok" in results[part]
         if arguments.json:
             Path(arguments.json).write_text(json.dumps(results, indent=2))
-    for size in ("70b", "8b"):
-        one, two = results.get(f"{size}-tp1", {}), results.get(f"{size}-tp2", {})
-        for name in one.keys() & two.keys():
-            if name.startswith(("step_ms", "first_ms")):
-                gain = one[name] / two[name]
-                print(f"{size} {name}: {one[name]:.3f} to {two[name]:.3f} ms, {gain:.2f} times")
+    for model, (*kinds, base) in COMPARED:
+        one = results.get(f"{model}-{base}", {})
+        for kind in kinds:
+            other = results.get(f"{model}-{kind}", {})
+            for name in one.keys() & other.keys():
+                if name.startswith(("step_ms", "first_ms")):
+                    before, after = one[name], other[name]
+                    gain = f"{before:.3f} to {after:.3f} ms, {before / after:.2f} times"
+                    print(f"{model} {name}, {base} to {kind}: {gain}")
     sys.exit(not is_right or any("failed" in found for found in results.values()))
 
 

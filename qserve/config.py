@@ -254,6 +254,7 @@ class EngineConfig(HubSettings, ParallelSettings):
                 "--no-enable-prefix-caching",
             )
         self.check_engines()
+        self.check_experts()
         if parse_modules(self.lora_modules) and not self.enable_lora:
             raise InputError("--lora-modules", "requires --enable-lora", "add the flag")
         if self.num_cpu_loras < self.max_loras:

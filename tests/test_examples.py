@@ -16,6 +16,7 @@ COMMANDS = {
     "measure_lora": f"--shape tiny --max-loras 2 --max-batch 1 {FEW}",
     "measure_prefix_cache": f"--shape tiny {FEW} --requests 4 --unique-tokens 64"
     " --shared-requests 4 --system-tokens 64 --chats 2 --turns 2 --turn-tokens 32",
+    "parallel_floors": "--shape qwen3-30b-a3b llama-3-8b --batches 1 8",
     "measure_speculation": f"--shape tiny --heads 4 --num-drafts 3 --batch 1 2 --input 16 {FEW}",
     "measure_start": "--shape tiny --offline --warm 1",
 }

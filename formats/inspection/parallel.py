@@ -1,7 +1,7 @@
 """Checks whether a checkpoint can be divided over several GPUs, from shapes and groups alone.
 
 Heads and feed-forward features are divided as the loader does it (shares.py): in whole units, and
-one GPU may get more units than another.
+one GPU may get more units than another. Experts too narrow for that may be divided whole.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,6 +17,7 @@ from formats.quant_config import QuantConfig
 from formats.scheme import Scheme
 
 SIZES = (1, 2, 4, 8)
+EXPERT = ".experts."  # in the names of experts' linears
 # suffix of a linear's name, with its dot -> size of its inputs
 SPLIT_BY_INPUTS = {
     f".{linear.name.rpartition('.')[2]}": linear.inputs
@@ -31,7 +32,22 @@ def parallel_sizes(
     config: Mapping[str, Any], quant: QuantConfig | None, linears: Sequence[LinearSummary]
 ) -> dict[int, str]:
     """Return for each number of GPUs why it does not work; empty: it works."""
-    return {size: _why_not(size, config, quant, linears) for size in SIZES}
+    return {size: _reason(size, config, quant, linears) for size in SIZES}
+
+
+def _reason(
+    size: int,
+    config: Mapping[str, Any],
+    quant: QuantConfig | None,
+    linears: Sequence[LinearSummary],
+) -> str:
+    reason = _why_not(size, config, quant, linears)
+    if not reason or (num_experts(config) or 0) < size:
+        return reason
+    others = [linear for linear in linears if EXPERT not in linear.name]
+    if _why_not(size, config, quant, others, whole_experts=True):
+        return reason
+    return f"{reason}; --enable-expert-parallel works"
 
 
 def _why_not(
@@ -39,6 +55,7 @@ def _why_not(
     config: Mapping[str, Any],
     quant: QuantConfig | None,
     linears: Sequence[LinearSummary],
+    whole_experts: bool = False,
 ) -> str:
     if not config:
         return "unknown without a config.json"
@@ -73,7 +90,7 @@ def _why_not(
         )
         if heads and head_dim:
             share_heads(heads, kv_heads or heads, head_dim, size, list(set(attention)) or [None])
-        if family.experts and family.experts.fused and num_experts(config):
+        if not whole_experts and family.experts and family.experts.fused and num_experts(config):
             inner = sizes.get(family.experts.down.inputs)
             if inner:
                 share_features(family.experts.module, inner, size, None)

@@ -25,7 +25,8 @@ ExpertMatrix = torch.Tensor | Weight
 class ExpertWeights:
     """The experts of a layer as a checkpoint has them.
 
-    `gate_up` is gate's rows above up's; without a gate it is up.
+    `gate_up` is gate's rows above up's; without a gate it is up. With `routed_experts` these are
+    some of a layer's experts: ids count them, and E is the id of all experts that are elsewhere.
     """
 
     top_k: int  # experts of a token
@@ -34,6 +35,7 @@ class ExpertWeights:
     gate_up_bias_EN: torch.Tensor | None = None
     down_bias_EN: torch.Tensor | None = None
     glu: Glu
+    routed_experts: int | None = None  # that a token chooses from; None: all are here
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,7 +71,8 @@ class ExpertsProblem:
     kind: str  # of the stacks
     spec: QuantSpec | None
     activation: ActivationSpec | None
-    num_experts: int
+    num_experts: int  # E
+    routed_experts: int  # that a token chooses from; more than E if some are elsewhere
     top_k: int
     hidden: int  # C
     inner: int  # I
@@ -78,6 +81,11 @@ class ExpertsProblem:
     dtype: torch.dtype
     device: torch.device
     requested: str | None = None  # kernels that were asked for or forbidden (choice.py)
+
+    @property
+    def is_partial(self) -> bool:
+        """Return True if some of the experts that tokens choose are elsewhere."""
+        return self.routed_experts > self.num_experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

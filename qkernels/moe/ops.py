@@ -22,11 +22,15 @@ from qkernels.tuning import table as tuning_table
 
 
 def route(
-    logits_ME: torch.Tensor, routing: Routing, correction_E: torch.Tensor | None = None
+    logits_ME: torch.Tensor,
+    routing: Routing,
+    correction_E: torch.Tensor | None = None,
+    numbers_E: torch.Tensor | None = None,
 ) -> Routes:
     """The experts of each token and their shares, from the router's logits [M, E].
 
-    `correction` [E] float32 is added to the scores for the choice alone.
+    `correction` [E] float32 is added to the scores for the choice alone. `numbers` [E] int32
+    replaces the ids of the chosen experts: those of a rank that holds some of the experts.
     """
     check_float("route logits", logits_ME)
     check_tensor("route logits", logits_ME, (None, routing.num_experts), FLOAT_DTYPES, logits_ME)
@@ -38,8 +42,14 @@ def route(
             (torch.float32,),
             logits_ME,
         )
+    _check_numbers(numbers_E, routing, logits_ME)
     run = dispatch.implementation(ROUTE, device=logits_ME.device.type, dtype=logits_ME.dtype)
-    return run(logits_ME, routing, correction_E)
+    return run(logits_ME, routing, correction_E, numbers_E)
+
+
+def _check_numbers(numbers_E: torch.Tensor | None, routing: Routing, x: torch.Tensor) -> None:
+    if numbers_E is not None:
+        check_tensor("route numbers", numbers_E, (routing.num_experts,), (torch.int32,), x)
 
 
 def route_tokens(
@@ -49,6 +59,7 @@ def route_tokens(
     bias_E: torch.Tensor | None = None,
     correction_E: torch.Tensor | None = None,
     fixed_order: bool = False,
+    numbers_E: torch.Tensor | None = None,
 ) -> Routes:
     """`route` of the router's logits x W^T + bias, which are computed in the weight's dtype.
 
@@ -61,8 +72,9 @@ def route_tokens(
         check_tensor("route_tokens bias", bias_E, (E,), (weight_EC.dtype,), x_MC)
     if correction_E is not None:
         check_tensor("route_tokens correction", correction_E, (E,), (torch.float32,), x_MC)
+    _check_numbers(numbers_E, routing, x_MC)
     run = dispatch.implementation(ROUTE_TOKENS, device=x_MC.device.type, dtype=x_MC.dtype)
-    return run(x_MC.contiguous(), weight_EC, routing, bias_E, correction_E, fixed_order)
+    return run(x_MC.contiguous(), weight_EC, routing, bias_E, correction_E, fixed_order, numbers_E)
 
 
 def prepare_experts(
@@ -139,6 +151,7 @@ def experts(
 ) -> LinearOutput:
     """The sum over a token's experts of share * down(glu(gate_up(x))), plus `shared`: [M, C].
 
+    Experts that are elsewhere (ExpertWeights.routed_experts) add nothing and cost nothing.
     With a plan whose output is "parts" the sum is left to the norm that follows.
     """
     problem = prepared.problem

@@ -25,7 +25,10 @@ TINY = 1e-20  # added to a sum of shares, as the models' authors do
 
 
 def route(
-    logits_ME: torch.Tensor, routing: Routing, correction_E: torch.Tensor | None = None
+    logits_ME: torch.Tensor,
+    routing: Routing,
+    correction_E: torch.Tensor | None = None,
+    numbers_E: torch.Tensor | None = None,
 ) -> Routes:
     """Reference of ops.route."""
     scores_ME = logits_ME.float()
@@ -52,7 +55,8 @@ def route(
     shares_Mk = shares_Mk * routing.factor
     if routing.rounded:
         shares_Mk = shares_Mk.to(logits_ME.dtype).float()
-    return Routes(ids_Mk.to(torch.int32), shares_Mk)
+    ids_Mk = ids_Mk.to(torch.int32) if numbers_E is None else numbers_E[ids_Mk]
+    return Routes(ids_Mk, shares_Mk)
 
 
 def route_tokens(
@@ -62,16 +66,18 @@ def route_tokens(
     bias_E: torch.Tensor | None = None,
     correction_E: torch.Tensor | None = None,
     fixed_order: bool = False,
+    numbers_E: torch.Tensor | None = None,
 ) -> Routes:
     """Reference of ops.route_tokens."""
     if fixed_order and x_MC.shape[0] > 1:
         # Scores row by row, too: on a CPU a sigmoid's bits depend on its place in a vector.
         rows = [
-            route_tokens(x, weight_EC, routing, bias_E, correction_E, True) for x in x_MC.split(1)
+            route_tokens(x, weight_EC, routing, bias_E, correction_E, True, numbers_E)
+            for x in x_MC.split(1)
         ]
         return Routes(*(torch.cat(of_rows) for of_rows in zip(*rows, strict=True)))
     logits_ME = F.linear(x_MC.to(weight_EC.dtype), weight_EC, bias_E)
-    return route(logits_ME, routing, correction_E)
+    return route(logits_ME, routing, correction_E, numbers_E)
 
 
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
@@ -111,6 +117,7 @@ def prepare_experts(
             spec=spec_of(weights.down[0]),
             activation=getattr(weights.down[0], "activation", None),
             num_experts=len(weights.down),
+            routed_experts=weights.routed_experts or len(weights.down),
             top_k=weights.top_k,
             hidden=hidden,
             inner=inner,
@@ -157,6 +164,8 @@ def experts(
     ids_Mk, shares_Mk = routes
     total_MC = torch.zeros(x_MC.shape, dtype=torch.float32, device=x_MC.device)
     for expert in ids_Mk.unique().tolist():
+        if expert == prepared.problem.num_experts:  # elsewhere
+            continue
         token, choice = (ids_Mk == expert).nonzero(as_tuple=True)
         hidden = glu(_product(x_MC[token], prepared.gate_up, expert), prepared.glu)
         out = _product(hidden, prepared.down, expert).float()

@@ -44,7 +44,8 @@ class Routing:
 class Routes(NamedTuple):
     """The choice of M tokens."""
 
-    ids_Mk: torch.Tensor  # int32, the k of a token distinct, best first
+    # int32, the k of a token distinct, best first; E for all experts that are elsewhere
+    ids_Mk: torch.Tensor
     shares_Mk: torch.Tensor  # float32
 
 

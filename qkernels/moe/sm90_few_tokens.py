@@ -66,7 +66,7 @@ def gate_up(
         top_k=ids_Mk.shape[1],
         glu=True,
         sorted=sorts,
-        counted=sorts or len(ids_Mk) > 1,
+        counted=wanted.counted,
         alpha=glu.alpha,
         offset=glu.offset,
         limit=glu.limit or 0.0,
@@ -97,7 +97,7 @@ def down(
         top_k=ids_Mk.shape[1],
         glu=False,
         sorted=sorts,
-        counted=sorts or len(ids_Mk) > 1,
+        counted=wanted.counted,
         parts=y.ndim == 3,
     )
     _launch(hidden, ids_Mk, shares_Mk, wanted, weight, config, y, tile)

@@ -25,12 +25,16 @@ class ExpertsTile:
     limit: float = 0.0  # 0: none
     relu2: bool = False  # the square of ReLU is applied to the outputs
     parts: bool = False  # weighted float32 sums for the consumer: [split, k, M, N]
+    partial: bool = False  # some of the experts are elsewhere
     weighted: bool = False  # times the pair's share
 
 
 @triton.jit
 def find_pairs(ids_ptr, sorted_ptr, counts_ptr, block, P, E, BM: tl.constexpr, TILE: tl.constexpr):
-    """(expert, pairs [BM], which of them are pairs) of a block. Without any, it has none to do."""
+    """(expert, pairs [BM], which of them are pairs) of a block. Without any, it has none to do.
+
+    Pairs of experts that are elsewhere belong to no block.
+    """
     r = tl.arange(0, BM)
     if TILE.pairs > 0:
         # The block belongs to the pair of its number. The first pair of each expert represents all
@@ -43,7 +47,7 @@ def find_pairs(ids_ptr, sorted_ptr, counts_ptr, block, P, E, BM: tl.constexpr, T
         rank = tl.cumsum(same.to(tl.int32), 0) - 1
         hit = same[None, :] & (rank[None, :] == r[:, None])
         pair = tl.sum(tl.where(hit, p[None, :], 0), 1)
-        count = tl.where(first == block, tl.sum(same.to(tl.int32), 0), 0)
+        count = tl.where((first == block) & (expert < E), tl.sum(same.to(tl.int32), 0), 0)
         valid = r < count
     else:
         e = tl.arange(0, TILE.experts)
@@ -56,6 +60,19 @@ def find_pairs(ids_ptr, sorted_ptr, counts_ptr, block, P, E, BM: tl.constexpr, T
         valid = inside * BM + r < count
         pair = tl.load(sorted_ptr + start + inside * BM + r, mask=valid, other=0)
     return expert, pair, valid
+
+
+@triton.jit
+def clear_part(ids_ptr, y_ptr, block, tile_n, split, P, N, E, BN: tl.constexpr, TILE: tl.constexpr):
+    """Write zeros for the pair of a block's number if its expert is elsewhere.
+
+    Only blocks that find their pairs in the ids of all pairs write parts.
+    """
+    if tl.load(ids_ptr + block) >= E:
+        n = tile_n * BN + tl.arange(0, BN)
+        row = (split * TILE.top_k + block % TILE.top_k) * (P // TILE.top_k) + block // TILE.top_k
+        zeros = tl.zeros((BN,), y_ptr.dtype.element_ty)
+        tl.store(y_ptr + row.to(tl.int64) * N + n, zeros)
 
 
 @triton.jit

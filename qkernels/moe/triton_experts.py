@@ -65,6 +65,7 @@ def prepare_experts(
             spec=down.spec,
             activation=down.activation,
             num_experts=len(weights.down),
+            routed_experts=weights.routed_experts or len(weights.down),
             top_k=weights.top_k,
             hidden=hidden,
             inner=inner,
@@ -96,17 +97,20 @@ def experts(
     k, E = ids_Mk.shape[1], problem.num_experts
     if plan.variant == "sm90_few_tokens":
         return _few_tokens(x_MC, Routes(ids_Mk, shares_Mk), prepared, plan, shared_MC)
+    elsewhere = (ids_Mk, E) if problem.is_partial else (None, 0)
     lists = (ids_Mk, None, None)
     if plan.variant == "sorted":
         lists = (ids_Mk, *sort_pairs(ids_Mk, E))
     few = 0 if plan.variant == "sorted" else power_of_two(M * k)
-    common = {"top_k": k, "pairs": few, "experts": power_of_two(E)}
+    common = {"top_k": k, "pairs": few, "experts": power_of_two(E), "partial": problem.is_partial}
     with on_device(x_MC):
         hidden_PI = x_MC.new_empty(M * k, problem.inner)
         tile = ExpertsTile(**common, **_constants(prepared.glu))
         _product(x_MC, k, prepared.gate_up, plan.gate_up, lists, shares_Mk, hidden_PI, tile)
         if plan.output == "parts":
             parts = _empty_parts(x_MC, plan.down.split * k, shared_MC)
+            if problem.is_partial and not few:
+                parts.zero_()  # no block has the pairs of experts that are elsewhere
             tile = ExpertsTile(parts=True, weighted=True, **common)
             _product(hidden_PI, 1, prepared.down, plan.down, lists, shares_Mk, parts, tile)
             if shared_MC is not None:
@@ -116,7 +120,7 @@ def experts(
         tile = ExpertsTile(weighted=True, **common)
         _product(hidden_PI, 1, prepared.down, plan.down, lists, shares_Mk, y_PC, tile)
         out_MC = torch.empty_like(x_MC)
-        sum_pairs(y_PC, k, shared_MC, out_MC)
+        sum_pairs(y_PC, k, shared_MC, out_MC, *elsewhere)
     return out_MC
 
 
@@ -131,16 +135,20 @@ def _few_tokens(
     from qkernels.moe import sm90_few_tokens as kernel
 
     ids_Mk, shares_Mk = routes
+    E, is_partial = prepared.problem.num_experts, prepared.problem.is_partial
+    parts = cleared = None
     with on_device(x_MC):
-        E = prepared.problem.num_experts
+        if plan.output == "parts":
+            count = plan.down.split * ids_Mk.shape[1]
+            parts = _empty_parts(x_MC, count, shared_MC)
+            cleared = parts[:count] if is_partial else None
         if plan.gate_up.sorts:
-            wanted = wanted_pairs(x_MC, routes, E, plan.gate_up.block_m)
+            wanted = wanted_pairs(x_MC, routes, E, plan.gate_up.block_m, cleared)
         else:
-            wanted = wanted_experts(ids_Mk, E)
+            wanted = wanted_experts(ids_Mk, E, is_partial, cleared)
         gate_up, down = prepared.gate_up, prepared.down
         hidden = kernel.gate_up(x_MC, ids_Mk, wanted, gate_up, prepared.glu, plan.gate_up)
-        if plan.output == "parts":
-            parts = _empty_parts(x_MC, plan.down.split * ids_Mk.shape[1], shared_MC)
+        if parts is not None:
             kernel.down(hidden, ids_Mk, shares_Mk, wanted, down, plan.down, parts)
             if shared_MC is not None:
                 parts[-1].copy_(shared_MC)
@@ -148,7 +156,8 @@ def _few_tokens(
         y_PC = x_MC.new_empty(ids_Mk.numel(), x_MC.shape[1])
         kernel.down(hidden, ids_Mk, shares_Mk, wanted, down, plan.down, y_PC)
         out_MC = torch.empty_like(x_MC)
-        sum_pairs(y_PC, ids_Mk.shape[1], shared_MC, out_MC)
+        elsewhere = (ids_Mk, E) if is_partial else (None, 0)
+        sum_pairs(y_PC, ids_Mk.shape[1], shared_MC, out_MC, *elsewhere)
     return out_MC
 
 

@@ -11,7 +11,7 @@ Legend: K inputs, N outputs of an expert, G groups; BM pairs, BN outputs, BK inp
 import triton
 import triton.language as tl
 
-from qkernels.moe.tiles_triton import find_pairs, store_pairs
+from qkernels.moe.tiles_triton import clear_part, find_pairs, store_pairs
 from qkernels.wna16.triton_gemm import prefetch_groups
 from qkernels.wna16.unpack.fp4 import fp4_weights, prefetch_scales
 from qkernels.wna16.unpack.words import unpack
@@ -121,3 +121,5 @@ def experts_packed(
             bias = tl.load(bias_ptr + expert * N + tile_n * BN + row).to(tl.float32)
             total += tl.where(split == 0, bias, 0.0)[:, None]
         store_pairs(total, y_ptr, shares_ptr, pair, valid, tile_n, split, P, N, DTYPE, BN, BM, TILE)
+    elif TILE.partial and TILE.parts:
+        clear_part(ids_ptr, y_ptr, block, tile_n, split, P, N, E, BN, TILE)

@@ -17,7 +17,8 @@ def sort_pairs(ids_Mk: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, to
     """Pairs in order of their experts, int32 [P], and each expert's number of pairs, int32 [E].
 
     Of one expert they stay in order. A block for each expert counts and places its own, so none
-    waits for another.
+    waits for another. Pairs of experts that are elsewhere (id E) are in none; their places, the
+    last ones, are undefined.
     """
     P = ids_Mk.numel()
     sorted_P = torch.empty((P,), dtype=torch.int32, device=ids_Mk.device)
@@ -59,9 +60,17 @@ def _sort_pairs(ids_ptr, sorted_ptr, counts_ptr, P, CHUNK: tl.constexpr, PDL: tl
 
 
 def sum_pairs(
-    y_PC: torch.Tensor, top_k: int, shared_MC: torch.Tensor | None, out_MC: torch.Tensor
+    y_PC: torch.Tensor,
+    top_k: int,
+    shared_MC: torch.Tensor | None,
+    out_MC: torch.Tensor,
+    ids_Mk: torch.Tensor | None = None,
+    num_experts: int = 0,
 ) -> None:
-    """Write the sums over each token's experts, whose outputs are weighted, plus `shared`."""
+    """Write the sums over each token's experts, whose outputs are weighted, plus `shared`.
+
+    `ids`: given if some experts are elsewhere, whose outputs are undefined and left out.
+    """
     M, C = out_MC.shape
     block = min(1024, power_of_two(C))
     with on_device(y_PC):
@@ -71,7 +80,9 @@ def sum_pairs(
             y_PC,
             shared_MC,
             out_MC,
+            ids_Mk,
             C,
+            num_experts,
             TOP_K=top_k,
             BLOCK=block,
             num_warps=4,
@@ -79,9 +90,17 @@ def sum_pairs(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["E"])
 def _sum_pairs(
-    y_ptr, shared_ptr, out_ptr, C, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    y_ptr,
+    shared_ptr,
+    out_ptr,
+    ids_ptr,
+    C,
+    E,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     if PDL:
         pdl_launch_and_wait()
@@ -89,7 +108,12 @@ def _sum_pairs(
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(TOP_K):
-        total += tl.load(y_ptr + (token * TOP_K + j) * C + c, mask=c < C, other=0.0).to(tl.float32)
+        end = C
+        if ids_ptr is not None:
+            end = tl.where(tl.load(ids_ptr + token * TOP_K + j) < E, C, 0)
+        total += tl.load(y_ptr + (token * TOP_K + j) * C + c, mask=c < end, other=0.0).to(
+            tl.float32
+        )
     if shared_ptr is not None:
         shared = tl.load(shared_ptr + token * C + c, mask=c < C, other=0.0).to(tl.float32)
         total = total.to(out_ptr.dtype.element_ty).to(tl.float32) + shared

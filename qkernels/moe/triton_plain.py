@@ -9,7 +9,7 @@ Legend: K inputs, N outputs of an expert; BM pairs, BN outputs, BK inputs of a t
 import triton
 import triton.language as tl
 
-from qkernels.moe.tiles_triton import find_pairs, store_pairs
+from qkernels.moe.tiles_triton import clear_part, find_pairs, store_pairs
 
 
 @triton.jit(do_not_specialize=["P"])
@@ -79,3 +79,5 @@ def experts_plain(
             bias = tl.load(bias_ptr + n).to(tl.float32)
             sums += tl.where(split == 0, bias, 0.0)[:, None]
         store_pairs(sums, y_ptr, shares_ptr, pair, valid, tile_n, split, P, N, DTYPE, BN, BM, TILE)
+    elif TILE.partial and TILE.parts:
+        clear_part(ids_ptr, y_ptr, block, tile_n, split, P, N, E, BN, TILE)

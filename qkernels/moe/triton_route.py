@@ -24,7 +24,10 @@ ROUTER_BLOCK = 4096  # weights that a block requests before the kernel before ha
 
 
 def route(
-    logits_ME: torch.Tensor, routing: Routing, correction_E: torch.Tensor | None = None
+    logits_ME: torch.Tensor,
+    routing: Routing,
+    correction_E: torch.Tensor | None = None,
+    numbers_E: torch.Tensor | None = None,
 ) -> Routes:
     """Implement ops.route. Of equal scores the lowest expert is chosen."""
     M, E = logits_ME.shape
@@ -40,6 +43,7 @@ def route(
             (M,),
             logits_ME,
             correction_E,
+            numbers_E,
             ids_Mk,
             shares_Mk,
             E,
@@ -58,22 +62,23 @@ def route_tokens(
     bias_E: torch.Tensor | None = None,
     correction_E: torch.Tensor | None = None,
     fixed_order: bool = False,
+    numbers_E: torch.Tensor | None = None,
 ) -> Routes:
     """Implement ops.route_tokens. The last block of a token to end chooses its experts."""
     (M, C), E, k = x_MC.shape, routing.num_experts, routing.top_k
     device = x_MC.device
     if fixed_order and weight_EC.dtype in HALF_DTYPES:
         logits_ME = fixed_order_linear(x_MC.to(weight_EC.dtype), weight_EC, bias_E)
-        return route(logits_ME, routing, correction_E)
+        return route(logits_ME, routing, correction_E, numbers_E)
     if fixed_order and M > WORKSPACE_COUNTERS:
         parts = [
-            route_tokens(x, weight_EC, routing, bias_E, correction_E, fixed_order)
+            route_tokens(x, weight_EC, routing, bias_E, correction_E, fixed_order, numbers_E)
             for x in x_MC.split(WORKSPACE_COUNTERS)
         ]
         return Routes(*(torch.cat(of_parts) for of_parts in zip(*parts, strict=True)))
     if M == 0 or (M > ROUTER_MOST_TOKENS and not fixed_order):
         logits_ME = torch.nn.functional.linear(x_MC.to(weight_EC.dtype), weight_EC, bias_E)
-        return route(logits_ME, routing, correction_E)
+        return route(logits_ME, routing, correction_E, numbers_E)
     logits_ME = torch.empty((M, E), dtype=weight_EC.dtype, device=device)
     ids_Mk = torch.empty((M, k), dtype=torch.int32, device=device)
     shares_Mk = torch.empty((M, k), dtype=torch.float32, device=device)
@@ -87,6 +92,7 @@ def route_tokens(
             weight_EC,
             bias_E,
             correction_E,
+            numbers_E,
             logits_ME,
             ids_Mk,
             shares_Mk,
@@ -109,6 +115,7 @@ def _route_tokens(
     weight_ptr,  # [E, C]
     bias_ptr,  # [E] or None
     correction_ptr,  # [E] or None
+    numbers_ptr,  # [E] or None
     logits_ptr,  # [M, E]
     ids_ptr,  # [M, k]
     shares_ptr,  # [M, k]
@@ -151,7 +158,16 @@ def _route_tokens(
         # more experts would be more pairs than registers
         BY_RANK: tl.constexpr = RULE.padded_groups * RULE.in_group <= 128
         choose_experts(
-            logits_ptr, correction_ptr, ids_ptr, shares_ptr, token, E, factor, RULE, BY_RANK
+            logits_ptr,
+            correction_ptr,
+            numbers_ptr,
+            ids_ptr,
+            shares_ptr,
+            token,
+            E,
+            factor,
+            RULE,
+            BY_RANK,
         )
         tl.store(counter_ptr, 0)
 
@@ -200,6 +216,7 @@ def rule_of(routing: Routing) -> RoutingRule:
 def _route(
     logits_ptr,  # [M, E]
     correction_ptr,  # [E] or None
+    numbers_ptr,  # [E] or None
     ids_ptr,  # [M, k]
     shares_ptr,  # [M, k]
     E,
@@ -210,7 +227,16 @@ def _route(
     if PDL:
         pdl_launch_and_wait()
     choose_experts(
-        logits_ptr, correction_ptr, ids_ptr, shares_ptr, tl.program_id(0), E, factor, RULE, False
+        logits_ptr,
+        correction_ptr,
+        numbers_ptr,
+        ids_ptr,
+        shares_ptr,
+        tl.program_id(0),
+        E,
+        factor,
+        RULE,
+        False,
     )
 
 
@@ -260,6 +286,7 @@ def _first_ranks(choice, scores, mask, e, j, TOP_K: tl.constexpr):
 def choose_experts(
     logits_ptr,
     correction_ptr,
+    numbers_ptr,
     ids_ptr,
     shares_ptr,
     token,
@@ -321,5 +348,7 @@ def choose_experts(
     shares = shares * factor
     if RULE.rounded:
         shares = shares.to(logits_ptr.dtype.element_ty).to(tl.float32)
+    if numbers_ptr is not None:
+        ids = tl.load(numbers_ptr + ids, mask=j < TOP_K, other=0)
     tl.store(ids_ptr + token * TOP_K + j, ids, mask=j < TOP_K)
     tl.store(shares_ptr + token * TOP_K + j, shares, mask=j < TOP_K)

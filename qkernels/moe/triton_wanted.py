@@ -1,5 +1,8 @@
 """Work of blocks that go from one active expert to the next, in Triton.
 
+Pairs of experts that are elsewhere (id E) are in no list. Where parts of the sum are left to the
+norm, theirs are cleared here.
+
 Legend: M tokens, E experts, k experts of a token, P = M k pairs, C hidden size; BM columns of a
 tile.
 """
@@ -22,43 +25,69 @@ COLUMNS_AT_ONCE = 1024
 class Wanted:
     """The experts that some token wants, in the order of their numbers.
 
-    Of one token `list` is its choice, [k]. Of several int32 [1 + E']: how many there are, and then
-    the experts; or with `order` [1 + 3 E']: entries, of which an expert with more than BM pairs has
-    several. After their number their experts, then the first of their sorted pairs, then how many
-    pairs they have. E' is `most`. What follows the last entry is unspecified.
+    Of one token `list` is its choice, [k]. Of several, or where some experts are elsewhere, int32
+    [1 + E']: how many there are, and then the experts; or with `order` [1 + 3 E']: entries, of
+    which an expert with more than BM pairs has several. After their number their experts, then the
+    first of their sorted pairs, then how many pairs they have. E' is `most`. What follows the last
+    entry is unspecified.
     """
 
     list: torch.Tensor
     most: int  # experts or entries that there can be
+    counted: bool = True  # the list begins with the number of entries
     order: torch.Tensor | None = None  # [P] pairs, sorted by expert
     shares: torch.Tensor | None = None  # [P] of the sorted pairs
     x_PC: torch.Tensor | None = None  # the tokens of the sorted pairs
 
 
-def wanted_experts(ids_Mk: torch.Tensor, num_experts: int) -> Wanted:
-    """Without an order: every token is a column of each of them."""
+def wanted_experts(
+    ids_Mk: torch.Tensor,
+    num_experts: int,
+    is_partial: bool = False,
+    parts: torch.Tensor | None = None,
+) -> Wanted:
+    """Without an order: every token is a column of each of them.
+
+    `is_partial`: some are elsewhere. `parts` [split k, M, C]: given if theirs are to be cleared.
+    """
     M, P = ids_Mk.shape[0], ids_Mk.numel()
     most = min(num_experts, P)
-    if M == 1:
-        return Wanted(list=ids_Mk.view(-1), most=most)
+    if M == 1 and not is_partial:
+        return Wanted(list=ids_Mk.view(-1), most=most, counted=False)
     wanted = torch.empty(1 + most, dtype=torch.int32, device=ids_Mk.device)
+    columns = 1 if parts is None else parts.shape[2]
     with on_device(ids_Mk):
         launch(
             _wanted_experts,
-            (1,),
+            (1 if parts is None else 1 + P,),
             ids_Mk,
             wanted,
+            parts,
             P,
+            num_experts,
+            columns,
+            TOP_K=ids_Mk.shape[1],
+            SPLIT=0 if parts is None else parts.shape[0] // ids_Mk.shape[1],
             SLOTS=_slots(num_experts),
             PAIRS=max(128, power_of_two(P)),
+            BLOCK=min(COLUMNS_AT_ONCE, power_of_two(columns)),
             num_warps=4,
             **pdl_options(ids_Mk, 1),
         )
     return Wanted(list=wanted, most=most)
 
 
-def wanted_pairs(x_MC: torch.Tensor, routes: Routes, num_experts: int, block_m: int) -> Wanted:
-    """Sorted pairs, up to `block_m` in an entry, and their tokens side by side."""
+def wanted_pairs(
+    x_MC: torch.Tensor,
+    routes: Routes,
+    num_experts: int,
+    block_m: int,
+    parts: torch.Tensor | None = None,
+) -> Wanted:
+    """Sorted pairs, up to `block_m` in an entry, and their tokens side by side.
+
+    `parts` [split k, M, C]: given if those of experts elsewhere are to be cleared.
+    """
     ids_Mk, shares_Mk = routes
     P, C = ids_Mk.numel(), x_MC.shape[1]
     most = (P + min(num_experts, P) * (block_m - 1)) // block_m
@@ -78,10 +107,13 @@ def wanted_pairs(x_MC: torch.Tensor, routes: Routes, num_experts: int, block_m: 
             order,
             shares,
             x_PC,
+            parts,
             P,
             C,
             most,
+            num_experts,
             TOP_K=ids_Mk.shape[1],
+            SPLIT=0 if parts is None else parts.shape[0] // ids_Mk.shape[1],
             SLOTS=_slots(num_experts),
             PAIRS=max(128, power_of_two(P)),
             BM=block_m,
@@ -98,31 +130,65 @@ def _slots(num_experts: int) -> int:
 
 
 @triton.jit
-def _count(ids_ptr, P, SLOTS: tl.constexpr, PAIRS: tl.constexpr):
+def _count(ids_ptr, P, E, SLOTS: tl.constexpr, PAIRS: tl.constexpr):
     """Pairs of each expert, [SLOTS]."""
     p = tl.arange(0, PAIRS)
-    ids = tl.load(ids_ptr + p, mask=p < P, other=0)
-    counts = tl.histogram(ids, SLOTS)
-    return counts - tl.where(tl.arange(0, SLOTS) == 0, PAIRS - P, 0)
+    ids = tl.load(ids_ptr + p, mask=p < P, other=1 << 30)
+    here = ids < E
+    counts = tl.histogram(tl.where(here, ids, 0), SLOTS)
+    return counts - tl.where(tl.arange(0, SLOTS) == 0, PAIRS - tl.sum(here.to(tl.int32), 0), 0)
 
 
-@triton.jit(do_not_specialize=["P"])
+@triton.jit
+def _clear(
+    ids_ptr,
+    parts_ptr,
+    pair,
+    P,
+    E,
+    C,
+    TOP_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write zeros to a pair's rows of [SPLIT TOP_K, M, C], if its expert is elsewhere."""
+    if tl.load(ids_ptr + pair) >= E:
+        zeros = tl.zeros((BLOCK,), parts_ptr.dtype.element_ty)
+        for split in tl.static_range(SPLIT):
+            row = (split * TOP_K + pair % TOP_K) * (P // TOP_K) + pair // TOP_K
+            for start in tl.range(0, C, BLOCK):
+                c = start + tl.arange(0, BLOCK)
+                tl.store(parts_ptr + row.to(tl.int64) * C + c, zeros, mask=c < C)
+
+
+@triton.jit(do_not_specialize=["P", "E"])
 def _wanted_experts(
     ids_ptr,  # [P]
     wanted_ptr,  # [1 + E']
+    parts_ptr,  # [SPLIT TOP_K, M, C], or None: none are cleared
     P,
+    E,
+    C,
+    TOP_K: tl.constexpr,
+    SPLIT: tl.constexpr,
     SLOTS: tl.constexpr,
     PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """The first block lists the experts; each of the others clears the parts of a pair."""
     if PDL:
         pdl_launch_and_wait()
-    found = (_count(ids_ptr, P, SLOTS, PAIRS) > 0).to(tl.int32)
-    tl.store(wanted_ptr + tl.cumsum(found, 0), tl.arange(0, SLOTS), mask=found > 0)
-    tl.store(wanted_ptr, tl.sum(found, 0))
+    pair = tl.program_id(0) - 1
+    if pair < 0:
+        found = (_count(ids_ptr, P, E, SLOTS, PAIRS) > 0).to(tl.int32)
+        tl.store(wanted_ptr + tl.cumsum(found, 0), tl.arange(0, SLOTS), mask=found > 0)
+        tl.store(wanted_ptr, tl.sum(found, 0))
+    elif parts_ptr is not None:
+        _clear(ids_ptr, parts_ptr, pair, P, E, C, TOP_K, SPLIT, BLOCK)
 
 
-@triton.jit(do_not_specialize=["P", "most"])
+@triton.jit(do_not_specialize=["P", "most", "E"])
 def _pairs_of_experts(
     x_ptr,  # [M, C]
     ids_ptr,  # [P]
@@ -131,22 +197,28 @@ def _pairs_of_experts(
     order_ptr,  # [P]
     sorted_shares_ptr,  # [P]
     sorted_ptr,  # [P, C]
+    parts_ptr,  # [SPLIT TOP_K, M, C], or None: none are cleared
     P,
     C,
     most,  # E'
+    E,
     TOP_K: tl.constexpr,
+    SPLIT: tl.constexpr,
     SLOTS: tl.constexpr,
     PAIRS: tl.constexpr,
     BM: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The first block lists the entries; of the others each puts a pair into its place."""
+    """The first block lists the entries; of the others each puts a pair into its place.
+
+    Or it clears the pair's parts, if its expert is elsewhere.
+    """
     if PDL:
         pdl_launch_and_wait()
     pair = tl.program_id(0) - 1
     if pair < 0:
-        counts = _count(ids_ptr, P, SLOTS, PAIRS)
+        counts = _count(ids_ptr, P, E, SLOTS, PAIRS)
         entries = (counts + BM - 1) // BM
         first_entry = tl.cumsum(entries, 0) - entries
         first_pair = tl.cumsum(counts, 0) - counts
@@ -161,12 +233,15 @@ def _pairs_of_experts(
         p = tl.arange(0, PAIRS)
         ids = tl.load(ids_ptr + p, mask=p < P, other=1 << 30)
         expert = tl.load(ids_ptr + pair)
-        before = (ids < expert) | ((ids == expert) & (p < pair))
-        place = tl.sum(before.to(tl.int32), 0)
-        tl.store(order_ptr + place, pair)
-        tl.store(sorted_shares_ptr + place, tl.load(shares_ptr + pair))
-        row_ptr = x_ptr + (pair // TOP_K).to(tl.int64) * C
-        for start in tl.range(0, C, BLOCK):
-            c = start + tl.arange(0, BLOCK)
-            x = tl.load(row_ptr + c, mask=c < C)
-            tl.store(sorted_ptr + place.to(tl.int64) * C + c, x, mask=c < C)
+        if expert < E:
+            before = (ids < expert) | ((ids == expert) & (p < pair))
+            place = tl.sum(before.to(tl.int32), 0)
+            tl.store(order_ptr + place, pair)
+            tl.store(sorted_shares_ptr + place, tl.load(shares_ptr + pair))
+            row_ptr = x_ptr + (pair // TOP_K).to(tl.int64) * C
+            for start in tl.range(0, C, BLOCK):
+                c = start + tl.arange(0, BLOCK)
+                x = tl.load(row_ptr + c, mask=c < C)
+                tl.store(sorted_ptr + place.to(tl.int64) * C + c, x, mask=c < C)
+        elif parts_ptr is not None:
+            _clear(ids_ptr, parts_ptr, pair, P, E, C, TOP_K, SPLIT, BLOCK)

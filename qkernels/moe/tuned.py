@@ -47,8 +47,8 @@ TUNED = TunedOp(
 
 def tuned_problem(problem: ExpertsProblem, M: int) -> dict[str, int]:
     """The fields of a row."""
-    names = ("hidden", "inner", "num_experts", "top_k")
-    sizes = {name: getattr(problem, name) for name in names}
+    sizes = {name: getattr(problem, name) for name in ("hidden", "inner", "top_k")}
+    sizes["num_experts"] = problem.routed_experts
     return sizes | {"group": problem.spec.group_length(problem.inner), "M": M}
 
 

@@ -26,7 +26,7 @@ class Layer:
 
     kind: Literal["packed", "codes", "float"]
     spec: QuantSpec | None
-    num_experts: int
+    num_experts: int  # that a token chooses from: pairs are divided over all of them
     top_k: int
     hidden: int
     inner: int
@@ -126,9 +126,10 @@ NAMES = tuple(variant.name for variant in (*VARIANTS, ON_REQUEST))
 
 def layer_of(problem: ExpertsProblem) -> Layer:
     """The problem's experts on its GPU."""
-    names = ("kind", "spec", "num_experts", "top_k", "hidden", "inner", "gated", "gelu")
+    names = ("kind", "spec", "top_k", "hidden", "inner", "gated", "gelu")
     return Layer(
         **{name: getattr(problem, name) for name in names},
+        num_experts=problem.routed_experts,
         sm_count=gpu_device.sm_count(problem.device),
         shared_bytes=gpu_device.shared_bytes(problem.device),
         lacks_sm90=gpu_device.lacks_arch(problem.device, "sm_90"),

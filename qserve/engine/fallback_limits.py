@@ -14,9 +14,19 @@ LIMITS = (
         "its layers are not divided over ranks",
     ),
     Limit(
+        "--prefill-context-parallel-size",
+        lambda config: config.prefill_context_parallel_size > 1,
+        "its layers do not exchange keys",
+    ),
+    Limit(
         "--pipeline-parallel-size",
         lambda config: config.pipeline_parallel_size > 1,
         "its layers are called as a whole",
+    ),
+    Limit(
+        "--record-expert-loads",
+        lambda config: config.record_expert_loads is not None,
+        "its experts are counted in no layer",
     ),
     Limit(
         "--enable-lora",

@@ -44,6 +44,11 @@ LIMITS = (
         "the heads of states are not sharded over ranks",
     ),
     Limit(
+        "--prefill-context-parallel-size",
+        lambda config: config.prefill_context_parallel_size > 1,
+        "a state follows the tokens one after the other",
+    ),
+    Limit(
         "--pipeline-parallel-size",
         lambda config: config.pipeline_parallel_size > 1,
         "states are kept in one process",

@@ -11,6 +11,7 @@ import torch
 
 from formats.architecture.family import Family
 from formats.architecture.projection import Linear, Projection
+from formats.architecture.sizes import num_experts
 from formats.errors import InputError
 from formats.in_memory.shares import (
     WIDTHS,
@@ -25,6 +26,8 @@ from formats.in_memory.weights import Weight
 from formats.scheme import Scheme
 from qserve.model.model_config import ModelConfig
 from qserve.parallel.communicator import Communicator
+from qserve.parallel.expert_placement import ExpertPlacement
+from qserve.parallel.settings import ParallelSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +84,17 @@ class Sharing:
     Without a communicator the shard is the whole model.
     """
 
-    def __init__(self, config: ModelConfig, communicator: Communicator | None = None) -> None:
-        """Raises InputError if the heads cannot be divided."""
-        self.communicator = communicator
+    def __init__(
+        self,
+        config: ModelConfig,
+        communicator: Communicator | None = None,
+        placement: ExpertPlacement | None = None,
+    ) -> None:
+        """`placement`: of whole experts on ranks; None: each rank has a slice of every expert.
+
+        Raises InputError if the heads cannot be divided.
+        """
+        self.communicator, self._placement = communicator, placement
         self._config, self._sizes = config, config.sizes
         self._heads: tuple[HeadShare, ...] = ()
         if communicator is not None:
@@ -96,6 +107,17 @@ class Sharing:
     @property
     def heads(self) -> HeadShare:
         return self._heads[self.communicator.rank]
+
+    @property
+    def has_whole_experts(self) -> bool:
+        """True if experts are divided over the ranks whole, instead of each."""
+        return not self.is_whole and self._placement is not None
+
+    def experts(self, layer: int) -> tuple[int, ...] | None:
+        """Experts of a layer that this rank holds whole; None: it has a slice of every expert."""
+        if not self.has_whole_experts:
+            return None
+        return self._placement.of_layer(layer)[self.communicator.rank]
 
     def rows_by_head(self) -> Rows:
         """Rows of this rank's queries, keys, values in a matrix that has, of each KV head in turn,
@@ -194,10 +216,31 @@ class Sharing:
         return sum(self._sizes[size] for size in linear.outputs), self._sizes[linear.inputs]
 
 
-def check_ranks(config: ModelConfig, size: int, stages: int) -> None:
+def place_experts(config: ModelConfig, settings: ParallelSettings) -> ExpertPlacement | None:
+    """Place a model's experts on ranks; None: each rank has a slice of every expert.
+
+    Raises InputError if it has too few.
+    """
+    if not settings.enable_expert_parallel:
+        return None
+    size = settings.tensor_parallel_size
+    experts = num_experts(config.values) if config.family.experts else 0
+    if experts < size:
+        has = f"has {experts} experts for {size} ranks" if experts else "has no experts"
+        raise InputError(
+            "--enable-expert-parallel",
+            f"the model ({config.family.architecture}) {has}",
+            "remove the flag: --tensor-parallel-size alone divides each matrix",
+        )
+    return ExpertPlacement.make(settings.expert_placement_strategy, experts, size)
+
+
+def check_ranks(
+    config: ModelConfig, size: int, stages: int, placement: ExpertPlacement | None = None
+) -> None:
     """Raise InputError if a model cannot be divided among the ranks. Reads no weights.
 
-    `size`: ranks that each layer is split over.
+    `size`: ranks that each layer is split over. `placement`: of whole experts on them.
     """
     if stages > config.num_layers:
         raise InputError(
@@ -228,10 +271,17 @@ def check_ranks(config: ModelConfig, size: int, stages: int) -> None:
     sizes = config.sizes
     for number in range(config.num_layers):
         prefix = config.family.layer.format(i=number)
-        for linear in _linears_of_features(config.family, number, config.values):
-            _feature_shares(config, sizes, linear, prefix, size)
         experts = config.family.experts
-        if experts and experts.fused and experts.stand_in(number, config.values):
+        whole = () if placement is None else experts.down.expert(0).linears
+        for linear in _linears_of_features(config.family, number, config.values):
+            if linear not in whole:
+                _feature_shares(config, sizes, linear, prefix, size)
+        if (
+            placement is None
+            and experts
+            and experts.fused
+            and experts.stand_in(number, config.values)
+        ):
             name = f"{prefix}.{experts.module}"
             share_features(name, sizes[experts.down.inputs], size, None)
 

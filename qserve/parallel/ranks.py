@@ -1,7 +1,8 @@
 """Ranks: this process's rank of a model, and the process groups that connect the ranks.
 
 Legend: a stage is a run of layers. It has tensor_parallel_size ranks, and rank = stage *
-tensor_parallel_size + index in the stage.
+tensor_parallel_size + index in the stage. With context parallelism there is one stage, and several
+sets of ranks like it: rank = set * tensor_parallel_size + index in the set.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from formats.errors import InputError
 from qserve.parallel.communicator import Communicator
+from qserve.parallel.expert_placement import ExpertPlacement
 from qserve.parallel.pipeline import Pipeline
 from qserve.parallel.torch_communicator import TorchCommunicator
 
@@ -39,6 +41,9 @@ class Ranks:
     size: int = 1
     communicator: Communicator | None = None  # of this stage; None: it has one rank
     pipeline: Pipeline | None = None  # None: there is one stage
+    # of the ranks that hold the same shard and divide long prompts; None: no others do
+    context: Communicator | None = None
+    experts: ExpertPlacement | None = None  # None: each rank has a slice of every expert
 
     @property
     def are_many(self) -> bool:
@@ -83,6 +88,7 @@ def join(
     *,
     tensor_parallel_size: int,
     stages: int,
+    contexts: int = 1,
     device: torch.device,
     all_reduce: str = "auto",
     hidden_size: int = 0,
@@ -90,12 +96,14 @@ def join(
 ) -> Ranks:
     """Join the other ranks at an address of torch.distributed: tcp:// or file://.
 
+    `contexts`: sets of ranks that divide long prompts; there are no several stages then.
     `all_reduce`: "nccl" disables peer memory. `hidden_size`: of the rows that are summed. `check`
     raises if another rank will not come; rank 0 calls it while it waits for them.
 
     Raises InputError if this process already has a process group.
     """
-    size = tensor_parallel_size * stages
+    sets = stages * contexts
+    size = tensor_parallel_size * sets
     if dist.is_initialized():
         raise InputError(
             "--tensor-parallel-size",
@@ -119,9 +127,9 @@ def join(
         timeout=TIMEOUT,
         **options,
     )
-    stage, place = divmod(rank, tensor_parallel_size)
+    number, place = divmod(rank, tensor_parallel_size)
     groups = [dist.group.WORLD]
-    if stages > 1:  # every rank must create every group, including those that it is not in
+    if sets > 1:  # every rank must create every group, including those that it is not in
         firsts = range(0, size, tensor_parallel_size)
         groups = [
             dist.new_group(list(range(first, first + tensor_parallel_size)), TIMEOUT)
@@ -129,25 +137,35 @@ def join(
         ]
     communicator = None
     if tensor_parallel_size > 1:
-        communicator = TorchCommunicator(groups[stage])
+        communicator = TorchCommunicator(groups[number])
         # NCCL connects at the first call, which must not be inside a graph capture.
         communicator.all_reduce(torch.zeros(1, device=device))
         if backend == "nccl" and all_reduce == "auto":
             from qserve.parallel.peer_communicator import over_peer_memory  # imports triton
 
             communicator = over_peer_memory(communicator, hidden_size, device)
+    context = None
+    if contexts > 1:
+        alike = [
+            dist.new_group(list(range(each, size, tensor_parallel_size)), TIMEOUT)
+            for each in range(tensor_parallel_size)
+        ]
+        context = TorchCommunicator(alike[place])
+        context.all_gather(torch.zeros(1, device=device))
     pipeline = None
     if stages > 1:
         ahead, back = (dist.new_group(list(range(size)), TIMEOUT) for _ in range(2))
         pipeline = Pipeline(
-            stage=stage,
+            stage=number,
             num_stages=stages,
             ranks=tuple(s * tensor_parallel_size + place for s in range(stages)),
             ahead=ahead,
             back=back,
         )
         pipeline.connect(device)
-    return Ranks(rank=rank, size=size, communicator=communicator, pipeline=pipeline)
+    return Ranks(
+        rank=rank, size=size, communicator=communicator, pipeline=pipeline, context=context
+    )
 
 
 def _wait_for_all(store: dist.Store, rank: int, size: int, check: Callable[[], None]) -> None:

@@ -19,6 +19,19 @@ class ParallelSettings:
     pipeline_parallel_size: int = setting(
         1, "pipeline stages that the layers are split into, each on its own GPUs", low=1, high=64
     )
+    prefill_context_parallel_size: int = setting(
+        1,
+        "GPUs, or sets of --tensor-parallel-size GPUs, that divide the tokens of a long prompt;"
+        " each holds all weights and KV pages, and all compute the same decode steps",
+        low=1,
+        high=64,
+    )
+    prefill_context_parallel_min_tokens: int = setting(
+        1024,
+        "with --prefill-context-parallel-size: fewest prompt tokens of a request in one step that"
+        " are divided",
+        low=1,
+    )
     data_parallel_size: int = setting(
         1,
         "engines that each run the whole model, on their own GPUs and with their own KV pages;"
@@ -45,6 +58,49 @@ class ParallelSettings:
         ALL_REDUCES,
     )
 
+    enable_expert_parallel: bool = setting(
+        False,
+        "for mixtures of experts with --tensor-parallel-size: each GPU holds some of the experts"
+        " whole, instead of a slice of every expert",
+    )
+    expert_placement_strategy: str = setting(
+        "linear",
+        "with --enable-expert-parallel: which GPU holds which experts; linear: contiguous runs;"
+        " round_robin: in turn; or a file that --record-expert-loads wrote: GPUs with equal loads",
+    )
+    record_expert_loads: str | None = setting(
+        None,
+        "count the tokens of each expert, and write the table to this file when the engine ends;"
+        " runs without CUDA graphs",
+    )
+
+    def check_experts(self) -> None:
+        """Raise InputError unless the settings of expert parallelism agree."""
+        if self.expert_placement_strategy != "linear" and not self.enable_expert_parallel:
+            raise InputError(
+                f"--expert-placement-strategy {self.expert_placement_strategy}",
+                "requires --enable-expert-parallel",
+                "add the flag",
+            )
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise InputError(
+                "--enable-expert-parallel",
+                "divides experts over the GPUs of --tensor-parallel-size, which is 1",
+                "raise --tensor-parallel-size; experts are not divided over data-parallel engines",
+            )
+        if self.record_expert_loads is None:
+            return
+        for flag, value in (
+            ("--pipeline-parallel-size", self.pipeline_parallel_size),
+            ("--data-parallel-size", self.data_parallel_size),
+        ):
+            if value > 1:
+                raise InputError(
+                    "--record-expert-loads",
+                    f"counts in one process, but {flag} is {value}",
+                    f"record without {flag}: loads depend on the model and the requests alone",
+                )
+
     def check_engines(self) -> None:
         """Raise InputError unless the settings of several engines agree."""
         size, rank = self.data_parallel_size, self.data_parallel_rank
@@ -64,7 +120,8 @@ class ParallelSettings:
     @property
     def num_ranks(self) -> int:
         """Number of processes, each with a GPU, that compute one model."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size
+        shards = self.tensor_parallel_size * self.pipeline_parallel_size
+        return shards * self.prefill_context_parallel_size
 
     @property
     def num_engines(self) -> int:

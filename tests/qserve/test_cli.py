@@ -72,6 +72,11 @@ ENGINE_FLAGS = {
     "--pipeline-parallel-size",
     "--distributed-executor-backend",
     "--all-reduce",
+    "--prefill-context-parallel-size",
+    "--prefill-context-parallel-min-tokens",
+    "--enable-expert-parallel",
+    "--expert-placement-strategy",
+    "--record-expert-loads",
 }
 TALK_FLAGS = {
     *("-q", "--quick", "--url", "--model-name", "--api-key", "--system-prompt", "--max-tokens"),

@@ -35,7 +35,7 @@ def floors_us(engine: Engine, case: StepCase) -> dict[str, float]:
         each.count * each.query_len * (each.kv_len + each.query_len / 2) for each in case.requests
     )
     # equal shards; a page's bytes are already those of one rank
-    ranks = engine.config.num_ranks
+    ranks = engine.config.num_ranks // engine.config.prefill_context_parallel_size
     num_bytes, operations = num_bytes / ranks, operations / ranks
     attention = 4 * pairs * model.num_heads * model.head_dim * model.num_layers / ranks
     return {

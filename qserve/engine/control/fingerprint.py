@@ -21,7 +21,9 @@ from qserve.model.resident.checksum import checksum
 SETTINGS = (
     *("dtype", "model_impl", "tensor_parallel_size", "pipeline_parallel_size", "all_reduce"),
     *("kv_cache_dtype", "kernel", "batch_invariant", "activation_bits", "quantization"),
-    *("quantization_config", "spec_acceptance", "enable_lora"),
+    *("quantization_config", "spec_acceptance", "enable_lora", "enable_expert_parallel"),
+    *("expert_placement_strategy", "prefill_context_parallel_size"),
+    "prefill_context_parallel_min_tokens",
 )
 # Further ones, unless a request's bits are the same in any batch.
 SETTINGS_OF_BATCHES = (

@@ -63,6 +63,7 @@ class _Rank:
             self._rank,
             tensor_parallel_size=config.tensor_parallel_size,
             stages=config.pipeline_parallel_size,
+            contexts=config.prefill_context_parallel_size,
             device=self._device,
             all_reduce=config.all_reduce,
             hidden_size=model.hidden_size,

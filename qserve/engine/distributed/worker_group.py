@@ -72,6 +72,7 @@ class WorkerGroup:
                     0,
                     tensor_parallel_size=config.tensor_parallel_size,
                     stages=config.pipeline_parallel_size,
+                    contexts=config.prefill_context_parallel_size,
                     device=device,
                     all_reduce=config.all_reduce,
                     hidden_size=model.hidden_size,
@@ -237,8 +238,12 @@ class WorkerGroup:
 
     def close(self) -> None:
         """End the other ranks. Nothing can be computed after it."""
-        if self._rank_group is not None:
-            self._rank_group.close()
+        try:
+            if self._ours is not None:
+                self._ours.write_loads()
+        finally:
+            if self._rank_group is not None:
+                self._rank_group.close()
 
     @contextlib.contextmanager
     def _together(self, name: str, *values: object) -> Iterator[None]:

@@ -10,6 +10,7 @@ import gc
 import importlib
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -225,11 +226,18 @@ def _beat(line: _Line) -> None:
         return  # the reader sees it as well
 
 
+def _leave(number: int, frame: object) -> None:
+    """Handle a signal as if the client had gone."""
+    raise ClientGone
+
+
 def _start(engine_path: str, line: _Line, inbox: Inbox) -> object | None:
     """Create the engine for the first message, or report the error and return None."""
     message = inbox.get()
     if not isinstance(message, Start):
         raise ClientGone
+    if message.config.record_expert_loads is not None:
+        signal.signal(signal.SIGTERM, _leave)  # the file is written by a normal exit
     try:
         module, _, name = engine_path.partition(":")
         num_cores = len(os.sched_getaffinity(0))

@@ -23,9 +23,11 @@ def pick_device(config: EngineConfig, index: int = 0, num_here: int = 1) -> torc
     found, needed = torch.cuda.device_count(), config.first_device + num_here
     if found < needed:
         engine = f" --data-parallel-rank {config.data_parallel_rank}" if config.first_device else ""
+        number = config.prefill_context_parallel_size
+        contexts = f" --prefill-context-parallel-size {number}" if number > 1 else ""
         raise InputError(
             f"--tensor-parallel-size {config.tensor_parallel_size}"
-            f" --pipeline-parallel-size {config.pipeline_parallel_size}{engine}",
+            f" --pipeline-parallel-size {config.pipeline_parallel_size}{contexts}{engine}",
             f"needs {needed} GPUs on this machine, torch finds {found}",
             "use fewer ranks or engines, or check CUDA_VISIBLE_DEVICES",
         )

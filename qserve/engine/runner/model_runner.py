@@ -27,6 +27,7 @@ from qserve.engine.runner.speculator import DraftedStep, Speculator
 from qserve.engine.runner.step_buffers import GraphKey, StepOutputs
 from qserve.engine.runner.warm_up import warm_up_shapes, warm_up_step
 from qserve.engine.scheduling.plan import Drafting
+from qserve.engine.step.context_parallel import DividedStep, divide
 from qserve.engine.step.device_step import Batch, BatchForm
 from qserve.engine.step.split_step import long_pairs
 from qserve.engine.step.step_input import StepInput
@@ -37,6 +38,7 @@ from qserve.model.cache_spec import Cache, StepLimits, WarmUpShape, make_caches
 from qserve.model.decoder import Decoder
 from qserve.model.kv_format import pick_kv_format
 from qserve.model.layer_kinds import sample_of_layers
+from qserve.parallel.kv_exchange import KvExchange
 from qserve.parallel.ranks import ALONE, Ranks
 
 
@@ -321,7 +323,7 @@ class ModelRunner:
                 logits_SV = logits_SV[to_device(step.logits_rows_S, self.device)]
             logits_SV = logits_SV[: step.num_sampled]
         else:
-            batch = self.batch_of(step)
+            step, batch = self.own_batch(step)
             drafting = self._fill_pending(step, batch)
             if _has_media(step):
                 batch, media = self.encoder.with_media(batch, step)
@@ -345,6 +347,8 @@ class ModelRunner:
         """Key of the CUDA graph that the step runs in, or None."""
         needs_hidden = step.prompt_rows is not None or step.pool_rows is not None
         if self.graphs is None or needs_hidden or _has_media(step) or self._splits(step):
+            return None
+        if self._divided(step) is not None:
             return None
         return self.graphs.key_for(step)
 
@@ -463,6 +467,27 @@ class ModelRunner:
     def batch_of(self, step: StepInput) -> Batch:
         """Copy a step to the device."""
         return Batch.of(step, self.device, self.batch_form)
+
+    def own_batch(self, step: StepInput) -> tuple[StepInput, Batch]:
+        """This rank's part of a step that ranks divide, else the step; and its batch."""
+        divided = self._divided(step)
+        if divided is None:
+            return step, self.batch_of(step)
+        own, of_all = (
+            to_device(slots, self.device) for slots in (divided.own_slots, divided.all_slots)
+        )
+        exchange = KvExchange(
+            communicator=self._ranks.context, own_slots_T=own, all_slots_nT=of_all
+        )
+        return divided.step, replace(self.batch_of(divided.step), exchange=exchange)
+
+    def _divided(self, step: StepInput) -> DividedStep | None:
+        """This rank's tokens of a step that ranks divide; None: it computes all."""
+        context = self._ranks.context
+        if context is None:
+            return None
+        least = self.config.prefill_context_parallel_min_tokens
+        return divide(step, context.rank, context.size, least)
 
     def _fill_pending(
         self, step: StepInput, batch: Batch, key: GraphKey | None = None

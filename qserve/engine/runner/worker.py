@@ -4,9 +4,11 @@ Every rank makes the same calls in the same order, because most of them compute 
 """
 
 import contextlib
+import dataclasses
 import functools
 import logging
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -44,11 +46,13 @@ from qserve.lora.layout import AdapterLayout
 from qserve.lora.rank_adapters import RankAdapters
 from qserve.lora.slot_memory import SlotMemory
 from qserve.model.cache_spec import WarmUpShape
+from qserve.model.expert_loads import ExpertLoads
 from qserve.model.loading.dummy_source import DummySource
 from qserve.model.loading.loader import load
 from qserve.model.loading.rounding_source import open_source
 from qserve.model.model_config import ModelConfig
 from qserve.model.resident.update_source import UpdateSource
+from qserve.model.sharing import place_experts
 from qserve.parallel.ranks import ALONE, Ranks
 
 
@@ -69,7 +73,7 @@ class Replay:
             self.graph = "engine"  # or "captured", or "none"
             self._run = lambda: runner.graphs.replay(key)
             return
-        batch = runner.batch_of(step)
+        step, batch = runner.own_batch(step)
         self.graph, self._run = "none", lambda: runner.forward_logits(batch, step)
         if captures:
             self._run()
@@ -103,8 +107,13 @@ class Worker:
         """Load the model. Raises InputError."""
         self._max_model_len = max_model_len
         self._max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
-        self._model, self._ranks = model, ranks
-        is_eager = config.enforce_eager or is_fallback(model)
+        self._model = model
+        self._ranks = dataclasses.replace(ranks, experts=place_experts(model, config))
+        self._loads: ExpertLoads | None = None  # filled below with --record-expert-loads
+        self._write_loads: Callable[[], object] | None = None
+        # a graph's steps have rows that are padding, which loads must not count
+        is_eager = config.enforce_eager or config.record_expert_loads is not None
+        is_eager |= is_fallback(model)
         self._uses_graphs = not is_eager and ranks.pipeline is None
         self._plans_kernels = _plans_kernels(config, device) and not is_fallback(model)
         # Where no kernel was compiled yet, its processes start while the model is loaded. One rank
@@ -139,6 +148,11 @@ class Worker:
                 kernels=config.kernels,
                 ranks=self._ranks,
             )
+            if config.record_expert_loads is not None and self._ranks.rank == 0:
+                self._loads = loads = ExpertLoads(decoder, device)
+                # also at the end of a process whose engine nobody closed
+                file = config.record_expert_loads
+                self._write_loads = weakref.finalize(self, loads.write, file, config.model)
             speculator = config.speculation and config.speculation.make_speculator(
                 config, decoder, max_model_len=self._max_model_len, ranks=self._ranks
             )
@@ -273,6 +287,15 @@ class Worker:
         runner = self.runner
         with out_of_memory_is_named(f"making {num_pages} KV pages", f"lower {self._knob_of_pages}"):
             runner.allocate_pages(num_pages)
+        try:
+            self._warm_up(longest_step, shapes)
+        finally:
+            if self._loads is not None:
+                self._loads.reset()
+
+    def _warm_up(self, longest_step: int, shapes: Sequence[WarmUpShape]) -> None:
+        """Load the kernels of steps up to the longest, and capture graphs (CUDA only)."""
+        runner = self.runner
         if runner.device.type != "cuda":
             return
         steps = self._warm_up_steps(shapes)
@@ -402,6 +425,11 @@ class Worker:
             page_size=config.block_size,
             drafting=self.runner.drafting,
         )
+
+    def write_loads(self) -> None:
+        """Write the loads of experts that were counted, once, if any are."""
+        if self._write_loads is not None:
+            self._write_loads()
 
     def finish(self) -> None:
         """Wait for all work on the device: other ranks may need this rank's part of a step."""

@@ -23,6 +23,7 @@ from qserve.model.blocks.linear import Linear, LinearPlan, Product, products_of
 from qserve.model.blocks.rotary import Rotary
 from qserve.model.cache_spec import CacheSpec, KvFormat, StepLimits, WarmUpShape
 from qserve.model.model_config import ModelConfig
+from qserve.parallel.kv_exchange import KvExchange
 from qserve.parallel.norm import NormOverRanks
 
 
@@ -59,6 +60,7 @@ class StepInputs(AttentionStep):
     rope_positions_T: torch.Tensor | None = None  # positions of rotations; None: positions_T
     split: SplitStep | None = None  # None: chunks are too short for it (SplitRule)
     layer_input_TP: torch.Tensor | None = None  # of the layer that runs (LayerInputs)
+    exchange: KvExchange | None = None  # of tokens that ranks divide; None: each has all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,6 +308,8 @@ class Attention(torch.nn.Module):
             query_scales=self.query_scales,
             inputs_ready=True,  # a step's inputs are ready before its embedding begins
         )
+        if step.exchange is not None:
+            step.exchange.exchange_(cache)
         return self._attended(q, gate[0] if gate else None, step, cache)
 
     def _attended(

@@ -214,6 +214,8 @@ class LatentAttention(torch.nn.Module):
             eps=INNER_NORM_EPS,
             interleaved=self.rotary.interleaved,
         )
+        if step.exchange is not None:
+            step.exchange.exchange_(cache)
         if step.split is None:
             out_THV = self._absorbed(q_n_THP, q_THE, cache, step)
         else:

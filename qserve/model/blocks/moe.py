@@ -48,16 +48,27 @@ class Router(torch.nn.Module):
         self.register_buffer("correction", correction_E)
         self.register_buffer("expert_scale", expert_scale_E)
 
-    def forward(self, x_TC: torch.Tensor) -> Routes:
+    def forward(self, x_TC: torch.Tensor, numbers_E: torch.Tensor | None = None) -> Routes:
+        """`numbers`: of the experts on this rank (ops.route); None: it has all."""
         if self.norm is not None:
             x_TC, _ = self.norm(x_TC, None, None)
+        scaled = self.expert_scale is not None
         routes = ops.route_tokens(
-            x_TC, self.weight, self.routing, self.bias, self.correction, self.fixed_order
+            x_TC,
+            self.weight,
+            self.routing,
+            self.bias,
+            self.correction,
+            self.fixed_order,
+            None if scaled else numbers_E,
         )
-        if self.expert_scale is None:
+        if not scaled:
             return routes
-        scales_Mk = self.expert_scale[routes.ids_Mk.long()]
-        return routes._replace(shares_Mk=routes.shares_Mk * scales_Mk)
+        ids_Mk = routes.ids_Mk.long()
+        shares_Mk = routes.shares_Mk * self.expert_scale[ids_Mk]
+        if numbers_E is None:
+            return routes._replace(shares_Mk=shares_Mk)
+        return Routes(numbers_E[ids_Mk], shares_Mk)
 
 
 class SharedExpert(torch.nn.Module):
@@ -94,7 +105,9 @@ class MoeMlp(torch.nn.Module):
         router: Router,
         experts: PreparedExperts,
         shared: SharedExpert | None = None,
-        communicator: Communicator | None = None,  # of ranks that hold shards of each expert
+        # of ranks that hold shards of each expert, or some of the experts
+        communicator: Communicator | None = None,
+        numbers_E: torch.Tensor | None = None,  # of the experts on this rank; None: all are here
         scales_inputs: bool = False,  # shares multiply inputs; a token has one expert (Llama 4)
         before: Linear | None = None,  # makes what the experts read (Nemotron 3's latent)
         after: Linear | None = None,  # reads the sum of their outputs
@@ -105,6 +118,7 @@ class MoeMlp(torch.nn.Module):
         self.router = router
         self.experts = experts
         self.shared = shared
+        self.register_buffer("numbers", numbers_E)
 
     def products(self) -> Iterator[Product]:
         """Products whose kernels depend on the number of tokens."""
@@ -123,7 +137,7 @@ class MoeMlp(torch.nn.Module):
         self, x_TC: LinearInput, plan: LinearPlan, routed_TC: torch.Tensor | None = None
     ) -> LinearOutput | RankPartial:
         """The result goes to the norm that follows. `routed_TC`: what the router reads; None: x."""
-        routes = self.router(x_TC if routed_TC is None else routed_TC)
+        routes = self.router(x_TC if routed_TC is None else routed_TC, self.numbers)
         shared_TC = None if self.shared is None else self.shared(x_TC)
         if self.scales_inputs:
             x_TC = x_TC * routes.shares_Mk.to(x_TC.dtype)

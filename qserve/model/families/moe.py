@@ -61,6 +61,7 @@ def build_mlp(config: ModelConfig, weights: LayerWeights) -> FeedForward:
         experts=weights.experts(),
         shared=shared,
         communicator=weights.sharing.communicator,
+        numbers_E=weights.expert_numbers(),
         scales_inputs=experts.scaled_inputs,
         before=before,
         after=after,

@@ -1,6 +1,6 @@
 """Random weights in the shapes that a builder requests: `--load-format dummy`."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -31,7 +31,12 @@ class DummySource:
         self._has_mxfp4_experts = config.mxfp4_experts
         self._generator = torch.Generator(device).manual_seed(seed)
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def tensor(
+        self, name: str, shape: tuple[int, ...], rows: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """`rows`: of the shape; None: all."""
+        if rows is not None:
+            shape = (len(rows), *shape[1:])
         if name in self:  # MXFP4 of all experts
             if name.endswith(MXFP4_TENSORS[1]):
                 return torch.full(shape, MXFP4_SCALE, dtype=torch.uint8, device=self.device)
@@ -104,8 +109,8 @@ class DummySource:
     def kv_scales(self, attention: str) -> dict[str, torch.Tensor]:
         return {}
 
-    def expect(self, prefix: str) -> None:
+    def expect(self, prefix: str, without: Collection[str] = ()) -> None:
         """Do nothing: no file is read."""
 
-    def audit(self, unread: tuple[str, ...] = ()) -> None:
+    def audit(self, unread: tuple[str, ...] = (), without: Collection[str] = ()) -> None:
         """Do nothing: no tensor can be left over."""

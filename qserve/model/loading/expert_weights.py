@@ -3,7 +3,7 @@
 Legend: E experts, C hidden size, I inner size.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,10 @@ from formats.in_memory.weights import merge
 from formats.scheme import Scheme
 from qkernels.moe.experts import ExpertMatrix, ExpertWeights
 from qkernels.moe.routing import GEGLU, RELU2, SILU, Glu, Routing
-from qserve.model.sharing import Cut
+from qserve.model.sharing import WHOLE, Cut
 
 _GLUS = {"silu": SILU, "gelu_pytorch_tanh": GEGLU}
+STACKED_ENDS = ("", "_bias", "_blocks", "_scales")  # of names of tensors of all experts
 MXFP4 = Scheme(weight=mxfp4.SPEC)  # scheme of a decoded MXFP4 weight
 
 
@@ -59,21 +60,49 @@ def glu_of(experts: Experts, activation: str, config: Mapping[str, Any]) -> Glu:
     return _GLUS[activation] if experts.gated else RELU2
 
 
-def expert_weights(weights: Any, prefix: str) -> ExpertWeights:
-    """All experts of the layer with this prefix, from `weights` (loading/weights.py)."""
+def expert_weights(weights: Any, prefix: str, layer: int) -> ExpertWeights:
+    """This rank's experts of a layer with this prefix, from `weights` (loading/weights.py)."""
     experts, config = weights.family.experts, weights.config.values
     routing = routing_of(experts, config)
     glu = glu_of(experts, weights.config.activation, config)
-    stem, E = f"{prefix}.{experts.stem}", routing.num_experts
+    E, here = routing.num_experts, weights.sharing.experts(layer)
     if experts.fused and not _are_apart(weights, prefix):
-        matrices = _fused(weights, stem, E)
+        matrices = _fused(weights, f"{prefix}.{experts.stem}", E, here)
     else:
         matrices = {}
+        weights.elsewhere |= _of_others(weights, prefix, here)
         for name, projection in (("gate_up", experts.gate_up), ("down", experts.down)):
-            matrices[name] = [_matrix(weights, prefix, projection, e) for e in range(E)]
+            numbers = range(E) if here is None else here
+            matrices[name] = [_matrix(weights, prefix, projection, e) for e in numbers]
             if experts.fused:
-                matrices |= _biases(weights, prefix, name, projection)
-    return ExpertWeights(top_k=routing.top_k, glu=glu, **matrices)
+                matrices |= _biases(weights, prefix, name, projection, numbers)
+    routed = None if here is None else E
+    return ExpertWeights(top_k=routing.top_k, glu=glu, routed_experts=routed, **matrices)
+
+
+def _of_others(weights: Any, prefix: str, here: Sequence[int] | None) -> set[str]:
+    """Linears of a layer's experts that are not among `here`; None: all are."""
+    if here is None:
+        return set()
+    experts, numbers = weights.family.experts, range(num_experts(weights.config.values))
+    return {
+        f"{prefix}.{linear.name}"
+        for number in set(numbers) - set(here)
+        for projection in (experts.gate_up, experts.down)
+        for linear in projection.expert(number).linears
+    }
+
+
+def not_read_ahead(weights: Any, prefix: str, here: Sequence[int] | None) -> set[str]:
+    """Tensors and linears of a layer that are not read ahead if a rank has the experts `here`.
+
+    Of stacks of all experts only its own are read.
+    """
+    if here is None:
+        return set()
+    stem = f"{prefix}.{weights.family.experts.stem}"
+    stacks = {f"{stem}.{name}_proj{end}" for name in ("gate_up", "down") for end in STACKED_ENDS}
+    return stacks | _of_others(weights, prefix, here)
 
 
 def _are_apart(weights: Any, prefix: str) -> bool:
@@ -83,11 +112,11 @@ def _are_apart(weights: Any, prefix: str) -> bool:
 
 
 def _biases(
-    weights: Any, prefix: str, name: str, projection: Projection
+    weights: Any, prefix: str, name: str, projection: Projection, numbers: Sequence[int]
 ) -> dict[str, torch.Tensor]:
-    """The biases of all experts' linears as one tensor; empty where another rank adds them."""
+    """The biases of these experts' linears as one tensor; empty where another rank adds them."""
     rows = []
-    for number in range(num_experts(weights.config.values)):
+    for number in numbers:
         cuts = _cuts(weights, prefix, projection, number)
         linears = projection.expert(number).linears
         stored = [
@@ -111,6 +140,8 @@ def _cuts(weights: Any, prefix: str, projection: Projection, number: int) -> lis
         )
 
     experts = weights.family.experts
+    if weights.sharing.has_whole_experts:
+        return [WHOLE] * len(projection.expert(number).linears)
     down = experts.down.expert(number) if projection is experts.gate_up else None
     return [
         weights.sharing.cut(projection, linear, prefix, order_of, down)
@@ -118,38 +149,40 @@ def _cuts(weights: Any, prefix: str, projection: Projection, number: int) -> lis
     ]
 
 
-def _fused(weights: Any, stem: str, E: int) -> dict[str, Any]:
+def _fused(weights: Any, stem: str, E: int, here: Sequence[int] | None) -> dict[str, Any]:
     """Experts stored in one tensor per matrix: float [E, K, N], or MXFP4 [E, N, K / 32, 16].
 
-    The even outputs of gate_up belong to gate.
+    The even outputs of gate_up belong to gate. `here`: experts that this rank has whole; None: it
+    has a part of each.
     """
     C = weights.config.hidden_size
     sharing, down = weights.sharing, weights.family.experts.down
     (inner,) = weights.shape(((down.inputs,),))
     ours, is_mxfp4 = slice(None), f"{stem}.down_proj_blocks" in weights.source
-    if not sharing.is_whole:
+    divides = not sharing.is_whole and here is None
+    if divides:
         ours = slice(*sharing.features(stem, down.inputs, MXFP4 if is_mxfp4 else None))
     found: dict[str, Any] = {}
     for name, N, K in (("gate_up", 2 * inner, C), ("down", C, inner)):
         stored = f"{stem}.{name}_proj"
-        is_down = name == "down" and not sharing.is_whole
-        cut = partial(_inputs, ours) if is_down else _all
+        cut = partial(_inputs, ours) if name == "down" and divides else _all
         order = torch.arange(N)
         if name == "gate_up":
             order = torch.cat([order[0::2][ours], order[1::2][ours]])
-        bias_EN = weights.tensor(f"{stored}_bias", (E, N))
-        if name == "gate_up" or sharing.is_whole or sharing.communicator.rank == 0:
+        bias_EN = weights.tensor(f"{stored}_bias", (E, N), here)
+        if name == "gate_up" or not divides or sharing.communicator.rank == 0:
             found[f"{name}_bias_EN"] = bias_EN[:, order.to(bias_EN.device)]
         if f"{stored}_blocks" in weights.source:
             groups = K // mxfp4.GROUP
-            blocks = weights.source.tensor(f"{stored}_blocks", (E, N, groups, mxfp4.GROUP // 2))
-            scales = weights.source.tensor(f"{stored}_scales", (E, N, groups))
+            shape = E, N, groups, mxfp4.GROUP // 2
+            blocks = weights.source.tensor(f"{stored}_blocks", shape, here)
+            scales = weights.source.tensor(f"{stored}_scales", (E, N, groups), here)
             found[name] = [
-                cut(mxfp4.decode(blocks[e][order], scales[e][order], f"{stored} {e}"))
-                for e in range(E)
+                cut(mxfp4.decode(blocks[i][order], scales[i][order], f"{stored} {e}"))
+                for i, e in enumerate(range(E) if here is None else here)
             ]
         else:
-            whole_EKN = weights.tensor(stored, (E, K, N))
+            whole_EKN = weights.tensor(stored, (E, K, N), here)
             order = order.to(whole_EKN.device)
             found[name] = [cut(whole_KN.t()[order]).contiguous() for whole_KN in whole_EKN]
     return found

@@ -184,7 +184,7 @@ class LayerWeights:
     def experts(self) -> PreparedExperts:
         """The layer's experts, prepared for their kernel."""
         weights = self._weights
-        found = expert_weights(weights, self._prefix)
+        found = expert_weights(weights, self._prefix, self.number)
         kernel = self.kernels.get("experts")
         prepared = ops.prepare_experts(found, weights.dtype, weights.device, kernel)
         if prepared.problem.kernel == "reference" and weights.device.type == "cuda" and not kernel:
@@ -195,6 +195,20 @@ class LayerWeights:
                 "use --kernel experts=reference and --enforce-eager to run them slowly",
             )
         return prepared
+
+    def expert_numbers(self) -> torch.Tensor | None:
+        """Numbers of the layer's experts on this rank, int32 [E]. None: it has a part of each.
+
+        Experts of other ranks have the number of this rank's experts.
+        """
+        weights = self._weights
+        here = weights.sharing.experts(self.number)
+        if here is None:
+            return None
+        E = routing_of(self._family.experts, weights.config.values).num_experts
+        numbers_E = torch.full((E,), len(here), dtype=torch.int32)
+        numbers_E[list(here)] = torch.arange(len(here), dtype=torch.int32)
+        return numbers_E.to(weights.device)
 
     def scalar(self) -> torch.Tensor:
         """Factor of what the layer returns."""

@@ -4,6 +4,7 @@ Reading releases the interpreter lock, so disk reads (or copies from the page ca
 overlap.
 """
 
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -22,12 +23,17 @@ class ReadAhead:
         self._threads: ThreadPoolExecutor | None = None
         self._expected: dict[str, Future[torch.Tensor]] = {}
 
-    def expect(self, prefix: str) -> None:
-        """Begin to read all tensors with this prefix. They stay on the host until `get`."""
+    def expect(self, prefix: str, without: Collection[str] = ()) -> None:
+        """Begin to read all tensors with this prefix. They stay on the host until `get`.
+
+        `without`: tensors, and modules whose tensors, are left out.
+        """
         if self._threads is None:
             self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="read-ahead")
         for name in self._reader.entries:
-            if name.startswith(prefix) and name not in self._expected:
+            if not name.startswith(prefix) or name in self._expected:
+                continue
+            if name not in without and name.rpartition(".")[0] not in without:
                 self._expected[name] = self._threads.submit(self._reader.get, name)
 
     def get(self, name: str) -> torch.Tensor:
@@ -35,6 +41,16 @@ class ReadAhead:
         expected = self._expected.pop(name, None)
         tensor = self._reader.get(name) if expected is None else expected.result()
         return tensor.to(self._device)
+
+    def rows(self, name: str, numbers: Sequence[int]) -> torch.Tensor:
+        """Some rows of a tensor, on the device, in rising order; the others are not read."""
+        entry, runs = self._reader.entries[name], []
+        for number in numbers:
+            if runs and runs[-1][1] == number:
+                runs[-1][1] = number + 1
+            else:
+                runs.append([number, number + 1])
+        return torch.cat([entry.rows(start, stop) for start, stop in runs]).to(self._device)
 
     def close(self) -> None:
         """Drop tensors that were expected but never used."""

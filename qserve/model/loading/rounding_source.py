@@ -4,6 +4,8 @@ A linear is rounded on the device, as a whole, before ranks take their shards. S
 that `qserve quantize --recipe rtn` writes with the same scheme.
 """
 
+from collections.abc import Collection
+
 import torch
 
 from formats.checkpoint import CheckpointReader
@@ -42,10 +44,10 @@ class RoundingSource(WeightSource):
                 "the checkpoint is incomplete, or holds several matrices in one tensor",
             )
 
-    def expect(self, prefix: str) -> None:
+    def expect(self, prefix: str, without: Collection[str] = ()) -> None:
         """Begin to read ahead, into the host's memory; on a CPU that is the model's own."""
         if self._device.type != "cpu":
-            super().expect(prefix)
+            super().expect(prefix, without)
 
     def is_quantized(self, module: str) -> bool:
         """True if a module is rounded."""

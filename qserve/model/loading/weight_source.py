@@ -1,7 +1,7 @@
 """Decoded tensors of a checkpoint, with a record of the used ones and a final audit."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
@@ -45,14 +45,17 @@ class WeightSource:
         self.digests: dict[str, str] | None = None  # filled, by name, if it is a dict
         self._mislabelled = 0  # linears whose zero points follow the other rule than the label says
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def tensor(
+        self, name: str, shape: tuple[int, ...], rows: Sequence[int] | None = None
+    ) -> torch.Tensor:
         """A float tensor, or a linear's that is read as floats (formats/in_memory/dense.py).
 
-        Raises CheckpointError if its shape is not `shape`.
+        `rows`: in rising order; None: all. Raises CheckpointError if its shape is not `shape`.
         """
         module = name.removesuffix(".weight")
         if module != name and self._is_dense(module):
-            return self._dense(module, shape)
+            dense = self._dense(module, shape)
+            return dense if rows is None else dense[list(rows)]
         if name not in self.reader:
             raise CheckpointError(name, f"is missing from {self.reader.folder}")
         found = self.reader.entries[name].shape
@@ -61,14 +64,19 @@ class WeightSource:
                 name, f"expected {list(shape)} from config.json, found {list(found)}"
             )
         self._used.add(name)
+        if rows is not None and self.digests is None:
+            return self._read.rows(name, rows)
         found = self._read.get(name)
         if self.digests is not None:
             self.digests[name] = tensor_digest(found)
-        return found
+        return found if rows is None else found[list(rows)]
 
-    def expect(self, prefix: str) -> None:
-        """Begin to read the tensors below a prefix, which are needed next."""
-        self._read.expect(f"{prefix}.")
+    def expect(self, prefix: str, without: Collection[str] = ()) -> None:
+        """Begin to read the tensors below a prefix, which are needed next.
+
+        `without`: tensors, and modules whose tensors, are left out.
+        """
+        self._read.expect(f"{prefix}.", without)
 
     def is_quantized(self, module: str) -> bool:
         """True if a module runs on codes."""
@@ -167,10 +175,10 @@ class WeightSource:
     def __contains__(self, name: str) -> bool:
         return name in self.reader
 
-    def audit(self, unread: tuple[str, ...] = ()) -> None:
+    def audit(self, unread: tuple[str, ...] = (), without: Collection[str] = ()) -> None:
         """Raise CheckpointError, with the names, if tensors were left over. Ends reading.
 
-        `unread`: prefixes of names that other readers use.
+        `unread`: prefixes of names that other readers use; `without`: modules that they use.
         """
         self._read.close()
         if self.reader.num_other_parts:
@@ -200,6 +208,7 @@ class WeightSource:
             for name in self.reader.entries.keys() - self._used
             if not name.endswith(DERIVED)
             and not name.startswith((*self._unread, *unread))
+            and name.rpartition(".")[0] not in without
             and not self._is_zero_bias(name)
         }
         if self._tied_head:

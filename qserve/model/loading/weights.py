@@ -32,6 +32,7 @@ from qserve.model.blocks.linear import (
 from qserve.model.blocks.norm import Norm
 from qserve.model.blocks.rotary import Rotary
 from qserve.model.loading.dummy_source import DummySource
+from qserve.model.loading.expert_weights import not_read_ahead
 from qserve.model.loading.layer_weights import LayerWeights
 from qserve.model.loading.weight_source import WeightSource
 from qserve.model.model_config import ModelConfig
@@ -71,6 +72,8 @@ class Weights:
         self.kernels, self.pipeline = kernels or {}, pipeline
         # Linear name -> its shard, filled as linears are created, if the model is divided.
         self.parts: dict[str, LinearPart] = {}
+        # Linears of experts that other ranks hold, filled as layers are created.
+        self.elsewhere: set[str] = set()
         self.sharing = sharing or Sharing(config)
         self.config, self.family, self.source = config, config.family, source
         self._sizes = config.sizes
@@ -182,7 +185,9 @@ class Weights:
             for number in bar:
                 for next_number in (number, number + 1):
                     if next_number in numbers:
-                        self.source.expect(self.family.layer.format(i=next_number))
+                        prefix = self.family.layer.format(i=next_number)
+                        here = self.sharing.experts(next_number)
+                        self.source.expect(prefix, not_read_ahead(self, prefix, here))
                 yield self.layer(number)
 
     def finished(self, layer: AnyLayer) -> AnyLayer:
@@ -208,9 +213,14 @@ class Weights:
         self._rotaries.append((rope, rotary))
         return rotary
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A float tensor. Raises CheckpointError if it is missing or has another shape."""
-        return self.source.tensor(name, shape).to(self.device, self.dtype)
+    def tensor(
+        self, name: str, shape: tuple[int, ...], rows: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """A float tensor, or some of its rows.
+
+        Raises CheckpointError if it is missing or has another shape.
+        """
+        return self.source.tensor(name, shape, rows).to(self.device, self.dtype)
 
     def norm(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Factors of a norm: the tensor, plus 1 in families that store it without.
@@ -304,14 +314,14 @@ class Weights:
     def audit(self) -> None:
         """Raise CheckpointError, with the names, if tensors were left over."""
         if self.pipeline is None:
-            self.source.audit()
+            self.source.audit(without=self.elsewhere)
             return
         ours, layer = self._layer_numbers, self.family.layer
         unread = [f"{layer.format(i=i)}." for i in range(self.config.num_layers) if i not in ours]
         if not self.has_ends:
             ends = (*self.family.model_tensors, SCORE)
             unread += [name.removesuffix("weight") for name in ends]
-        self.source.audit(tuple(unread))
+        self.source.audit(tuple(unread), self.elsewhere)
 
     @property
     def _layer_numbers(self) -> range:

@@ -192,7 +192,7 @@ def load_head(
 ) -> MtpHead:
     """Load the layer, with the model's embedding and head if it has none, or equal ones."""
     target, communicator = context.target, context.ranks.communicator
-    sharing = Sharing(config, communicator)
+    sharing = Sharing(config, communicator, context.ranks.experts)
     config = sharing.local(config)
     weights = Weights(
         config,

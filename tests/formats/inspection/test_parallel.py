@@ -58,3 +58,20 @@ def test_what_a_model_is_must_be_known(config, text):
     found = parallel_sizes(config, None, [])
     assert all(text in found[size] for size in (2, 4, 8))
     assert bool(found[1]) == (not config)
+
+
+def test_experts_that_are_too_narrow_may_be_divided_whole():
+    """3-bit experts of 64 inputs, over 4 GPUs; only if a dense linear is not in the way."""
+    config = {**CONFIG, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4}
+    quant = QuantConfig(scheme=Scheme.parse("w3a16-sym"), method="gptq")
+
+    def linear(name):
+        shape = {"out_features": 3584, "in_features": 64, "num_bytes": 0}
+        return LinearSummary(name=name, scheme="w3a16-sym", **shape)
+
+    expert = linear("model.layers.1.mlp.experts.0.down_proj")
+    found = parallel_sizes(config, quant, [expert])
+    assert found[2] == "" and found[4].endswith("w3a16-sym; --enable-expert-parallel works")
+    assert found[8] and "expert-parallel" not in found[8], "4 experts for 8 GPUs"
+    found = parallel_sizes(config, quant, [expert, linear(DOWN)])
+    assert found[4] and "expert-parallel" not in found[4]

@@ -221,3 +221,38 @@ def test_layers_in_a_graph_replayed_with_new_tokens(half, M):
             expected = want(given, routes, weights)
             error = (reduced(out).double() - expected).norm() / expected.norm()
             assert float(error) < 1e-2
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-sym", "w4a16-mxfp4"])
+@pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
+@pytest.mark.parametrize("M", [1, 2, 8, 9, 40, 300])
+def test_experts_elsewhere_add_nothing(assert_close, tolerance, poison, scheme, shared, M):
+    """A rank with experts 2, 3, 5 and 8 of 9; parts of the others are cleared, not computed."""
+    here = [2, 3, 5, 8]
+    glu = CLAMPED if scheme == "w4a16-mxfp4" else SILU
+    weights, _ = prepare(scheme, torch.bfloat16, glu=glu, bias=glu == CLAMPED)
+    biases = {
+        name: None if bias is None else bias[here]
+        for name in ("gate_up_bias_EN", "down_bias_EN")
+        for bias in [getattr(weights, name)]
+    }
+    matrices = {name: [getattr(weights, name)[e] for e in here] for name in ("gate_up", "down")}
+    ours = dataclasses.replace(weights, routed_experts=E, **matrices, **biases)
+    prepared = ops.prepare_experts(ours, torch.bfloat16, "cuda")
+    numbers_E = torch.full((E,), len(here), dtype=torch.int32, device="cuda")
+    numbers_E[here] = torch.arange(len(here), dtype=torch.int32, device="cuda")
+    routes = random_routes(M, E, K)
+    if M > 1:  # a token without experts here
+        routes.ids_Mk[1] = torch.tensor([0, 1, 4], dtype=torch.int32)
+    local = Routes(numbers_E[routes.ids_Mk.long()], routes.shares_Mk)
+    x = random_x(M, HIDDEN, torch.bfloat16)
+    extra = random_x(M, HIDDEN, torch.bfloat16).flip(0) if shared else None
+    plan = ops.plan_experts(prepared, M)
+    assert M > 40 or plan.variant == VARIANT
+    found, again = (reduced(ops.experts(x, local, prepared, None, extra)) for _ in range(2))
+    assert torch.equal(found, again), "equal inputs, equal bits"
+    expected = want(x, local, ours) + (0 if extra is None else extra.double())
+    assert_close(f"{plan.variant}", expected, found, 2 * tolerance(x.dtype))
+    none_here = Routes(torch.full_like(local.ids_Mk, len(here)), local.shares_Mk)
+    nothing = reduced(ops.experts(x, none_here, prepared, None, extra))
+    assert torch.equal(nothing, torch.zeros_like(x) if extra is None else extra)

@@ -1,5 +1,7 @@
 """Mixtures of experts: the kernels against plain torch, interpreted on a CPU, compiled on a GPU."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -154,6 +156,47 @@ def test_sorted_pairs_are_entries_of_one_expert_each(device, half, M, k, E):
     assert covered == list(range(M * k)) and count <= wanted.most
 
 
+def choices_of_rank(M, k, E, here, device):
+    """Random choices of E experts, of which the first `here` are on this rank: int32 [M, k]."""
+    generator = torch.Generator().manual_seed(M)
+    ids = torch.stack([torch.randperm(E, generator=generator)[:k] for _ in range(M)])
+    return ids.clamp(max=here).to(device, torch.int32)
+
+
+@pytest.mark.parametrize(("M", "k", "E", "here"), [(1, 3, 40, 1), (1, 2, 5, 4), (7, 3, 40, 20)])
+def test_experts_elsewhere_are_not_wanted(device, M, k, E, here):
+    """Their parts are cleared, those of the others are left alone."""
+    from qkernels.moe.triton_wanted import wanted_experts
+
+    ids, split = choices_of_rank(M, k, E, here, device), 2
+    parts = torch.full((split * k, M, 1030), 7.0, device=device)
+    wanted = wanted_experts(ids, here, True, parts)
+    found = [e for e in ids.unique().tolist() if e < here]
+    assert wanted.counted and wanted.list[: 1 + len(found)].tolist() == [len(found), *found]
+    for row in range(split):
+        zeros = (parts[row * k : (row + 1) * k] == 0).all(-1).t()
+        assert torch.equal(zeros, ids == here)
+        assert ((parts[row * k : (row + 1) * k] == 7).all(-1).t() == (ids < here)).all()
+
+
+@pytest.mark.parametrize(("M", "k", "E", "here"), [(11, 2, 3, 1), (7, 3, 40, 33)])
+def test_sorted_pairs_of_experts_elsewhere_are_left_out(device, half, M, k, E, here):
+    from qkernels.moe.triton_wanted import wanted_pairs
+
+    ids = choices_of_rank(M, k, E, here, device)
+    x = torch.randn(M, 70).to(device, half)
+    parts = torch.full((k, M, 70), 7.0, device=device)
+    wanted = wanted_pairs(x, Routes(ids, torch.rand(M, k).to(device)), here, 8, parts)
+    inside = int((ids < here).sum())
+    order = ids.flatten().cpu().sort(dim=0, stable=True).indices[:inside]
+    assert torch.equal(wanted.order[:inside].cpu().long(), order)
+    assert torch.equal(wanted.x_PC[:inside], x[order.to(device) // k])
+    count = int(wanted.list[0])
+    entries = wanted.list[1:].view(3, wanted.most)[:, :count].t().tolist()
+    assert sum(pairs for _, _, pairs in entries) == inside
+    assert torch.equal((parts == 0).all(-1).t(), ids == here)
+
+
 @pytest.mark.parametrize(("M", "k", "E"), [(1, 1, 1), (5, 2, 3), (130, 2, 5), (700, 3, 4)])
 def test_sort_is_stable(device, M, k, E):
     from qkernels.moe.triton_pairs import sort_pairs
@@ -297,3 +340,95 @@ def test_one_expert_gets_every_token(device, half, poison, assert_close):
     plan = ExpertsPlan(variant="sorted", gate_up=config, down=config)
     got, want = run(weights, 20, half, device, plan)
     assert_close("all", want, got, 3e-3 * COARSER[half])
+
+
+def on_rank(weights, numbers, E):
+    """The experts of one rank, and the numbers by which it knows all E."""
+    of_rank = torch.full((E,), len(numbers), dtype=torch.int32)
+    of_rank[numbers] = torch.arange(len(numbers), dtype=torch.int32)
+    biases = {
+        name: None if bias is None else bias[numbers]
+        for name in ("gate_up_bias_EN", "down_bias_EN")
+        for bias in [getattr(weights, name)]
+    }
+    matrices = {name: [getattr(weights, name)[e] for e in numbers] for name in ("gate_up", "down")}
+    return dataclasses.replace(weights, routed_experts=E, **matrices, **biases), of_rank
+
+
+@pytest.mark.parametrize("M", [1, 5, 33])
+@pytest.mark.parametrize(
+    ("scheme", "inner", "bias"),
+    [
+        ("w4a16-sym-g32", 64, False),
+        ("w4a16-mxfp4", 96, True),
+        ("w8a8", 64, False),
+        (None, 64, True),
+    ],
+    ids=str,
+)
+def test_ranks_with_some_of_the_experts_add_up(
+    device, half, poison, assert_close, scheme, inner, bias, M
+):
+    """Three ranks with 4, 2 and 1 of 7 experts; a token's experts may all be elsewhere."""
+    E, k, hidden = 7, 2, 128
+    parsed = None if scheme is None else Scheme.parse(scheme)
+    glu = CLAMPED if bias else SILU
+    weights = make_experts(parsed, hidden, inner, E, k, glu, bias, half)
+    generator = torch.Generator().manual_seed(M)
+    x = torch.randn(M, hidden, generator=generator).to(device, half)
+    logits = torch.randn(M, E, generator=generator).to(device)
+    routing = Routing(num_experts=E, top_k=k, normalized=True)
+    routes = reference.route(logits, routing)
+    plain = reference.prepare_experts(weights, half, device)
+    want = reference.experts(x, routes, plain)
+    total, counted = torch.zeros(M, hidden, device=device), 0
+    for numbers in ([0, 3, 5, 6], [1, 4], [2]):
+        ours, of_rank = on_rank(weights, numbers, E)
+        of_rank = of_rank.to(device)
+        here = reference.route(logits, routing, None, of_rank)
+        counted += int((here.ids_Mk < len(numbers)).sum())
+        prepared = ops.prepare_experts(ours, half, device, kernel="triton")
+        found = reduced(ops.experts(x, here, prepared))
+        of_plain = reference.prepare_experts(ours, half, device)
+        assert_close("rank", reference.experts(x, here, of_plain), found, 2e-2 * COARSER[half])
+        total += found.float()
+    assert counted == M * k
+    assert_close("all", want, total.to(half), 2 * (SCHEMES[scheme] + 2e-3) * COARSER[half])
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
+@pytest.mark.parametrize("variant", ["few", "sorted"])
+def test_plans_with_experts_elsewhere(device, half, poison, assert_close, variant, shared):
+    """Every form of the sum; one token has no expert here."""
+    weights = make_experts(Scheme.parse("w4a16-sym-g32"), 128, 64, 4, 2, SILU, True, half)
+    ours, _ = on_rank(weights, [1, 2], 4)
+    ids = torch.tensor([[0, 2], [2, 2], [1, 0]], dtype=torch.int32, device=device)
+    routes = Routes(ids, torch.tensor([[0.3, 0.7]] * 3, device=device))
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(1)).to(device, half)
+    extra = x.flip(0) if shared else None
+    want = reference.experts(x, routes, reference.prepare_experts(ours, half, device), None, extra)
+    prepared = ops.prepare_experts(ours, half, device, kernel="triton")
+    first = ExpertsConfig(block_m=16, block_n=64)
+    down = dataclasses.replace(first, split=2)
+    for settings in ({"down": down, "output": "parts"}, {"down": first}):
+        plan = ExpertsPlan(variant=variant, gate_up=first, **settings)
+        got = ops.experts(x, routes, prepared, plan, extra)
+        assert_close(str(settings), want, reduced(got), 3e-3 * COARSER[half])
+
+
+def test_chosen_experts_get_the_numbers_of_the_rank(device, half):
+    from qkernels.moe.triton_route import route, route_tokens
+
+    routing = ROUTINGS["glm"]
+    generator = torch.Generator().manual_seed(3)
+    E = routing.num_experts
+    numbers = torch.randperm(E, generator=generator).to(torch.int32).to(device)
+    logits = torch.randn(7, E, generator=generator).to(device, half)
+    found, plain = (route(logits, routing, None, each) for each in (numbers, None))
+    assert torch.equal(found.ids_Mk, numbers[plain.ids_Mk.long()])
+    assert torch.equal(found.shares_Mk, plain.shares_Mk)
+    x, weight = torch.randn(2, 32).to(device, half), torch.randn(E, 32).to(device, half)
+    found, plain = (
+        route_tokens(x, weight, routing, None, None, False, each) for each in (numbers, None)
+    )
+    assert torch.equal(found.ids_Mk, numbers[plain.ids_Mk.long()])

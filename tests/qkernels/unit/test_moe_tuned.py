@@ -23,6 +23,7 @@ PROBLEM = ExpertsProblem(
     activation=None,
     dtype=torch.bfloat16,
     device=torch.device("cuda", 0),
+    routed_experts=LAYER["num_experts"],
     **LAYER,
 )
 

@@ -9,6 +9,7 @@ from qserve.engine.runner.model_runner import ModelRunner
 from qserve.engine.sizes import read_model
 from qserve.model.loading.loader import load
 from qserve.model.loading.rounding_source import open_source
+from qserve.model.sharing import place_experts
 from qserve.parallel.ranks import Ranks
 from tests.tiny_families import TINY_FAMILIES, WITHOUT_RANKS
 
@@ -24,20 +25,26 @@ ODD = {
 }
 
 
-def rank_runner(folder, communicator=None, **settings):
-    """The runner of one rank, or of a whole model, without pages."""
+def rank_runner(
+    folder, communicator=None, *, context=None, on=CPU, dtype=torch.float32, **settings
+):
+    """The runner of one rank, or of a whole model, without pages.
+
+    `context`: communicator of ranks that divide long prompts.
+    """
     engine = EngineConfig(model=str(folder), max_num_seqs=4, **settings)
     config = read_model(engine)
+    ranks = Ranks(communicator=communicator, context=context, experts=place_experts(config, engine))
     decoder = load(
         config,
-        open_source(CheckpointReader(folder), config, CPU),
-        device=CPU,
-        dtype=torch.float32,
+        open_source(CheckpointReader(folder), config, on),
+        device=on,
+        dtype=dtype,
         max_model_len=64,
         progress=False,
-        ranks=Ranks(communicator=communicator),
+        ranks=ranks,
     )
-    return ModelRunner(decoder, engine, CPU)
+    return ModelRunner(decoder, engine, on, ranks=ranks)
 
 
 def relative_error(found, want):

@@ -138,16 +138,64 @@ def test_weights_are_halved(quantized_5m, many):
     assert two < 0.6 * one
 
 
+WHOLE_EXPERTS = {"enable_expert_parallel": True}
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-sym-g32", "w3a16-sym-g32"])
+def test_whole_experts(scheme, written, many):
+    """In CUDA graphs, whatever the tokens choose; the 3-bit experts cannot be cut."""
+    folder = written(scheme, "gptq", "qwen3_moe")
+    settings = {"max_model_len": 128}
+    alone, two = many(folder, **settings), many(folder, 2, **settings, **WHOLE_EXPERTS)
+    ids = list(range(3, 103))
+    want, found = alone.logits(ids).float(), two.logits(ids).float()
+    assert (found - want).norm() / want.norm() < 0.05
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+    given = [{"prompt_token_ids": ids[n : n + 20]} for n in range(0, 40, 8)]
+    runs = [
+        [each.outputs[0].token_ids for each in two.generate(given, params, use_tqdm=False)]
+        for _ in range(2)
+    ]
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("kv_cache", ["auto", "fp8"])
+def test_divided_prompts(kv_cache, quantized_5m, many):
+    """Prompts of 700 tokens in steps of 512; decode steps, the same on both GPUs, in graphs."""
+    settings = {"kv_cache_dtype": kv_cache, "max_num_batched_tokens": 512}
+    two = many(
+        quantized_5m,
+        prefill_context_parallel_size=2,
+        prefill_context_parallel_min_tokens=64,
+        **settings,
+    )
+    alone = many(quantized_5m, **settings)
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=2)
+    given = [{"prompt_token_ids": [3 + n, *range(10, 709)]} for n in range(4)]
+    want, found = (
+        [each.outputs[0] for each in llm.generate(given, params, use_tqdm=False)]
+        for llm in (alone, two)
+    )
+    assert_same_up_to_ties(want, found)
+    drawn = SamplingParams(temperature=0.8, seed=3, max_tokens=64, ignore_eos=True)
+    runs = [
+        [each.outputs[0].token_ids for each in two.generate(given, drawn, use_tqdm=False)]
+        for _ in range(2)
+    ]
+    assert runs[0] == runs[1]
+
+
 EXIT_PROGRAM = """
 import os, signal, sys, threading
 from qserve import LLM, SamplingParams
 
 def main():
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    folder, ending, tensor, stages = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    folder, ending, tensor, stages, contexts = *sys.argv[1:3], *map(int, sys.argv[3:])
     llm = LLM(folder, device="cuda", dtype="float16", max_model_len=1024, max_num_seqs=4,
               num_gpu_blocks_override=256, tensor_parallel_size=tensor,
-              pipeline_parallel_size=stages, all_reduce="nccl")
+              pipeline_parallel_size=stages, all_reduce="nccl",
+              prefill_context_parallel_size=contexts, prefill_context_parallel_min_tokens=64)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     llm.generate([list(range(3, 803))], params, use_tqdm=False)
     llm.logits(list(range(3, 303)))
@@ -171,11 +219,13 @@ print("LEFT", flush=True)
 EXIT_SECONDS = 60  # a hang never ends
 
 
-@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2)], ids=["tensor", "pipeline"])
+@pytest.mark.parametrize(
+    "sizes", [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=["tensor", "pipeline", "context"]
+)
 @pytest.mark.parametrize("ending", ["closed", "collected", "error", "interrupted"])
-def test_program_exits_after_nccl_sums(ending, tensor, stages, quantized_5m, tmp_path):
+def test_program_exits_after_nccl_sums(ending, sizes, quantized_5m, tmp_path):
     command = [sys.executable, "-c", EXIT_PROGRAM]
-    command += [str(quantized_5m), ending, str(tensor), str(stages)]
+    command += [str(quantized_5m), ending, *map(str, sizes)]
     with open(tmp_path / "err", "w+") as errors:
         program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         try:

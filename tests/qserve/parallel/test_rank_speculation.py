@@ -82,14 +82,18 @@ def test_stages(method, tensor, stages, steps_in_flight, docs_5m, monkeypatch):
 
 
 @exhaustive
-@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), (1, 2), (2, 2)])
-def test_the_models_own_layer_for_drafts(tensor, stages, docs_5m, tmp_path):
+@pytest.mark.parametrize(
+    ("tensor", "stages", "whole_experts"),
+    [(2, 1, False), (1, 2, False), (2, 2, False), (2, 1, True)],
+)
+def test_the_models_own_layer_for_drafts(tensor, stages, whole_experts, docs_5m, tmp_path):
     """Sharded over ranks like the model's layers; with stages, the last one's state is sent."""
     folder = make_mtp(tmp_path / "often_right", docs_5m, agreement=0.7, vocab_size=8192)
     requests = make_requests(5, 10)
     want = run(make_engine(folder), requests, 5)
     settings = json.dumps({"method": "mtp", "num_speculative_tokens": 3})
     ranks = {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages}
+    ranks["enable_expert_parallel"] = whole_experts
     engine = make_engine(folder, speculative_config=settings, **ranks)
     try:
         assert run(engine, requests, 6) == want

@@ -52,19 +52,30 @@ def _prepared(scheme: str | None, shape: Shape) -> PreparedExperts:
     return ops.prepare_experts(weights, torch.bfloat16, "cpu", kernel="triton")
 
 
-def experts(M: int, shape: Shape, scheme: str | None) -> None:
-    """The plan is that of all experts."""
+def experts(M: int, shape: Shape, scheme: str | None, partial: bool = False) -> None:
+    """The plan is that of all experts. `partial`: some are elsewhere."""
     from qkernels.moe import triton_experts
 
     prepared, k = _prepared(scheme, shape), shape[3]
     routes = Routes(torch.zeros(M, k, dtype=torch.int32), torch.ones(M, k))
-    plan = triton_experts.plan(dataclasses.replace(prepared.problem, num_experts=shape[2]), M)
+    problem = dataclasses.replace(prepared.problem, routed_experts=shape[2])
+    plan = triton_experts.plan(problem, M)
+    if partial:
+        prepared = dataclasses.replace(prepared, problem=problem)
     ops.experts(empty(M, shape[0]), routes, prepared, plan)
 
 
 def route(routing: Routing) -> None:
     ops.route(empty(1, routing.num_experts), routing)
     ops.route_tokens(empty(1, 4096), empty(routing.num_experts, 4096), routing)
+
+
+def route_of_rank(routing: Routing) -> None:
+    """Experts get the numbers that a rank has for them."""
+    numbers_E = torch.zeros(routing.num_experts, dtype=torch.int32)
+    ops.route(empty(1, routing.num_experts), routing, None, numbers_E)
+    x, weight = empty(1, 4096), empty(routing.num_experts, 4096)
+    ops.route_tokens(x, weight, routing, numbers_E=numbers_E)
 
 
 def wanted(M: int, shape: Shape) -> None:
@@ -126,6 +137,18 @@ EXPERTS: dict[str, Case] = {
         product="wgmma",
         least=89,
     ),
+    **{
+        f"experts of a rank, {scheme} M={M}": Case(
+            run=functools.partial(experts, M, shape, scheme, True), product="wgmma"
+        )
+        for scheme, M, shape in (
+            ("w4a16-sym", 1, QWEN3_30B),
+            ("w4a16-sym", 16, QWEN3_30B),
+            ("w8a8", 8, QWEN3_30B),
+            ("w4a16-mxfp4", 1024, GPT_OSS),
+        )
+    },
+    "route on a rank": Case(run=lambda: route_of_rank(IN_GROUPS)),
     "wanted experts and pairs": Case(run=lambda: wanted(128, QWEN3_30B)),
     "experts bf16 M=4": Case(run=lambda: experts(4, QWEN3_30B, None), product="wgmma"),
     "experts bf16 M=1024": Case(run=lambda: experts(1024, GPT_OSS, None), product="wgmma"),

@@ -1,0 +1,120 @@
+"""Division of a step's long prompts over ranks (context parallelism).
+
+A chunk of a prompt is cut into 2 n pieces of equal length for n ranks, and what is left, at least
+one token. Rank r computes the pieces r and 2 n - 1 - r: an early token attends to few keys and a
+late one to many, so that all ranks have equal work. Every rank computes what is left, and so the
+chunk's last token, from which the next one is drawn; and every rank computes all other requests of
+the step. Legend: T tokens of the step, R requests (chunks).
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from formats.errors import InputError
+from qserve.config import EngineConfig
+from qserve.engine.step.step_input import StepInput
+
+FLAG = "--prefill-context-parallel-size"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DividedStep:
+    """One rank's tokens of a step. Pieces of one request are requests of their own."""
+
+    step: StepInput
+    own_slots: np.ndarray  # int64: slots of the tokens that this rank alone computes
+    all_slots: np.ndarray  # int64: of those that only one rank computes, in rank order
+
+
+def divide(step: StepInput, rank: int, size: int, min_tokens: int) -> DividedStep | None:
+    """Divide a step's requests of `min_tokens` and more; None: all ranks compute all of it."""
+    starts_R, ends_R = step.query_starts_R1[:-1], step.query_starts_R1[1:]
+    is_long_R = ends_R - starts_R >= max(min_tokens, 2 * size + 1)
+    if not is_long_R.any() or _needs_all_rows(step):
+        return None
+    requests: list[int] = []
+    begins: list[int] = []
+    stops: list[int] = []
+    given: list[list[np.ndarray]] = [[] for _ in range(size)]
+    for request, is_long in enumerate(is_long_R.tolist()):
+        begin, end = int(starts_R[request]), int(ends_R[request])
+        piece = (end - begin - 1) // (2 * size) if is_long else 0
+        for other in range(size if piece else 0):
+            for number in (other, 2 * size - 1 - other):
+                first = begin + number * piece
+                given[other].append(np.arange(first, first + piece))
+                if other == rank:
+                    requests.append(request)
+                    begins.append(first)
+                    stops.append(first + piece)
+        requests.append(request)
+        begins.append(begin + 2 * size * piece)
+        stops.append(end)
+    begins_X, stops_X = np.array(begins, np.int64), np.array(stops, np.int64)
+    counts_X = stops_X - begins_X
+    kept = np.concatenate([np.arange(*each) for each in zip(begins, stops, strict=True)])
+    place_T = np.full(step.num_tokens, -1, np.int64)
+    place_T[kept] = np.arange(len(kept))
+    query_starts = np.zeros(len(requests) + 1, np.int32)
+    np.cumsum(counts_X, out=query_starts[1:])
+    contexts_X = step.context_lengths_R[requests] - (ends_R[requests] - stops_X)
+    adapters_T = step.adapter_slots_T
+    part = replace(
+        step,
+        token_ids_T=step.token_ids_T[kept],
+        positions_T=step.positions_T[kept],
+        slots_T=step.slots_T[kept],
+        block_tables_RX=step.block_tables_RX[requests],
+        query_starts_R1=query_starts,
+        context_lengths_R=contexts_X.astype(np.int32),
+        logits_rows_S=place_T[step.logits_rows_S],
+        state_slots_R=step.state_slots_R[requests],
+        max_query_len=int(counts_X.max()),
+        pending_index=place_T[step.pending_index],
+        adapter_slots_T=None if adapters_T is None else adapters_T[kept],
+    )
+    rows = [np.concatenate(each) for each in given]
+    return DividedStep(
+        step=part, own_slots=step.slots_T[rows[rank]], all_slots=step.slots_T[np.concatenate(rows)]
+    )
+
+
+def _needs_all_rows(step: StepInput) -> bool:
+    """True for steps that read hidden states of a prompt or media, and for warm-ups."""
+    optional = (
+        *(step.prompt_rows, step.pool_rows, step.media, step.draft_rows),
+        *(step.axis_offsets_3T, step.rope_shifts_T, step.text_shifts_T),
+    )
+    return any(each is not None for each in optional) or int(step.slots_T.min()) < 0
+
+
+def check_context_parallel(config: EngineConfig) -> None:
+    """Raise InputError for a setting that does not work with several sets of ranks."""
+    size = config.prefill_context_parallel_size
+    if size == 1:
+        return
+    for flag, is_set, reason in (
+        (
+            "--pipeline-parallel-size",
+            config.pipeline_parallel_size > 1,
+            "stages have no tokens of their own",
+        ),
+        (
+            "--speculative-config",
+            config.speculation is not None,
+            "a drafter reads the hidden states of all tokens of a prompt",
+        ),
+        (
+            "--kv-transfer-config",
+            config.kv_transfer is not None,
+            "every set of ranks would send the same pages",
+        ),
+        (
+            "--distributed-executor-backend ray",
+            config.distributed_executor_backend == "ray",
+            "ranks of several nodes were not tested",
+        ),
+    ):
+        if is_set:
+            raise InputError(f"{FLAG} {size}", f"does not work with {flag}: {reason}", "remove one")

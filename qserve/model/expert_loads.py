@@ -1,0 +1,65 @@
+"""ExpertLoads: tokens that each expert of a decoder gets, counted while the model runs."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from formats.architecture.sizes import num_experts
+from formats.errors import InputError
+from qkernels.moe.routing import Routes
+from qserve.model.blocks.moe import MoeMlp, Router
+from qserve.model.decoder import Decoder
+from qserve.model.model_config import ModelConfig
+from qserve.parallel.expert_placement import write_loads
+
+FLAG = "--record-expert-loads"
+
+
+def check_loads(config: ModelConfig, file: str | None) -> None:
+    """Raise InputError where loads cannot be recorded to a file. Reads no weights."""
+    if file is None:
+        return
+    if not config.family.experts or not num_experts(config.values):
+        raise InputError(FLAG, f"{config.family.architecture} has no experts", "remove the flag")
+    if not Path(file).absolute().parent.is_dir():
+        raise InputError(f"{FLAG} {file}", "its folder does not exist", "make the folder first")
+
+
+class ExpertLoads:
+    """Counts [layers, experts]. Every row of a step counts, so steps must have no padding."""
+
+    def __init__(self, decoder: Decoder, device: torch.device) -> None:
+        """Count in all layers of a decoder from now on."""
+        shape = len(decoder.layers), num_experts(decoder.config.values)
+        self._counts_LE = torch.zeros(shape, dtype=torch.int64, device=device)
+        for counts_E, layer in zip(self._counts_LE, decoder.layers, strict=True):
+            for module in layer.modules():
+                if isinstance(module, MoeMlp):
+                    module.router.register_forward_hook(_counting(counts_E))
+
+    def reset(self) -> None:
+        """Forget what was counted, such as warm-ups."""
+        self._counts_LE.zero_()
+
+    def rows(self) -> list[list[int]]:
+        """Tokens of each expert by layer. Waits for the device."""
+        return self._counts_LE.tolist()
+
+    def write(self, file: str, model: str) -> None:
+        """Write the table if anything was counted. `model`: its name, for a reader of the file."""
+        rows = self.rows()
+        if any(map(any, rows)):
+            write_loads(file, rows, model)
+
+
+def _counting(counts_E: torch.Tensor) -> Callable[[Router, tuple[Any, ...], Routes], None]:
+    def count(router: Router, given: tuple[Any, ...], routes: Routes) -> None:
+        x_TC, *numbers = given
+        if any(each is not None for each in numbers):
+            routes = router.forward(x_TC)  # by the model's numbers of experts
+        ids = routes.ids_Mk.flatten().long()
+        counts_E.index_add_(0, ids, torch.ones_like(ids))
+
+    return count
