@@ -40,10 +40,11 @@ RUN = {
         "sliding_window": 9,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
-    "mellum": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "kolibri1": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "persimmon": {},
     "flint": {},
     "granitemoe_swa": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "jetmoe": {"kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 QUANTIZED = ["olmo", "bitnet", "granite_swa"]
 REFUSED = {
