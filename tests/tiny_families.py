@@ -570,6 +570,5 @@ STATES = (
     *("bamba", "nemotron_h_latent"),
 )
 WITHOUT_RANKS = (*STATES, "gemma4", "gemma4_moe", "gemma4_shared")  # ranks are refused
-# latent attention, or four linears in one matrix
-WITHOUT_ADAPTERS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "mistral4", "afmoe")
-WITHOUT_ADAPTERS += ("youtu",)
+# four linears in one matrix
+WITHOUT_ADAPTERS = ("afmoe",)
