@@ -59,7 +59,7 @@ def load_fallback(
         "%s has no implementation here; it runs through transformers", config.family.architecture
     )
     if config.quant is None:
-        model = _load_float(cls, raw, folder, dtype)
+        model = load_float(cls, raw, folder, dtype)
     else:
         model = _load_quantized(cls, raw, source, device, dtype, kernels)
     model = model.to(device).train(False).requires_grad_(False)
@@ -68,7 +68,7 @@ def load_fallback(
     return _proven(config, model, call, device, kernels.get("attention"))
 
 
-def _load_float(cls: Any, raw: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> Any:
+def load_float(cls: Any, raw: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> Any:
     """Load the weights as transformers does, which also knows older names of tensors."""
     try:
         model, found = cls.from_pretrained(

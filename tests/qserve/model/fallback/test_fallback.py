@@ -178,8 +178,8 @@ def test_quantized_tokens_equal_those_of_the_codes_values(made, kind, tmp_path, 
 
 def test_other_recipes_need_a_row(made, tmp_path, capsys):
     arguments = ["quantize", str(made("olmo")), "--scheme", "w4a16-sym", "-o", str(tmp_path / "q")]
-    assert main(arguments) == 1
-    assert "--recipe: " in (found := capsys.readouterr().err) and "--recipe rtn" in found
+    assert main([*arguments, "--recipe", "awq"]) == 1
+    assert "--recipe: " in (found := capsys.readouterr().err) and "--recipe rtn or gptq" in found
     assert main([*arguments, "--recipe", "rtn", "--override", "a=w8a16-sym"]) == 1
     assert "--override: " in capsys.readouterr().err
     assert not (tmp_path / "q").exists()
