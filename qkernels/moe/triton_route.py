@@ -261,12 +261,14 @@ def _first_ranks(choice, scores, mask, e, j, TOP_K: tl.constexpr):
 @triton.jit
 def _sparsemixer(logits, ids, chosen_logits, mask, e, j, RULE: tl.constexpr):
     """Shares [SLOTS]: each a softmax over logits near the chosen one, of experts that are left."""
+    TOP_K: tl.constexpr = RULE.top_k
+    REACH: tl.constexpr = 2 * RULE.jitter
     shares = tl.zeros_like(chosen_logits)
     left = mask
-    for i in tl.static_range(RULE.top_k):
+    for i in tl.static_range(TOP_K):
         best = tl.sum(tl.where(j == i, chosen_logits, 0.0))
         distance = (best - logits) / tl.maximum(tl.abs(logits), best)
-        near = left & ~(distance > 2 * RULE.jitter)
+        near = left & ~(distance > REACH)
         total = tl.sum(tl.where(near, tl.exp(logits - best), 0.0))
         shares = tl.where(j == i, 1 / total, shares)
         left = left & (e != tl.sum(tl.where(j == i, ids, 0)))

@@ -690,6 +690,7 @@ EXPERTS = {
     "draft input as limbs, asymmetric": Case(run=lambda: draft_input(4, 5120, ASYMMETRIC)),
     "route": Case(run=lambda: moe.route(moe.Routing(num_experts=128, top_k=8))),
     "route in groups": Case(run=lambda: moe.route(moe.IN_GROUPS), quick=SM90),
+    "route by sparsemixer": Case(run=lambda: moe.route(moe.BY_SPARSEMIXER)),
 }
 RANKS = {
     "all-reduce of 2, one shot": Case(run=lambda: ranks.all_reduce(2, "one_shot")),

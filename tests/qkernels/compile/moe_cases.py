@@ -25,6 +25,7 @@ IN_GROUPS = Routing(
     top_groups=4,
     group_score="top2",
 )
+BY_SPARSEMIXER = Routing(num_experts=16, top_k=2, scores="sparsemixer", jitter=0.01)
 CLAMPED = Glu(alpha=1.702, offset=1.0, limit=7.0)
 
 Shape = tuple[int, int, int, int]
