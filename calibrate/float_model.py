@@ -69,7 +69,13 @@ class FloatModel:
         return self.reader.config.get("max_position_embeddings")
 
     def get(self, name: str, device: str = "cpu") -> torch.Tensor:
-        """One tensor, padded. Raises CheckpointError if it does not exist."""
+        """One tensor, padded. Raises CheckpointError if it does not exist.
+
+        Norms that multiply by nothing are ones.
+        """
+        family = self.layer_map.family
+        if not family.norm_weights and name in (family.last_norm, family.embedding_norm):
+            return torch.ones(self.config["hidden_size"], device=device)
         tensor = self.reader.get(name, device)
         return self.padding.apply(name, tensor) if self.padding else tensor
 

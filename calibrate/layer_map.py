@@ -172,7 +172,11 @@ def layer_map(family: Family) -> LayerMap:
         layer=family.layer,
         num_layers_key=family.num_layers_key,
         layer_tensors=(
-            *(f"{norm.name}.weight" for norm in family.norms if norm.present is True),
+            *(
+                f"{norm.name}.weight"
+                for norm in family.norms
+                if family.norm_weights and norm.present is True
+            ),
             *(
                 f"{norm.name}.bias"
                 for norm in family.norms

@@ -205,14 +205,22 @@ STORED_NAMES = {
     **{"backbone.": "model.", ".router.layer.": ".router."},
     ".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
 }
+# the same, of one model_type; they come instead of those
+OWN_NAMES = {
+    "hy_v3": {
+        **{".mlp.router.gate.": ".mlp.gate.", ".mlp.shared_mlp.": ".mlp.shared_experts."},
+        ".mlp.expert_bias": ".mlp.e_score_correction_bias",
+    },
+    "phimoe": {".block_sparse_moe.gate.": ".mlp.router."},
+}
 # model_type -> what its modules call `mlp`
 MLP_NAMES = dict.fromkeys(("granitemoe", "granitemoeshared"), "block_sparse_moe")
 MLP_NAMES |= {"granitemoehybrid": "block_sparse_moe", "llama4_text": "feed_forward"}
 
 
-def module_name(name: str) -> str:
+def module_name(name: str, model_type: str) -> str:
     """Name in transformers' modules of a tensor of a file."""
-    for stored, own in STORED_NAMES.items():
+    for stored, own in OWN_NAMES.get(model_type, STORED_NAMES).items():
         name = name.replace(stored, own)
     return name
 
@@ -263,16 +271,16 @@ def transformers_model():
         model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(raw.pop("model_type"), **raw), dtype=torch.float32
         )
-        state = {}
+        state, kind = {}, reader.config["model_type"]
         for name in reader.entries:
             module, _, leaf = name.rpartition(".")
             if leaf == "qweight":
                 tensors = {n: reader.get(f"{module}.{n}") for n in gptq.TENSOR_NAMES}
                 spec = QuantConfig.from_dict(block).scheme.weight
                 weight = gptq.decode(tensors, spec).dequantize()
-                state[module_name(f"{module}.weight")] = weight
+                state[module_name(f"{module}.weight", kind)] = weight
             elif leaf not in gptq.TENSOR_NAMES:
-                state[module_name(name)] = reader.get(name)
+                state[module_name(name, kind)] = reader.get(name)
         if reader.config["model_type"] == "gpt2":  # Conv1D's weights are [inputs, outputs]
             for name in state:
                 if re.fullmatch(r".*\.h\.\d+\.(attn|mlp)\.c_\w+\.weight", name):

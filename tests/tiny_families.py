@@ -506,6 +506,46 @@ TINY_FAMILIES |= {
     ),
     "hunyuan_moe": ("HunYuanMoEV1Config", {"head_dim": 32, "num_experts": 6, "moe_topk": 2}),
 }
+TINY_FAMILIES |= {
+    "phimoe": (
+        "PhimoeConfig",
+        {
+            **{"num_local_experts": 6, "num_experts_per_tok": 2, "attention_bias": True},
+            **{"lm_head_bias": True, "pad_token_id": 0, "router_jitter_noise": 0.3},
+        },
+    ),
+    "nanochat": ("NanoChatConfig", {"pad_token_id": 0, "final_logit_softcapping": 3.0}),
+    "mellum": (
+        "MellumConfig",
+        {
+            **{"head_dim": 32, "sliding_window": 9, "num_experts": 6, "num_experts_per_tok": 2},
+            **{"moe_intermediate_size": 32, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "hy_v3": (
+        "HYV3Config",
+        {
+            **{"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3},
+            **{"moe_intermediate_size": 32, "num_shared_experts": 2},
+        },
+    ),
+    "hyperclovax": (
+        "HyperCLOVAXConfig",
+        {
+            **{"embedding_multiplier": 3.0, "residual_multiplier": 0.4},
+            **{"attention_multiplier": 0.1, "logits_scaling": 2.5, "head_dim": 32},
+        },
+    ),
+    "youtu": (
+        "YoutuConfig",
+        {
+            **{"kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16},
+            **{"v_head_dim": 40, "q_lora_rank": 96, "num_key_value_heads": 4},
+            "tie_word_embeddings": True,
+        },
+    ),
+}
 # rows of what other families have, too: a few tests run them
 ROWS = ("gpt_bigcode", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "hunyuan", "olmoe", "dots1")
 ROWS += ("granite_moe_shared", "hunyuan_moe", "falcon_rw")
@@ -522,6 +562,7 @@ ROWS += ("mistral4",)
 TINY_FAMILIES |= {"apertus": ("ApertusConfig", {"pad_token_id": 0, "head_dim": 32})}
 ROWS += ("apertus",)
 ROWS += ("gemma4_moe", "gemma4_shared")
+ROWS += ("phimoe", "nanochat", "mellum", "hy_v3", "hyperclovax", "youtu")
 # families whose layers have states
 STATES = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"),
@@ -529,5 +570,5 @@ STATES = (
     *("bamba", "nemotron_h_latent"),
 )
 WITHOUT_RANKS = (*STATES, "gemma4", "gemma4_moe", "gemma4_shared")  # ranks are refused
-# latent attention, or four linears in one matrix
-WITHOUT_ADAPTERS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "mistral4", "afmoe")
+# four linears in one matrix
+WITHOUT_ADAPTERS = ("afmoe",)

@@ -92,7 +92,8 @@ class LayerRunner:
         self._embedding_norm: nn.Module | None = None
         if row.embedding_norm:
             bias = reader.get(row.embedding_norm_bias) if row.norm_bias else None
-            self._embedding_norm = self._norm(reader.get(row.embedding_norm), bias)
+            weight = reader.get(row.embedding_norm) if row.norm_weights else None
+            self._embedding_norm = self._norm(weight, bias)
         # What layers read besides hidden states; None: nothing.
         values = {**config.to_dict(), **self.raw_config}
         self.carried = carried_of(reader, layer_map, values, device, self.dtype)
@@ -283,14 +284,17 @@ class LayerRunner:
         logits_SV = logits_SV if factor is None else logits_SV * factor
         return logits_SV if cap is None else torch.tanh(logits_SV / cap) * cap
 
-    def _norm(self, weight_D: torch.Tensor, bias_D: torch.Tensor | None) -> nn.Module:
+    def _norm(self, weight_D: torch.Tensor | None, bias_D: torch.Tensor | None) -> nn.Module:
         """Return a norm like the first of a layer."""
         norms = self.layer_map.family.norms
         with torch.device("meta"):
             name = next(n.name for n in norms if is_set(n.present, self.raw_config))
             norm = self._make_layer(0).get_submodule(name)
         state = {"weight": weight_D, "bias": bias_D}
-        given = {n: t.to(self.device, self.dtype) for n, t in state.items() if t is not None}
+        own = norm.state_dict()  # empty where norms have no weights
+        given = {
+            n: t.to(self.device, self.dtype) for n, t in state.items() if t is not None and n in own
+        }
         norm.load_state_dict(given, assign=True)
         return norm.requires_grad_(False)
 

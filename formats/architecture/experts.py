@@ -15,8 +15,10 @@ class Router:
     name: str = "gate"  # below the module
     # transformers has a Linear, which it would take for quantized unless the file says otherwise
     is_linear: bool = False
-    # applied to x @ weight; softmax_of_chosen: softmax over the chosen experts' logits only
-    scores: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
+    # applied to x @ weight; softmax_of_chosen: softmax over the chosen experts' logits only;
+    # sparsemixer: over those near each (qkernels/moe/routing.py)
+    scores: Literal["softmax", "sigmoid", "softmax_of_chosen", "sparsemixer"] = "softmax"
+    jitter_key: str = ""  # key of config.json, of sparsemixer
     normalized: Flag = False  # routing weights of the active experts are normalized to sum to 1
     float32: bool = False  # x @ weight is computed in float32
     rounded: bool = False  # routing weights are rounded to the activations' dtype

@@ -77,6 +77,7 @@ class Family:
     norms: tuple[Norm, ...]
     norm_kind: Literal["rms", "layer"] = "rms"
     norm_bias: bool = False
+    norm_weights: bool = True  # False: norms multiply by nothing, and have no tensors
     norm_eps_key: str = "rms_norm_eps"  # key of config.json; empty: 1e-5, torch's default
     norm_offset: float = 0.0  # a norm multiplies by (offset + weight)
     float32_norms: bool = False  # the norm's factors are float32, and the result is rounded once
@@ -88,6 +89,7 @@ class Family:
     rope: Literal["all", "none", "no_rope_layers", "windows", "position_embedding_type"] = "all"
     rotary_dim_key: str = ""  # key of config.json: rotated channels of a head, at theta 10,000
     interleaved_rope: Flag = False  # channels 2 i and 2 i + 1 form a pair, not i and i + half
+    reversed_rope: bool = False  # pairs turn the other way
     alibi: bool = False  # attention has ALiBi's biases (numerics/alibi.py)
     scaled_alibi: bool = False  # they are multiplied by the scale of scores
     embedding_norm: str = ""  # norm of embeddings, of the family's kind
@@ -331,6 +333,7 @@ class Family:
             if is_set(linear.bias, config):
                 shapes[f"{linear.name}.bias"] = (linear.outputs,)
         leaves = ("weight", "bias") if self.norm_bias else ("weight",)
+        leaves = leaves if self.norm_weights else ()
         shapes |= {
             f"{norm.name}.{leaf}": ((norm.size,),)
             for norm in self.of_layer(layer, config).norms
@@ -360,7 +363,9 @@ class Family:
             shapes[self.head_bias_name] = (("vocab_size",),)
         if self.norm_bias:
             shapes[self.last_norm_bias] = (("hidden_size",),)
-        if self.embedding_norm:
+        if not self.norm_weights:
+            del shapes[self.last_norm]
+        elif self.embedding_norm:
             shapes[self.embedding_norm] = (("hidden_size",),)
             if self.norm_bias:
                 shapes[self.embedding_norm_bias] = (("hidden_size",),)

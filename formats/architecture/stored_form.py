@@ -20,9 +20,13 @@ from formats.families import FAMILIES
 from formats.files.tensor_entry import TensorEntry
 
 # model_type -> that of the family with the same layers
-_SAME_LAYERS = {"kimi_k2": "deepseek_v3"}
+_SAME_LAYERS = {"kimi_k2": "deepseek_v3", "internlm3": "llama", "iquestcoder": "llama"}
 # architecture of code in a model's folder -> that of transformers for the same files
-_SAME_FILES = {"MPTForCausalLM": "MptForCausalLM"}
+_SAME_FILES = {
+    "MPTForCausalLM": "MptForCausalLM",
+    "InternLM3ForCausalLM": "LlamaForCausalLM",
+    "IQuestCoderForCausalLM": "LlamaForCausalLM",
+}
 BLOOM_LENGTH = 2048  # of training; ALiBi has no limit
 
 
@@ -395,6 +399,8 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "deepseek_v3": _query_rank(1536),
     "glm4_moe_lite": _glm_lite,
     "exaone_moe": _expert_layers,
+    "hy_v3": _expert_layers,
+    "youtu": _query_rank(1536),
     "afmoe": _afmoe,
     "minicpm3": _minicpm3,
     "mistral4": _query_rank(1024),

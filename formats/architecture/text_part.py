@@ -10,11 +10,14 @@ from typing import Any
 
 from formats.architecture.family import EITHER_ORDER
 from formats.architecture.rope_types import one_axis
+from formats.architecture.sizes import is_size
 from formats.families import FAMILIES
 
 TEXT_CONFIG = "text_config"
+LLM_CONFIG = "llm_config"  # the same, of code in a model's folder
 _BLOCK = "quantization_config"
 _HEAD = "lm_head."
+_BACKBONE = "backbone."  # Nemotron-H's, instead of `model.`
 HEAD_WEIGHT = "lm_head.weight"
 # architectures that hold a text model
 WRAPPERS = (
@@ -30,9 +33,35 @@ WRAPPERS = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
+    # text alone: their towers are not served
+    "Exaone4_5_ForConditionalGeneration",
+    "Gemma4UnifiedForConditionalGeneration",
+    "Glm46VForConditionalGeneration",
+    "Glm4vForConditionalGeneration",
+    "Glm4vMoeForConditionalGeneration",
+    "InternS1ForConditionalGeneration",
+    "InternVLChatModel",
+    "InternVLForConditionalGeneration",
+    "KimiK25ForConditionalGeneration",
+    "KimiVLForConditionalGeneration",
+    "Kimi_K25ForConditionalGeneration",
+    "Lfm2VlForConditionalGeneration",
+    "LlavaNextForConditionalGeneration",
+    "LlavaOnevisionForConditionalGeneration",
+    "MiniCPMV4_6ForConditionalGeneration",
+    "NemotronH_Nano_Omni_Reasoning_V3",
+    "NemotronH_Nano_VL_V2",
+    "NemotronH_Omni_Reasoning_V3",
+    "Qwen2VLForConditionalGeneration",
 )
 # model_type of a text part -> that of the text model with the same layers
 _SAME_LAYERS = {
+    "gemma4_unified_text": "gemma4_text",
+    "glm4v_moe_text": "glm4_moe",
+    "glm4v_text": "glm4",
+    "kimi_k2": "deepseek_v3",
+    "qwen2_vl": "qwen2",
+    "qwen2_vl_text": "qwen2",
     "qwen2_5_vl": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
@@ -42,11 +71,14 @@ _SAME_LAYERS = {
 _PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": _HEAD,
+    "language_model.backbone.": _BACKBONE,
     "model.language_model.": "model.",
     "model.text_model.": "model.",
 }
 _PART_NAMES = ("vision_tower", "multi_modal_projector", "vision_model", "connector", "visual")
-_PART_NAMES += ("embed_vision", "audio_tower", "embed_audio")
+_PART_NAMES += ("embed_vision", "audio_tower", "embed_audio", "mm_projector", "merger", "mlp1")
+_PART_NAMES += ("sound_encoder", "sound_projection")
+_LONE_TENSOR = "image_newline"  # of LLaVA-NeXT
 # prefixes of the other parts
 _OTHER_PARTS = tuple(f"{parent}{part}." for parent in ("", "model.") for part in _PART_NAMES)
 _DOT = r"\\?\."  # in a name, or in a pattern of names
@@ -59,9 +91,14 @@ _SHARED = (
 # what the layers of a text part always do, as keys of the model with the same layers
 _ALWAYS = {
     "qwen3_vl_moe_text": {"norm_topk_prob": True, EITHER_ORDER: True},
+    "gemma4_unified_text": {"hidden_size_per_layer_input": 0, "enable_moe_block": False},
+    "glm4v_text": {"attention_bias": True},
+    "glm4v_moe_text": {"use_qk_norm": False},
 }
 # transformers' defaults, which published files leave out
 _DEFAULTS = {
+    "glm4v_text": {"partial_rotary_factor": 1.0},
+    "glm4v_moe_text": {"attention_bias": True},
     # of LLaVA-1.5, whose text_config names the model it was trained from
     "llama": {
         "hidden_size": 4096,
@@ -106,6 +143,7 @@ def text_config(config: dict[str, Any], names: Collection[str]) -> dict[str, Any
     return {
         **shared,
         **defaults,
+        **_head_dim(text),
         **text,
         **_ALWAYS.get(text["model_type"], {}),
         "model_type": _model_type(text),
@@ -116,7 +154,7 @@ def text_config(config: dict[str, Any], names: Collection[str]) -> dict[str, Any
 
 def text_name(name: str) -> str | None:
     """Return a tensor's name in the text model; None: it belongs to another part."""
-    if name.startswith(_OTHER_PARTS):
+    if name.startswith(_OTHER_PARTS) or name.removeprefix("model.") == _LONE_TENSOR:
         return None
     for prefix, own in _PREFIXES.items():
         if name.startswith(prefix):
@@ -137,8 +175,9 @@ def stored_name(name: str, prefix: str) -> str:
     """Return the stored name of a tensor of the text model; the inverse of `text_name`."""
     if name.startswith(_HEAD):
         own = next((each for each, own in _PREFIXES.items() if own == _HEAD), _HEAD)
-        return own + name.removeprefix(_HEAD) if prefix == "language_model.model." else name
-    return prefix + name.removeprefix("model.") if name.startswith("model.") else name
+        return own + name.removeprefix(_HEAD) if prefix.startswith("language_model.") else name
+    own = _PREFIXES.get(prefix, "model.")
+    return prefix + name.removeprefix(own) if name.startswith(own) else name
 
 
 def other_part_names(names: Iterable[str]) -> tuple[str, ...]:
@@ -150,7 +189,8 @@ def other_part_names(names: Iterable[str]) -> tuple[str, ...]:
 def stored_block(block: dict[str, Any], prefix: str, parts: Sequence[str]) -> dict[str, Any]:
     """Return the quantization block of the whole model: stored names, other parts in float."""
     stored = r"\1".join(prefix.split("."))  # with dots as they are in `model.layers`
-    found = _renamed(block, rf"(?<![\w.])model({_DOT})(?=layers)", stored)
+    own = _PREFIXES.get(prefix, "model.").rstrip(".")
+    found = _renamed(block, rf"(?<![\w.]){own}({_DOT})(?=layers)", stored)
     if "ignore" in found:
         found["ignore"] = [*(found["ignore"] or ()), *(f"re:.*{part}.*" for part in parts)]
     elif "modules_to_not_convert" in found:
@@ -165,8 +205,8 @@ def text_block(block: Any) -> Any:
     """Return a quantization block with the text model's names; the inverse of `stored_block`."""
     for prefix, own in _PREFIXES.items():
         if own != _HEAD:
-            stored = _DOT.join(prefix[:-1].split("."))
-            block = _renamed(block, rf"(?<![\w.]){stored}({_DOT})(?=layers)", r"model\1")
+            stored, kept = _DOT.join(prefix[:-1].split(".")), own.rstrip(".")
+            block = _renamed(block, rf"(?<![\w.]){stored}({_DOT})(?=layers)", rf"{kept}\1")
     return block
 
 
@@ -183,11 +223,18 @@ def _renamed(value: Any, pattern: str, by: str) -> Any:
 
 
 def _stated_text(config: Mapping[str, Any]) -> Any:
-    """Return the text model's config; files of Qwen2.5-VL have its keys next to `vision_config`."""
-    text = config.get(TEXT_CONFIG)
-    if text is None and config.get("model_type") == "qwen2_5_vl":
+    """Return the text model's config; Qwen2-VL and 2.5 have its keys next to `vision_config`."""
+    text = config.get(TEXT_CONFIG, config.get(LLM_CONFIG))
+    if text is None and config.get("model_type") in ("qwen2_5_vl", "qwen2_vl"):
         return {key: value for key, value in config.items() if key != "vision_config"}
     return text
+
+
+def _head_dim(text: Mapping[str, Any]) -> dict[str, int]:
+    """Return the default of head_dim where the model with the same layers has another one."""
+    hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
+    is_glm = text["model_type"] in ("glm4v_text", "glm4v_moe_text")
+    return {"head_dim": hidden // heads} if is_glm and is_size(hidden) and is_size(heads) else {}
 
 
 def _model_type(text: Mapping[str, Any]) -> Any:

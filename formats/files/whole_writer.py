@@ -12,6 +12,7 @@ import torch
 
 from formats.architecture.stored_form import replaced_keys
 from formats.architecture.text_part import (
+    LLM_CONFIG,
     TEXT_CONFIG,
     other_part_names,
     stored_block,
@@ -68,7 +69,7 @@ class WholeWriter(CheckpointWriter):
 
     def _whole(self, config: dict[str, Any]) -> dict[str, Any]:
         whole, before = copy.deepcopy(self._source.whole_config), self._source.config
-        text = whole.get(TEXT_CONFIG, whole)
+        text = whole.get(TEXT_CONFIG, whole.get(LLM_CONFIG, whole))
         for key, value in config.items():
             if key == BLOCK:
                 whole[BLOCK] = self._block(value)

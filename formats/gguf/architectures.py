@@ -18,6 +18,10 @@ AFTER = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+OF_LATENTS = {
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+}
 OF_HEADS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 AROUND = {
     "attn_norm": "input_layernorm",
@@ -51,11 +55,18 @@ class Architecture:
     # Families of files with experts, or with a window, under the same name
     with_experts: str = ""
     with_window: str = ""
+    with_sigmoid: str = ""  # experts are chosen by sigmoid
 
-    def family_of(self, *, has_experts: bool, has_window: bool) -> Family:
-        """Return the family's row for a file with experts or a sliding window."""
+    def family_of(self, *, has_experts: bool, has_window: bool, by_sigmoid: bool = False) -> Family:
+        """Return the family's row for a file with experts, chosen by sigmoid, or a window."""
         name = (has_experts and self.with_experts) or (has_window and self.with_window)
+        name = (by_sigmoid and self.with_sigmoid) or name
         return FAMILIES[name or self.family]
+
+    @property
+    def is_latent(self) -> bool:
+        """Return True for latent attention."""
+        return bool(FAMILIES[self.family].latent)
 
 
 ATTENTION_BIAS = {"attention_bias": "attn_q.bias"}
@@ -224,6 +235,28 @@ ARCHITECTURES: dict[str, Architecture] = {
             window="pattern",
             pattern=2,
             bias_keys=ATTENTION_BIAS,
+        ),
+        # DeepSeek-V2, V3, R1, Moonlight, Kimi-K2, GLM-4.7-Flash
+        Architecture(
+            name="deepseek2",
+            family="DeepseekV2ForCausalLM",
+            with_sigmoid="DeepseekV3ForCausalLM",
+            norms={**BEFORE, **OF_LATENTS},
+            keys={
+                **EXPERTS,
+                "kv_lora_rank": "attention.kv_lora_rank",
+                "n_routed_experts": "expert_count",
+                "n_shared_experts": "expert_shared_count",
+                "routed_scaling_factor": "expert_weights_scale",
+                "norm_topk_prob": "expert_weights_norm",
+                "first_k_dense_replace": "leading_dense_block_count",
+                "n_group": "expert_group_count",
+                "topk_group": "expert_group_used_count",
+            },
+            fixed={
+                **{"routed_scaling_factor": 1.0, "first_k_dense_replace": 0},
+                **{"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
+            },
         ),
         Architecture(
             name="glm4moe",

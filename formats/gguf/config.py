@@ -20,6 +20,7 @@ TOKENS = {
     "eos_token_id": "tokenizer.ggml.eos_token_id",
     "pad_token_id": "tokenizer.ggml.padding_token_id",
 }
+SIGMOID = 2  # value of expert_gating_func
 # Gemma's largest models scale scores by the width of a head of the hidden size, others by head_dim.
 WIDE_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}
 
@@ -39,7 +40,7 @@ def make_config(metadata: Metadata) -> dict[str, Any]:
         "dtype": activation_dtype(gguf, family),
         "vocab_size": embedding.shape[0],
         "num_hidden_layers": layers,
-        "num_key_value_heads": metadata.size("attention.head_count_kv", heads),
+        "num_key_value_heads": num_kv_heads(metadata),
         family.inner_key: _feed_forward(metadata),
         "head_dim": head_dim(metadata),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
@@ -57,6 +58,7 @@ def make_config(metadata: Metadata) -> dict[str, Any]:
         for key in ("num_local_experts", "num_experts_per_tok"):
             config.pop(key, None)
     config |= _windows(metadata, layers)
+    config |= latent_keys(metadata)
     config |= rope_keys(metadata, config)
     if row.name in WIDE_GEMMA_LAYERS:
         wide = layers == WIDE_GEMMA_LAYERS[row.name]
@@ -72,9 +74,12 @@ def make_config(metadata: Metadata) -> dict[str, Any]:
 def find_family(metadata: Metadata) -> Family:
     """Return the family's row of a file."""
     window = metadata.get("attention.sliding_window")
-    return metadata.architecture.family_of(
-        has_experts=has_experts(metadata), has_window=bool(window)
+    family = metadata.architecture.family_of(
+        has_experts=has_experts(metadata),
+        has_window=bool(window),
+        by_sigmoid=metadata.get("expert_gating_func") == SIGMOID,
     )
+    return family.variant({"q_lora_rank": _query_rank(metadata)})
 
 
 def has_experts(metadata: Metadata) -> bool:
@@ -94,11 +99,65 @@ def num_layers(metadata: Metadata) -> int:
 
 def head_dim(metadata: Metadata) -> int:
     """Return the width of a head."""
+    if metadata.architecture.is_latent:
+        return metadata.size("rope.dimension_count")
     heads = metadata.size("attention.head_count")
     width = metadata.size("attention.key_length", metadata.size("embedding_length") // heads or 1)
     if metadata.size("attention.value_length", width) != width:
         raise metadata.wrong("attention.value_length", f"differs from the keys' length {width}")
     return width
+
+
+def num_kv_heads(metadata: Metadata) -> int:
+    """Return the number of KV heads; files of latent attention state one, of the latents."""
+    heads = metadata.size("attention.head_count")
+    is_latent = metadata.architecture.is_latent
+    return heads if is_latent else metadata.size("attention.head_count_kv", heads)
+
+
+def latent_keys(metadata: Metadata) -> dict[str, Any]:
+    """Return the keys of latent attention; {} where there is none.
+
+    Files that state one head of latents have the widths of heads in keys of their own.
+    """
+    if not metadata.architecture.is_latent:
+        return {}
+    rope = metadata.size("rope.dimension_count")
+    keys, values = (
+        metadata.size(f"attention.{name}_length_mla", metadata.size(f"attention.{name}_length"))
+        for name in ("key", "value")
+    )
+    if keys <= rope:
+        raise metadata.wrong("attention.key_length", f"expected more than {rope}, found {keys}")
+    return {
+        "q_lora_rank": _query_rank(metadata),
+        "qk_nope_head_dim": keys - rope,
+        "qk_rope_head_dim": rope,
+        "v_head_dim": values,
+        "head_dim": rope,
+        **_by_gating(metadata),
+    }
+
+
+def _by_gating(metadata: Metadata) -> dict[str, Any]:
+    """Return the keys of the choice of experts."""
+    if metadata.get("expert_gating_func") == SIGMOID:
+        normalized = metadata.get("expert_weights_norm")
+        return {
+            "topk_method": "noaux_tc",
+            "norm_topk_prob": True if normalized is None else bool(normalized),
+        }
+    is_grouped = metadata.size("expert_group_count", 1) > 1
+    return {
+        "topk_method": "group_limited_greedy" if is_grouped else "greedy",
+        "norm_topk_prob": bool(metadata.get("expert_weights_norm")),
+    }
+
+
+def _query_rank(metadata: Metadata) -> int | None:
+    """Return the width of queries' latents; None: there are none."""
+    rank = metadata.get("attention.q_lora_rank")
+    return rank if type(rank) is int and rank > 0 else None
 
 
 def activation_dtype(gguf: GgufFile, family: Family) -> str:

@@ -6,7 +6,7 @@ tensor as floats. Nothing is decoded before it is read.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -90,6 +90,66 @@ class GgufEntry(TensorEntry):
         return decoded.reshape(-1, 1) if len(presented.shape) == 1 else decoded
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedEntry(TensorEntry):
+    """kv_b_proj of latent attention, of which the file has keys' and values' parts by head."""
+
+    keys: GgufEntry  # [heads * latent, key]
+    values: GgufEntry  # [heads * value, latent]
+    heads: int
+
+    @property
+    def stored_as(self) -> str:
+        """Return the type of the blocks of the keys' part."""
+        return self.keys.stored_as
+
+    def read(self) -> torch.Tensor:
+        """Read and decode the whole tensor. Raises CheckpointError."""
+        keys, values = (part.read().unflatten(0, (self.heads, -1)) for part in self._parts)
+        return torch.cat([keys.transpose(1, 2), values], dim=1).flatten(0, 1).contiguous()
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Read and decode rows `start` to `stop`. Raises CheckpointError."""
+        return self.read()[start:stop]
+
+    def blocks(self, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (0, all values)."""
+        yield 0, self.read()
+
+    @property
+    def _parts(self) -> tuple[GgufEntry, GgufEntry]:
+        return self.keys, self.values
+
+
+def _joined(name: str, presented: Presented, dtype: torch.dtype | None) -> JoinedEntry:
+    heads = presented.stored.shape[0]
+    keys, values = (
+        GgufEntry(
+            name=stored.name,
+            dtype=dtype or torch.float32,
+            shape=(heads * stored.shape[1], stored.shape[2]),
+            num_bytes=stored.type.row_bytes(torch.Size(stored.shape).numel()),
+            file=stored.file,
+            offset=stored.offset,
+            presented=replace(
+                presented, stored=stored, shape=(heads * stored.shape[1], stored.shape[2])
+            ),
+        )
+        for stored in (presented.stored, presented.values)
+    )
+    return JoinedEntry(
+        name=name,
+        dtype=keys.dtype,
+        shape=presented.shape,
+        num_bytes=keys.num_bytes + values.num_bytes,
+        file=keys.file,
+        offset=keys.offset,
+        keys=keys,
+        values=values,
+        heads=heads,
+    )
+
+
 def _halves_first(rows: torch.Tensor, heads: int) -> torch.Tensor:
     """Return rows of pairs (2 i, 2 i + 1) in each head as those of halves (i, i + half)."""
     return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
@@ -109,7 +169,9 @@ def make_entries(
     entries: dict[str, TensorEntry] = {}
     for name, presented in found.items():
         module = name.removesuffix(".weight")
-        if module != name and module in on_codes:
+        if presented.values is not None:
+            entries[name] = _joined(name, presented, float_dtype)
+        elif module != name and module in on_codes:
             for content, entry in _coded(module, presented).items():
                 entries[f"{module}.{content}"] = entry
         else:
@@ -202,7 +264,11 @@ def schemes_of(found: Mapping[str, Presented], family: Family) -> dict[str, Sche
         if (router and module.endswith(router)) or (shared and module.endswith(f".{shared}")):
             continue
         form = form_of(presented.stored.type)
-        runs = form is not None and form.runs(presented.shape[0], _is_expert(module))
+        runs = (
+            form is not None
+            and presented.values is None
+            and form.runs(presented.shape[0], _is_expert(module))
+        )
         schemes[module] = form.scheme if runs else None
     if schemes.get(head) is None:
         schemes.pop(head, None)

@@ -18,13 +18,13 @@ from typing import Any
 
 from formats.errors import CheckpointError
 from formats.gguf.block_types import BY_NAME, find_type
-from formats.gguf.config import find_family, head_dim, make_config, num_layers
+from formats.gguf.config import find_family, head_dim, make_config, num_kv_heads, num_layers
 from formats.gguf.container import SPLIT_NAME, StoredTensor, read_gguf, split_files
 from formats.gguf.metadata import Metadata
 from formats.gguf.names import NameMap, Presented
 from formats.gguf.tokenizer import tokenizer_files
 
-FORMAT = 2  # version of the folder's content; a new one makes new folders
+FORMAT = 3  # version of the folder's content; a new one makes new folders
 INDEX = "gguf.json"
 SUFFIX = ".gguf"
 REMEDY = "give the GGUF file again"
@@ -164,14 +164,17 @@ def _name_map(metadata: Metadata) -> NameMap:
         family=find_family(metadata),
         num_layers=num_layers(metadata),
         heads=heads,
-        kv_heads=metadata.size("attention.head_count_kv", heads),
+        kv_heads=num_kv_heads(metadata),
     )
 
 
 def _row(each: Presented, numbers: dict[Path, int]) -> list[Any]:
-    stored = each.stored
-    place = [numbers[stored.file], stored.type.id, stored.offset, list(stored.shape), stored.name]
-    return [each.name, list(each.shape), each.first_row, each.heads, each.offset, place]
+    parts = [each.stored, *([each.values] if each.values else [])]
+    places = [
+        [numbers[stored.file], stored.type.id, stored.offset, list(stored.shape), stored.name]
+        for stored in parts
+    ]
+    return [each.name, list(each.shape), each.first_row, each.heads, each.offset, places]
 
 
 def read_index(folder: Path) -> GgufIndex:
@@ -185,18 +188,21 @@ def read_index(folder: Path) -> GgufIndex:
             if _fingerprint(path) != stated:
                 raise CheckpointError(str(path), "has changed since it was opened", REMEDY)
         presented = {}
-        for name, shape, first_row, heads, offset, place in index["tensors"]:
-            number, kind, at, stored_shape, stored_name = place
-            stored = StoredTensor(
-                name=stored_name,
-                type=find_type(kind, stored_name),
-                shape=tuple(stored_shape),
-                file=files[number],
-                offset=at,
+        for name, shape, first_row, heads, offset, places in index["tensors"]:
+            stored, *values = (
+                StoredTensor(
+                    name=stored_name,
+                    type=find_type(kind, stored_name),
+                    shape=tuple(stored_shape),
+                    file=files[number],
+                    offset=at,
+                )
+                for number, kind, at, stored_shape, stored_name in places
             )
             presented[name] = Presented(
                 name=name,
                 stored=stored,
+                values=values[0] if values else None,
                 shape=tuple(shape),
                 first_row=first_row,
                 heads=heads,

@@ -17,7 +17,13 @@ from formats.gguf.rope import FREQUENCIES, LONG, SHORT
 
 IN_CONFIG = (FREQUENCIES, LONG, SHORT)  # read for config.json
 OF_A_LAYER = re.compile(r"blk\.(?P<number>\d{1,5})\.(?P<local>.+)\.(?P<kind>weight|bias)")
+KEY_UP, VALUE_UP, BOTH_UP = "attn_k_b", "attn_v_b", "attn_kv_b"  # of latent attention
 OLD_EXPERT = re.compile(r"(?P<local>ffn_(?:gate|up|down))\.(?P<number>\d{1,4})")
+# Start of the family's name of a projection of latent attention -> GGUF's
+LATENT_NAMES = {
+    **{"q": "attn_q", "q_a": "attn_q_a", "q_b": "attn_q_b"},
+    **{"kv_a": "attn_kv_a_mqa", "kv_b": BOTH_UP},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +36,9 @@ class Presented:
     first_row: int = 0  # of the stored rows
     heads: int = 0  # rows are in the order of rotated pairs in so many heads; 0: in the usual one
     offset: float = 0.0  # what the stored values are above the family's
+    # kv_b_proj of latent attention in two tensors: `stored` has the part of keys, transposed
+    # [heads, latent, key], and this one that of values [heads, value, latent]
+    values: StoredTensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +54,46 @@ class NameMap:
     def present(self, tensors: Mapping[str, StoredTensor], subject: str) -> dict[str, Presented]:
         """Return every tensor by the family's name. Raises CheckpointError for one without."""
         found: dict[str, Presented] = {}
+        halves = self._halves(tensors, subject)
+        for each in halves.values():
+            found[each.name] = each
         for stored in tensors.values():
+            if stored.name.rpartition(".")[0].endswith((KEY_UP, VALUE_UP)):
+                continue
             for each in self._of(stored, subject):
                 if each.name in found:
                     raise CheckpointError(f"{subject}: {stored.name}", f"is {each.name} again")
                 found[each.name] = each
+        return found
+
+    def _halves(self, tensors: Mapping[str, StoredTensor], subject: str) -> dict[str, Presented]:
+        """Return kv_b_proj of each layer that has it in two tensors, by the layer's prefix."""
+        found = {}
+        for stored in tensors.values():
+            prefix, is_half, kind = stored.name.partition(f"{KEY_UP}.")
+            match = OF_A_LAYER.fullmatch(stored.name)
+            if not is_half or kind != "weight" or match is None or not self.family.latent:
+                continue
+            number, values = int(match["number"]), tensors.get(f"{prefix}{VALUE_UP}.weight")
+            if number >= self.num_layers or f"{prefix}{BOTH_UP}.weight" in tensors:
+                continue
+            keys_fit = len(stored.shape) == 3 and stored.shape[0] == self.heads
+            if values is None or not keys_fit or values.shape[::2] != stored.shape[:2]:
+                raise CheckpointError(
+                    f"{subject}: {stored.name}",
+                    f"expected [{self.heads}, latent, key] and {VALUE_UP} [{self.heads}, value,"
+                    f" latent], found {list(stored.shape)} and"
+                    f" {'none' if values is None else list(values.shape)}",
+                    "convert the model again",
+                )
+            heads, latent, width = stored.shape
+            layer = self.family.layer.format(i=number)
+            found[prefix] = Presented(
+                name=f"{layer}.{self._linears[BOTH_UP]}.weight",
+                stored=stored,
+                shape=(heads * (width + values.shape[1]), latent),
+                values=values,
+            )
         return found
 
     def _of(self, stored: StoredTensor, subject: str) -> Iterator[Presented]:
@@ -176,6 +220,11 @@ def linear_names(family: Family) -> dict[str, str]:
     names = {"attn_output": o.linears[0].name}
     if qkv.stored_fused:
         names["attn_qkv"] = qkv.name
+    elif family.latent:
+        for projection in (qkv, *family.latent):
+            for name, _ in projection.members:
+                leaf = name.rpartition(".")[2].removesuffix("_with_mqa").removesuffix("_proj")
+                names[LATENT_NAMES[leaf]] = name
     else:
         of_qkv = zip(("attn_q", "attn_k", "attn_v"), qkv.members, strict=True)
         names |= {key: name for key, (name, _) in of_qkv}

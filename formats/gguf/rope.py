@@ -81,6 +81,9 @@ def _scaling(
         scaling[ORIGINAL] = metadata.size("rope.scaling.original_context_length")
     if config["model_type"] == "gpt_oss":
         scaling["truncate"] = False
+    multiplier = metadata.number("rope.scaling.yarn_log_multiplier")
+    if multiplier and metadata.architecture.is_latent:  # one tenth of DeepSeek's mscale_all_dim
+        scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), float(multiplier) * 10)
     for key, name in (
         ("attention_factor", "rope.scaling.yarn_attn_factor"),
         ("beta_fast", "rope.scaling.yarn_beta_fast"),

@@ -50,6 +50,8 @@ def route(
     shares_Mk = scores_ME.gather(1, ids_Mk)
     if routing.scores == "softmax_of_chosen":
         shares_Mk = shares_Mk.softmax(-1)
+    elif routing.scores == "sparsemixer":
+        shares_Mk = _sparsemixer(scores_ME, ids_Mk, routing.jitter)
     if routing.normalized:
         shares_Mk = shares_Mk / (shares_Mk.sum(-1, keepdim=True) + TINY)
     shares_Mk = shares_Mk * routing.factor
@@ -78,6 +80,18 @@ def route_tokens(
         return Routes(*(torch.cat(of_rows) for of_rows in zip(*rows, strict=True)))
     logits_ME = F.linear(x_MC.to(weight_EC.dtype), weight_EC, bias_E)
     return route(logits_ME, routing, correction_E, numbers_E)
+
+
+def _sparsemixer(logits_ME: torch.Tensor, ids_Mk: torch.Tensor, jitter: float) -> torch.Tensor:
+    """Shares [M, k] as Routing states them for sparsemixer."""
+    shares, left_ME = [], logits_ME
+    for ids_M1 in ids_Mk.split(1, dim=1):
+        best_M1 = logits_ME.gather(1, ids_M1)
+        distance_ME = (best_M1 - logits_ME) / logits_ME.abs().maximum(best_M1)
+        near_ME = left_ME.masked_fill(distance_ME > 2 * jitter, -torch.inf)
+        shares.append(near_ME.softmax(-1).gather(1, ids_M1))
+        left_ME = left_ME.scatter(1, ids_M1, -torch.inf)
+    return torch.cat(shares, 1)
 
 
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:

@@ -20,8 +20,11 @@ class Routing:
 
     num_experts: int
     top_k: int
-    # of the router's logits; softmax_of_chosen: the choice is by logits, the softmax comes after it
-    scores: Literal["softmax", "sigmoid", "softmax_of_chosen"] = "softmax"
+    # of the router's logits; softmax_of_chosen: the choice is by logits, the softmax comes after
+    # it; sparsemixer: the same choice, and each share is of a softmax over the logits near the
+    # chosen one, without those of experts chosen before (arXiv 2409.12136)
+    scores: Literal["softmax", "sigmoid", "softmax_of_chosen", "sparsemixer"] = "softmax"
+    jitter: float = 0.0  # of sparsemixer: near is within 2 jitter of the larger magnitude
     normalized: bool = False  # the shares are divided by their sum
     # Experts are divided into groups of equal size; all but the best groups are left out.
     num_groups: int = 1

@@ -193,6 +193,7 @@ class RoutingRule:
     in_group: int  # at least the experts of a group, a power of two
     top_groups: int
     by_two: bool
+    jitter: float
 
 
 def rule_of(routing: Routing) -> RoutingRule:
@@ -209,6 +210,7 @@ def rule_of(routing: Routing) -> RoutingRule:
         in_group=power_of_two(E // G),
         top_groups=routing.top_groups,
         by_two=routing.group_score == "top2",
+        jitter=routing.jitter,
     )
 
 
@@ -283,6 +285,23 @@ def _first_ranks(choice, scores, mask, e, j, TOP_K: tl.constexpr):
 
 
 @triton.jit
+def _sparsemixer(logits, ids, chosen_logits, mask, e, j, RULE: tl.constexpr):
+    """Shares [SLOTS]: each a softmax over logits near the chosen one, of experts that are left."""
+    TOP_K: tl.constexpr = RULE.top_k
+    REACH: tl.constexpr = 2 * RULE.jitter
+    shares = tl.zeros_like(chosen_logits)
+    left = mask
+    for i in tl.static_range(TOP_K):
+        best = tl.sum(tl.where(j == i, chosen_logits, 0.0))
+        distance = (best - logits) / tl.maximum(tl.abs(logits), best)
+        near = left & ~(distance > REACH)
+        total = tl.sum(tl.where(near, tl.exp(logits - best), 0.0))
+        shares = tl.where(j == i, 1 / total, shares)
+        left = left & (e != tl.sum(tl.where(j == i, ids, 0)))
+    return shares
+
+
+@triton.jit
 def choose_experts(
     logits_ptr,
     correction_ptr,
@@ -342,6 +361,8 @@ def choose_experts(
     if RULE.scores == "softmax_of_chosen":
         exps = tl.exp(shares - tl.max(shares))
         shares = exps / tl.sum(exps)
+    elif RULE.scores == "sparsemixer":
+        shares = _sparsemixer(logits, ids, shares, mask, e, j, RULE)
     shares = tl.where(j < TOP_K, shares, 0.0)
     if RULE.normalized:
         shares = shares / (tl.sum(shares) + 1e-20)

@@ -1,5 +1,8 @@
 """`qserve quantize`: write a quantized copy of a float model, or of a draft head."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import qserve
 from formats.errors import InputError
 from formats.names import AUTO_GROUPS, GGUF, GGUF_TYPES
@@ -24,7 +27,7 @@ def quantize(model: str, config: QuantizeConfig) -> int:
     from formats.scheme import SCHEMES, Scheme
     from formats.table import parse_size
     from qserve.model.fallback.quantize import (
-        check_rounding_alone,
+        check_settings,
         has_no_row,
         quantize_fallback,
     )
@@ -87,12 +90,13 @@ def quantize(model: str, config: QuantizeConfig) -> int:
     elif config.target is not None:
         raise InputError("--target", f"{model} is not a draft head", "remove it")
     elif has_no_row(model):
-        is_rounded = config.recipe == "rtn" and not (is_gguf or fits_groups)
+        recipe = "" if is_gguf or fits_groups else config.recipe or _usual_recipe(scheme)
         given = [name for name in (*NOT_OF_A_HEAD, "override", "adapter") if getattr(config, name)]
-        check_rounding_alone(model, is_rounded, given)
+        check_settings(model, recipe, given)
         names = ("output_format", "ignore", "quantizer")
         own = {name: settings[name] for name in names}
-        report = quantize_fallback(model, config.output, scheme, **own)
+        solve = None if recipe == "rtn" else _solver(model, scheme, settings)
+        report = quantize_fallback(model, config.output, scheme, solve=solve, **own)
     else:
         settings["recipe"] = config.recipe or default_recipe(
             base_scheme(scheme) if is_type else scheme
@@ -120,6 +124,37 @@ def quantize(model: str, config: QuantizeConfig) -> int:
     print(report.to_text())
     print(f"Wrote and verified {config.output}")
     return 0
+
+
+def _usual_recipe(scheme: Any) -> str:
+    """Return the recipe of a model without a row in the table of families."""
+    weight = scheme.weight
+    return "gptq" if weight.type == "int" and weight.bits <= 4 else "rtn"
+
+
+def _solver(folder: str, scheme: Any, settings: Mapping[str, Any]) -> Any:
+    """Return what solves the linears of a transformers model for calibration data."""
+    from transformers import AutoTokenizer
+
+    from calibrate.any_decoder import solve_layers
+    from calibrate.recipe import check_makes, find_recipe
+    from calibrate.texts.data import read_calibration
+
+    check_makes(find_recipe("gptq"), [scheme])
+    names = ("samples", "sequence_length", "seed", "bos")
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+    def solve(model: Any, linears: Sequence[str]) -> dict[str, Any]:
+        own = {name: settings[name] for name in names}
+        longest = getattr(model.config, "max_position_embeddings", None)
+        own["sequence_length"] = min(own["sequence_length"], longest or own["sequence_length"])
+        data = read_calibration(settings["calibration"], tokenizer, **own)
+        device = settings["device"] or "cpu"
+        return solve_layers(
+            model, linears, data.ids_WS, scheme.weight, device=device, subject=folder
+        )
+
+    return solve
 
 
 # Settings of `quantize` that apply to models only, not to draft heads.

@@ -63,9 +63,9 @@ LIMITS = (
 
 LATENT_LIMITS = (
     Limit(
-        "--enable-lora",
-        lambda config: config.enable_lora,
-        "kv_b_proj is multiplied into queries and results, to which no adapter is added",
+        "--enable-lora with --batch-invariant",
+        lambda config: config.enable_lora and config.batch_invariant,
+        "adapters of kv_b_proj are products whose order depends on the batch",
     ),
 )
 

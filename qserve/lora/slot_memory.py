@@ -7,9 +7,11 @@ from collections.abc import Iterator
 
 import torch
 
+from formats.architecture.rows.latent_parts import KEYS_VALUES, QUERIES
 from qkernels.lora.weights import TABLE_COLUMNS, LoraWeights
 from qserve.lora.layout import AdapterLayout, PackedAdapter, Place
 from qserve.model.blocks.dense_and_experts import DenseAndExperts
+from qserve.model.blocks.latent_adapters import LatentAdapters
 from qserve.model.blocks.linear import AdaptedLinear, AdaptedRows, RowParallel
 from qserve.model.blocks.mlp import Mlp
 from qserve.model.blocks.moe import MoeMlp
@@ -40,6 +42,15 @@ class SlotMemory:
         self._ranks = torch.zeros(tables, dtype=torch.int32, device=device)
         self._scales = torch.zeros(tables, dtype=torch.float32, device=device)
         for number, place in enumerate(layout.places):
+            if place.projection == KEYS_VALUES:
+                attention = decoder.layers[decoder.layer_numbers.index(place.layer)].attention
+                attention.adapters = LatentAdapters(
+                    self._weights(number, place),
+                    self.rows,
+                    attention.shape.nope,
+                    attention.shape.value,
+                )
+                continue
             owner, name = _linear_of(decoder, place)
             if isinstance(getattr(owner, name), RowParallel):
                 # its sum over ranks adds up the adapters' parts
@@ -93,6 +104,8 @@ def _linear_of(decoder: Decoder, place: Place) -> tuple[torch.nn.Module, str]:
     layer = decoder.layers[decoder.layer_numbers.index(place.layer)]
     if place.projection in (family.qkv, family.o):
         return layer.attention, "qkv_proj" if place.projection == family.qkv else "o_proj"
+    if place.projection == QUERIES:
+        return layer.attention, "q_b_proj"
     inputs = family.layer_inputs
     if inputs is not None and place.projection in (inputs.gate, inputs.projection):
         return layer.layer_input, "gate" if place.projection == inputs.gate else "projection"

@@ -288,6 +288,7 @@ def _ropes(
             dim=config.global_head_dim if is_full else head_dim,
             max_position=config.max_position_embeddings,
             interleaved=is_set(family.interleaved_rope, vars(config)),
+            is_reversed=family.reversed_rope,
         )
         ropes.append(rope if rotates else None)
     return tuple(ropes)

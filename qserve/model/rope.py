@@ -25,10 +25,17 @@ class RopeConfig:
     max_position: int  # max_position_embeddings
     parameters: dict[str, Any]  # of the scaling type
     interleaved: bool = False
+    is_reversed: bool = False  # pairs turn the other way
 
     @classmethod
     def from_dict(
-        cls, rope: dict[str, Any], *, dim: int, max_position: int, interleaved: bool = False
+        cls,
+        rope: dict[str, Any],
+        *,
+        dim: int,
+        max_position: int,
+        interleaved: bool = False,
+        is_reversed: bool = False,
     ) -> "RopeConfig":
         """Raises InputError on an unsupported scaling type."""
         kind = rope.get("rope_type", ROPE_DEFAULT)
@@ -50,6 +57,7 @@ class RopeConfig:
             max_position=max_position,
             parameters=dict(rope),
             interleaved=interleaved,
+            is_reversed=is_reversed,
         )
 
     def check_length(self, max_model_len: int) -> None:
@@ -84,7 +92,7 @@ def inverse_frequencies(rope: RopeConfig, length: int) -> tuple[torch.Tensor, fl
         raise _no_rotation(rope, f"{type(error).__name__}: {one_line(error)}") from None
     if not (frequencies.isfinite().all() and math.isfinite(scale)):
         raise _no_rotation(rope, "found angles that are not finite")
-    return frequencies, scale
+    return -frequencies if rope.is_reversed else frequencies, scale
 
 
 def _no_rotation(rope: RopeConfig, problem: str) -> InputError:
@@ -176,7 +184,8 @@ def _longrope(periods: torch.Tensor, rope: RopeConfig, length: int) -> tuple[tor
             "copy config.json from the float model",
         )
     factor = parameters.get("factor") or rope.max_position / original
-    scale = parameters.get("attention_factor")
+    scale = parameters.get("long_mscale" if length > original else "short_mscale")  # PhiMoE's
+    scale = parameters.get("attention_factor") if scale is None else scale
     if scale is None:
         scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return 1.0 / (torch.tensor(factors, dtype=torch.float32) * periods), float(scale)

@@ -5,12 +5,13 @@ from typing import Any
 
 from formats.architecture.columns import Norm, Positions
 from formats.architecture.experts import Router, SharedExpert
-from formats.architecture.flags import Equals, Flag
+from formats.architecture.flags import Equals, Flag, Stated
 from formats.architecture.projection import Projection
 from formats.architecture.rows.parts import (
     ATTENTION_BIAS,
     DOWN,
     GATE_UP,
+    MLP_BIAS,
     NAMES,
     O_PROJ,
     QKV,
@@ -111,13 +112,13 @@ ERNIE_MOE: dict[str, Any] = {
     "draft_prefix": "model.mtp_",
     "config_keys": {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
 }
+NORMS_OF_ROTATED_HEADS = tuple(
+    Norm(name=f"self_attn.{x}_layernorm", size="head_dim") for x in ("query", "key")
+)
 HUNYUAN: dict[str, Any] = {
     **ATTENTION_BIAS,
     "builder": "hunyuan",
-    "norms": (
-        *USUAL["norms"],
-        *(Norm(name=f"self_attn.{x}_layernorm", size="head_dim") for x in ("query", "key")),
-    ),
+    "norms": (*USUAL["norms"], *NORMS_OF_ROTATED_HEADS),
 }
 HUNYUAN_MOE: dict[str, Any] = {
     **HUNYUAN,
@@ -136,6 +137,19 @@ GRANITE: dict[str, Any] = {
     "builder": "granite",
     "embedding_factor_key": "embedding_multiplier",
     "logits_divisor_key": "logits_scaling",
+}
+_POST_NORM = Stated("use_post_norm", True)
+HYPERCLOVA: dict[str, Any] = {
+    **ATTENTION_BIAS,
+    **MLP_BIAS,
+    "builder": "granite",
+    "norms": (
+        *USUAL["norms"],
+        Norm(name="post_norm1", present=_POST_NORM),
+        Norm(name="post_norm2", present=_POST_NORM),
+    ),
+    "embedding_factor_key": "embedding_multiplier",
+    "logits_factor_key": "logits_scaling",
 }
 GRANITE_MOE: dict[str, Any] = {
     **GRANITE,

@@ -8,6 +8,8 @@ from formats.architecture.rows.classic_parts import (
     ERNIE,
     GRANITE,
     HUNYUAN,
+    HYPERCLOVA,
+    NORMS_OF_ROTATED_HEADS,
 )
 from formats.architecture.rows.gemma4 import GEMMA_4
 from formats.architecture.rows.parts import (
@@ -93,6 +95,20 @@ DENSE = (
         window="all",
         rules=ConfigRules(may_be_null=("num_key_value_heads", "head_dim")),
     ),
+    family_row(
+        "NanoChatForCausalLM",
+        "nanochat",
+        "nanochat",
+        builder="hunyuan",
+        **ATTENTION_BIAS,
+        **ungated("mlp.fc1", "mlp.fc2", False),
+        activations=("relu2",),
+        norms=(*(replace(norm, feeds="") for norm in USUAL["norms"]), *NORMS_OF_ROTATED_HEADS),
+        norm_weights=False,
+        embedding_norm="model.norm.weight",  # the last norm, which has no weights, comes first, too
+        reversed_rope=True,
+        logits_cap_key="final_logit_softcapping",
+    ),
     family_row("GemmaForCausalLM", "Gemma", "gemma", builder="llama", **GEMMA_1),
     family_row(
         "Gemma2ForCausalLM", "Gemma 2", "gemma2", builder="gemma.gemma2", **GEMMA, norms=GEMMA_NORMS
@@ -115,6 +131,12 @@ DENSE = (
         **GRANITE,
         **MLP_BIAS,
         rules=ConfigRules(may_be_null=("num_key_value_heads", "head_dim")),
+    ),
+    family_row(
+        "HyperCLOVAXForCausalLM",
+        "HyperCLOVA X",
+        "hyperclovax",
+        **HYPERCLOVA,
     ),
     family_row(
         "SmolLM3ForCausalLM",

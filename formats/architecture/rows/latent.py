@@ -6,6 +6,7 @@ from formats.architecture.rows.latent_parts import (
     GLM_LITE,
     MINICPM_3,
     MISTRAL_4,
+    YOUTU,
 )
 from formats.architecture.rows.usual import family_row
 
@@ -18,6 +19,7 @@ LATENT = (
         **DEEPSEEK_V3,
     ),
     family_row("Glm4MoeLiteForCausalLM", "GLM-4.7-Flash", "glm4_moe_lite", **GLM_LITE),
+    family_row("YoutuForCausalLM", "Youtu-LLM", "youtu", **YOUTU),
     family_row("MiniCPM3ForCausalLM", "MiniCPM3", "minicpm3", **MINICPM_3),
     family_row("Mistral4ForCausalLM", "Mistral 4 (text)", "mistral4", **MISTRAL_4),
 )

@@ -129,9 +129,8 @@ MISTRAL_4: dict[str, Any] = {
     "draft_layers_key": "",
     "fixed": {"attention_bias": False},
 }
-MINICPM_3: dict[str, Any] = {
+YOUTU: dict[str, Any] = {
     **LATENT,
-    **MLP_BIAS,
     "norms": _norms(LATENTS, GATE_UP.name),
     "variants": (
         (
@@ -143,10 +142,14 @@ MINICPM_3: dict[str, Any] = {
             },
         ),
     ),
-    "interleaved_rope": False,
     "draft_layers_key": "",
-    "embedding_factor_key": "scale_emb",
-    "logits_divisor_key": "logits_divisor",  # stored_form.py derives it
     "fixed": {"attention_bias": False},
     "tied": True,
+}
+MINICPM_3: dict[str, Any] = {
+    **YOUTU,
+    **MLP_BIAS,
+    "interleaved_rope": False,
+    "embedding_factor_key": "scale_emb",
+    "logits_divisor_key": "logits_divisor",  # stored_form.py derives it
 }

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from formats.architecture.columns import QWEN_MTP, ConfigRules, Norm
-from formats.architecture.experts import Experts, Router
+from formats.architecture.experts import Experts, Router, SharedExpert
 from formats.architecture.flags import Flag, Stated
 from formats.architecture.projection import Projection
 
@@ -249,6 +249,41 @@ MINIMAX_M2 = {
     ),
     "norms": (*norms_before("block_sparse_moe"), *WHOLE_NORMS),
     "fixed": {"scoring_func": "sigmoid", "use_qk_norm": True, "shared_intermediate_size": 0},
+}
+MELLUM = {
+    **ATTENTION_BIAS,
+    "experts": experts(
+        "mlp",
+        NAMES,
+        "moe_intermediate_size",
+        replace(QWEN_ROUTER, normalized=Stated("norm_topk_prob", True)),
+        types_key="mlp_layer_types",
+    ),
+    "norms": (*norms_before("mlp"), *HEAD_NORMS),
+    "window": "layer_types",
+    "draft_prefix": "mtp.",
+}
+HY_3 = {
+    **ATTENTION_BIAS,
+    "experts": experts(
+        "mlp",
+        NAMES,
+        "moe_intermediate_size",
+        Router(
+            name="router.gate",
+            scores="sigmoid",
+            normalized=True,
+            float32=True,
+            correction="expert_bias",
+            factor_key="router_scaling_factor",
+        ),
+        shared=SharedExpert(**gated("mlp.shared_mlp", *NAMES, "shared_experts")),
+        types_key="mlp_layer_types",
+    ),
+    "norms": (*norms_before("mlp"), *HEAD_NORMS),
+    "fixed": {"mlp_bias": False},
+    "config_keys": {"n_shared_experts": "num_shared_experts"},
+    "draft_prefix": "model.layers.80.",  # an MTP layer after the 80 of published models
 }
 QWEN_HYBRID = {
     "qkv": replace(QKV, members=((_Q, "q_and_gate"), *QKV.members[1:]), bias="attention_bias"),

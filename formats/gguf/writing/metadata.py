@@ -18,7 +18,7 @@ from formats.gguf.writing.container_writer import Value
 
 REMEDY = "write another format"
 # Rows whose files need more than this module writes
-NOT_WRITTEN = ("phi3", "gpt-oss", "glm4moe")
+NOT_WRITTEN = ("phi3", "gpt-oss", "glm4moe", "deepseek2")
 # config.json's keys that may differ: the file has another name or form for them
 NOT_COMPARED = {
     *("architectures", "model_type", "dtype", "hidden_act", "tie_word_embeddings"),
@@ -31,7 +31,7 @@ WHOLE = ("expert_count", "expert_used_count", "expert_shared_count", "leading_de
 def architecture_of(family: Family) -> Architecture:
     """Return the row that a family is written as. Raises CheckpointError if there is none."""
     for row in ARCHITECTURES.values():
-        names = (row.family, row.with_experts, row.with_window)
+        names = (row.family, row.with_experts, row.with_window, row.with_sigmoid)
         if family.architecture in names and row.name not in NOT_WRITTEN:
             return row
     raise CheckpointError(f"architecture {family.architecture}", "is not written as GGUF", REMEDY)

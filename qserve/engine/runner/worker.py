@@ -113,7 +113,6 @@ class Worker:
         self._write_loads: Callable[[], object] | None = None
         # a graph's steps have rows that are padding, which loads must not count
         is_eager = config.enforce_eager or config.record_expert_loads is not None
-        is_eager |= is_fallback(model)
         self._uses_graphs = not is_eager and ranks.pipeline is None
         self._plans_kernels = _plans_kernels(config, device) and not is_fallback(model)
         # Where no kernel was compiled yet, its processes start while the model is loaded. One rank
@@ -160,7 +159,7 @@ class Worker:
             if model.vision is not None:
                 runner.encoder = Encoder.load(model.vision, config, decoder)
             if self._uses_graphs and device.type == "cuda":
-                runner.check_graphs()
+                self._check_graphs(runner)
             if config.enable_lora:
                 runner.adapters = SlotMemory(
                     decoder,
@@ -178,6 +177,23 @@ class Worker:
                     runner.adapters.num_bytes / GIB,
                 )
             return runner
+
+    def _check_graphs(self, runner: ModelRunner) -> None:
+        """Raise InputError where CUDA graphs cannot hold a step.
+
+        A model that transformers runs goes on without them.
+        """
+        reason = getattr(runner.decoder, "no_graphs", "")
+        try:
+            runner.check_graphs()
+        except InputError as error:
+            if not is_fallback(self._model):
+                raise
+            reason = error.problem
+        if reason:
+            self._uses_graphs = False
+            name = self._model.family.architecture
+            logger.warning("%s runs without CUDA graphs: %s", name, reason)
 
     @staticmethod
     def _open_weights(

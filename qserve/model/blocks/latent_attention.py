@@ -30,6 +30,7 @@ from qkernels.latent.fixed_order.config import segment_boundaries
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
 from qserve.model.blocks.attention import SplitStep, StepInputs, check_capturable
+from qserve.model.blocks.latent_adapters import LatentAdapters
 from qserve.model.blocks.linear import Linear, LinearPlan, Product, products_of
 from qserve.model.blocks.rotary import Rotary
 from qserve.model.cache_spec import CacheSpec, KvFormat, SplitRule, StepLimits, WarmUpShape
@@ -169,6 +170,7 @@ class LatentAttention(torch.nn.Module):
         self.register_buffer("key_up", key_up)
         self.register_buffer("value_up", value_up)
         self.register_buffer("query_scales", query_scales)
+        self.adapters: LatentAdapters | None = None  # of kv_b_proj; --enable-lora sets it
 
     def cache_spec(self, kv_format: KvFormat, page_size: int) -> PagedLatentsSpec:
         """Return the spec of the layer's pages. Raises InputError for 4-bit pages."""
@@ -216,7 +218,8 @@ class LatentAttention(torch.nn.Module):
         )
         if step.exchange is not None:
             step.exchange.exchange_(cache)
-        if step.split is None:
+        adapters = self._adapters
+        if step.split is None or adapters is not None:  # expanded keys are of no adapter
             out_THV = self._absorbed(q_n_THP, q_THE, cache, step)
         else:
             out_THV = self._split(q_n_THP, q_THE, cache, step.split)
@@ -232,6 +235,9 @@ class LatentAttention(torch.nn.Module):
             ops.fixed_order_heads(q_n_THP, self.key_up, absorbed_THL)
         else:
             torch.bmm(q_n_THP.transpose(0, 1), self.key_up, out=absorbed_THL.transpose(0, 1))
+        adapters = self._adapters
+        if adapters is not None:
+            adapters.add_queries_(absorbed_THL, q_n_THP)
         out_THL = ops.latent_attention(
             q_THE,
             cache,
@@ -242,7 +248,16 @@ class LatentAttention(torch.nn.Module):
         )
         if self.kernel == FIXED_ORDER:
             return ops.fixed_order_heads(out_THL, self.value_up)
-        return torch.bmm(out_THL.transpose(0, 1), self.value_up).transpose(0, 1)
+        out_THV = torch.bmm(out_THL.transpose(0, 1), self.value_up).transpose(0, 1)
+        if adapters is not None:
+            adapters.add_results_(out_THV, out_THL)
+        return out_THV
+
+    @property
+    def _adapters(self) -> LatentAdapters | None:
+        """Adapters of kv_b_proj; None: no row of this step has one."""
+        has_rows = self.adapters is not None and self.adapters.slots_T is not None
+        return self.adapters if has_rows else None
 
     def _split(
         self, q_n_THP: torch.Tensor, q_THE: torch.Tensor, cache: PagedLatents, split: SplitStep

@@ -17,6 +17,7 @@ from formats.errors import CheckpointError, InputError, one_line
 from qkernels import QuantLinear
 from qserve.model.blocks.attention import StepInputs
 from qserve.model.fallback.attention import INTERFACE, Call, attach
+from qserve.model.fallback.capture import refusal_of_graphs
 from qserve.model.fallback.decoder import FallbackDecoder, QuantizedLinear
 from qserve.model.fallback.support import config_of, model_class
 from qserve.model.loading.dummy_source import DummySource
@@ -55,11 +56,10 @@ def load_fallback(
     raw = read_json(Path(folder) / "config.json")
     cls = model_class(raw)
     logger.info(
-        "%s has no implementation here; it runs through transformers, without CUDA graphs",
-        config.family.architecture,
+        "%s has no implementation here; it runs through transformers", config.family.architecture
     )
     if config.quant is None:
-        model = _load_float(cls, raw, folder, dtype)
+        model = load_float(cls, raw, folder, dtype)
     else:
         model = _load_quantized(cls, raw, source, device, dtype, kernels)
     model = model.to(device).train(False).requires_grad_(False)
@@ -68,7 +68,7 @@ def load_fallback(
     return _proven(config, model, call, device, kernels.get("attention"))
 
 
-def _load_float(cls: Any, raw: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> Any:
+def load_float(cls: Any, raw: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> Any:
     """Load the weights as transformers does, which also knows older names of tensors."""
     try:
         model, found = cls.from_pretrained(
@@ -187,6 +187,10 @@ def _proven(
         hidden_TC = torch.cat(states)
         _compare(call, hidden_TC, want_TC, "hidden states")
         _compare(call, _checked(call, decoder.logits, hidden_TC), want, "logits")
+        if device.type == "cuda":
+            last = slice(start - 1, start)
+            given = ids_T[last], _step(start - 1, start, device), caches
+            decoder.no_graphs = refusal_of_graphs(decoder, given, hidden_TC[last])
     return decoder
 
 

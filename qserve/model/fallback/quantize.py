@@ -1,17 +1,19 @@
-"""Round the linears of a model that transformers runs. Solvers need a row of the family table."""
+"""Quantize the linears of a model that transformers runs: rounded, or solved by GPTQ."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from formats.checkpoint import CONFIG, CheckpointReader, read_json
 from formats.errors import InputError
 from formats.families import FAMILIES
-from formats.in_memory.weights import round_to_nearest, with_activation
+from formats.in_memory.weights import Weight, round_to_nearest, with_activation
 from formats.plan import fits
 from formats.save import Saved, save_quantized
 from formats.scheme import Scheme
+from qserve.model.fallback.loading import load_float
 from qserve.model.fallback.support import (
     AUTO,
     architecture_of,
@@ -20,7 +22,9 @@ from qserve.model.fallback.support import (
     model_class,
 )
 
-RECIPE = "rtn"
+RECIPES = ("rtn", "gptq")
+# (model with its float weights, names of linears) -> their quantized weights
+Solve = Callable[[Any, Sequence[str]], dict[str, Weight]]
 # Last parts of names of linears that choose experts: they stay in float
 ROUTERS = ("gate", "router", "shared_expert_gate", "classifier", "gate_proj_router")
 
@@ -34,15 +38,17 @@ def has_no_row(folder: str | Path) -> bool:
     return architecture_of(raw) not in FAMILIES and is_chosen(raw, AUTO)
 
 
-def check_rounding_alone(folder: str, is_rounded: bool, settings: Sequence[str]) -> None:
+def check_settings(folder: str, recipe: str, settings: Sequence[str]) -> None:
     """Raise InputError for a recipe or `settings` that need a row in the table of families."""
-    if is_rounded and not settings:
+    if recipe in RECIPES and not settings:
         return
     flags = [f"--{name.replace('_', '-')}" for name in settings]
     raise InputError(
         flags[0] if flags else "--recipe",
-        f"{folder} has no row in `qserve families`, so that its linears can only be rounded",
-        f"give --recipe {RECIPE} with --scheme, --group-size N, --format and --ignore alone",
+        f"{folder} has no row in `qserve families`, so that its linears can only be rounded or"
+        " solved by gptq",
+        f"give --recipe {' or '.join(RECIPES)} with --scheme, --group-size N, --format and --ignore"
+        " alone",
     )
 
 
@@ -74,8 +80,9 @@ def quantize_fallback(
     output_format: str | None = None,
     ignore: Sequence[str] = (),
     quantizer: str = "qserve-kit",
+    solve: Solve | None = None,
 ) -> Saved:
-    """Write a copy of a model with its linears rounded to nearest. Raises InputError."""
+    """Write a copy of a model with its linears rounded to nearest, or solved. Raises InputError."""
     reader = CheckpointReader(folder, in_blocks=False)
     wanted = [
         name
@@ -88,10 +95,16 @@ def quantize_fallback(
             f"has no linear of {architecture_of(reader.config)} by the names of transformers",
             "its tensors may be stored in another form; use a family with a row",
         )
-    weights = {}
-    for name in wanted:
-        weight = round_to_nearest(reader.get(f"{name}.weight").float(), scheme.weight, name)
-        weights[name] = with_activation(weight, scheme, None, name)
+    if solve is None:
+        weights = {
+            name: round_to_nearest(reader.get(f"{name}.weight").float(), scheme.weight, name)
+            for name in wanted
+        }
+    else:
+        cls = model_class(reader.config)
+        model = load_float(cls, reader.config, Path(folder), torch.float32)
+        weights = solve(model.train(False).requires_grad_(False), wanted)
+    weights = {name: with_activation(each, scheme, None, name) for name, each in weights.items()}
     return save_quantized(
         output,
         folder,

@@ -1,11 +1,12 @@
-"""Granite 3 and 4 (dense, and mixtures of experts): Llama with factors on embeddings, on what
-layers add, on scores and on logits.
+"""Granite 3 and 4 (dense, and mixtures of experts), HyperCLOVA X: Llama with factors on embeddings,
+on what layers add, on scores and on logits.
 
-Those of embeddings and logits are columns of the family's row.
+HyperCLOVA X may have norms after attention and feed-forward. Factors of embeddings and logits are
+columns of the family's row.
 """
 
 from qserve.model.blocks.layer import Layer
-from qserve.model.blocks.norm import BranchEnd
+from qserve.model.blocks.norm import BranchEnd, Norm
 from qserve.model.decoder import Decoder
 from qserve.model.families import llama, moe
 from qserve.model.loading.layer_weights import LayerWeights
@@ -18,14 +19,22 @@ def build(config: ModelConfig, weights: Weights) -> Decoder:
 
 
 def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
-    end = BranchEnd(factor=config.values["residual_multiplier"])
+    factor = config.values["residual_multiplier"]
+    attention_end, mlp_end = (
+        BranchEnd(_norm_after(config, weights, name), factor)
+        for name in ("post_norm1", "post_norm2")
+    )
     scale = config.values["attention_multiplier"]
     build_mlp = moe.build_mlp if config.family.experts else llama.build_mlp
     return Layer(
         attention_norm=llama.build_norm(config, weights, "input_layernorm"),
         attention=llama.build_attention(config, weights, scale=scale),
-        attention_end=end,
+        attention_end=attention_end,
         mlp_norm=llama.build_norm(config, weights, "post_attention_layernorm"),
         mlp=build_mlp(config, weights),
-        mlp_end=end,
+        mlp_end=mlp_end,
     )
+
+
+def _norm_after(config: ModelConfig, weights: LayerWeights, name: str) -> Norm | None:
+    return llama.build_norm(config, weights, name) if weights.has_norm(name) else None

@@ -41,6 +41,7 @@ def routing_of(experts: Experts, config: Mapping[str, Any]) -> Routing:
         num_experts=num_experts(config),
         top_k=config["num_experts_per_tok"],
         scores=rule.scores,
+        jitter=config.get(rule.jitter_key, 0.0),
         normalized=is_set(rule.normalized, config),
         factor=config.get(rule.factor_key, 1.0),
         rounded=rule.rounded,

@@ -10,6 +10,7 @@ import torch
 
 from formats.architecture.rows.latent_parts import KEYS_VALUES
 from qserve.model.blocks.latent_attention import LatentShape
+from qserve.model.sharing import LinearPart
 
 
 def absorbed(weights: Any, prefix: str, shape: LatentShape) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,6 +27,7 @@ def absorbed(weights: Any, prefix: str, shape: LatentShape) -> tuple[torch.Tenso
         whole_NL = weights.source.tensor(f"{name}.weight", stored)
     rows = weights.sharing.head_rows("latent_kv")
     if rows is not None:
+        weights.parts[name] = LinearPart(rows=(rows,))
         whole_NL = whole_NL[slice(*rows)]
     by_head = whole_NL.to(weights.device, weights.dtype).unflatten(0, (shape.heads, -1))
     key_up, value_up = by_head.split([shape.nope, shape.value], dim=1)

@@ -227,6 +227,8 @@ class Weights:
 
         In float32 where the family rounds after the product alone (ops.NormSpec).
         """
+        if not self.family.norm_weights:
+            return torch.ones(shape, dtype=self.dtype, device=self.device)
         stored = self.source.tensor(name, shape).to(self.device, torch.float32)
         dtype = torch.float32 if self.family.float32_norms else self.dtype
         return (stored + self.family.norm_offset).to(dtype)

@@ -30,6 +30,7 @@ ROUTINGS = {
         group_score="top2",
         factor=2.5,
     ),
+    "phi": Routing(num_experts=16, top_k=2, scores="sparsemixer", jitter=0.13, rounded=True),
     "all": Routing(num_experts=5, top_k=5),
 }
 # errors against those in float16

@@ -89,3 +89,31 @@ def test_slots_are_filled_anew_between_steps(docs_5m, loras):
             found = tokens(llm, lora)
             same = [a[:8] == b[:8] for a, b in zip(want[lora], found, strict=True)]
             assert sum(same) >= len(same) - 1
+
+
+def test_adapters_of_latent_attention(tiny_model, tmp_path):
+    """Of kv_b_proj, too: graphs against eager steps, and logits against the CPU's."""
+    folder, few = tiny_model("deepseek_v3"), dataclasses.replace(PARAMS, max_tokens=6)
+    requests = [
+        LoRARequest(f"a{n}", n + 1, str(write_adapter(folder, tmp_path / f"{n}", rank=2 + n)))
+        for n in range(2)
+    ]
+    asked = [[*requests, None][n % 3] for n in range(len(PROMPTS))]
+    want = tokens(make(folder, enforce_eager=True), asked, few)
+    found = tokens(make(folder), asked, few)
+    assert sum(a == b for a, b in zip(want, found, strict=True)) >= len(want) - 3
+    params = dataclasses.replace(PARAMS, max_tokens=1, prompt_logprobs=0)
+    far = []
+    for device in ("cpu", "cuda"):
+        llm = LLM(
+            str(folder),
+            device=device,
+            enable_lora=True,
+            max_loras=2,
+            num_gpu_blocks_override=512,
+            dtype="float32" if device == "cpu" else "bfloat16",
+        )
+        outputs = llm.generate(PROMPTS[4:6], params, False, lora_request=requests)
+        rows = (each for output in outputs for each in output.prompt_logprobs[1:])
+        far.append(torch.tensor([each.logprob for row in rows for each in row.values()]))
+    assert (far[0] - far[1]).abs().mean() < 0.2 * far[0].std()

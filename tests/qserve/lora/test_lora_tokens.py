@@ -23,6 +23,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 # PEFT takes the feed-forward's names in these families for those of fused experts.
 FUSED_IN_PEFT = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe")
 EXPERTS = (*FUSED_IN_PEFT, "gpt_oss")
+LATENT = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 
 
 def engine(model, **settings):
@@ -70,17 +71,25 @@ def float_model(folder):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "family",
-    ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "glm4", "olmo2", *EXPERTS),
+    [
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "glm4", "olmo2")
+        ),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in EXPERTS),
+        pytest.param("minicpm3", marks=pytest.mark.exhaustive),
+        *("deepseek_v2", "deepseek_v3"),  # queries directly, and from latents
+    ],
 )
 def test_logits_are_peft_s(tiny_model, tmp_path, family):
     peft = pytest.importorskip("peft")
-    model = tiny_model(family)
-    only = ATTENTION if family in EXPERTS else ()
+    model, is_latent = tiny_model(family), family in ("deepseek_v2", "deepseek_v3", "minicpm3")
+    only = ATTENTION if family in EXPERTS else LATENT if is_latent else ()
     patterns = {"rank_pattern": {"o_proj": 5}, "alpha_pattern": {r"1\..*": 3.5}}
     some = ATTENTION[2:] if only else ("v_proj", "o_proj", "up_proj", "qkv_proj")
+    some = ("kv_b_proj", "o_proj") if is_latent else some
     folders = [
         write_adapter(model, tmp_path / "plain", rank=1, only=only),
         write_adapter(model, tmp_path / "large", rank=16, seed=1, only=only, use_rslora=True),
@@ -99,6 +108,7 @@ def test_logits_are_peft_s(tiny_model, tmp_path, family):
     ("family", "targets"),
     [
         ("qwen2_moe", 10),  # attention, the dense feed-forward, the shared expert
+        ("deepseek_v3", 11),
         pytest.param("glm4_moe", 10, marks=pytest.mark.exhaustive),
         pytest.param("gemma4_moe", 7, marks=pytest.mark.exhaustive),
         pytest.param("gemma4_shared", 9, marks=pytest.mark.exhaustive),  # with inputs of layers

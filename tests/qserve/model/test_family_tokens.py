@@ -553,6 +553,29 @@ def plain_embedding(decoder):
     decoder.embedding.factor = 1.0
 
 
+def set_routing(**values):
+    """Other rules of the routers of experts."""
+
+    def change(decoder):
+        for layer in decoder.layers:
+            router = getattr(layer.mlp, "router", None)
+            if router is not None:
+                router.routing = replace(router.routing, **values)
+
+    return change
+
+
+def turned_rotation(decoder):
+    """Pairs turn the other way."""
+    rotary = decoder.layers[0].attention.rotary
+    half = rotary.cos_sin.shape[1] // 2
+    rotary.cos_sin[:, half:].neg_()
+
+
+def without_norms_after(layer):
+    layer.attention_end.norm = layer.mlp_end.norm = None
+
+
 WRONG = {
     "window one longer": ("ministral", moved_window(1)),
     "window one shorter": ("gemma3", moved_window(-1)),
@@ -748,6 +771,27 @@ WRONG = {
     "halves taken for neighbours, Mistral 4": ("mistral4", every_layer(other_rotation)),
     "shares of all experts, Mistral 4": ("mistral4", lambda d: unnormalized(d.layers[1])),
     "shares of all experts, Hunyuan": ("hunyuan_moe", every_layer(unnormalized)),
+    "shares of both chosen experts, Phi-3.5-MoE": (
+        "phimoe",
+        set_routing(scores="softmax_of_chosen"),
+    ),
+    "shares of all other experts, Phi-3.5-MoE": ("phimoe", set_routing(jitter=1e4)),
+    "head without its bias, Phi-3.5-MoE": ("phimoe", without_head_bias),
+    "layer norms taken for RMS norms, Phi-3.5-MoE": ("phimoe", set_norms(kind="rms", bias=None)),
+    "pairs that turn the usual way, nanochat": ("nanochat", turned_rotation),
+    "embeddings not normed, nanochat": ("nanochat", without_embedding_norm),
+    "queries not normed, nanochat": ("nanochat", every_layer(lambda x: x.attention.q_norm.mul_(2))),
+    "logits not bent, nanochat": ("nanochat", set_decoder(logits_cap=None)),
+    "rotation of the other kind of layer, Mellum": ("mellum", exchanged_rotations),
+    "shares not normalized, Mellum": ("mellum", set_routing(normalized=False)),
+    "experts chosen without the correction, Hy3": (
+        "hy_v3",
+        lambda decoder: by_scores_alone(decoder.layers[1]),
+    ),
+    "shares without their factor, Hy3": ("hy_v3", set_routing(factor=1.0)),
+    "logits not multiplied, HyperCLOVA X": ("hyperclovax", set_decoder(logits_factor=1.0)),
+    "no norms after, HyperCLOVA X": ("hyperclovax", every_layer(without_norms_after)),
+    "halves taken for neighbours, Youtu": ("youtu", lambda d: other_rotation(d.layers[0])),
     "queries that do not grow": ("ministral3", set_attention(query_scales=None)),
 }
 
@@ -880,6 +924,7 @@ def test_rms_norm_of_gemma_keeps_float32_weights(model_of):
         *("gpt2", "opt", "falcon", "cohere", "nemotron", "bloom", "mpt"),
         *("granite_moe", "llama4", "gemma4", "deepseek_v2", "glm4_moe_lite"),
         *("gemma4_moe", "gemma4_shared", "apertus"),
+        *("phimoe", "nanochat", "hy_v3", "hyperclovax"),
     ],
 )
 def test_logits_on_a_gpu_are_the_cpus(written, name):

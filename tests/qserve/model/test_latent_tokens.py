@@ -360,7 +360,10 @@ def test_native_int4_of_kimi_k2_is_its_experts(model_of, transformers_model, tmp
 @pytest.mark.parametrize(
     ("flag", "setting"),
     [
-        ("--enable-lora", {"enable_lora": True}),
+        (
+            "--enable-lora with --batch-invariant",
+            {"enable_lora": True, "batch_invariant": True},
+        ),
     ],
 )
 def test_what_latents_do_not_support_is_refused(model_of, flag, setting):

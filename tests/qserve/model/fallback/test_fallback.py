@@ -40,10 +40,11 @@ RUN = {
         "sliding_window": 9,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
-    "mellum": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "kolibri1": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "persimmon": {},
     "flint": {},
     "granitemoe_swa": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "jetmoe": {"kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 QUANTIZED = ["olmo", "bitnet", "granite_swa"]
 REFUSED = {
@@ -177,8 +178,8 @@ def test_quantized_tokens_equal_those_of_the_codes_values(made, kind, tmp_path, 
 
 def test_other_recipes_need_a_row(made, tmp_path, capsys):
     arguments = ["quantize", str(made("olmo")), "--scheme", "w4a16-sym", "-o", str(tmp_path / "q")]
-    assert main(arguments) == 1
-    assert "--recipe: " in (found := capsys.readouterr().err) and "--recipe rtn" in found
+    assert main([*arguments, "--recipe", "awq"]) == 1
+    assert "--recipe: " in (found := capsys.readouterr().err) and "--recipe rtn or gptq" in found
     assert main([*arguments, "--recipe", "rtn", "--override", "a=w8a16-sym"]) == 1
     assert "--override: " in capsys.readouterr().err
     assert not (tmp_path / "q").exists()
