@@ -5,7 +5,8 @@ Legend: M rows of a step with embeddings, C hidden size, T rows of the step.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -93,6 +94,15 @@ class Encoder:
             positions_3T=positions_3T,
             text_shifts_T=None if shifts is None else to_device(shifts, device),
         )
+
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """Drop the embeddings that the block makes: no scheduler knows of them."""
+        known = self._rows.copy()
+        try:
+            yield
+        finally:
+            self._rows = known
 
     def _encode(self, media: MediaRows) -> None:
         """Drop and encode what a plan says."""

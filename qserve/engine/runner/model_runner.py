@@ -495,7 +495,13 @@ class ModelRunner:
     def logits(self, step: StepInput) -> torch.Tensor:
         """Logits [T, V] in float32 after every token of a step, none of which is pending."""
         self._move_pages(step)
-        hidden_TC, _ = self._hidden(step, self.batch_of(step))
+        batch = self.batch_of(step)
+        if not _has_media(step):
+            hidden_TC, _ = self._hidden(step, batch)
+        else:
+            with self.encoder.borrowed():
+                batch, _ = self.encoder.with_media(batch, step)
+                hidden_TC, _ = self._hidden(step, batch)
         return self.decoder.logits(hidden_TC).float() if self._draws else hidden_TC
 
     def forward(self, batch: Batch) -> torch.Tensor:
