@@ -433,9 +433,9 @@ class ModelRunner:
         pipeline = self._ranks.pipeline
         if self.covered is not None:
             batch = self.covered.advance_(batch)
+        batch = batch.with_rope_positions()
         if pipeline is None:
             self._adapt(batch)
-            batch = batch.with_rope_positions()
             return self.decoder.forward_tapped(batch.token_ids_T, batch, self.caches, self.taps)
         parts = [] if step is None else microbatches(step, pipeline)
         batches = [part.batch_of(batch, self.batch_form) for part in parts] or [batch]
