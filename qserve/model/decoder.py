@@ -117,7 +117,7 @@ class Decoder(torch.nn.Module):
         ends, coming = [], []  # what the last stage sends to the first
         for ids, step in zip(token_ids, steps, strict=True):
             if pipeline.is_first:
-                x_TC, before = self._embedded(ids, step), []
+                x_TC, before = self.embedded(ids, step), []
                 added = _levels(x_TC, step)
             else:
                 num_added = max(0, step.num_levels - own_layers.start)
@@ -143,8 +143,10 @@ class Decoder(torch.nn.Module):
         found = dict(zip(wanted, states, strict=True))
         return self.norm(x_TC, None, None)[0], tuple(found[tap] for tap in taps)
 
-    def _embedded(self, token_ids_T: torch.Tensor, step: StepInputs) -> torch.Tensor:
+    def embedded(self, token_ids_T: torch.Tensor, step: StepInputs) -> torch.Tensor:
         """Embeddings of tokens, and of media at their rows."""
+        if step.embeds is not None and step.embeds.rows_M is None:
+            return step.embeds.values_MC
         x_TC = self.embedding(token_ids_T, step.positions_T)
         if step.embeds is None:
             return x_TC
@@ -191,7 +193,7 @@ class Decoder(torch.nn.Module):
         The number of layers means behind the last, before the norm. A decoder of sample layers,
         which may lack one, gives its last state there: who asks it wants the shapes.
         """
-        x_TC, residual_TC = self._embedded(token_ids_T, step), None
+        x_TC, residual_TC = self.embedded(token_ids_T, step), None
         inputs_TLP = None
         if self.layer_inputs is not None:
             inputs_TLP = self.layer_inputs(token_ids_T, x_TC, step.positions_T)
@@ -203,7 +205,7 @@ class Decoder(torch.nn.Module):
                 step = replace(step, layer_input_TP=inputs_TLP[:, number])
             x_TC, residual_TC = layer(x_TC, residual_TC, step, cache, tapped)
             if number < len(added):
-                residual_TC = residual_TC.index_add(0, step.embeds.rows_M, added[number])
+                residual_TC = step.embeds.added_to(residual_TC, number)
         hidden_TC, last_TC = self.norm(x_TC, residual_TC, None)
         found = dict(zip(sorted(n for n in set(taps) if n < len(self.layers)), states, strict=True))
         return hidden_TC, tuple(found.get(tap, last_TC) for tap in taps)

@@ -15,6 +15,7 @@ import torch
 from formats.checkpoint import CheckpointReader
 from qserve.config import EngineConfig
 from qserve.engine.media_limits import encoder_rows
+from qserve.engine.runner.media_buffers import MediaBuffers
 from qserve.engine.step.device_step import Batch, DraftMedia
 from qserve.engine.step.media_rows import ItemRows, MediaRows
 from qserve.engine.step.step_input import StepInput
@@ -84,6 +85,11 @@ class Encoder:
         """True if positions have three axes."""
         return self._ropes is not None
 
+    @property
+    def is_mutual(self) -> bool:
+        """True if the rows of an image see each other, which no CUDA graph computes."""
+        return self.tower is not None and self.tower.config.family.is_mutual
+
     def with_media(self, batch: Batch, step: StepInput) -> tuple[Batch, DraftMedia]:
         """Return a step's tensors with the embeddings and the positions of its media, and the
         media for a drafter.
@@ -109,6 +115,29 @@ class Encoder:
             positions_3T=positions_3T,
             text_shifts_T=None if shifts is None else to_device(shifts, device),
         )
+
+    def make_buffers(self, decoder: Decoder, max_tokens: int) -> MediaBuffers:
+        """Allocate the inputs of CUDA graphs with media."""
+        return MediaBuffers(decoder, self._ropes, self._num_levels, max_tokens)
+
+    def fill_(self, buffers: MediaBuffers, padded: Batch, step: StepInput) -> None:
+        """Encode the media of a step, and fill its embeddings into the inputs of its graph.
+
+        `padded`: the graph's other inputs, filled.
+        """
+        count = step.num_tokens
+        batch = replace(
+            padded,
+            token_ids_T=padded.token_ids_T[:count],
+            positions_T=padded.positions_T[:count],
+            embeds=None,
+            row_ropes=None,
+        )
+        batch, _ = self.with_media(batch, step)
+        ropes = batch.row_ropes
+        if ropes is None and self._ropes is not None:
+            ropes = self._ropes.of(batch.positions_T.expand(3, -1))
+        buffers.fill_(batch, ropes, padded.num_tokens)
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from qserve.config import EngineConfig
 from qserve.engine.runner.covered_tokens import CoveredTokens
 from qserve.engine.runner.cuda_graphs import CHUNK_SIZES, LONG_CHUNK_SIZES, StepGraphs
 from qserve.engine.runner.encoder import Encoder
+from qserve.engine.runner.media_buffers import MediaBuffers
 from qserve.engine.runner.microbatches import microbatches
 from qserve.engine.runner.page_copies import PageCopies, copy_pages, copy_states
 from qserve.engine.runner.pooling import PoolHandle, launch_pooling
@@ -277,10 +278,18 @@ class ModelRunner:
             and self.encoder is not None
             and self.encoder.has_axes,
             chunk_sizes=self.chunk_sizes,
+            media=self._media_buffers(),
             in_step=self._ranks.are_many,
         )
         if speculator is not None:
             speculator.use_graphs(self.graphs)
+
+    def _media_buffers(self) -> MediaBuffers | None:
+        """Inputs of graphs of steps with media; None: they use none, as with drafts."""
+        if self.encoder is None or self.encoder.is_mutual or self.speculator is not None:
+            return None
+        most = min(self.chunk_sizes[-1], self.config.max_num_batched_tokens)
+        return self.encoder.make_buffers(self.decoder, most)
 
     @torch.inference_mode()
     def capture_next(self) -> bool:
@@ -315,6 +324,8 @@ class ModelRunner:
         if key is not None:
             batch = self.graphs.fill_(key, step)
             drafting = self._fill_pending(step, batch, key)
+            if key.has_media:
+                self.encoder.fill_(self.graphs.media, batch, step)
             outputs = self.graphs.replay(key)
             logits_SV = outputs.logits_SV
             if not key.is_chunk and step.num_sampled < step.num_requests:
@@ -323,7 +334,7 @@ class ModelRunner:
         else:
             batch = self.batch_of(step)
             drafting = self._fill_pending(step, batch)
-            if _has_media(step):
+            if step.has_media:
                 batch, media = self.encoder.with_media(batch, step)
                 if drafting is not None:
                     drafting.media = media
@@ -344,8 +355,10 @@ class ModelRunner:
     def graph_key_for(self, step: StepInput) -> GraphKey | None:
         """Key of the CUDA graph that the step runs in, or None."""
         needs_hidden = step.prompt_rows is not None or step.pool_rows is not None
-        if self.graphs is None or needs_hidden or _has_media(step) or self._splits(step):
+        if self.graphs is None or needs_hidden or self._splits(step):
             return None
+        if step.media is not None and step.media.keys_ahead_T is not None:
+            return None  # attention in plain torch waits for the device
         return self.graphs.key_for(step)
 
     def _splits(self, step: StepInput) -> bool:
@@ -496,7 +509,7 @@ class ModelRunner:
         """Logits [T, V] in float32 after every token of a step, none of which is pending."""
         self._move_pages(step)
         batch = self.batch_of(step)
-        if not _has_media(step):
+        if not step.has_media:
             hidden_TC, _ = self._hidden(step, batch)
         else:
             with self.encoder.borrowed():
@@ -515,8 +528,3 @@ class ModelRunner:
         """Set the adapter of each row for the decoder's linears."""
         if self.adapters is not None:
             self.adapters.rows.slots_T = batch.adapter_slots_T
-
-
-def _has_media(step: StepInput) -> bool:
-    """True for a step with embeddings of media, or three different axes: in no CUDA graph."""
-    return step.media is not None or step.axis_offsets_3T is not None

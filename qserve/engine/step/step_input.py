@@ -151,6 +151,11 @@ class StepInput:
         return len(self.logits_rows_S)
 
     @property
+    def has_media(self) -> bool:
+        """True if it has embeddings of media, or rows with three different positions."""
+        return self.media is not None or self.axis_offsets_3T is not None
+
+    @property
     def rows_each(self) -> int:
         """Rows of each request if all have equally many and every one samples, otherwise 0."""
         if self.max_query_len == 1:

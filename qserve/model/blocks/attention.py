@@ -30,13 +30,20 @@ from qserve.parallel.norm import NormOverRanks
 class InputEmbeds:
     """Embeddings that replace those of some rows' tokens. Legend: M such rows."""
 
-    rows_M: torch.Tensor  # int64, of T
+    rows_M: torch.Tensor | None  # int64, of T; None: all rows, those of text included
     values_MC: torch.Tensor
     # what is added to the residual stream of these rows after the first layers (deepstack)
     added_MC: tuple[torch.Tensor, ...] = ()
 
+    def added_to(self, residual_TC: torch.Tensor, level: int) -> torch.Tensor:
+        """Return the residual stream with what one of the first layers adds."""
+        if self.rows_M is None:
+            return residual_TC + self.added_MC[level]
+        return residual_TC.index_add(0, self.rows_M, self.added_MC[level])
+
     def part(self, embeds: slice, first: int) -> "InputEmbeds":
         """Return some of the embeddings, for a step that begins at row `first` of this one."""
+        assert self.rows_M is not None
         return InputEmbeds(
             rows_M=self.rows_M[embeds] - first,
             values_MC=self.values_MC[embeds],
