@@ -6,8 +6,8 @@ Qwen3-VL-8B's shape with random weights in W4A16:
 
 - host: ms to decode a PNG of 1024 x 1024 pixels, and to make patches of it, on one core;
 - encoder: images/s of the vision tower at several numbers of images in a call;
-- first: ms to the first token of a chat with one image; of a prompt of text of the same length; of
-  the second turn of the chat, whose pages are cached;
+- first: ms to the first token of a chat with one image, or one with a third of its sides; of a
+  prompt of text of the same length; of the second turn of the chat, whose pages are cached;
 - beside: times between tokens (ITL) of decodes alone, and while requests with an image, or with
   text of the same length, arrive together, or one every --apart-ms; their times to first tokens;
 - profile: device time of the tower by operator class.
@@ -178,8 +178,9 @@ def encoder(llm: LLM, source: Source, arguments: argparse.Namespace) -> dict[str
 def first(llm: LLM, source: Source, arguments: argparse.Namespace) -> dict[str, float]:
     engine, found = llm.engine, defaultdict(list)
     for number in range(arguments.repeats + 1):
-        prompt = source.chat()
+        prompt, small = source.chat(), source.chat(source.image(source.side // 3))
         runs = {"image": prompt, "text": source.text(prompt)}
+        runs |= {"small_image": small, "small_text": source.text(small)}
         for name, each in runs.items():
             answers = Answers(engine, f"{name}{number}-")
             names = answers.send([each], 16)
@@ -192,7 +193,7 @@ def first(llm: LLM, source: Source, arguments: argparse.Namespace) -> dict[str, 
             found[f"second_{name}_ms"] += again.first_ms(names)
             found[f"second_{name}_cached"].append(again.num_cached[names[0]])
     found = {name: min(each[1:]) for name, each in found.items()}  # without the warm-up
-    return {**found, "prompt_tokens": len(prompt[0])}
+    return {**found, "prompt_tokens": len(prompt[0]), "small_prompt_tokens": len(small[0])}
 
 
 def beside(llm: LLM, source: Source, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -301,6 +302,8 @@ def main() -> None:
         settings = {"max_num_batched_tokens": arguments.max_num_batched_tokens}
         if arguments.target_itl_ms:
             settings["target_itl_ms"] = arguments.target_itl_ms
+        if arguments.tower:
+            settings["mm_encoder_quantization"] = arguments.tower
         llm = LLM(name, load_format="dummy", max_num_seqs=64, max_model_len=8192, **settings)
         show("engine", {**results, **settings})
         for part in arguments.parts:
@@ -329,6 +332,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--apart-ms", type=float, default=100, help="between two requests")
     made.add_argument("--max-num-batched-tokens", type=int, default=8192)
     made.add_argument("--target-itl-ms", type=float)
+    made.add_argument("--tower", help="scheme of the vision tower; default: float")
     made.add_argument("--repeats", type=int, default=5)
     made.add_argument("--json", help="file to write the results to")
     return made

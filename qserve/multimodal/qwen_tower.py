@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from qkernels import ops
+from qkernels.operands.forms import InputForm, LinearInput
+from qserve.multimodal.rounded_linear import RoundedLinear
 
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "gelu": "gelu"}
 NUM_PLANS = 32  # sizes of images whose tables are kept
@@ -89,14 +91,15 @@ class QwenTower:
         branch_TC: torch.Tensor | None = None
         found: list[torch.Tensor] = []
         for number, block in enumerate(visual.blocks):
-            normed_TC, x_TC = self._add(x_TC, branch_TC, block.norm1)
+            normed, x_TC = self._add(x_TC, branch_TC, block.norm1, block.attn.qkv)
             if number - 1 in self._levels:
                 found.append(self._merged(x_TC, self._level(number - 1)))
             is_whole = self._whole is None or number in self._whole
             windows = ((1, count),) if is_whole else plan.windows
-            branch_TC = self._attend(normed_TC, block.attn, plan, places_T, batch, windows)
-            normed_TC, x_TC = self._add(x_TC, branch_TC, block.norm2)
-            branch_TC = self._feed_forward(normed_TC, block.mlp)
+            branch_TC = self._attend(normed, block.attn, plan, places_T, batch, windows)
+            first = getattr(block.mlp, "linear_fc1", None) or block.mlp.gate_proj
+            normed, x_TC = self._add(x_TC, branch_TC, block.norm2, first)
+            branch_TC = self._feed_forward(normed, block.mlp, len(x_TC))
         assert branch_TC is not None
         _, x_TC = ops.norm(branch_TC, x_TC, None)
         if len(visual.blocks) - 1 in self._levels:
@@ -107,23 +110,24 @@ class QwenTower:
         return rows_BMW if plan.back_M is None else rows_BMW[:, plan.back_M]
 
     def _add(
-        self, x_TC: torch.Tensor, branch_TC: torch.Tensor | None, norm: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the norm of the sum, and the sum."""
+        self, x_TC: torch.Tensor, branch_TC: torch.Tensor | None, norm: Any, reader: Any
+    ) -> tuple[LinearInput, torch.Tensor]:
+        """Return the norm of the sum as its reader takes it, and the sum."""
+        form, spec = _form(reader, len(x_TC)), self._norms[norm]
         if branch_TC is None:
-            return ops.norm(x_TC, None, self._norms[norm])
-        return ops.norm(branch_TC, x_TC, self._norms[norm])
+            return ops.norm(x_TC, None, spec, form)
+        return ops.norm(branch_TC, x_TC, spec, form)
 
     def _attend(
         self,
-        x_TC: torch.Tensor,
+        x: LinearInput,
         attention: Any,
         plan: GridPlan,
         places_T: torch.Tensor,
         batch: int,
         windows: tuple[tuple[int, int], ...],
     ) -> torch.Tensor:
-        qkv_T3HD = _linear(x_TC, attention.qkv).unflatten(-1, (3, self._num_heads, -1))
+        qkv_T3HD = attention.qkv(x).unflatten(-1, (3, self._num_heads, -1))
         q_THD, k_THD, v_THD = qkv_T3HD.unbind(1)
         q_THD, k_THD = ops.apply_rope(q_THD, k_THD, plan.cos_sin_ND, places_T)
         heads = [each.unflatten(0, (batch, -1)) for each in (q_THD, k_THD, v_THD)]
@@ -138,14 +142,16 @@ class QwenTower:
             found.append(seen.transpose(1, 2).reshape(batch, number * length, -1))
             first = end
         seen_BNC = found[0] if len(found) == 1 else torch.cat(found, 1)
-        return _linear(seen_BNC.flatten(0, 1), attention.proj)
+        return attention.proj(seen_BNC.flatten(0, 1))
 
-    def _feed_forward(self, x_TC: torch.Tensor, mlp: Any) -> torch.Tensor:
+    def _feed_forward(self, x: LinearInput, mlp: Any, rows: int) -> torch.Tensor:
         if hasattr(mlp, "linear_fc1"):
-            spec = ops.ActSpec(kind=self._activation, gated=False)
-            return _linear(ops.activate(_linear(x_TC, mlp.linear_fc1), spec), mlp.linear_fc2)
-        both = torch.cat([_linear(x_TC, mlp.gate_proj), _linear(x_TC, mlp.up_proj)], -1)
-        return _linear(ops.activate(both, ops.ActSpec(kind=self._activation)), mlp.down_proj)
+            spec, last = ops.ActSpec(kind=self._activation, gated=False), mlp.linear_fc2
+            inner = mlp.linear_fc1(x)
+        else:
+            spec, last = ops.ActSpec(kind=self._activation), mlp.down_proj
+            inner = torch.cat([mlp.gate_proj(x), mlp.up_proj(x)], -1)
+        return last(ops.activate(inner, spec, _form(last, rows)))
 
     def _level(self, block: int) -> Any:
         """Merger of what the text model adds after one of its first layers."""
@@ -157,10 +163,10 @@ class QwenTower:
         if hasattr(merger, "ln_q"):
             normed = ops.norm(x_TC, None, self._norms[merger.ln_q])[0].unflatten(0, (-1, square))
             first, _, last = merger.mlp
-            return _linear(F.gelu(_linear(normed.flatten(1), first)), last)
+            return last(F.gelu(first(normed.flatten(1))))
         x = x_TC.unflatten(0, (-1, square)).flatten(1) if merger.use_postshuffle_norm else x_TC
         normed = ops.norm(x, None, self._norms[merger.norm])[0].reshape(len(x_TC) // square, -1)
-        return _linear(F.gelu(_linear(normed, merger.linear_fc1)), merger.linear_fc2)
+        return merger.linear_fc2(F.gelu(merger.linear_fc1(normed)))
 
     def _plan(self, rows: int, columns: int) -> GridPlan:
         visual, merge = self._visual, self._merge
@@ -194,8 +200,8 @@ class QwenTower:
         )
 
 
-def _linear(x: torch.Tensor, linear: Any) -> torch.Tensor:
-    return F.linear(x, linear.weight, linear.bias)
+def _form(linear: Any, rows: int) -> InputForm:
+    return linear.form(rows) if isinstance(linear, RoundedLinear) else None
 
 
 def _norm_spec(module: Any) -> ops.NormSpec:

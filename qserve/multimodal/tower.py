@@ -14,11 +14,13 @@ import torch
 
 from formats.errors import CheckpointError
 from formats.files.tensor_entry import TensorEntry
+from formats.scheme import Scheme
 from formats.table import names_text
 from qserve.multimodal.families import VisionConfig, VisionFamily
 from qserve.multimodal.media import Feature, MediaItem
 from qserve.multimodal.processor import load_image_processor
 from qserve.multimodal.qwen_tower import QwenTower
+from qserve.multimodal.rounded_linear import round_layers_
 from qserve.multimodal.video_processor import VideoProcessor
 
 # Arrays of the items of one call, by the name of their feature.
@@ -116,10 +118,11 @@ class Tower(torch.nn.Module):
         device: torch.device,
         dtype: torch.dtype,
         encodes_alone: bool = False,
+        scheme: str | None = None,
     ) -> "Tower":
         """Build the tower. `entries`: its tensors by stored name; None: random weights.
 
-        Raises InputError.
+        `scheme`: of the linears in its layers; None: float. Raises InputError.
         """
         model = _without_text(config, is_random=entries is None)
         if entries is not None:
@@ -128,6 +131,8 @@ class Tower(torch.nn.Module):
         for parameter in model.parameters():  # frequencies of rotations stay in float32
             parameter.data = parameter.data.to(dtype)
         model.eval()
+        if scheme is not None:
+            round_layers_(model, Scheme.parse(scheme))
         normalizers = {"image": Normalizer.of(load_image_processor(folder), device)}
         if config.family.video:
             options = VideoProcessor(folder, config.family.video).options

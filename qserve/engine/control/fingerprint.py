@@ -22,6 +22,7 @@ SETTINGS = (
     *("dtype", "model_impl", "tensor_parallel_size", "pipeline_parallel_size", "all_reduce"),
     *("kv_cache_dtype", "kernel", "batch_invariant", "activation_bits", "quantization"),
     *("quantization_config", "spec_acceptance", "enable_lora"),
+    "mm_encoder_quantization",
 )
 # Further ones, unless a request's bits are the same in any batch.
 SETTINGS_OF_BATCHES = (

@@ -73,9 +73,12 @@ class Encoder:
             device=decoder.device,
             dtype=decoder.dtype,
             encodes_alone=config.batch_invariant,
+            scheme=config.mm_encoder_quantization,
         )
         size = sum(each.nbytes for each in tower.parameters())
-        logger.info("Vision tower: %.2f GiB in %s", size / 2**30, tower.dtype)
+        scheme = config.mm_encoder_quantization
+        text = f", layers in {scheme}" if scheme else ""
+        logger.info("Vision tower: %.2f GiB in %s%s", size / 2**30, tower.dtype, text)
         width = decoder.config.hidden_size * (1 + vision.num_levels) * decoder.dtype.itemsize
         bytes_to_come = encoder_rows(config) * width + tower.workspace_bytes
         return cls(tower, ropes, vision.num_levels, bytes_to_come)

@@ -5,8 +5,11 @@ import torch
 from transformers import AutoModel
 
 from formats.checkpoint import CONFIG, CheckpointReader, read_json
+from formats.in_memory.weights import round_to_nearest
+from formats.scheme import Scheme
 from qserve.multimodal.families import VisionConfig
 from qserve.multimodal.qwen_tower import QwenTower
+from qserve.multimodal.rounded_linear import round_layers_
 from qserve.multimodal.tower import Tower
 from tests.tiny_vision import VISION_FAMILIES, write_tiny_vision
 
@@ -85,6 +88,39 @@ def test_rotations_of_a_tower_in_bfloat16_keep_their_frequencies(models, tmp_pat
         each._plans(2, 80).cos_sin_ND for each in (tower.of_grids, QwenTower.of(model))
     )
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a8-fp8"])
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_rounded_linears_are_those_of_transformers_with_rounded_weights(family, scheme, tmp_path):
+    """Also the inputs are rounded, to 8 bits for each row."""
+    folder = write_tiny_vision(tmp_path / family, family)
+    model, plain = (AutoModel.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
+    scheme = Scheme.parse(scheme)
+    for module in model.visual.blocks.modules():
+        if isinstance(module, torch.nn.Linear):
+            rounded = round_to_nearest(module.weight, scheme.weight).dequantize()
+            module.weight.data = rounded.float()
+            module.register_forward_pre_hook(lambda _, args: (nearest(args[0], scheme),))
+    patches_BNP = torch.randn(2, 24, 3 * 2 * 8 * 8)
+    tower = QwenTower.of(plain)
+    before = tower.encode(patches_BNP, 4, 6)
+    round_layers_(plain, scheme)
+    found, wanted = tower.encode(patches_BNP, 4, 6), expected(model, patches_BNP, (4, 6))
+    error, change = ((each - wanted).norm() / wanted.norm() for each in (found, before))
+    assert error < 0.6 * change  # values near the middle of two codes get the other one
+    assert change > 0.002
+
+
+def nearest(x_TK, scheme):
+    """Inputs rounded to the codes of each row."""
+    largest_T1 = x_TK.abs().amax(-1, keepdim=True)
+    if scheme.activation.type == "float":
+        scales_T1 = largest_T1 / 448
+        return (x_TK / scales_T1).to(torch.float8_e4m3fn).float() * scales_T1
+    scales_T1 = largest_T1 / 127
+    return (x_TK / scales_T1).round().clamp(-128, 127) * scales_T1
 
 
 @pytest.mark.parametrize("family", [name for name in VISION_FAMILIES if "qwen" not in name][:2])
