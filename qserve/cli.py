@@ -23,7 +23,6 @@ from qserve.command_line.command import Command
 from qserve.command_line.tool_config import (
     BatchConfig,
     ConvertConfig,
-    EvalConfig,
     FamiliesConfig,
     GenerateConfig,
     InspectConfig,
@@ -32,6 +31,7 @@ from qserve.command_line.tool_config import (
 )
 from qserve.commands.check_invariance import CHECK_INVARIANCE
 from qserve.commands.distill import DISTILL
+from qserve.commands.evaluate import EVAL
 from qserve.commands.quantize import QUANTIZE
 from qserve.config import EngineConfig, ServerConfig
 from qserve.deploy.settings import DeploySettings
@@ -166,84 +166,6 @@ def families(config: FamiliesConfig) -> int:
     return 0
 
 
-def evaluate(model: str, engine: EngineConfig, config: EvalConfig) -> int:
-    from calibrate.quality.agreement import compare_logits
-    from calibrate.quality.table import agreement_table
-    from calibrate.texts.documents import read_texts
-    from calibrate.texts.evaluate import make_windows, perplexity, text_opening
-    from formats.hub.fetch import local_path
-    from qserve.hub.local import local_config
-    from qserve.llm import LLM
-    from qserve.text.tokenizer import Tokenizer
-
-    # Checked before the model loads where possible: loading may take minutes.
-    texts, engine = read_texts(config.text), local_config(engine)
-    engines, tokenizers = [engine], [Tokenizer(engine.model, engine.tokenizer)]
-    if config.against is not None:
-        other = local_path(config.against, download_dir=engine.download_dir)
-        engine = _for_windows(engine, config.sequence_length)
-        engines = [dataclasses.replace(engine, model=other, tokenizer=None), engine]
-        tokenizers.insert(0, Tokenizer(other))
-    openings = [text_opening(each) if config.bos else () for each in tokenizers]
-    windows, *others = (
-        make_windows(
-            texts,
-            lambda text, own=tokenizer: own.encode(text, add_special_tokens=False),
-            tokenizer.bos_token_id,
-            config.sequence_length,
-            config.windows,
-            opening=opening,
-            source=config.text,
-        )
-        for tokenizer, opening in zip(tokenizers, openings, strict=True)
-    )
-    if any(not windows.equal(other) for other in others):
-        raise InputError(
-            config.against,
-            f"its tokenizer gives other token ids than that of {model}",
-            "compare models of one tokenizer",
-        )
-    llms = [LLM(**dataclasses.asdict(each)) for each in engines]
-    longest = min(llm.engine.max_model_len for llm in llms)
-    if config.sequence_length > longest:
-        raise InputError(
-            "--sequence-length",
-            f"expected at most {longest}, the model's maximum length,"
-            f" found {config.sequence_length}",
-        )
-    runs = [lambda window, llm=llm: llm.logits(window.tolist()) for llm in llms]
-    shown = {"model": model, "text": config.text}
-    if config.against is None:
-        result = perplexity(windows, *runs, given=openings[0])
-        text = (
-            f"perplexity {result.value:.4f} on {result.windows} windows"
-            f" of {config.sequence_length} tokens"
-        )
-    else:
-        sizes = [llm.engine.model_config.vocab_size for llm in llms]
-        if sizes[0] != sizes[1]:
-            raise InputError(
-                config.against, f"has {sizes[0]} tokens, {model} has {sizes[1]}", "compare others"
-            )
-        result = compare_logits(windows, *runs, given=openings[0])
-        shown["against"] = config.against
-        text = agreement_table(result, config.against, model, config.text)
-    print(json.dumps({**shown, **dataclasses.asdict(result)}) if config.json else text)
-    return 0
-
-
-def _for_windows(engine: EngineConfig, length: int) -> EngineConfig:
-    """Settings of an engine for one window at a time, with little memory next to its weights."""
-    longest = length if engine.max_model_len is None else min(length, engine.max_model_len)
-    return dataclasses.replace(
-        engine,
-        max_model_len=longest,
-        max_num_seqs=1,
-        num_gpu_blocks_override=-(-longest // engine.block_size) + 1,
-        enforce_eager=True,
-    )
-
-
 COMMANDS: dict[str, Command] = {
     "quantize": QUANTIZE,
     "serve": Command(
@@ -292,11 +214,7 @@ COMMANDS: dict[str, Command] = {
         run=families,
         argument=None,
     ),
-    "eval": Command(
-        help="measure perplexity on a text, and the distance from another model",
-        settings=(EngineConfig, EvalConfig),
-        run=evaluate,
-    ),
+    "eval": EVAL,
     "bench": Command(
         help="measure latency, throughput, a server, steps or kernels; simulate a server",
         commands=BENCH_COMMANDS,

@@ -159,6 +159,11 @@ class EngineConfig(HubSettings, ParallelSettings):
     language_model_only: bool = setting(
         False, "do not load the vision tower of a vision-language model: text only"
     )
+    mm_encoder_quantization: str | None = setting(
+        None,
+        "round the linear layers of the vision tower to int8 or float8 while it loads",
+        ("w8a8", "w8a8-fp8"),
+    )
     max_seq_len_to_capture: int | None = setting(
         None,
         "longest context that runs in CUDA graphs; longer ones launch kernel by kernel; "

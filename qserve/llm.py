@@ -31,6 +31,7 @@ from qserve.library.media_prompts import split_media
 from qserve.library.outputs import RequestOutput
 from qserve.library.prompts import PromptType, as_batch
 from qserve.lora.request import LoRARequest
+from qserve.multimodal.media import MediaItem
 from qserve.params.beam_search_params import BeamSearchParams
 from qserve.params.generation_defaults import load_defaults
 from qserve.params.sampling_params import SamplingParams
@@ -282,9 +283,12 @@ class LLM(LLMControl, EngineOwner):
             for first, second in pairs
         ]
 
-    def logits(self, token_ids: list[int]) -> torch.Tensor:
-        """Return float32 logits [S, V] after each of S tokens. Needs an idle engine."""
-        return self.engine.logits(token_ids)
+    def logits(self, token_ids: list[int], media: Sequence[MediaItem] = ()) -> torch.Tensor:
+        """Return float32 logits [S, V] after each of S tokens. Needs an idle engine.
+
+        `media`: images and videos among the tokens (multimodal.processor.MediaProcessor).
+        """
+        return self.engine.logits(token_ids, media)
 
     def check_health(self) -> None:
         """Raise EngineDeadError if a step has failed."""

@@ -4,17 +4,18 @@ Legend: W windows, S tokens of a window, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from calibrate.texts.evaluate import IGNORED
+from calibrate.texts.evaluate import IGNORED, Window, ids_of, targets_of
 from formats.errors import InputError
 
 ROWS = 128  # positions compared together: bounds the memory with large vocabularies
-Logits = Callable[[torch.Tensor], torch.Tensor]  # ids [S] -> logits [S, V] for the token after each
+Logits = Callable[[Any], torch.Tensor]  # a window -> logits [S, V] for the token after each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +23,7 @@ class Agreement:
     """Perplexities of a reference and of another model, and the distance between them."""
 
     windows: int
-    sequence_length: int
+    sequence_length: int  # of the longest window
     tokens: int  # predicted tokens
     reference_perplexity: float
     perplexity: float
@@ -41,7 +42,7 @@ class AgreementSum:
 
     def add(
         self,
-        ids_S: torch.Tensor,
+        window: Window,
         reference_SV: torch.Tensor,
         other_SV: torch.Tensor,
         given: Iterable[int] = (),
@@ -51,9 +52,8 @@ class AgreementSum:
         Raises InputError if logits are not finite.
         """
         self.windows += 1
-        self.length = len(ids_S)
-        given_G = torch.tensor(sorted(given), dtype=torch.long)
-        targets_S = ids_S[1:].masked_fill(torch.isin(ids_S[1:], given_G), IGNORED)
+        self.length = max(self.length, len(ids_of(window)))
+        targets_S = targets_of(window, torch.tensor(sorted(given), dtype=torch.long))
         for begin in range(0, len(targets_S), ROWS):
             rows_R = begin + (targets_S[begin : begin + ROWS] != IGNORED).nonzero()[:, 0]
             if not len(rows_R):
@@ -106,7 +106,7 @@ class AgreementSum:
 
 
 def compare_logits(
-    windows_WS: torch.Tensor,
+    windows: torch.Tensor | Sequence[Window],
     reference: Logits,
     other: Logits,
     given: Iterable[int] = (),
@@ -114,9 +114,9 @@ def compare_logits(
 ) -> Agreement:
     """Run both models on each window in turn. Memory holds the logits of one window."""
     total = AgreementSum()
-    with tqdm(windows_WS, unit="window", disable=not progress) as bar:
-        for window_S in bar:
-            total.add(window_S, reference(window_S), other(window_S), given)
+    with tqdm(windows, unit="window", disable=not progress) as bar:
+        for window in bar:
+            total.add(window, reference(window), other(window), given)
     return total.result()
 
 

@@ -29,6 +29,11 @@ def read_documents(source: str) -> list[Any]:
     return [document for _, document in _documents_of(path)]
 
 
+def read_file(path: str | Path) -> list[Any]:
+    """Documents of a file. Raises InputError."""
+    return [document for _, document in _documents_of(Path(path))]
+
+
 def read_texts(path: str | Path) -> list[str]:
     """Texts of a file. Raises InputError, with the row, if one is a chat."""
     texts = []

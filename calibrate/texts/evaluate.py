@@ -3,7 +3,7 @@
 Texts are each preceded by BOS and concatenated; the stream is cut into windows without overlap.
 Each window begins as the model's tokenizer begins a text: with BOS, if it adds one. Each window is
 predicted independently: its first token and the tokenizer's own additions are given, the others
-count.
+count. A chat with images is a window of its own.
 """
 
 import math
@@ -37,6 +37,33 @@ class Excerpt:
 
     text: str
     begins: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MediaWindow:
+    """A window with images. Their tokens are given; the others count."""
+
+    ids_S: torch.Tensor
+    is_image_S: torch.Tensor  # bool
+    num_images: int
+    media: tuple[Any, ...]  # of these images, for the model that predicts the window
+
+
+Window = torch.Tensor | MediaWindow  # ids [S] of a text, or with images
+
+
+def ids_of(window: Window) -> torch.Tensor:
+    """Return the token ids [S] of a window."""
+    return window.ids_S if isinstance(window, MediaWindow) else window
+
+
+def targets_of(window: Window, given_G: torch.Tensor) -> torch.Tensor:
+    """Return the tokens [S - 1] after the first one; IGNORED for those that do not count."""
+    ids_S = ids_of(window)
+    targets_S = ids_S[1:].masked_fill(torch.isin(ids_S[1:], given_G), IGNORED)
+    if isinstance(window, MediaWindow):
+        targets_S = targets_S.masked_fill(window.is_image_S[1:], IGNORED)
+    return targets_S
 
 
 def text_opening(tokenizer: Any) -> tuple[int, ...]:
@@ -125,22 +152,22 @@ def _encode(text: str, encode: Callable[[str], list[int]], most: int | None) -> 
 
 
 def perplexity(
-    windows_WS: torch.Tensor,
-    logits: Callable[[torch.Tensor], torch.Tensor],
+    windows: torch.Tensor | Sequence[Window],
+    logits: Callable[[Any], torch.Tensor],
     progress: bool = True,
     given: Iterable[int] = (),
 ) -> Perplexity:
-    """Predict each window. `logits`: ids [S] -> logits [S, V] for the token after each.
+    """Predict each window. `logits`: a window -> logits [S, V] for the token after each.
 
     `given` are token ids that do not count, such as BOS before a text. Log-softmax in float32, sums
     in float64. Raises InputError if a likelihood is not finite.
     """
     total, tokens = 0.0, 0
     given_G = torch.tensor(sorted(given), dtype=torch.long)
-    with tqdm(windows_WS, unit="window", disable=not progress) as bar:
-        for number, window_S in enumerate(bar, 1):
-            logits_SV = logits(window_S)[:-1].float()
-            targets_S = window_S[1:].masked_fill(torch.isin(window_S[1:], given_G), IGNORED)
+    with tqdm(windows, unit="window", disable=not progress) as bar:
+        for number, window in enumerate(bar, 1):
+            logits_SV = logits(window)[:-1].float()
+            targets_S = targets_of(window, given_G)
             tokens += int((targets_S != IGNORED).sum())
             targets_S = targets_S.to(logits_SV.device)
             nll_S = torch.nn.functional.cross_entropy(logits_SV, targets_S, reduction="none")
@@ -155,7 +182,7 @@ def perplexity(
     mean = total / max(tokens, 1)
     return Perplexity(
         value=math.exp(mean) if mean < 700 else math.inf,
-        windows=windows_WS.shape[0],
+        windows=len(windows),
         tokens=tokens,
         mean_nll=mean,
     )

@@ -212,7 +212,8 @@ class EvalConfig:
 
     text: str = setting(
         REQUIRED,
-        "text file to measure on: plain text, or JSON, JSON Lines or parquet with a text field",
+        "text file to measure on: plain text, or JSON, JSON Lines or parquet with a text field; "
+        "for vision-language models also chats with images, as --calibration of quantize takes",
     )
     against: str | None = setting(
         None,

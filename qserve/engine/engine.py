@@ -5,7 +5,7 @@ planned, so that the GPU never waits for Python; a sampled token reaches the hos
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,6 +27,7 @@ from qserve.engine.step.mask_jobs import MaskJobs
 from qserve.engine.step.step_input import StepInput
 from qserve.engine.step.step_ranges import StepRanges
 from qserve.engine.token_event import TokenEvent
+from qserve.multimodal.media import MediaItem
 from qserve.params.handling import DEFAULT, Handling
 from qserve.params.sampling_params import SamplingParams
 from qserve.profile.control import ProfileControl
@@ -282,8 +283,11 @@ class Engine:
             return report
         return replace(report, is_paused=True, is_sleeping=self.operations.is_sleeping)
 
-    def logits(self, token_ids: list[int]) -> torch.Tensor:
-        """Logits [S, V], float32, after each of S tokens, on an idle engine. Raises InputError."""
+    def logits(self, token_ids: list[int], media: Sequence[MediaItem] = ()) -> torch.Tensor:
+        """Logits [S, V], float32, after each of S tokens, on an idle engine. Raises InputError.
+
+        `media`: images and videos among the tokens.
+        """
         if self.has_work():
             raise RuntimeError("Engine.logits needs an idle engine")
         self.operations.check_awake()
@@ -291,12 +295,18 @@ class Engine:
         longest = min(self.max_model_len, pool.num_free * page_size)
         if not 0 < len(token_ids) <= longest:
             raise InputError("sequence", f"expected 1 to {longest} tokens, found {len(token_ids)}")
+        self._input_processor.check_media("sequence", media, len(token_ids))
         pages: list[int] = []
         pool.grow_(pages, len(token_ids))
         moves = pool.take_moves()  # the previous contents of those pages go to the host first
         try:
             step = StepInput.of_sequence(
-                token_ids, pages, page_size=page_size, params=SamplingParams()
+                token_ids,
+                pages,
+                page_size=page_size,
+                params=SamplingParams(),
+                media=tuple(media),
+                has_axes=self._input_processor.has_axes,
             )
             return self.workers.logits(replace(step, page_moves=moves))
         except BaseException:

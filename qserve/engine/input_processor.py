@@ -58,7 +58,7 @@ class InputProcessor:
             raise ValueError("the engine runs one output per request; callers fan out n")
         subject, length = f"request {request_id}", len(prompt_token_ids)
         self._check_prompt(subject, prompt_token_ids)
-        self._check_media(subject, handling.media, length)
+        self.check_media(subject, handling.media, length)
         pooling = handling.pooling
         if pooling is not None:
             check_pooling(subject, pooling, self._model)
@@ -91,7 +91,7 @@ class InputProcessor:
             pooled=None if pooling is None else Pooled(params=pooling),
             adapter=handling.lora and adapters_of(self._adapters).find(handling.lora),
         )
-        if handling.media and self._model.vision is not None and self._model.vision.axis_pairs:
+        if handling.media and self.has_axes:
             request.rope_positions, request.rope_shift = positions_of(handling.media)
             self._check_positions(subject, int(request.rope_positions.max()))
         if params.has_filter:
@@ -125,7 +125,13 @@ class InputProcessor:
                 "send a shorter video, or raise --max-model-len",
             )
 
-    def _check_media(self, subject: str, items: Sequence[MediaItem], num_tokens: int) -> None:
+    @property
+    def has_axes(self) -> bool:
+        """True if media have positions of three axes."""
+        return self._model.vision is not None and bool(self._model.vision.axis_pairs)
+
+    def check_media(self, subject: str, items: Sequence[MediaItem], num_tokens: int) -> None:
+        """Raise InputError for media that the model does not take, or not at these positions."""
         check_media(subject, items, num_tokens)
         for item in items:
             if item.kind not in self._model.media_kinds:

@@ -26,10 +26,6 @@ class Limit(NamedTuple):
 LIMITS = (
     Limit(lambda config, _: config.language_model_only, "remove --language-model-only"),
     Limit(
-        lambda config, _: config.pipeline_parallel_size > 1,
-        "images need --pipeline-parallel-size 1: stages do not exchange their embeddings",
-    ),
-    Limit(
         lambda config, vision: vision.family.is_mutual and config.target_itl_ms is not None,
         "images of this model do not work with --target-itl-ms: each is computed in one step",
     ),

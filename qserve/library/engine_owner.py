@@ -54,6 +54,7 @@ class EngineOwner(ABC):
         batch_invariant: bool = False,
         enforce_eager: bool = False,
         language_model_only: bool = False,
+        mm_encoder_quantization: Literal["w8a8", "w8a8-fp8"] | None = None,
         max_seq_len_to_capture: int | None = None,
         async_scheduling: bool = True,
         compile_processes: int | None = None,

@@ -22,6 +22,11 @@ class RowRopes:
     tables: dict[Rotary, torch.Tensor]  # float32 [T, D]
     rows_T: torch.Tensor  # int64, 0 to T - 1
 
+    def of_rows(self, rows: slice) -> "RowRopes":
+        """Return the rotations of consecutive rows."""
+        tables = {rotary: table_TD[rows] for rotary, table_TD in self.tables.items()}
+        return RowRopes(tables=tables, rows_T=self.rows_T[: rows.stop - rows.start])
+
 
 class AxisRopes:
     """Makes the tables of steps for all rotations of a decoder."""

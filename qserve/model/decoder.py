@@ -103,11 +103,13 @@ class Decoder(torch.nn.Module):
         begin: Callable[[StepInputs], None] = lambda step: None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """`forward_tapped` of a step in parts, each of which a stage computes while others do
-        another. What is tapped travels beside the hidden states, in the order of the layers.
+        another. What is tapped travels beside the hidden states, in the order of the layers, and
+        so do rows that later stages add to them.
 
         Of a model in stages alone. `begin` is called before the layers compute a part.
         """
         pipeline, wanted = self.pipeline, sorted(set(taps))
+        own_layers = self.layer_numbers
         owners = [pipeline.stage_of(tap, self.config.num_layers) for tap in wanted]
         num_before = 1 + sum(owner < pipeline.stage for owner in owners)
         ours = [t for t, owner in zip(wanted, owners, strict=True) if owner == pipeline.stage]
@@ -115,12 +117,15 @@ class Decoder(torch.nn.Module):
         ends, coming = [], []  # what the last stage sends to the first
         for ids, step in zip(token_ids, steps, strict=True):
             if pipeline.is_first:
-                x_TC, before = self.embedding(ids, step.positions_T), ()
+                x_TC, before = self.embedded(ids, step), []
+                added = _levels(x_TC, step)
             else:
-                x_TC, *before = pipeline.receive(self._empty(num_before, ids))
+                num_added = max(0, step.num_levels - own_layers.start)
+                x_TC, *before = pipeline.receive(self._empty(num_before + num_added, ids))
+                before, added = before[: num_before - 1], before[num_before - 1 :]
             begin(step)
-            x_TC, tapped = self._layers(x_TC, step, caches, ours)
-            states = [x_TC, *before, *tapped]
+            x_TC, tapped = self._layers(x_TC, step, caches, ours, added)
+            states = [x_TC, *before, *tapped, *added[len(own_layers) :]]
             passed.append(torch.stack(states) if len(states) > 1 else x_TC[None].contiguous())
             sent.append(pipeline.send(passed[-1]))
             if pipeline.is_first:
@@ -138,10 +143,27 @@ class Decoder(torch.nn.Module):
         found = dict(zip(wanted, states, strict=True))
         return self.norm(x_TC, None, None)[0], tuple(found[tap] for tap in taps)
 
+    def embedded(self, token_ids_T: torch.Tensor, step: StepInputs) -> torch.Tensor:
+        """Embeddings of tokens, and of media at their rows."""
+        if step.embeds is not None and step.embeds.rows_M is None:
+            return step.embeds.values_MC
+        x_TC = self.embedding(token_ids_T, step.positions_T)
+        if step.embeds is None:
+            return x_TC
+        return x_TC.index_copy(0, step.embeds.rows_M, step.embeds.values_MC)
+
     def _layers(
-        self, x_TC: torch.Tensor, step: StepInputs, caches: list[Cache], taps: Sequence[int]
+        self,
+        x_TC: torch.Tensor,
+        step: StepInputs,
+        caches: list[Cache],
+        taps: Sequence[int],
+        added: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The residual stream behind the layers of this stage, and before those of `taps`."""
+        """The residual stream behind the layers of this stage, and before those of `taps`.
+
+        `added`: [T, C] for each of the stage's first layers, added after it.
+        """
         residual_TC, first = None, self.layer_numbers.start
         found: dict[int, torch.Tensor] = {}
         for number, (layer, cache) in enumerate(zip(self.layers, caches, strict=True), first):
@@ -149,6 +171,8 @@ class Decoder(torch.nn.Module):
             wanted = tapped if number in taps else None
             x_TC, residual_TC = layer(x_TC, residual_TC, step, cache, wanted)
             found.update((number, state_TC) for state_TC in tapped)
+            if number - first < len(added):
+                residual_TC = residual_TC + added[number - first]
         if residual_TC is not None:
             _, x_TC = self._sum(x_TC, residual_TC, None)
         return x_TC, [found.get(tap, x_TC) for tap in taps]
@@ -169,9 +193,7 @@ class Decoder(torch.nn.Module):
         The number of layers means behind the last, before the norm. A decoder of sample layers,
         which may lack one, gives its last state there: who asks it wants the shapes.
         """
-        x_TC, residual_TC = self.embedding(token_ids_T, step.positions_T), None
-        if step.embeds is not None:
-            x_TC = x_TC.index_copy(0, step.embeds.rows_M, step.embeds.values_MC)
+        x_TC, residual_TC = self.embedded(token_ids_T, step), None
         inputs_TLP = None
         if self.layer_inputs is not None:
             inputs_TLP = self.layer_inputs(token_ids_T, x_TC, step.positions_T)
@@ -183,7 +205,7 @@ class Decoder(torch.nn.Module):
                 step = replace(step, layer_input_TP=inputs_TLP[:, number])
             x_TC, residual_TC = layer(x_TC, residual_TC, step, cache, tapped)
             if number < len(added):
-                residual_TC = residual_TC.index_add(0, step.embeds.rows_M, added[number])
+                residual_TC = step.embeds.added_to(residual_TC, number)
         hidden_TC, last_TC = self.norm(x_TC, residual_TC, None)
         found = dict(zip(sorted(n for n in set(taps) if n < len(self.layers)), states, strict=True))
         return hidden_TC, tuple(found.get(tap, last_TC) for tap in taps)
@@ -202,3 +224,12 @@ class Decoder(torch.nn.Module):
         if self.logits_cap is not None:
             logits_SV = self.logits_cap * torch.tanh(logits_SV / self.logits_cap)
         return logits_SV
+
+
+def _levels(x_TC: torch.Tensor, step: StepInputs) -> list[torch.Tensor]:
+    """What the first layers add to each row [T, C]: zeros to rows without media."""
+    levels = [torch.zeros_like(x_TC) for _ in range(step.num_levels)]
+    if step.embeds is not None:
+        for level_TC, added_MC in zip(levels, step.embeds.added_MC, strict=True):
+            level_TC[step.embeds.rows_M] = added_MC
+    return levels

@@ -14,6 +14,7 @@ import numpy as np
 from formats.errors import InputError, one_line
 from qserve.multimodal.decode import decode_image
 from qserve.multimodal.layouts import processor_options
+from qserve.multimodal.media import MediaItem
 from qserve.multimodal.sources import read_data_url
 from qserve.text.tokenizer import Tokenizer
 
@@ -38,6 +39,7 @@ class PicturedChat(NamedTuple):
     ids: list[int]
     is_image: list[bool]  # tokens whose embeddings come from the vision tower
     images: "list[Image]"
+    media: tuple[MediaItem, ...]  # the images as the engine takes them
 
 
 class Window(Protocol):
@@ -83,7 +85,7 @@ class CalibrationChats:
         is_image = np.zeros(len(ids), bool)
         for item in items:
             is_image[item.embed_positions()] = True
-        return PicturedChat(ids, is_image.tolist(), images)
+        return PicturedChat(ids, is_image.tolist(), images, items)
 
     def inputs(self, window: Window, ids_S: "torch.Tensor") -> "dict[str, torch.Tensor]":
         """Return arguments of transformers' model for one window with images."""

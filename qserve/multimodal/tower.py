@@ -14,10 +14,13 @@ import torch
 
 from formats.errors import CheckpointError
 from formats.files.tensor_entry import TensorEntry
+from formats.scheme import Scheme
 from formats.table import names_text
 from qserve.multimodal.families import VisionConfig, VisionFamily
 from qserve.multimodal.media import Feature, MediaItem
 from qserve.multimodal.processor import load_image_processor
+from qserve.multimodal.qwen_tower import QwenTower
+from qserve.multimodal.rounded_linear import round_layers_
 from qserve.multimodal.video_processor import VideoProcessor
 
 # Arrays of the items of one call, by the name of their feature.
@@ -103,6 +106,7 @@ class Tower(torch.nn.Module):
         self.encodes_alone = encodes_alone
         self.config, self.normalizers, self.dtype = config, normalizers, dtype
         self.model = model
+        self.of_grids = QwenTower.of(model)  # None: transformers computes it
 
     @classmethod
     def load(
@@ -114,16 +118,21 @@ class Tower(torch.nn.Module):
         device: torch.device,
         dtype: torch.dtype,
         encodes_alone: bool = False,
+        scheme: str | None = None,
     ) -> "Tower":
         """Build the tower. `entries`: its tensors by stored name; None: random weights.
 
-        Raises InputError.
+        `scheme`: of the linears in its layers; None: float. Raises InputError.
         """
         model = _without_text(config, is_random=entries is None)
         if entries is not None:
             _fill_(model, config.family, entries, str(folder))
-        model = model.to(device=device, dtype=dtype).requires_grad_(False)
+        model = model.to(device).requires_grad_(False)
+        for parameter in model.parameters():  # frequencies of rotations stay in float32
+            parameter.data = parameter.data.to(dtype)
         model.eval()
+        if scheme is not None:
+            round_layers_(model, Scheme.parse(scheme))
         normalizers = {"image": Normalizer.of(load_image_processor(folder), device)}
         if config.family.video:
             options = VideoProcessor(folder, config.family.video).options
@@ -151,8 +160,7 @@ class Tower(torch.nn.Module):
         frames = [(index, frame) for index, item in enumerate(items) for frame in frames_of(item)]
         groups: dict[tuple, list[int]] = {}
         for number, (_, frame) in enumerate(frames):
-            shapes = frame.kind, *((each.name, each.shape) for each in frame.features)
-            groups.setdefault(shapes, []).append(number)
+            groups.setdefault((frame.kind, *map(_likeness, frame.features)), []).append(number)
         found: dict[int, torch.Tensor] = {}
         for numbers in groups.values():
             size = max(len(each.data) for each in frames[numbers[0]][1].features)
@@ -171,11 +179,31 @@ class Tower(torch.nn.Module):
         inputs: dict[str, list[torch.Tensor]] = {}
         for frame in frames:
             for feature in frame.features:
-                tensor = torch.from_numpy(feature.array().copy()).to(self.device)
+                if self.of_grids is not None and feature.name == "image_grid_thw":
+                    continue  # it stays on the host
+                tensor = self._to_device(feature)
                 if feature.dtype == "uint8":
                     tensor = self.normalizers[frame.kind](tensor).to(self.dtype)
                 inputs.setdefault(feature.name, []).append(tensor)
+        if self.of_grids is not None:
+            patches_BNP = torch.stack(inputs["pixel_values"])
+            _, rows, columns = _grid_of(frames[0]).tolist()
+            return self.of_grids.encode(patches_BNP, rows, columns)
         return ENCODERS[self.config.family.encoder](self.model, inputs)
+
+    def _to_device(self, feature: Feature) -> torch.Tensor:
+        """Copy an array to the device, without waiting for it."""
+        array, is_cuda = feature.array(), self.device.type == "cuda"
+        dtype = getattr(torch, feature.dtype)
+        host = torch.empty(array.shape, dtype=dtype, pin_memory=is_cuda)
+        host.numpy()[...] = array
+        return host.to(self.device, non_blocking=True)
+
+
+def _likeness(feature: Feature) -> tuple[Any, ...]:
+    """Return what is equal for features of one call."""
+    of_grid = feature.data if feature.name == "image_grid_thw" else b""
+    return feature.name, feature.shape, of_grid
 
 
 class Frame(NamedTuple):
@@ -197,6 +225,10 @@ def frames_of(item: MediaItem) -> list[Frame]:
         Frame(item.kind, (Feature.of("pixel_values", patches), grid))
         for patches in np.split(features["pixel_values"], count)
     ]
+
+
+def _grid_of(frame: Frame) -> np.ndarray:
+    return next(each.array() for each in frame.features if each.name == "image_grid_thw")
 
 
 class Normalizer:

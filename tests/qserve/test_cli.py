@@ -43,6 +43,7 @@ ENGINE_FLAGS = {
     "--batch-invariant",
     "--enforce-eager",
     "--language-model-only",
+    "--mm-encoder-quantization",
     "--kernel",
     "--plain-kernel-launch",
     "--activation-bits",

@@ -24,6 +24,7 @@ SETTINGS = (
     *("quantization_config", "spec_acceptance", "enable_lora", "enable_expert_parallel"),
     *("expert_placement_strategy", "prefill_context_parallel_size"),
     "prefill_context_parallel_min_tokens",
+    "mm_encoder_quantization",
 )
 # Further ones, unless a request's bits are the same in any batch.
 SETTINGS_OF_BATCHES = (

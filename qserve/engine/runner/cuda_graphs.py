@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 
 from qserve.engine.runner.capture import capture
+from qserve.engine.runner.media_buffers import MediaBuffers
 from qserve.engine.runner.out_of_memory import ran_out
 from qserve.engine.runner.step_buffers import GraphKey, StepBuffers, StepOutputs
 from qserve.engine.step.device_step import Batch
@@ -60,12 +61,14 @@ def graph_keys(
     max_rows: int = 0,
     with_adapters: bool = False,
     chunk_sizes: Collection[int] = CHUNK_SIZES,
+    with_media: bool = False,
 ) -> list[GraphKey]:
     """Keys of the graphs to capture, smallest first.
 
     `counts`: tokens of each request of a decode: 1, and more with drafts, of which there are at
     most `max_rows` in total. Chunks have two sizes of requests: a padding request costs attention
-    blocks and rows of the head. `with_adapters` adds a copy of each key for steps with adapters.
+    blocks and rows of the head. `with_adapters` adds a copy of each key for steps with adapters,
+    `with_media` one of each chunk's for steps with media.
     """
     most = max(max_num_seqs, max_rows)  # sampled rows of a chunk
     decodes = [
@@ -83,7 +86,11 @@ def graph_keys(
     keys = [*decodes, *chunks]
     if with_adapters:
         keys += [replace(key, has_adapters=True) for key in keys]
-    return sorted(keys, key=lambda key: (key.num_tokens, key.num_requests, key.has_adapters))
+    if with_media:
+        keys += [replace(key, has_media=True) for key in chunks]
+    return sorted(
+        keys, key=lambda key: (key.num_tokens, key.num_requests, key.has_adapters, key.has_media)
+    )
 
 
 def graph_rows(keys: Collection[GraphKey]) -> dict[str, list[int]]:
@@ -95,13 +102,19 @@ def graph_rows(keys: Collection[GraphKey]) -> dict[str, list[int]]:
 
 def smallest_key(keys: list[GraphKey], step: StepInput) -> GraphKey | None:
     """Return the first of `keys` that holds a step, or None."""
-    count, has_adapters = step.rows_each, step.adapter_slots_T is not None
-    is_chunk = count == 0 or not any(key.count == count for key in keys if not key.is_chunk)
+    count, has_adapters, has_media = (
+        step.rows_each,
+        step.adapter_slots_T is not None,
+        step.has_media,
+    )
+    is_chunk = (
+        count == 0 or has_media or not any(key.count == count for key in keys if not key.is_chunk)
+    )
     # a chunk graph has as many rows of logits as requests
     num_rows = max(step.num_requests, step.num_sampled) if is_chunk else step.num_requests
     for key in keys:
         fits = key.num_tokens >= step.num_tokens and key.num_requests >= num_rows
-        if key.has_adapters != has_adapters:
+        if key.has_adapters != has_adapters or key.has_media != step.has_media:
             continue
         if fits and key.is_chunk == is_chunk and (is_chunk or key.count == count):
             return key
@@ -110,9 +123,9 @@ def smallest_key(keys: list[GraphKey], step: StepInput) -> GraphKey | None:
 
 def first_keys(keys: list[GraphKey]) -> list[GraphKey]:
     """Keys to capture at the start, largest first: the smaller graphs then fit into its memory."""
-    sorts: dict[tuple[int, bool], list[GraphKey]] = {}
+    sorts: dict[tuple[int, bool, bool], list[GraphKey]] = {}
     for key in keys:
-        sort = 0 if key.is_chunk else key.count, key.has_adapters
+        sort = 0 if key.is_chunk else key.count, key.has_adapters, key.has_media
         sorts.setdefault(sort, []).append(key)
     ends = [key for of_sort in sorts.values() for key in (of_sort[0], of_sort[-1])]
     return sorted(set(ends), key=keys.index, reverse=True)
@@ -137,19 +150,27 @@ class StepGraphs:
         with_states: bool = False,
         with_rope_shifts: bool = False,
         chunk_sizes: Collection[int] = CHUNK_SIZES,
+        media: MediaBuffers | None = None,
     ) -> None:
         """Create the graphs of `step` and capture the first ones.
 
         `counts`, `max_rows` and `chunk_sizes` are those of graph_keys. Steps with a longer context
         than `max_context_len` use no graph. `in_step`: other ranks capture and replay the same
-        graphs in the same order.
+        graphs in the same order. `media`: None: steps with media use no graph.
         """
         self.in_step = in_step
         self._step = step
         self._device = device
         self._keys = graph_keys(
-            max_num_seqs, max_num_tokens, counts, max_rows, with_adapters, chunk_sizes
+            max_num_seqs,
+            max_num_tokens,
+            counts,
+            max_rows,
+            with_adapters,
+            chunk_sizes,
+            with_media=media is not None,
         )
+        self.media = media
         width = -(-max_context_len // page_size)
         self._max_context_len = width * page_size
         most = max(key.num_requests for key in self._keys)
@@ -215,7 +236,7 @@ class StepGraphs:
     def _capture(self, key: GraphKey) -> None:
         """Capture a graph: about 0.1 s for 32 layers; waits for the in-flight step."""
         self._buffers.pad_(key)
-        batch = self._buffers.batch(key, self._max_context_len)
+        batch = self.batch_of(key)
         self._step(batch)  # compiles kernels, which is not allowed in a capture
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
@@ -224,6 +245,11 @@ class StepGraphs:
         self._pool = self._pool or graph.pool()
         self._graphs[key] = graph, outputs
         self._batches[key] = batch
+
+    def batch_of(self, key: GraphKey) -> Batch:
+        """Views of a graph's inputs."""
+        batch = self._buffers.batch(key, self._max_context_len)
+        return batch if self.media is None or not key.has_media else self.media.attach(batch)
 
     def key_for(self, step: StepInput) -> GraphKey | None:
         """The smallest graph that holds a step, captured now if necessary, or None."""

@@ -5,7 +5,8 @@ Legend: M rows of a step with embeddings, C hidden size, T rows of the step.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from formats.checkpoint import CheckpointReader
 from qserve.config import EngineConfig
 from qserve.engine.media_limits import encoder_rows
+from qserve.engine.runner.media_buffers import MediaBuffers
 from qserve.engine.step.device_step import Batch, DraftMedia
 from qserve.engine.step.media_rows import ItemRows, MediaRows
 from qserve.engine.step.step_input import StepInput
@@ -31,11 +33,17 @@ logger = logging.getLogger(__name__)
 class Encoder:
     """Embeddings of media items, by digest, and the positions of their rows."""
 
-    def __init__(self, tower: Tower, ropes: AxisRopes | None, bytes_to_come: int) -> None:
-        """`ropes`: None if positions are numbers. `bytes_to_come`: device memory of the embeddings
-        that it may keep, and of a call of the tower.
+    def __init__(
+        self, tower: Tower | None, ropes: AxisRopes | None, num_levels: int, bytes_to_come: int
+    ) -> None:
+        """`tower`: None on later pipeline stages. `ropes`: None if positions are numbers.
+
+        `num_levels`: first layers after which something is added to rows with embeddings.
+        `bytes_to_come`: device memory of the embeddings that it may keep, and of a call of the
+        tower.
         """
         self.tower, self.bytes_to_come = tower, bytes_to_come
+        self._num_levels = num_levels
         self._ropes = ropes
         self._rows: dict[str, torch.Tensor] = {}
 
@@ -46,7 +54,17 @@ class Encoder:
         config: EngineConfig,
         decoder: Decoder,
     ) -> "Encoder":
-        """Load the tower next to a decoder, with random weights for the load format dummy."""
+        """Load the tower next to a decoder, with random weights for the load format dummy.
+
+        Later pipeline stages have no tower, but positions.
+        """
+        ropes = None
+        if vision.axis_pairs:
+            rotaries = [each for each in decoder.modules() if isinstance(each, Rotary)]
+            is_interleaved = vision.family.has_interleaved_axes
+            ropes = AxisRopes(rotaries, vision.axis_pairs, is_interleaved=is_interleaved)
+        if decoder.pipeline is not None and not decoder.pipeline.is_first:
+            return cls(None, ropes, vision.num_levels, 0)
         is_dummy = config.load_format == "dummy"
         tower = Tower.load(
             vision,
@@ -55,21 +73,25 @@ class Encoder:
             device=decoder.device,
             dtype=decoder.dtype,
             encodes_alone=config.batch_invariant,
+            scheme=config.mm_encoder_quantization,
         )
-        ropes = None
-        if vision.axis_pairs:
-            rotaries = [each for each in decoder.modules() if isinstance(each, Rotary)]
-            is_interleaved = vision.family.has_interleaved_axes
-            ropes = AxisRopes(rotaries, vision.axis_pairs, is_interleaved=is_interleaved)
         size = sum(each.nbytes for each in tower.parameters())
-        logger.info("Vision tower: %.2f GiB in %s", size / 2**30, tower.dtype)
+        scheme = config.mm_encoder_quantization
+        text = f", layers in {scheme}" if scheme else ""
+        logger.info("Vision tower: %.2f GiB in %s%s", size / 2**30, tower.dtype, text)
         width = decoder.config.hidden_size * (1 + vision.num_levels) * decoder.dtype.itemsize
-        return cls(tower, ropes, encoder_rows(config) * width + tower.workspace_bytes)
+        bytes_to_come = encoder_rows(config) * width + tower.workspace_bytes
+        return cls(tower, ropes, vision.num_levels, bytes_to_come)
 
     @property
     def has_axes(self) -> bool:
         """True if positions have three axes."""
         return self._ropes is not None
+
+    @property
+    def is_mutual(self) -> bool:
+        """True if the rows of an image see each other, which no CUDA graph computes."""
+        return self.tower is not None and self.tower.config.family.is_mutual
 
     def with_media(self, batch: Batch, step: StepInput) -> tuple[Batch, DraftMedia]:
         """Return a step's tensors with the embeddings and the positions of its media, and the
@@ -77,10 +99,13 @@ class Encoder:
         """
         device, next_embeds, positions_3T = batch.token_ids_T.device, None, None
         if step.media is not None:
-            self._encode(step.media)
-            embeds = self._embeds(step.media.rows_M, step.media.of_items, device)
-            next_embeds = self._embeds(step.media.before_M, step.media.of_next, device)
-            batch = replace(batch, embeds=embeds)
+            if step.media.of_items:
+                batch = replace(batch, num_levels=self._num_levels)
+            if self.tower is not None:
+                self._encode(self.tower, step.media)
+                embeds = self._embeds(step.media.rows_M, step.media.of_items, device)
+                next_embeds = self._embeds(step.media.before_M, step.media.of_next, device)
+                batch = replace(batch, embeds=embeds)
             ahead = step.media.keys_ahead_T
             if ahead is not None:  # with drafts the device has corrected the positions by now
                 batch = replace(batch, last_keys_T=batch.positions_T + to_device(ahead, device))
@@ -94,11 +119,43 @@ class Encoder:
             text_shifts_T=None if shifts is None else to_device(shifts, device),
         )
 
-    def _encode(self, media: MediaRows) -> None:
+    def make_buffers(self, decoder: Decoder, max_tokens: int) -> MediaBuffers:
+        """Allocate the inputs of CUDA graphs with media."""
+        return MediaBuffers(decoder, self._ropes, self._num_levels, max_tokens)
+
+    def fill_(self, buffers: MediaBuffers, padded: Batch, step: StepInput) -> None:
+        """Encode the media of a step, and fill its embeddings into the inputs of its graph.
+
+        `padded`: the graph's other inputs, filled.
+        """
+        count = step.num_tokens
+        batch = replace(
+            padded,
+            token_ids_T=padded.token_ids_T[:count],
+            positions_T=padded.positions_T[:count],
+            embeds=None,
+            row_ropes=None,
+        )
+        batch, _ = self.with_media(batch, step)
+        ropes = batch.row_ropes
+        if ropes is None and self._ropes is not None:
+            ropes = self._ropes.of(batch.positions_T.expand(3, -1))
+        buffers.fill_(batch, ropes, padded.num_tokens)
+
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """Drop the embeddings that the block makes: no scheduler knows of them."""
+        known = self._rows.copy()
+        try:
+            yield
+        finally:
+            self._rows = known
+
+    def _encode(self, tower: Tower, media: MediaRows) -> None:
         """Drop and encode what a plan says."""
         for digest in media.dropped:
             self._rows.pop(digest, None)
-        encoded = self.tower.encode(media.encode)
+        encoded = tower.encode(media.encode)
         self._rows.update(
             (item.digest, rows_MC) for item, rows_MC in zip(media.encode, encoded, strict=True)
         )
@@ -110,7 +167,6 @@ class Encoder:
         found = [self._rows[digest][start:stop] for digest, start, stop in of_items]
         if not found:
             return None
-        levels = 1 + self.tower.config.num_levels
-        values_MC, *added = torch.cat(found).chunk(levels, -1)
+        values_MC, *added = torch.cat(found).chunk(1 + self._num_levels, -1)
         rows_M = to_device(rows_M, device)
         return InputEmbeds(rows_M=rows_M, values_MC=values_MC, added_MC=tuple(added))

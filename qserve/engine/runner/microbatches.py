@@ -26,19 +26,27 @@ class Microbatch:
     requests: np.ndarray  # int64: indices of its requests
     later: np.ndarray  # int32: tokens of each of these in later microbatches
     step: StepInput
+    embeds: slice  # of the step's rows with embeddings of media
 
     def batch_of(self, whole: Batch, form: BatchForm) -> Batch:
         """Create its inputs on the device.
 
         Values that only the device knows come from the inputs of the whole step."""
-        device = whole.token_ids_T.device
+        device, tokens = whole.token_ids_T.device, self.tokens
         contexts_R = whole.context_lengths_R[to_device(self.requests, device)]
+        keys_T, ropes_T = whole.last_keys_T, whole.rope_positions_T
+        row_ropes, embeds = whole.row_ropes, whole.embeds
         return replace(
             Batch.of(self.step, device, form),
-            token_ids_T=whole.token_ids_T[self.tokens],
-            positions_T=whole.positions_T[self.tokens],
-            slots_T=whole.slots_T[self.tokens],
+            token_ids_T=whole.token_ids_T[tokens],
+            positions_T=whole.positions_T[tokens],
+            slots_T=whole.slots_T[tokens],
             context_lengths_R=contexts_R - to_device(self.later, device),
+            last_keys_T=None if keys_T is None else keys_T[tokens],
+            rope_positions_T=None if ropes_T is None else ropes_T[tokens],
+            row_ropes=None if row_ropes is None else row_ropes.of_rows(tokens),
+            embeds=None if embeds is None else embeds.part(self.embeds, tokens.start),
+            num_levels=whole.num_levels,
         )
 
 
@@ -48,7 +56,20 @@ def microbatches(step: StepInput, pipeline: Pipeline) -> list[Microbatch]:
     if count < 2:
         return []
     ends = [step.num_tokens * part // count for part in range(count + 1)]
+    if step.media is not None and step.media.keys_ahead_T is not None:
+        ends = _outside_images(ends, step.media.keys_ahead_T)
     return [microbatch_of(step, a, b) for a, b in zip(ends, ends[1:], strict=False)]
+
+
+def _outside_images(ends: list[int], keys_ahead_T: np.ndarray) -> list[int]:
+    """Move ends from images, whose rows see each other, to their beginnings."""
+    found = [0]
+    for end in ends[1:]:
+        while end > found[-1] and keys_ahead_T[end - 1]:
+            end -= 1
+        if end > found[-1]:
+            found.append(end)
+    return found
 
 
 def microbatch_of(step: StepInput, start: int, stop: int) -> Microbatch:
@@ -75,4 +96,11 @@ def microbatch_of(step: StepInput, start: int, stop: int) -> Microbatch:
         max_query_len=int(counts_R.max()),
         max_context_len=int(contexts_R.max()),
     )
-    return Microbatch(tokens=slice(start, stop), requests=chosen, later=later_R, step=part)
+    rows_M = np.zeros(0, np.int64) if step.media is None else step.media.rows_M
+    return Microbatch(
+        tokens=slice(start, stop),
+        requests=chosen,
+        later=later_R,
+        step=part,
+        embeds=slice(*np.searchsorted(rows_M, (start, stop)).tolist()),
+    )

@@ -18,6 +18,7 @@ from qserve.config import EngineConfig
 from qserve.engine.runner.covered_tokens import CoveredTokens
 from qserve.engine.runner.cuda_graphs import CHUNK_SIZES, LONG_CHUNK_SIZES, StepGraphs
 from qserve.engine.runner.encoder import Encoder
+from qserve.engine.runner.media_buffers import MediaBuffers
 from qserve.engine.runner.microbatches import microbatches
 from qserve.engine.runner.page_copies import PageCopies, copy_pages, copy_states
 from qserve.engine.runner.pooling import PoolHandle, launch_pooling
@@ -279,10 +280,18 @@ class ModelRunner:
             and self.encoder is not None
             and self.encoder.has_axes,
             chunk_sizes=self.chunk_sizes,
+            media=self._media_buffers(),
             in_step=self._ranks.are_many,
         )
         if speculator is not None:
             speculator.use_graphs(self.graphs)
+
+    def _media_buffers(self) -> MediaBuffers | None:
+        """Inputs of graphs of steps with media; None: they use none, as with drafts."""
+        if self.encoder is None or self.encoder.is_mutual or self.speculator is not None:
+            return None
+        most = min(self.chunk_sizes[-1], self.config.max_num_batched_tokens)
+        return self.encoder.make_buffers(self.decoder, most)
 
     @torch.inference_mode()
     def capture_next(self) -> bool:
@@ -317,6 +326,8 @@ class ModelRunner:
         if key is not None:
             batch = self.graphs.fill_(key, step)
             drafting = self._fill_pending(step, batch, key)
+            if key.has_media:
+                self.encoder.fill_(self.graphs.media, batch, step)
             outputs = self.graphs.replay(key)
             logits_SV = outputs.logits_SV
             if not key.is_chunk and step.num_sampled < step.num_requests:
@@ -325,7 +336,7 @@ class ModelRunner:
         else:
             step, batch = self.own_batch(step)
             drafting = self._fill_pending(step, batch)
-            if _has_media(step):
+            if step.has_media:
                 batch, media = self.encoder.with_media(batch, step)
                 if drafting is not None:
                     drafting.media = media
@@ -346,10 +357,12 @@ class ModelRunner:
     def graph_key_for(self, step: StepInput) -> GraphKey | None:
         """Key of the CUDA graph that the step runs in, or None."""
         needs_hidden = step.prompt_rows is not None or step.pool_rows is not None
-        if self.graphs is None or needs_hidden or _has_media(step) or self._splits(step):
+        if self.graphs is None or needs_hidden or self._splits(step):
             return None
         if self._divided(step) is not None:
             return None
+        if step.media is not None and step.media.keys_ahead_T is not None:
+            return None  # attention in plain torch waits for the device
         return self.graphs.key_for(step)
 
     def _splits(self, step: StepInput) -> bool:
@@ -437,9 +450,9 @@ class ModelRunner:
         pipeline = self._ranks.pipeline
         if self.covered is not None:
             batch = self.covered.advance_(batch)
+        batch = batch.with_rope_positions()
         if pipeline is None:
             self._adapt(batch)
-            batch = batch.with_rope_positions()
             return self.decoder.forward_tapped(batch.token_ids_T, batch, self.caches, self.taps)
         parts = [] if step is None else microbatches(step, pipeline)
         batches = [part.batch_of(batch, self.batch_form) for part in parts] or [batch]
@@ -520,7 +533,13 @@ class ModelRunner:
     def logits(self, step: StepInput) -> torch.Tensor:
         """Logits [T, V] in float32 after every token of a step, none of which is pending."""
         self._move_pages(step)
-        hidden_TC, _ = self._hidden(step, self.batch_of(step))
+        batch = self.batch_of(step)
+        if not step.has_media:
+            hidden_TC, _ = self._hidden(step, batch)
+        else:
+            with self.encoder.borrowed():
+                batch, _ = self.encoder.with_media(batch, step)
+                hidden_TC, _ = self._hidden(step, batch)
         return self.decoder.logits(hidden_TC).float() if self._draws else hidden_TC
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -534,8 +553,3 @@ class ModelRunner:
         """Set the adapter of each row for the decoder's linears."""
         if self.adapters is not None:
             self.adapters.rows.slots_T = batch.adapter_slots_T
-
-
-def _has_media(step: StepInput) -> bool:
-    """True for a step with embeddings of media, or three different axes: in no CUDA graph."""
-    return step.media is not None or step.axis_offsets_3T is not None

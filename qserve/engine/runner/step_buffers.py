@@ -41,6 +41,7 @@ class GraphKey:
     num_tokens: int
     num_requests: int
     has_adapters: bool = False  # needs other kernels; a step without adapters is faster
+    has_media: bool = False  # begins with embeddings (media_buffers.py)
 
     @property
     def count(self) -> int:

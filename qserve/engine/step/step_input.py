@@ -14,12 +14,15 @@ from qkernels.sampling.words import HISTORY_ROW, MASK_START, NUM_LOGPROBS, POSIT
 from qserve.engine.kv_cache.host_tier import PageMoves
 from qserve.engine.kv_cache.state_snapshots import StateMoves
 from qserve.engine.request import Request, Status
+from qserve.engine.scheduling.encoder_budget import MediaPlan
 from qserve.engine.scheduling.plan import Chunk, Drafting, StepPlan
 from qserve.engine.step.draft_rows import DraftRows
 from qserve.engine.step.mask_jobs import mask_of, masks_along
 from qserve.engine.step.masks import allowed, dead_end
 from qserve.engine.step.media_rows import MediaRows, axis_positions
 from qserve.engine.step.request_rows import RequestRows, table_width
+from qserve.multimodal.media import MediaItem
+from qserve.multimodal.positions import positions_of
 from qserve.params.sampling_params import SamplingParams
 
 
@@ -146,6 +149,11 @@ class StepInput:
     @property
     def num_sampled(self) -> int:
         return len(self.logits_rows_S)
+
+    @property
+    def has_media(self) -> bool:
+        """True if it has embeddings of media, or rows with three different positions."""
+        return self.media is not None or self.axis_offsets_3T is not None
 
     @property
     def rows_each(self) -> int:
@@ -288,10 +296,13 @@ class StepInput:
         params: SamplingParams,
         num_copies: int = 1,
         drafting: Drafting | None = None,
+        media: tuple[MediaItem, ...] = (),
+        has_axes: bool = False,
     ) -> "StepInput":
         """A step that computes a whole sequence and samples the next token, without a scheduler.
 
-        The copies share their pages: they only enlarge the step.
+        The copies share their pages: they only enlarge the step. All `media` are encoded by the
+        step. `has_axes`: they have positions of three axes.
         """
         request = Request(
             request_id="unscheduled",
@@ -303,9 +314,16 @@ class StepInput:
             stop_token_ids=frozenset(),
             eos_token_ids=frozenset(),
             block_table=block_table,
+            media=media,
         )
+        encoded = None
+        if media:
+            unique = {item.digest: item for item in media}
+            encoded = MediaPlan(tuple(unique.values()), dropped=(), for_drafts=frozenset())
+        if media and has_axes:
+            request.rope_positions, request.rope_shift = positions_of(media)
         chunk = Chunk(request=request, start=0, count=len(token_ids), num_sampled=1)
-        plan = StepPlan(chunks=(chunk,) * num_copies, drafting=drafting)
+        plan = StepPlan(chunks=(chunk,) * num_copies, drafting=drafting, media=encoded)
         return cls.build(plan, page_size=page_size, rows=RequestRows(1))
 
     @classmethod

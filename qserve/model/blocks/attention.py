@@ -31,10 +31,25 @@ from qserve.parallel.norm import NormOverRanks
 class InputEmbeds:
     """Embeddings that replace those of some rows' tokens. Legend: M such rows."""
 
-    rows_M: torch.Tensor  # int64, of T
+    rows_M: torch.Tensor | None  # int64, of T; None: all rows, those of text included
     values_MC: torch.Tensor
     # what is added to the residual stream of these rows after the first layers (deepstack)
     added_MC: tuple[torch.Tensor, ...] = ()
+
+    def added_to(self, residual_TC: torch.Tensor, level: int) -> torch.Tensor:
+        """Return the residual stream with what one of the first layers adds."""
+        if self.rows_M is None:
+            return residual_TC + self.added_MC[level]
+        return residual_TC.index_add(0, self.rows_M, self.added_MC[level])
+
+    def part(self, embeds: slice, first: int) -> "InputEmbeds":
+        """Return some of the embeddings, for a step that begins at row `first` of this one."""
+        assert self.rows_M is not None
+        return InputEmbeds(
+            rows_M=self.rows_M[embeds] - first,
+            values_MC=self.values_MC[embeds],
+            added_MC=tuple(added_MC[embeds] for added_MC in self.added_MC),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +71,8 @@ class StepInputs(AttentionStep):
     # int32: rows before the step that the states do not include; None: they include all
     lacking_R: torch.Tensor | None = None
     embeds: InputEmbeds | None = None  # None: each row has its token's embedding
+    # levels of rows that the first layers of a model in stages add (InputEmbeds.added_MC)
+    num_levels: int = 0
     row_ropes: RowRopes | None = None  # None: each position is one number
     rope_positions_T: torch.Tensor | None = None  # positions of rotations; None: positions_T
     split: SplitStep | None = None  # None: chunks are too short for it (SplitRule)

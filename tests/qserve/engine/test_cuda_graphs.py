@@ -1,5 +1,8 @@
 """Which graph a step runs in."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from qserve.engine.runner.cuda_graphs import (
@@ -83,3 +86,14 @@ def test_models_whose_launches_take_longer_have_longer_graphs():
     keys = graph_keys(64, 4096, chunk_sizes=LONG_CHUNK_SIZES)
     assert found(keys, [2048, *[1] * 63]) == (2112, 64) and found(keys, [2625]) is None
     assert found(graph_keys(64, 4096), [1089]) is None
+
+
+def test_steps_with_media_have_graphs_of_chunks_alone():
+    keys = graph_keys(4, 100, with_media=True)
+    assert {key.has_media for key in keys if not key.is_chunk} == {False}
+    for counts, graph in (([20], (32, 4)), ([1], (16, 4)), ([1, 1, 40], (48, 4)), ([101], None)):
+        step = replace(make_step(counts), axis_offsets_3T=np.zeros((3, sum(counts)), np.int64))
+        key = smallest_key(keys, step)
+        assert (key and (key.num_tokens, key.num_requests)) == graph
+        assert key is None or (key.is_chunk and key.has_media)
+        assert smallest_key(graph_keys(4, 100), step) is None

@@ -17,10 +17,13 @@ from calibrate.pipeline import quantize_checkpoint
 from formats.errors import InputError
 from formats.heads.folder import HeadFolder
 from formats.scheme import Scheme
+from qserve.engine.distributed import executors
+from qserve.engine.runner import microbatches
 from qserve.params.handling import Handling
 from qserve.params.sampling_params import SamplingParams
 from tests.qserve.model.variants import edited
 from tests.qserve.multimodal.conftest import NUM_TOKENS
+from tests.qserve.parallel.rank_of_small_parts import MIN_TOKENS
 from tests.qserve.speculation.conftest import replayed
 from tests.qserve.speculation.head_steps import write_head
 from tests.tiny_vision import VISION_FAMILIES, film, picture
@@ -118,6 +121,24 @@ def test_tokens_are_those_without_drafts(vision, head, family, kind):
     assert engine.runner.drafts_read_images
     for _ in range(2):  # again, with pages of the prefix cache
         assert run(model, engine, requests, (GREEDY, SAMPLED)) == want
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "llava"])
+def test_tokens_of_stages_are_those_without_drafts(vision, head, family, monkeypatch):
+    """The first stage drafts; positions of three axes follow the drafts on each stage."""
+    monkeypatch.setattr(microbatches, "MIN_TOKENS", MIN_TOKENS)
+    monkeypatch.setattr(executors, "MODULE", "tests.qserve.parallel.rank_of_small_parts")
+    model = vision(family)
+    requests = [*requests_of(model), *requests_of(model)[:2]]
+    want = run(model, model.engine(), requests, (GREEDY, SAMPLED))
+    drafts = with_drafts(head(model))
+    engine = model.engine(1, pipeline_parallel_size=2, max_num_batched_tokens=23, **drafts)
+    try:
+        for _ in range(2):  # again, with pages of the prefix cache
+            assert run(model, engine, requests, (GREEDY, SAMPLED)) == want
+    finally:
+        engine.close()
 
 
 class Judge:

@@ -10,7 +10,10 @@ from qserve.multimodal.media import MediaItem
 from qserve.multimodal.tower import ENCODERS
 from qserve.params.handling import Handling
 from qserve.params.sampling_params import SamplingParams
+from tests.qserve.speculation.conftest import replayed
 from tests.tiny_vision import VISION_FAMILIES, picture
+
+__all__ = ["replayed"]
 
 # tiles; positions of three axes and deepstack; a mask in both directions
 DEFAULT = ("smolvlm", "qwen3_vl", "gemma3")
@@ -97,6 +100,24 @@ def test_second_turn_finds_the_pages_of_the_first(model):
     assert found == model.expected(longer, images)
     ids, media = model.prompt(text, images)
     assert media[-1].end - 4 < event.facts.num_cached <= len(ids)
+
+
+def test_tokens_of_steps_in_graphs(model, replayed, monkeypatch):
+    """Without CUDA a graph runs eagerly, on the buffers that it would read."""
+    engine = model.engine(1, max_num_batched_tokens=32)
+    runner = engine.runner
+    runner.capture_graphs(4, engine.max_model_len)
+    used, replay = [], runner.graphs.replay
+    monkeypatch.setattr(runner.graphs, "replay", lambda key: used.append(key) or replay(key))
+    requests = requests_of(model)
+    for _ in range(2):
+        found, _ = model.run(engine, *requests)
+        assert found == [model.expected(*request) for request in requests]
+    # Rows of Gemma 3 see each other, in plain torch.
+    is_mutual = model.processor.config.family.is_mutual
+    assert any(key.has_media for key in used) == (not is_mutual)
+    assert any(key.has_media and key.num_tokens == 32 for key in used) == (not is_mutual)
+    assert any(not key.has_media for key in used)
 
 
 def test_levels_of_all_images_in_one_tensor(vision, monkeypatch):

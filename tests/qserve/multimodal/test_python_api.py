@@ -8,6 +8,7 @@ import json
 import shutil
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from formats.errors import CheckpointError, InputError
@@ -257,3 +258,17 @@ def test_a_part_of_type_image_url(llm):
     part = {"type": "image_url", "image_url": {"url": "https://a.example/x.png"}}
     with pytest.raises(InputError, match="expected a data: URL, found 'https://a.example/x.png'"):
         llm.chat([{"role": "user", "content": [part]}], GREEDY)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "smolvlm"])
+def test_a_rounded_tower_answers_about_the_image(vision, family):
+    """Its embeddings differ a little from those in float."""
+    model = vision(family)
+    embeds = []
+    for scheme in (None, "w8a8", "w8a8-fp8"):
+        engine = model.engine(mm_encoder_quantization=scheme)
+        _, media = model.prompt(model.mark, (picture(40, 30, 1),))
+        embeds.append(torch.cat(engine.runner.encoder.tower.encode(media)))
+    plain, *rounded = embeds
+    for each in rounded:
+        assert 0.001 < (each - plain).norm() / plain.norm() < 0.1

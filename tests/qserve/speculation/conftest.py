@@ -13,7 +13,7 @@ def replayed(monkeypatch):
 
     def capture(graphs, key):
         graphs._buffers.pad_(key)
-        batch = graphs._buffers.batch(key, graphs._max_context_len)
+        batch = graphs.batch_of(key)
         graphs._batches[key] = batch
         graphs._graphs[key] = None, graphs._step(batch)
 

@@ -1,0 +1,250 @@
+"""QwenTower: the vision towers of Qwen2.5-VL, Qwen3-VL and Qwen3.5 with the project's operations.
+
+The weights are those of transformers' module, and so is the arithmetic. transformers launches 45
+kernels a layer, rotates in float32 tensors, embeds patches by a convolution, attends to one image
+or window after the other, and waits for the device in each layer. Here a layer is nine kernels, and
+images of one size run together.
+
+Legend: B images of one size, N patches of an image, T = B * N, C hidden size of the tower, H heads,
+D head size, M embeddings of an image, W hidden size of the text model.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from qkernels import ops
+from qkernels.operands.forms import InputForm, LinearInput
+from qserve.multimodal.rounded_linear import RoundedLinear
+
+ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "gelu": "gelu"}
+NUM_PLANS = 32  # sizes of images whose tables are kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GridPlan:
+    """Tables for images of one size, on the device."""
+
+    cos_sin_ND: torch.Tensor  # float32: cosines, then sines
+    # numbers and weights of the four learned positions that a patch interpolates; None: it has none
+    corners_4N: torch.Tensor | None
+    weights_4N: torch.Tensor | None
+    # patches by windows, and how that is undone for embeddings; None: in their order
+    order_N: torch.Tensor | None
+    back_M: torch.Tensor | None
+    # windows of one length next to each other: (number, length)
+    windows: tuple[tuple[int, int], ...]
+
+
+class QwenTower:
+    """Turns patches of images into embeddings."""
+
+    def __init__(self, visual: Any) -> None:
+        """`visual`: transformers' module, whose weights it reads."""
+        self._visual, config = visual, visual.config
+        self._merge = config.spatial_merge_size
+        self._num_heads = config.num_heads
+        self._activation = ACTIVATIONS[config.hidden_act]
+        # blocks that see the whole image; None: all
+        self._whole = getattr(config, "fullatt_block_indexes", None)
+        self._window = getattr(config, "window_size", 0) // config.patch_size // self._merge
+        self._levels = tuple(getattr(config, "deepstack_visual_indexes", None) or ())
+        self._plans = lru_cache(NUM_PLANS)(self._plan)
+        self._norms = {
+            module: _norm_spec(module)
+            for module in visual.modules()
+            if type(module).__name__.endswith("Norm")
+        }
+
+    @classmethod
+    def of(cls, model: Any) -> "QwenTower | None":
+        """Return the tower of transformers' model; None: it is another one."""
+        visual = getattr(model, "visual", None)
+        config = getattr(visual, "config", None)
+        known = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+        kind = getattr(config, "model_type", "").removesuffix("_vision")
+        if kind not in known or config.hidden_act not in ACTIVATIONS:
+            return None
+        return cls(visual)
+
+    def encode(self, patches_BNP: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        """Return embeddings [B, M, W], with those of later levels next to them.
+
+        `rows`, `columns`: of patches, which come in blocks of those that are merged.
+        """
+        visual, plan = self._visual, self._plans(rows, columns)
+        batch, count, _ = patches_BNP.shape
+        projection = visual.patch_embed.proj
+        weight_CP = projection.weight.flatten(1)
+        x_BNC = F.linear(patches_BNP.to(weight_CP.dtype), weight_CP, projection.bias)
+        if plan.corners_4N is not None:
+            corners_4NC = visual.pos_embed(plan.corners_4N)
+            places_NC = (corners_4NC * plan.weights_4N[..., None]).sum(0)
+            x_BNC = x_BNC + places_NC.to(x_BNC.dtype)
+        if plan.order_N is not None:
+            x_BNC = x_BNC[:, plan.order_N]
+        x_TC = x_BNC.flatten(0, 1)
+        places_T = torch.arange(count, device=x_TC.device).repeat(batch)
+        branch_TC: torch.Tensor | None = None
+        found: list[torch.Tensor] = []
+        for number, block in enumerate(visual.blocks):
+            normed, x_TC = self._add(x_TC, branch_TC, block.norm1, block.attn.qkv)
+            if number - 1 in self._levels:
+                found.append(self._merged(x_TC, self._level(number - 1)))
+            is_whole = self._whole is None or number in self._whole
+            windows = ((1, count),) if is_whole else plan.windows
+            branch_TC = self._attend(normed, block.attn, plan, places_T, batch, windows)
+            first = getattr(block.mlp, "linear_fc1", None) or block.mlp.gate_proj
+            normed, x_TC = self._add(x_TC, branch_TC, block.norm2, first)
+            branch_TC = self._feed_forward(normed, block.mlp, len(x_TC))
+        assert branch_TC is not None
+        _, x_TC = ops.norm(branch_TC, x_TC, None)
+        if len(visual.blocks) - 1 in self._levels:
+            found.append(self._merged(x_TC, self._level(len(visual.blocks) - 1)))
+        rows_BMW = torch.cat([self._merged(x_TC, visual.merger), *found], -1).unflatten(
+            0, (batch, -1)
+        )
+        return rows_BMW if plan.back_M is None else rows_BMW[:, plan.back_M]
+
+    def _add(
+        self, x_TC: torch.Tensor, branch_TC: torch.Tensor | None, norm: Any, reader: Any
+    ) -> tuple[LinearInput, torch.Tensor]:
+        """Return the norm of the sum as its reader takes it, and the sum."""
+        form, spec = _form(reader, len(x_TC)), self._norms[norm]
+        if branch_TC is None:
+            return ops.norm(x_TC, None, spec, form)
+        return ops.norm(branch_TC, x_TC, spec, form)
+
+    def _attend(
+        self,
+        x: LinearInput,
+        attention: Any,
+        plan: GridPlan,
+        places_T: torch.Tensor,
+        batch: int,
+        windows: tuple[tuple[int, int], ...],
+    ) -> torch.Tensor:
+        qkv_T3HD = attention.qkv(x).unflatten(-1, (3, self._num_heads, -1))
+        q_THD, k_THD, v_THD = qkv_T3HD.unbind(1)
+        q_THD, k_THD = ops.apply_rope(q_THD, k_THD, plan.cos_sin_ND, places_T)
+        heads = [each.unflatten(0, (batch, -1)) for each in (q_THD, k_THD, v_THD)]
+        found, first = [], 0
+        for number, length in windows:
+            end = first + number * length
+            of_windows = (
+                each[:, first:end].unflatten(1, (number, length)).flatten(0, 1).transpose(1, 2)
+                for each in heads
+            )
+            seen = F.scaled_dot_product_attention(*of_windows)
+            found.append(seen.transpose(1, 2).reshape(batch, number * length, -1))
+            first = end
+        seen_BNC = found[0] if len(found) == 1 else torch.cat(found, 1)
+        return attention.proj(seen_BNC.flatten(0, 1))
+
+    def _feed_forward(self, x: LinearInput, mlp: Any, rows: int) -> torch.Tensor:
+        if hasattr(mlp, "linear_fc1"):
+            spec, last = ops.ActSpec(kind=self._activation, gated=False), mlp.linear_fc2
+            inner = mlp.linear_fc1(x)
+        else:
+            spec, last = ops.ActSpec(kind=self._activation), mlp.down_proj
+            inner = torch.cat([mlp.gate_proj(x), mlp.up_proj(x)], -1)
+        return last(ops.activate(inner, spec, _form(last, rows)))
+
+    def _level(self, block: int) -> Any:
+        """Merger of what the text model adds after one of its first layers."""
+        return self._visual.deepstack_merger_list[self._levels.index(block)]
+
+    def _merged(self, x_TC: torch.Tensor, merger: Any) -> torch.Tensor:
+        """Return an embedding for each square of patches."""
+        square = self._merge**2
+        if hasattr(merger, "ln_q"):
+            normed = ops.norm(x_TC, None, self._norms[merger.ln_q])[0].unflatten(0, (-1, square))
+            first, _, last = merger.mlp
+            return last(F.gelu(first(normed.flatten(1))))
+        x = x_TC.unflatten(0, (-1, square)).flatten(1) if merger.use_postshuffle_norm else x_TC
+        normed = ops.norm(x, None, self._norms[merger.norm])[0].reshape(len(x_TC) // square, -1)
+        return merger.linear_fc2(F.gelu(merger.linear_fc1(normed)))
+
+    def _plan(self, rows: int, columns: int) -> GridPlan:
+        visual, merge = self._visual, self._merge
+        device = visual.patch_embed.proj.weight.device
+        places_N2 = _in_blocks(
+            torch.cartesian_prod(torch.arange(rows), torch.arange(columns)), rows, columns, merge
+        )
+        frequencies_F = visual.rotary_pos_emb.inv_freq.float().cpu()
+        angles_NF = (places_N2[..., None].float() * frequencies_F).flatten(1)
+        corners_4N = weights_4N = None
+        if hasattr(visual, "pos_embed"):
+            side = round(visual.pos_embed.num_embeddings**0.5)
+            corners_4N, weights_4N = _corners(rows, columns, side)
+            corners_4N = _in_blocks(corners_4N.T, rows, columns, merge).T.to(device)
+            weights_4N = _in_blocks(weights_4N.T, rows, columns, merge).T.to(device)
+        order_N, back_M, windows = None, None, ((1, rows * columns),)
+        if self._whole is not None:
+            order_M, windows = _windows(rows // merge, columns // merge, self._window)
+            square = merge**2
+            order_N = (order_M[:, None] * square + torch.arange(square)).flatten()
+            angles_NF = angles_NF[order_N]
+            windows = tuple((number, length * square) for number, length in windows)
+            order_N, back_M = order_N.to(device), order_M.argsort().to(device)
+        return GridPlan(
+            cos_sin_ND=torch.cat([angles_NF.cos(), angles_NF.sin()], -1).to(device),
+            corners_4N=corners_4N,
+            weights_4N=weights_4N,
+            order_N=order_N,
+            back_M=back_M,
+            windows=windows,
+        )
+
+
+def _form(linear: Any, rows: int) -> InputForm:
+    return linear.form(rows) if isinstance(linear, RoundedLinear) else None
+
+
+def _norm_spec(module: Any) -> ops.NormSpec:
+    bias_C = getattr(module, "bias", None)
+    eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
+    kind = "rms" if "RMS" in type(module).__name__ else "layer"
+    return ops.NormSpec(kind=kind, weight_C=module.weight, bias_C=bias_C, eps=eps)
+
+
+def _in_blocks(values_NX: torch.Tensor, rows: int, columns: int, merge: int) -> torch.Tensor:
+    """Reorder patches from rows to blocks of those that are merged."""
+    sizes = rows // merge, merge, columns // merge, merge
+    return values_NX.unflatten(0, sizes).transpose(1, 2).flatten(0, 3)
+
+
+def _corners(rows: int, columns: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return numbers and weights [4, N] of the learned positions around each patch."""
+    down, right = (torch.linspace(0, side - 1, count) for count in (rows, columns))
+    floors, parts, ends = [], [], []
+    for places in (down, right):
+        floor = places.int()
+        floors.append(floor)
+        ends.append((floor + 1).clamp(max=side - 1))
+        parts.append(places - floor)
+    (top, left), (low, far) = floors, ends
+    y, x = parts[0][:, None], parts[1]
+    numbers = [a[:, None] * side + b for a in (top, low) for b in (left, far)]
+    weights = [(1 - y) * (1 - x), (1 - y) * x, y * (1 - x), y * x]
+    return torch.stack(numbers).flatten(1).long(), torch.stack(weights).flatten(1)
+
+
+def _windows(
+    rows: int, columns: int, size: int
+) -> tuple[torch.Tensor, tuple[tuple[int, int], ...]]:
+    """Return embeddings by windows, and the number of windows of each length.
+
+    Windows at the right and lower edge are smaller. Windows of one length are next to each other.
+    """
+    numbers = torch.arange(rows * columns).view(rows, columns)
+    by_length: dict[int, list[torch.Tensor]] = {}
+    for row in range(0, rows, size):
+        for column in range(0, columns, size):
+            window = numbers[row : row + size, column : column + size].flatten()
+            by_length.setdefault(len(window), []).append(window)
+    order_M = torch.cat([window for windows in by_length.values() for window in windows])
+    return order_M, tuple((len(windows), length) for length, windows in by_length.items())
