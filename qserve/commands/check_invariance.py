@@ -155,7 +155,7 @@ def compare(engine: EngineConfig, config: InvarianceConfig) -> Iterator[Result]:
     crossed = {**few, **drafts, "max_num_batched_tokens": chunks, "enforce_eager": True}
     with closing(start(**crossed)) as llm:
         companies = _companies(rng, everyone, most)
-        yield judged("all at once, without CUDA graphs", llm, *companies)
+        yield judged("all of these, without CUDA graphs", llm, *companies)
 
 
 def _companies(rng: random.Random, everyone: Sequence[int], most: int) -> list[list[int]]:

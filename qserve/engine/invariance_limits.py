@@ -18,16 +18,6 @@ LIMITS = (
         lambda config: config.kv_cache_dtype == "int4",
         "no kernel with a fixed order reads 4-bit pages",
     ),
-    Limit(
-        "--tensor-parallel-size",
-        lambda config: config.tensor_parallel_size > 1,
-        "sums over ranks are rounded elsewhere for many rows than for few",
-    ),
-    Limit(
-        "--pipeline-parallel-size",
-        lambda config: config.pipeline_parallel_size > 1,
-        "it was not tested over stages",
-    ),
 )
 
 

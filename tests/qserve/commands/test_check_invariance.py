@@ -89,7 +89,7 @@ def test_models_with_states(tiny_model, family):
 def test_companies_are_what_their_names_say(quantized_5m):
     config = dataclasses.replace(FEW, num_requests=12, output_len=17, structured_output=True)
     found = {each.company: each for each in compare(settings(quantized_5m), config)}
-    crossed = found["all at once, without CUDA graphs"]
+    crossed = found["all of these, without CUDA graphs"]
     preempted = next(found[name] for name in found if name.endswith("with preemption"))
     assert preempted.preemptions > 0 and found["all together"].preemptions == 0
     assert crossed.preemptions > 0 and crossed.accepted_drafts > 0
@@ -208,7 +208,7 @@ def test_the_default_kernels_differ(quantized_5m, capsys):
 @pytest.mark.parametrize(
     "changes, flag",
     [
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
+        ({"kv_cache_dtype": "int4"}, "--kv-cache-dtype int4"),
         ({"kernel": ["w4a16=triton"]}, "--kernel"),
     ],
 )
