@@ -1,7 +1,7 @@
 """`qserve check-invariance`: compare a request's bits alone and in other companies.
 
 Each request is computed alone, then with others, in chunks, from the prefix cache, with preemption,
-with drafts, and with all of these at once. Its tokens and log probabilities, those of its prompt
+with drafts, and with all of these. Its tokens and log probabilities, those of its prompt
 too, must be the same bits. With --lora-modules some of the requests have adapters; with a
 vision-language model some have images. Imports torch only to compute.
 """
@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from formats.errors import InputError
 from qserve.command_line.command import Command
 from qserve.command_line.setting import setting
 from qserve.commands.invariance_requests import draw_params, draw_prompts
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from qserve.library.outputs import RequestOutput
     from qserve.llm import LLM
 
+COMPANIES = ("together", "random", "chunks", "preemption", "drafts", "crossed")
 DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4}'
 ROW = "{:<34}{:>10}{:>16}{:>14}{:>16}{:>14}{:>17}"
 
@@ -43,9 +45,23 @@ class InvarianceConfig:
     structured_output: bool = setting(
         False, "give some requests a format (requires a tokenizer and llguidance)"
     )
+    company: list[str] = setting(
+        [], f"only these of {', '.join(COMPANIES)}; default: all", many=True
+    )
     default_kernels: bool = setting(
         False, "check the default kernels instead of those of --batch-invariant"
     )
+
+    def __post_init__(self) -> None:
+        """Raise InputError for an unknown company."""
+        for name in self.company:
+            if name not in COMPANIES:
+                expected = f"expected one of {', '.join(COMPANIES)}, found {name!r}"
+                raise InputError("--company", expected)
+
+    def has(self, *companies: str) -> bool:
+        """True if one of these companies is asked for."""
+        return not self.company or any(each in self.company for each in companies)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +104,7 @@ def compare(engine: EngineConfig, config: InvarianceConfig) -> Iterator[Result]:
     rng = random.Random(engine.seed)
 
     def start(**changes: Any) -> LLM:
+        changes = {"speculative_config": None, **changes}
         return LLM(**dataclasses.asdict(dataclasses.replace(engine, **changes)))
 
     llm = start(enable_prefix_caching=False)
@@ -130,32 +147,37 @@ def compare(engine: EngineConfig, config: InvarianceConfig) -> Iterator[Result]:
             )
 
         yield judged("alone again", llm, everyone[:1])
-        if model.vision is not None:
+        if model.vision is not None and config.has("together", "random"):
             # anew, or embeddings of images would still be those that were encoded alone
             llm.close()
             llm = start(enable_prefix_caching=False)
-        yield judged("all together", llm, everyone)
+        if config.has("together"):
+            yield judged("all together", llm, everyone)
         most = min(config.num_requests, engine.max_num_seqs)
         companies = _companies(rng, everyone, most)
-        yield judged(f"random companies of 1 to {most}", llm, *companies)
+        if config.has("random"):
+            yield judged(f"random companies of 1 to {most}", llm, *companies)
     finally:
         llm.close()
     chunks = config.chunk_tokens
-    with closing(start(max_num_batched_tokens=chunks, max_num_seqs=16)) as llm:
-        yield judged(f"chunks of up to {chunks} tokens", llm, everyone)
-        yield judged("from the prefix cache", llm, everyone)
+    if config.has("chunks"):
+        with closing(start(max_num_batched_tokens=chunks, max_num_seqs=16)) as llm:
+            yield judged(f"chunks of up to {chunks} tokens", llm, everyone)
+            yield judged("from the prefix cache", llm, everyone)
     pages = 2 * -(-total // engine.block_size)
     few = {"num_gpu_blocks_override": pages, "admission": "fits"}
-    with closing(start(**few, enable_prefix_caching=False)) as llm:
-        yield judged(f"{pages} KV pages, with preemption", llm, everyone)
-    drafts = {} if model.has_states else {"speculative_config": DRAFTS}  # refused with states
-    if drafts:
+    if config.has("preemption"):
+        with closing(start(**few, enable_prefix_caching=False)) as llm:
+            yield judged(f"{pages} KV pages, with preemption", llm, everyone)
+    drafts = {"speculative_config": engine.speculative_config or DRAFTS}
+    if config.has("drafts"):
         with closing(start(**drafts)) as llm:
-            yield judged("with ngram drafts", llm, everyone)
+            yield judged(f"with {llm.engine.config.speculation.method} drafts", llm, everyone)
     crossed = {**few, **drafts, "max_num_batched_tokens": chunks, "enforce_eager": True}
-    with closing(start(**crossed)) as llm:
-        companies = _companies(rng, everyone, most)
-        yield judged("all of these, without CUDA graphs", llm, *companies)
+    if config.has("crossed"):
+        with closing(start(**crossed)) as llm:
+            companies = _companies(rng, everyone, most)
+            yield judged("all of these, without CUDA graphs", llm, *companies)
 
 
 def _companies(rng: random.Random, everyone: Sequence[int], most: int) -> list[list[int]]:

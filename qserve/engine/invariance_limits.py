@@ -18,6 +18,11 @@ LIMITS = (
         lambda config: config.kv_cache_dtype == "int4",
         "no kernel with a fixed order reads 4-bit pages",
     ),
+    Limit(
+        "--spec-acceptance",
+        lambda config: config.speculation is not None and config.speculation.acceptance != "exact",
+        "texts then depend on the drafts, and drafts on the other requests",
+    ),
 )
 
 
@@ -41,13 +46,6 @@ def check_invariance(config: EngineConfig, model: ModelConfig) -> None:
     if not config.batch_invariant:
         return
     check_limits(LIMITS, config, FLAG, "remove one")
-    if model.has_states and config.speculation is not None:
-        raise InputError(
-            "--speculative-config",
-            f"does not work with {FLAG} and {model.family.architecture}: verified tokens update its"
-            " states in another order than decoded ones",
-            "remove one",
-        )
     for trait in TRAITS:
         if trait.is_there(model):
             raise InputError(

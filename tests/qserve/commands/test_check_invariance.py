@@ -81,9 +81,9 @@ def test_every_family(tiny_model, family):
     ],
 )
 def test_models_with_states(tiny_model, family):
-    """Prompts long enough for snapshots; without drafts, which are refused."""
+    """Prompts long enough for snapshots."""
     config = InvarianceConfig(num_requests=5, max_input_len=150, output_len=6)
-    assert all_same(settings(tiny_model(family), max_model_len=176), config, num_companies=7)
+    assert all_same(settings(tiny_model(family), max_model_len=176), config)
 
 
 def test_companies_are_what_their_names_say(quantized_5m):
@@ -98,6 +98,14 @@ def test_companies_are_what_their_names_say(quantized_5m):
     assert {each.bits_differ for each in found.values()} == {0}
 
 
+def test_only_the_companies_that_are_asked_for(tiny_model):
+    config = dataclasses.replace(FEW, num_requests=2, company=["drafts", "random"])
+    found = [each.company for each in compare(settings(tiny_model("llama")), config)]
+    assert found == ["alone again", "random companies of 1 to 2", "with ngram drafts"]
+    with pytest.raises(InputError, match="--company: expected one of together, .* found 'alone'"):
+        InvarianceConfig(company=["alone"])
+
+
 def test_companies_have_random_sizes():
     companies = _companies(random.Random(0), range(400), 64)
     assert sorted(number for each in companies for number in each) == list(range(400))
@@ -105,21 +113,13 @@ def test_companies_have_random_sizes():
     assert min(sizes) == 1 and 32 < max(sizes) <= 64
 
 
-def test_models_with_states_take_no_drafts(tiny_model):
-    with pytest.raises(InputError, match="--speculative-config"):
-        drafts = '{"method": "ngram", "num_speculative_tokens": 2}'
-        engine = settings(tiny_model("lfm2"), speculative_config=drafts)
-        LLM(**dataclasses.asdict(engine))
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("family", [each for each in VISION_FAMILIES if each != "gemma3"])
 def test_images(tmp_path, family):
-    has_states = family.startswith("qwen3_5")  # longer prompts for snapshots, no drafts
-    longest = 128 if has_states else 60
+    longest = 128 if family.startswith("qwen3_5") else 60  # for snapshots
     config = InvarianceConfig(num_requests=6, max_input_len=longest, output_len=6)
     engine = settings(write_tiny_vision(tmp_path / family, family), max_model_len=256)
-    assert all_same(engine, config, 7 if has_states else 8)
+    assert all_same(engine, config)
 
 
 def test_images_whose_rows_see_each_other_are_refused(tmp_path):
@@ -209,6 +209,10 @@ def test_the_default_kernels_differ(quantized_5m, capsys):
     "changes, flag",
     [
         ({"kv_cache_dtype": "int4"}, "--kv-cache-dtype int4"),
+        (
+            {"speculative_config": '{"method": "ngram"}', "spec_acceptance": "rejection"},
+            "--spec-acceptance",
+        ),
         ({"kernel": ["w4a16=triton"]}, "--kernel"),
     ],
 )
