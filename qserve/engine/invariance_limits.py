@@ -31,14 +31,7 @@ class _Trait(NamedTuple):
     reason: str
 
 
-TRAITS = (
-    _Trait(is_fallback, "transformers computes its layers"),
-    _Trait(
-        lambda model: model.vision is not None and model.vision.family.is_mutual,
-        "the rows of its images see each other, which plain torch computes for a whole step;"
-        " --language-model-only works",
-    ),
-)
+TRAITS = (_Trait(is_fallback, "transformers computes its layers"),)
 
 
 def check_invariance(config: EngineConfig, model: ModelConfig) -> None:

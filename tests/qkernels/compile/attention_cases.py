@@ -31,6 +31,7 @@ def attention(
     sinks: bool = False,
     chunk_size: int | None = None,
     kernel: str | None = None,
+    images: bool = False,
 ) -> None:
     R, J = len(counts), 8
     P = R * context // page
@@ -60,6 +61,7 @@ def attention(
         sinks_H=torch.ones(J * group) if sinks else None,
         chunk_size=chunk_size,
         kernel=kernel,
+        last_keys=torch.zeros(sum(counts), dtype=torch.int64) if images else None,
         **scales,
     )
 

@@ -618,6 +618,11 @@ EXPERTS = {
     "fixed order, chunk": Case(
         run=lambda: attention([2048], kernel="fixed_order"), quick=SM90, product="wgmma"
     ),
+    "fixed order, chunk with images": Case(
+        run=lambda: attention(
+            [2048], D=256, group=2, window=1024, images=True, kernel="fixed_order"
+        )
+    ),
     "fixed order, chunk in a window": Case(
         run=lambda: attention([2048], window=1000, soft_cap=30.0, kernel="fixed_order"),
         product="wgmma",

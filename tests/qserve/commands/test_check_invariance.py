@@ -114,7 +114,7 @@ def test_companies_have_random_sizes():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", [each for each in VISION_FAMILIES if each != "gemma3"])
+@pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_images(tmp_path, family):
     longest = 128 if family.startswith("qwen3_5") else 60  # for snapshots
     config = InvarianceConfig(num_requests=6, max_input_len=longest, output_len=6)
@@ -122,12 +122,12 @@ def test_images(tmp_path, family):
     assert all_same(engine, config)
 
 
-def test_images_whose_rows_see_each_other_are_refused(tmp_path):
-    engine = settings(write_tiny_vision(tmp_path / "gemma3", "gemma3"))
-    with pytest.raises(InputError, match="--batch-invariant.*see each other"):
-        LLM(**dataclasses.asdict(engine))
-    text = dataclasses.replace(engine, language_model_only=True)
-    assert all_same(text, dataclasses.replace(FEW, num_requests=2))
+def test_images_whose_rows_see_each_other(tmp_path):
+    """Without and with images in a step, text and images keep their bits."""
+    config = dataclasses.replace(FEW, num_requests=5, max_input_len=50, company=["together"])
+    engine = settings(write_tiny_vision(tmp_path / "gemma3", "gemma3"), max_model_len=128)
+    results = list(compare(engine, config))
+    assert [each.bits_differ for each in results] == [0, 0]
 
 
 @pytest.mark.exhaustive
