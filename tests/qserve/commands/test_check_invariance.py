@@ -17,6 +17,8 @@ from qserve.commands.check_invariance import (
 from qserve.config import EngineConfig
 from qserve.llm import LLM
 from tests.adapters import write_adapter
+from tests.qserve.speculation.hybrid_mtp_model import FAMILIES as HYBRID_MTP_FAMILIES
+from tests.qserve.speculation.hybrid_mtp_model import make_hybrid_mtp
 from tests.tiny_vision import VISION_FAMILIES, write_tiny_vision
 
 DENSE = (
@@ -114,6 +116,24 @@ def test_companies_have_random_sizes():
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("family", HYBRID_MTP_FAMILIES)
+def test_mtp_on_models_with_states(tmp_path, family):
+    """Drafts of the model's own layer, of which some are accepted: the bits without drafts."""
+    folder = make_hybrid_mtp(tmp_path / family, family, agreement=0.7)
+    config = InvarianceConfig(
+        num_requests=6, max_input_len=100, output_len=24, company=["drafts", "crossed"]
+    )
+    engine = settings(
+        folder,
+        max_model_len=128,
+        speculative_config='{"method": "mtp", "num_speculative_tokens": 3, "adaptive": false}',
+    )
+    found = {each.company: each for each in compare(engine, config)}
+    assert [each.bits_differ for each in found.values()] == [0, 0, 0]
+    assert found["with mtp drafts"].accepted_drafts > 0
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_images(tmp_path, family):
     longest = 128 if family.startswith("qwen3_5") else 60  # for snapshots
@@ -137,7 +157,10 @@ def test_images_whose_rows_see_each_other(tmp_path):
         "w4a16-sym",
         *(
             pytest.param(scheme, marks=pytest.mark.exhaustive)
-            for scheme in ("w4a16-asym-g32", "w8a16-sym", "w8a8", "w8a8-fp8", "w3a16-sym")
+            for scheme in (
+                *("w4a16-asym-g32", "w8a16-sym", "w8a8", "w8a8-fp8", "w3a16-sym"),
+                *("w4a8", "w4a8-fp8", "w4a16-mxfp4", "w4a16-nvfp4"),
+            )
         ),
     ],
 )
