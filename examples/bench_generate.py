@@ -69,9 +69,12 @@ def main() -> None:
     parser.add_argument("--input", type=int, default=128)
     parser.add_argument("--output", type=int, default=256)
     parser.add_argument(
+        "--long-input", type=int, help="also measure one request with a prompt of so many tokens"
+    )
+    parser.add_argument(
         "--max-model-len",
         type=int,
-        help="what attention's parts are chosen for; default: --input and --output, at most 8192",
+        help="what attention's parts are chosen for; default: a prompt and --output, at most 8192",
     )
     parser.add_argument(
         "--scheme",
@@ -91,6 +94,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    longest = max(arguments.input, arguments.long_input or 0)
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), arguments.shape, None if arguments.float else arguments.scheme)
         started = time.perf_counter()
@@ -103,7 +107,7 @@ def main() -> None:
             kv_cache_dtype=arguments.kv_cache_dtype,
             speculative_config=arguments.speculative_config,
             max_num_seqs=max(arguments.batch),
-            max_model_len=arguments.max_model_len or min(8192, arguments.input + arguments.output),
+            max_model_len=arguments.max_model_len or min(8192, longest + arguments.output),
         )
         start_s = time.perf_counter() - started
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
@@ -116,13 +120,17 @@ def main() -> None:
         f"{arguments.input} tokens in, {arguments.output} out, random weights,"
         f" KV pages of {llm.engine.runner.kv_format}"
     )
-    for batch in arguments.batch:
-        line = measure(llm, batch, arguments.input, arguments.output)
+    cases = [(batch, arguments.input) for batch in arguments.batch]
+    if arguments.long_input:
+        cases.append((1, arguments.long_input))
+    for batch, num_input in cases:
+        line = measure(llm, batch, num_input, arguments.output)
         if arguments.json:
             print(json.dumps(line))
         else:
+            prompt = "" if num_input == arguments.input else f", {num_input} tokens in"
             print(
-                f"batch {batch:4d}: first token {line['first_ms']:8.2f} ms, step"
+                f"batch {batch:4d}{prompt}: first token {line['first_ms']:8.2f} ms, step"
                 f" {line['step_ms']:7.3f} ms, decode {line['decode_tokens_per_s']:9.1f} tokens/s"
             )
 

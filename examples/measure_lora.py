@@ -77,6 +77,7 @@ def measure_steps(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
     from qserve import LLM
 
     settings = {"load_format": "dummy", "max_num_seqs": 128, "kv_cache_memory": arguments.kv_gb}
+    settings["batch_invariant"] = arguments.batch_invariant
     adapted = {"max_loras": arguments.max_loras, "max_lora_rank": arguments.rank}
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), arguments.shape, "w4a16-sym")
@@ -189,10 +190,12 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=128, help="tokens per request")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--kv-gb", type=float, default=8.0, help="memory of each engine's KV pages")
+    parser.add_argument("--batch-invariant", action="store_true")
+    parser.add_argument("--steps-only", action="store_true", help="not each linear")
     parser.add_argument("--json", help="also write the results here")
     arguments = parser.parse_args()
     found = {"steps": measure_steps(arguments)}
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and not arguments.steps_only:
         found["kernels"] = measure_kernels(arguments)
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(found, indent=2))

@@ -2,6 +2,7 @@
 
     python examples/write_dummy.py ./dummy-8b --shape llama-3-8b --scheme w4a16-sym
     python examples/measure_start.py --model ./dummy-8b
+    python examples/write_dummy.py ./config-8b --config-only    # for --load-format dummy
 
 The weights are those of `--load-format dummy`, encoded as the scheme's usual format.
 """
@@ -73,12 +74,15 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
     parser.add_argument("--scheme", default="w4a16-sym", help="or w8a8, or bf16")
+    parser.add_argument("--config-only", action="store_true", help="no weights")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True)
     scheme = None if arguments.scheme == "bf16" else arguments.scheme
     write_config(arguments.folder, arguments.shape, scheme)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TOKENIZER / name, arguments.folder)
+    if arguments.config_only:
+        return
     config = ModelConfig.from_folder(arguments.folder)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     source = WritingSource(arguments.folder, config, device)

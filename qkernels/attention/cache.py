@@ -119,5 +119,5 @@ class AttentionStep:
     max_query_len: int
     max_context_len: int
     # int64 [T]: position of the last key that each row sees, at most that of the request's last
-    # row; None: its own. Plain torch alone computes it.
+    # row; None: its own. Plain torch and the kernels of fixed order compute it.
     last_keys_T: torch.Tensor | None = None

@@ -187,12 +187,14 @@ def paged_attention(
             "paged_attention max_context_len",
             f"{step.max_context_len} keys do not fit in {num_pages} pages of {page_size}",
         )
+    if step.last_keys_T is not None and kernel != FIXED_ORDER:
+        kernel = "reference"
     chunk = heads // kv_heads * step.max_query_len > DECODE_MAX_ROWS
     run = dispatch.implementation(
         PAGED_ATTENTION,
         device=q_THD.device.type,
         dtype=q_THD.dtype,
-        requested=kernel if step.last_keys_T is None else "reference",
+        requested=kernel,
         head_dim=head_dim,
         page_size=page_size,
         pages_dtype=cache.k_pages.dtype,

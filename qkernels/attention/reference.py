@@ -219,24 +219,29 @@ def paged_attention_by_rows(
     slopes_H: torch.Tensor | None = None,
     chunk_size: int | None = None,
 ) -> torch.Tensor:
-    """`paged_attention` of each row alone: shapes, and so bits, depend on its position only."""
+    """`paged_attention` of each row alone: shapes, and so bits, depend on its position only.
+
+    A row with keys after its own runs as the row of the last of them would, with a longer window.
+    """
     keys = _Pages(cache.k_pages, cache.k_scales)
     values = _Pages(cache.v_pages, cache.v_scales)
     starts, lengths = step.query_starts_R1.tolist(), step.context_lengths_R.tolist()
+    last_keys_T = None if step.last_keys_T is None else step.last_keys_T.tolist()
     out_THD = torch.zeros_like(q_THD)
     for r, length in enumerate(lengths):
         for row in range(starts[r], starts[r + 1]):
             seen = length - (starts[r + 1] - 1 - row)
             if seen > 0:
+                ahead = 0 if last_keys_T is None else max(0, last_keys_T[row] + 1 - seen)
                 one = slice(row, row + 1)
                 out_THD[one] = _chunk(
                     q_THD[one],
                     keys,
                     values,
                     step.block_tables_RX[r],
-                    seen,
+                    seen + ahead,
                     scale,
-                    window,
+                    None if window is None else window + ahead,
                     soft_cap,
                     sinks_H,
                     slopes_H,

@@ -5,14 +5,25 @@ same in a prompt, in chunks of any length, and in a decode.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from qkernels.causal_conv.state import StateStep, requests_of
-from qkernels.errors import KernelError
+from qkernels.causal_conv.state import StateStep, keep_recent_, recent_rows, requests_of
 
 # tensors of one row, states [1, ...] that are changed in place, the row's step -> its result [1, .]
 RunRow = Callable[[Sequence[torch.Tensor], torch.Tensor, StateStep], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecentRows:
+    """Inputs of the newest rows of each slot, for steps whose rows may be rejected."""
+
+    recent_PNI: torch.Tensor | None  # None: no row is ever rejected
+    # rows of a step -> their inputs, side by side in `recent`
+    inputs_of: Callable[[slice], Sequence[torch.Tensor]]
+    # inputs [n, I] -> tensors of n rows, as a step has them
+    rows_of: Callable[[torch.Tensor], Sequence[torch.Tensor]]
 
 
 def run_rows_(
@@ -21,26 +32,29 @@ def run_rows_(
     states: torch.Tensor,
     step: StateStep,
     result: torch.Tensor,
+    recent: RecentRows | None = None,
 ) -> torch.Tensor:
     """Fill `result` [T, ...] row by row; `states` [P, ...] are changed in place."""
+    recent_PNI = None if recent is None else recent.recent_PNI
     for each in requests_of(step):
         own = states.new_zeros(1, *states.shape[1:])
         if not each.is_first:
             own.copy_(states[each.slot : each.slot + 1])
+        if recent_PNI is not None and each.lacking:
+            inputs_nI = recent_rows(recent_PNI[each.slot], each.start, each.lacking)
+            old, first = recent.rows_of(inputs_nI), each.start - each.lacking
+            for i in range(each.lacking):
+                run([x[i : i + 1].clone() for x in old], own, _step_of_row(first + i))
+        is_verify = each.is_verify(recent_PNI)
+        if is_verify and each.slot >= 0:
+            states[each.slot] = own[0]
+            keep_recent_(recent_PNI[each.slot], each.start, *recent.inputs_of(each.rows))
         for position, t in enumerate(range(each.rows.start, each.rows.stop), each.start):
             row = _step_of_row(position)
             result[t] = run([x[t : t + 1].clone() for x in of_rows], own, row)[0]
-        if each.slot >= 0:
+        if each.slot >= 0 and not is_verify:
             states[each.slot] = own[0]
     return result
-
-
-def check_no_verification(op: str, recent_PNI: torch.Tensor | None) -> None:
-    """Raise KernelError where rows of a step may be rejected."""
-    if recent_PNI is not None:
-        raise KernelError(
-            f"{op} recent", "rows that may be rejected are not computed in fixed order"
-        )
 
 
 def _step_of_row(position: int) -> StateStep:

@@ -1,13 +1,13 @@
 """The gated delta net in one order: a row's bits depend on its request's rows up to it alone.
 
-Every row is a step of the recurrence, in prompts, too: a chunk's triangular system would round
-otherwise than the decode of the same token. On a CPU each row is computed alone. Legend as in
-ops.py.
+Every row is a step of the recurrence, in prompts and verifications, too: a chunk's triangular
+system would round otherwise than the decode of the same token. On a CPU each row is computed alone.
+Legend as in ops.py.
 """
 
 import torch
 
-from qkernels.causal_conv.rows_alone import check_no_verification, run_rows_
+from qkernels.causal_conv.rows_alone import RecentRows, run_rows_
 from qkernels.causal_conv.state import StateStep
 from qkernels.delta_net import reference
 from qkernels.gpu import device as gpu_device
@@ -24,12 +24,11 @@ def delta_rule_(
     recent_PNI: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Implement ops.delta_rule_."""
-    check_no_verification("delta_rule_", recent_PNI)
     if gpu_device.arch(mixed_TC.device) != "cpu":
         from qkernels.delta_net import triton_recurrence
 
         return triton_recurrence.delta_rule_(
-            mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, memory_PHKV, step
+            mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, memory_PHKV, step, recent_PNI
         )
 
     def run(rows, states, row):
@@ -37,7 +36,12 @@ def delta_rule_(
 
     _, H, _, V = memory_PHKV.shape
     o_THV = mixed_TC.new_zeros(mixed_TC.shape[0], H, V)
-    return run_rows_(run, [mixed_TC, b_TH, a_TH], memory_PHKV, step, o_THV)
+    recent = RecentRows(
+        recent_PNI=recent_PNI,
+        inputs_of=lambda rows: reference.row_inputs(mixed_TC, b_TH, a_TH, rows, H * V),
+        rows_of=lambda inputs_nI: reference.rows_of_inputs(inputs_nI, H, H * V),
+    )
+    return run_rows_(run, [mixed_TC, b_TH, a_TH], memory_PHKV, step, o_THV, recent)
 
 
 def gated_rms_norm(

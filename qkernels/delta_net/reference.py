@@ -125,7 +125,14 @@ def split_recent(
 ) -> tuple[torch.Tensor, ...]:
     """k [n, H, K], v [n, H, V], g and beta [n, H] of the inputs that `row_inputs` returns."""
     H, V = memory_PHKV.shape[1], memory_PHKV.shape[3]
-    keys = inputs_nI.shape[1] - H * V - 2 * H
-    mixed_nC, b_nH, a_nH = inputs_nI.split([keys + H * V, H, H], 1)
-    mixed_nC = torch.cat([mixed_nC[:, :keys], mixed_nC], 1)  # no query is read
-    return split_mixed(mixed_nC, b_nH, a_nH, a_log_H, dt_bias_H, memory_PHKV)[1:]
+    rows = rows_of_inputs(inputs_nI, H, H * V)
+    return split_mixed(*rows, a_log_H, dt_bias_H, memory_PHKV)[1:]
+
+
+def rows_of_inputs(
+    inputs_nI: torch.Tensor, heads: int, values: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """mixed, b and a of the inputs that `row_inputs` returns, with keys in the place of queries."""
+    keys = inputs_nI.shape[1] - values - 2 * heads
+    mixed_nC, b_nH, a_nH = inputs_nI.split([keys + values, heads, heads], 1)
+    return torch.cat([mixed_nC[:, :keys], mixed_nC], 1), b_nH, a_nH

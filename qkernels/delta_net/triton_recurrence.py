@@ -1,9 +1,10 @@
 """The gated delta rule in Triton as a recurrence over all rows of a request.
 
-One compiled kernel for decodes and prompts: the state stays in registers from a request's first row
-to its last, and each row computes what a decode of it alone would. A program is one warp and takes
-a few columns of a head's state, so that sums over keys need no other warp. Legend as in ops.py; BK
-keys and BV columns of a tile.
+One compiled kernel for decodes, prompts and verifications, with speculation and without: the state
+stays in registers from a request's first row to its last, and each row computes what a decode of it
+alone would. Rows that the memory lacks (StateStep) come first, in the same loop. A program is one
+warp and takes a few columns of a head's state, so that sums over keys need no other warp. Legend as
+in ops.py; BK keys and BV columns of a tile.
 """
 
 import torch
@@ -26,6 +27,7 @@ def delta_rule_(
     dt_bias_H: torch.Tensor,
     memory_PHKV: torch.Tensor,
     step: StateStep,
+    recent_PNI: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Implement ops.delta_rule_."""
     mixed_TC, b_TH, a_TH = (
@@ -35,6 +37,8 @@ def delta_rule_(
     _, H, K, V = memory_PHKV.shape
     o_THV = torch.empty((T, H, V), dtype=mixed_TC.dtype, device=mixed_TC.device)
     config = recurrence_config(K, V)
+    # Without speculation the same kernel runs, and finds that no row is lacking or kept.
+    newest_rows = 0 if recent_PNI is None else recent_PNI.shape[1]
     with on_device(mixed_TC):
         launch(
             _delta_rows,
@@ -46,9 +50,12 @@ def delta_rule_(
             dt_bias_H,
             memory_PHKV,
             o_THV,
+            mixed_TC if recent_PNI is None else recent_PNI,
             step.query_starts_R1,
             step.context_lengths_R,
             step.slots_R,
+            step.slots_R if step.lacking_R is None else step.lacking_R,
+            newest_rows,
             mixed_TC.stride(0),
             b_TH.stride(0),
             a_TH.stride(0),
@@ -66,15 +73,35 @@ def delta_rule_(
 
 
 @triton.jit
-def _load_row(query_ptrs, value_ptrs, a_ptr, b_ptr, in_k, in_v, J: tl.constexpr, K: tl.constexpr):
-    """query, key [BK], value [BV], a and b of one row and head."""
-    query = tl.load(query_ptrs, mask=in_k, other=0.0)
-    key = tl.load(query_ptrs + J * K, mask=in_k, other=0.0)
-    value = tl.load(value_ptrs, mask=in_v, other=0.0)
-    return query, key, value, tl.load(a_ptr), tl.load(b_ptr)
+def _load_row(
+    t,  # below 0: of those that the memory lacks
+    mixed_ptrs,  # queries, and keys with values, of the first row
+    b_ptr,
+    a_ptr,
+    inputs_ptr,
+    key,
+    value_at,
+    in_k,
+    in_v,
+    stride_mixed,
+    stride_b,
+    stride_a,
+    b_at,
+    a_at,
+):
+    """query, key [BK], value [BV], b and a of one row and head. A lacking row has no query."""
+    row, is_old = tl.cast(tl.maximum(t, 0), tl.int64), t < 0
+    query_ptr, key_ptr = mixed_ptrs
+    query = tl.load(query_ptr + row * stride_mixed + key, mask=in_k, other=0.0)
+    base_ptr = tl.where(is_old, inputs_ptr, key_ptr + row * stride_mixed)
+    k = tl.load(base_ptr + key, mask=in_k, other=0.0)
+    v = tl.load(base_ptr + value_at, mask=in_v, other=0.0)
+    b = tl.load(tl.where(is_old, inputs_ptr + b_at, b_ptr + row * stride_b))
+    a = tl.load(tl.where(is_old, inputs_ptr + a_at, a_ptr + row * stride_a))
+    return query, k, v, b, a
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["newest_rows"])
 def _delta_rows(
     mixed_ptr,
     b_ptr,
@@ -83,9 +110,12 @@ def _delta_rows(
     dt_bias_ptr,
     memory_ptr,
     o_ptr,
+    recent_ptr,  # [P, newest_rows, INPUTS]: keys, values, b and a
     starts_ptr,
     lengths_ptr,
     slots_ptr,
+    lacking_ptr,
+    newest_rows,  # 0: no row is ever rejected
     stride_mixed,
     stride_b,
     stride_a,
@@ -103,7 +133,11 @@ def _delta_rows(
     count = (tl.load(starts_ptr + r + 1) - first).to(tl.int32)
     if count > 0:
         slot = tl.load(slots_ptr + r)
-        goes_on = (slot >= 0) & (tl.load(lengths_ptr + r) > count)
+        position = tl.load(lengths_ptr + r) - count  # of the first row
+        goes_on = (slot >= 0) & (position > 0)
+        lacking = tl.where(newest_rows > 0, tl.load(lacking_ptr + r), 0)
+        # A verification's own rows stay out of the memory, and their inputs are kept.
+        is_verify = (count > 1) & (count <= newest_rows // 2)
         # Keys of the state that are read and written: all or none.
         keys_read, keys_kept = tl.where(goes_on, K, 0), tl.where(slot >= 0, K, 0)
         k = tl.arange(0, BK)
@@ -111,36 +145,80 @@ def _delta_rows(
         in_k, in_v = k < K, v < V
         place = (slot.to(tl.int64) * H + h) * K * V
         state_ptrs = memory_ptr + place + k[:, None] * V + v[None, :]
+        state_mask = (k < keys_kept)[:, None] & in_v[None, :]
         were_there = (k < keys_read)[:, None] & in_v[None, :]
         state = tl.load(state_ptrs, mask=were_there, other=0.0)
         a_log, dt_bias = tl.load(a_log_ptr + h), tl.load(dt_bias_ptr + h)
+        # In keys and values, side by side.
+        key_at, value_at = h // (H // J) * K + k, J * K + h * V + v
         mixed_ptr += first * stride_mixed
-        query_ptrs = mixed_ptr + h // (H // J) * K + k
-        value_ptrs = mixed_ptr + 2 * J * K + h * V + v
         a_ptr += first * stride_a + h
         b_ptr += first * stride_b + h
-        o_ptrs = o_ptr + (first * H + h) * V + v
-        query, key, value, a, b = _load_row(query_ptrs, value_ptrs, a_ptr, b_ptr, in_k, in_v, J, K)
-        for t in tl.range(0, count):
+        o_ptr += (first * H + h) * V
+        INPUTS: tl.constexpr = J * K + H * V + 2 * H
+        GATES: tl.constexpr = J * K + H * V
+        ring = tl.maximum(newest_rows, 1)
+        recent_ptr += slot.to(tl.int64) * newest_rows * INPUTS
+        # What several programs have in common is kept by the first of them.
+        keeps = is_verify & (slot >= 0)
+        keeps_gates = keeps & (tl.program_id(0) == 0)
+        keys_new = tl.where(keeps_gates & (h % (H // J) == 0), K, 0)
+        values_new, gates_new = tl.where(keeps, V, 0), tl.where(keeps_gates, 2, 0)
+        gate = tl.arange(0, 2)  # b and a
+        b_at, a_at = GATES + h, GATES + H + h  # in a row of `recent`
+        mixed_ptrs = mixed_ptr, mixed_ptr + J * K
+        inputs_ptr = recent_ptr + (position - lacking) % ring * INPUTS
+        query, key, value, b, a = _load_row(
+            -lacking,
+            mixed_ptrs,
+            b_ptr,
+            a_ptr,
+            inputs_ptr,
+            key_at,
+            value_at,
+            in_k,
+            in_v,
+            stride_mixed,
+            stride_b,
+            stride_a,
+            b_at,
+            a_at,
+        )
+        for t in tl.range(-lacking, count):
             # The next row's loads depend on no sum; the last row loads itself again.
-            after = tl.minimum(t + 1, count - 1).to(tl.int64)
-            moved = after * stride_mixed
-            next_query, next_key, next_value, next_a, next_b = _load_row(
-                query_ptrs + moved,
-                value_ptrs + moved,
-                a_ptr + after * stride_a,
-                b_ptr + after * stride_b,
+            after = tl.minimum(t + 1, count - 1)
+            next_inputs_ptr = recent_ptr + (position + after) % ring * INPUTS
+            next_query, next_key, next_value, next_b, next_a = _load_row(
+                after,
+                mixed_ptrs,
+                b_ptr,
+                a_ptr,
+                next_inputs_ptr,
+                key_at,
+                value_at,
                 in_k,
                 in_v,
-                J,
-                K,
+                stride_mixed,
+                stride_b,
+                stride_a,
+                b_at,
+                a_at,
             )
+            if is_verify & (t >= 0):
+                if t == 0:
+                    tl.store(state_ptrs, state, mask=state_mask)
+                tl.store(inputs_ptr + key_at, key, mask=k < keys_new)
+                tl.store(inputs_ptr + value_at, value, mask=v < values_new)
+                gates = tl.where(gate == 0, b, a)
+                tl.store(inputs_ptr + GATES + gate * H + h, gates, mask=gate < gates_new)
             q, p = query.to(tl.float32), key.to(tl.float32)
             q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * SCALE
             wide_value, wide_b, wide_a = value.to(tl.float32), b.to(tl.float32), a.to(tl.float32)
             state = updated(state, p, wide_value, wide_b, wide_a, a_log, dt_bias, EPS)
             out = tl.sum(q[:, None] * state, 0)
-            tl.store(o_ptrs, out.to(o_ptr.dtype.element_ty), mask=in_v)
-            o_ptrs += H * V
-            query, key, value, a, b = next_query, next_key, next_value, next_a, next_b
-        tl.store(state_ptrs, state, mask=(k < keys_kept)[:, None] & in_v[None, :])
+            o_ptrs = o_ptr + tl.cast(t, tl.int64) * (H * V) + v
+            tl.store(o_ptrs, out.to(o_ptr.dtype.element_ty), mask=v < tl.where(t >= 0, V, 0))
+            query, key, value, b, a = next_query, next_key, next_value, next_b, next_a
+            inputs_ptr = next_inputs_ptr
+        kept = tl.where(is_verify, 0, keys_kept)
+        tl.store(state_ptrs, state, mask=(k < kept)[:, None] & in_v[None, :])

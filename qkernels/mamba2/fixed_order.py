@@ -1,12 +1,12 @@
 """Mamba-2 in one order: a row's bits depend on its request's rows up to it alone.
 
-Every row is a step of the recurrence, in prompts, too. On a CPU each row is computed alone. Legend
-as in ops.py.
+Every row is a step of the recurrence, in prompts and verifications, too. On a CPU each row is
+computed alone. Legend as in ops.py.
 """
 
 import torch
 
-from qkernels.causal_conv.rows_alone import check_no_verification, run_rows_
+from qkernels.causal_conv.rows_alone import RecentRows, run_rows_
 from qkernels.causal_conv.state import StateStep
 from qkernels.gpu import device as gpu_device
 from qkernels.mamba2 import reference
@@ -24,13 +24,12 @@ def selective_scan_(
     recent_PNI: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Implement ops.selective_scan_."""
-    check_no_verification("selective_scan_", recent_PNI)
     of_heads = a_log_H, skip_H, dt_bias_H
     if gpu_device.arch(mixed_TC.device) != "cpu":
         from qkernels.mamba2 import triton_recurrence
 
         return triton_recurrence.selective_scan_(
-            mixed_TC, dt_TH, *of_heads, memory_PHND, dt_limits, step
+            mixed_TC, dt_TH, *of_heads, memory_PHND, dt_limits, step, recent_PNI
         )
 
     def run(rows, states, row):
@@ -38,7 +37,12 @@ def selective_scan_(
 
     _, H, _, D = memory_PHND.shape
     y_THD = mixed_TC.new_zeros(mixed_TC.shape[0], H, D)
-    return run_rows_(run, [mixed_TC, dt_TH], memory_PHND, step, y_THD)
+    recent = RecentRows(
+        recent_PNI=recent_PNI,
+        inputs_of=lambda rows: reference.row_inputs(mixed_TC, dt_TH, rows, H * D),
+        rows_of=lambda inputs_nI: reference.rows_of_inputs(inputs_nI, H, H * D),
+    )
+    return run_rows_(run, [mixed_TC, dt_TH], memory_PHND, step, y_THD, recent)
 
 
 def gated_group_norm(

@@ -122,8 +122,14 @@ def split_recent(
 ) -> tuple[torch.Tensor, ...]:
     """x [n, H, D], B [n, H, N], dt and g [n, H] of the inputs that `row_inputs` returns."""
     _, H, _, D = memory_PHND.shape
-    mixed_nC, dt_nH = inputs_nI.split([inputs_nI.shape[1] - H, H], 1)
-    mixed_nC = torch.cat([mixed_nC, mixed_nC[:, H * D :]], 1)  # no C is read
     numbers = a_log_H, dt_bias_H, memory_PHND, dt_limits
-    x, b, _, sizes, g = split_mixed(mixed_nC, dt_nH, *numbers)
+    x, b, _, sizes, g = split_mixed(*rows_of_inputs(inputs_nI, H, H * D), *numbers)
     return x, b, sizes, g
+
+
+def rows_of_inputs(
+    inputs_nI: torch.Tensor, heads: int, inner: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """mixed and dt of the inputs that `row_inputs` returns, with B in the place of C."""
+    mixed_nC, dt_nH = inputs_nI.split([inputs_nI.shape[1] - heads, heads], 1)
+    return torch.cat([mixed_nC, mixed_nC[:, inner:]], 1), dt_nH

@@ -1,8 +1,10 @@
 """The scan of Mamba-2 in Triton as a recurrence over all rows of a request.
 
-One compiled kernel for decodes and prompts: the state stays in registers from a request's first row
-to its last, and each row computes what a decode of it alone would. A program is one warp and takes
-a few columns of a head's state. Legend as in ops.py; BN states and BD columns of a tile.
+One compiled kernel for decodes, prompts and verifications, with speculation and without: the state
+stays in registers from a request's first row to its last, and each row computes what a decode of it
+alone would. Rows that the memory lacks (StateStep) come first, in the same loop. A program is one
+warp and takes a few columns of a head's state. Legend as in ops.py; BN states and BD columns of a
+tile.
 """
 
 import torch
@@ -25,6 +27,7 @@ def selective_scan_(
     memory_PHND: torch.Tensor,
     dt_limits: tuple[float, float],
     step: StateStep,
+    recent_PNI: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Implement ops.selective_scan_."""
     mixed_TC, dt_TH = (x if x.stride(1) == 1 else x.contiguous() for x in (mixed_TC, dt_TH))
@@ -32,6 +35,8 @@ def selective_scan_(
     _, H, N, D = memory_PHND.shape
     y_THD = torch.empty((T, H, D), dtype=mixed_TC.dtype, device=mixed_TC.device)
     config = recurrence_config(N, D)
+    # Without speculation the same kernel runs, and finds that no row is lacking or kept.
+    newest_rows = 0 if recent_PNI is None else recent_PNI.shape[1]
     with on_device(mixed_TC):
         launch(
             _mamba_rows,
@@ -43,9 +48,12 @@ def selective_scan_(
             dt_bias_H,
             memory_PHND,
             y_THD,
+            mixed_TC if recent_PNI is None else recent_PNI,
             step.query_starts_R1,
             step.context_lengths_R,
             step.slots_R,
+            step.slots_R if step.lacking_R is None else step.lacking_R,
+            newest_rows,
             mixed_TC.stride(0),
             dt_TH.stride(0),
             *dt_limits,
@@ -61,15 +69,31 @@ def selective_scan_(
 
 
 @triton.jit
-def _load_row(x_ptrs, b_ptrs, dt_ptr, in_d, in_n, G: tl.constexpr, N: tl.constexpr):
-    """x [BD], B and C [BN], and the step of one row and head."""
-    x = tl.load(x_ptrs, mask=in_d, other=0.0)
-    b = tl.load(b_ptrs, mask=in_n, other=0.0)
-    c = tl.load(b_ptrs + G * N, mask=in_n, other=0.0)
-    return x, b, c, tl.load(dt_ptr)
+def _load_row(
+    t,  # below 0: of those that the memory lacks
+    mixed_ptr,
+    dt_ptr,
+    inputs_ptr,
+    x_at,
+    b_at,
+    c_at,
+    dt_at,
+    in_d,
+    in_n,
+    stride_mixed,
+    stride_dt,
+):
+    """x [BD], B and C [BN], and the step of one row and head. A lacking row has no C."""
+    row, is_old = tl.cast(tl.maximum(t, 0), tl.int64), t < 0
+    row_ptr = mixed_ptr + row * stride_mixed
+    c = tl.load(row_ptr + c_at, mask=in_n, other=0.0)
+    base_ptr = tl.where(is_old, inputs_ptr, row_ptr)
+    x = tl.load(base_ptr + x_at, mask=in_d, other=0.0)
+    b = tl.load(base_ptr + b_at, mask=in_n, other=0.0)
+    return x, b, c, tl.load(tl.where(is_old, inputs_ptr + dt_at, dt_ptr + row * stride_dt))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["newest_rows"])
 def _mamba_rows(
     mixed_ptr,
     dt_ptr,
@@ -78,9 +102,12 @@ def _mamba_rows(
     dt_bias_ptr,
     memory_ptr,
     y_ptr,
+    recent_ptr,  # [P, newest_rows, INPUTS]: x, B and dt
     starts_ptr,
     lengths_ptr,
     slots_ptr,
+    lacking_ptr,
+    newest_rows,  # 0: no row is ever rejected
     stride_mixed,
     stride_dt,
     dt_least,
@@ -97,7 +124,11 @@ def _mamba_rows(
     count = (tl.load(starts_ptr + r + 1) - first).to(tl.int32)
     if count > 0:
         slot = tl.load(slots_ptr + r)
-        goes_on = (slot >= 0) & (tl.load(lengths_ptr + r) > count)
+        position = tl.load(lengths_ptr + r) - count  # of the first row
+        goes_on = (slot >= 0) & (position > 0)
+        lacking = tl.where(newest_rows > 0, tl.load(lacking_ptr + r), 0)
+        # A verification's own rows stay out of the memory, and their inputs are kept.
+        is_verify = (count > 1) & (count <= newest_rows // 2)
         # States that are read and written: all or none.
         states_read, states_kept = tl.where(goes_on, N, 0), tl.where(slot >= 0, N, 0)
         n = tl.arange(0, BN)
@@ -105,28 +136,71 @@ def _mamba_rows(
         in_n, in_d = n < N, d < D
         place = (slot.to(tl.int64) * H + h) * N * D
         state_ptrs = memory_ptr + place + n[:, None] * D + d[None, :]
+        state_mask = (n < states_kept)[:, None] & in_d[None, :]
         were_there = (n < states_read)[:, None] & in_d[None, :]
         state = tl.load(state_ptrs, mask=were_there, other=0.0)
         decay, dt_bias = -tl.exp(tl.load(a_log_ptr + h)), tl.load(dt_bias_ptr + h)
         skip = tl.load(skip_ptr + h)
+        x_at, b_at = h * D + d, H * D + h // (H // G) * N + n
+        dt_at = H * D + G * N + h  # in a row of `recent`
+        INPUTS: tl.constexpr = H * D + G * N + H
         mixed_ptr += first * stride_mixed
-        x_ptrs = mixed_ptr + h * D + d
-        b_ptrs = mixed_ptr + H * D + h // (H // G) * N + n
         dt_ptr += first * stride_dt + h
-        y_ptrs = y_ptr + (first * H + h) * D + d
-        x, b, c, dt = _load_row(x_ptrs, b_ptrs, dt_ptr, in_d, in_n, G, N)
-        for t in tl.range(0, count):
+        y_ptr += (first * H + h) * D
+        ring = tl.maximum(newest_rows, 1)
+        recent_ptr += slot.to(tl.int64) * newest_rows * INPUTS
+        # What several programs have in common is kept by the first of them.
+        keeps = is_verify & (slot >= 0)
+        keeps_dt = keeps & (tl.program_id(0) == 0)
+        b_new = tl.where(keeps_dt & (h % (H // G) == 0), N, 0)
+        x_new, dt_new = tl.where(keeps, D, 0), tl.where(keeps_dt, 1, 0)
+        one = tl.arange(0, 1)
+        inputs_ptr = recent_ptr + (position - lacking) % ring * INPUTS
+        x, b, c, dt = _load_row(
+            -lacking,
+            mixed_ptr,
+            dt_ptr,
+            inputs_ptr,
+            x_at,
+            b_at,
+            b_at + G * N,
+            dt_at,
+            in_d,
+            in_n,
+            stride_mixed,
+            stride_dt,
+        )
+        for t in tl.range(-lacking, count):
             # The next row's loads depend on no sum; the last row loads itself again.
-            after = tl.minimum(t + 1, count - 1).to(tl.int64)
-            moved = after * stride_mixed
+            after = tl.minimum(t + 1, count - 1)
+            next_inputs_ptr = recent_ptr + (position + after) % ring * INPUTS
             next_x, next_b, next_c, next_dt = _load_row(
-                x_ptrs + moved, b_ptrs + moved, dt_ptr + after * stride_dt, in_d, in_n, G, N
+                after,
+                mixed_ptr,
+                dt_ptr,
+                next_inputs_ptr,
+                x_at,
+                b_at,
+                b_at + G * N,
+                dt_at,
+                in_d,
+                in_n,
+                stride_mixed,
+                stride_dt,
             )
+            if is_verify & (t >= 0):
+                if t == 0:
+                    tl.store(state_ptrs, state, mask=state_mask)
+                tl.store(inputs_ptr + x_at, x, mask=d < x_new)
+                tl.store(inputs_ptr + b_at, b, mask=n < b_new)
+                tl.store(inputs_ptr + dt_at + one, dt, mask=one < dt_new)
             size = step_size(dt, dt_bias, dt_least, dt_most)
             wide = x.to(tl.float32)
             state = updated(state, wide, b.to(tl.float32), size, decay)
             y = tl.sum(c.to(tl.float32)[:, None] * state, 0) + skip * wide
-            tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=in_d)
-            y_ptrs += H * D
+            y_ptrs = y_ptr + tl.cast(t, tl.int64) * (H * D) + d
+            tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=d < tl.where(t >= 0, D, 0))
             x, b, c, dt = next_x, next_b, next_c, next_dt
-        tl.store(state_ptrs, state, mask=(n < states_kept)[:, None] & in_d[None, :])
+            inputs_ptr = next_inputs_ptr
+        kept = tl.where(is_verify, 0, states_kept)
+        tl.store(state_ptrs, state, mask=(n < kept)[:, None] & in_d[None, :])

@@ -1,31 +1,32 @@
 """`qserve check-invariance`: compare a request's bits alone and in other companies.
 
-Each request is computed alone, then with others, in chunks, from the prefix cache, with preemption
-and with drafts. Its tokens and log probabilities must be the same bits. With --lora-modules some of
-the requests have adapters; with a vision-language model some have images. Imports torch only to
-compute.
+Each request is computed alone, then with others, in chunks, from the prefix cache, with preemption,
+with drafts, and with all of these. Its tokens and log probabilities, those of its prompt
+too, must be the same bits. With --lora-modules some of the requests have adapters; with a
+vision-language model some have images. Imports torch only to compute.
 """
 
 import dataclasses
+import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from formats.errors import InputError
 from qserve.command_line.command import Command
 from qserve.command_line.setting import setting
+from qserve.commands.invariance_requests import draw_params, draw_prompts
 from qserve.config import EngineConfig
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from qserve.library.outputs import RequestOutput
-    from qserve.model.model_config import ModelConfig
+    from qserve.llm import LLM
 
-NUM_LOGPROBS = 5
-CHUNK_TOKENS = 48  # of a step, where prompts are computed in chunks
+COMPANIES = ("together", "random", "chunks", "preemption", "drafts", "crossed")
 DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4}'
+ROW = "{:<34}{:>10}{:>16}{:>14}{:>16}{:>14}{:>17}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +35,33 @@ class InvarianceConfig:
 
     num_requests: int = setting(32, "number of random requests", low=2)
     max_input_len: int = setting(500, "longest prompt, in tokens", low=2)
+    long_every: int = setting(
+        1, "one of so many prompts has up to --max-input-len tokens, the others up to 256", low=1
+    )
     output_len: int = setting(16, "tokens of each output", low=1)
+    chunk_tokens: int = setting(
+        48, "tokens of a step, where prompts are computed in chunks", low=16
+    )
+    structured_output: bool = setting(
+        False, "give some requests a format (requires a tokenizer and llguidance)"
+    )
+    company: list[str] = setting(
+        [], f"only these of {', '.join(COMPANIES)}; default: all", many=True
+    )
     default_kernels: bool = setting(
         False, "check the default kernels instead of those of --batch-invariant"
     )
+
+    def __post_init__(self) -> None:
+        """Raise InputError for an unknown company."""
+        for name in self.company:
+            if name not in COMPANIES:
+                expected = f"expected one of {', '.join(COMPANIES)}, found {name!r}"
+                raise InputError("--company", expected)
+
+    def has(self, *companies: str) -> bool:
+        """True if one of these companies is asked for."""
+        return not self.company or any(each in self.company for each in companies)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +73,13 @@ class Result:
     tokens_differ: int
     bits_differ: int  # in a token or a log probability
     cached_tokens: int  # of all prompts, found in the prefix cache
+    preemptions: int
+    accepted_drafts: int
 
 
-Facts = tuple[list[int], list[dict[int, float]]]  # tokens; of each, the log probabilities
+# Tokens; of each, the log probabilities; of each of the prompt, the log probabilities, or none.
+Logprobs = list[dict[int, float]]
+Facts = tuple[list[int], Logprobs, Logprobs]
 
 
 def check_invariance(model: str, engine: EngineConfig, config: InvarianceConfig) -> int:
@@ -60,134 +88,126 @@ def check_invariance(model: str, engine: EngineConfig, config: InvarianceConfig)
 
     engine = dataclasses.replace(local_config(engine), batch_invariant=not config.default_kernels)
     results = []
-    row = "{:<34}{:>10}{:>16}{:>14}"
-    print(row.format("company", "requests", "tokens differ", "bits differ"), flush=True)
+    columns = ("company", "requests", "tokens differ", "bits differ")
+    print(ROW.format(*columns, "cached tokens", "preemptions", "accepted drafts"), flush=True)
     for result in compare(engine, config):
         results.append(result)
-        print(
-            row.format(result.company, result.requests, result.tokens_differ, result.bits_differ),
-            flush=True,
-        )
+        print(ROW.format(*dataclasses.astuple(result)), flush=True)
     return int(any(result.bits_differ for result in results))
 
 
 def compare(engine: EngineConfig, config: InvarianceConfig) -> Iterator[Result]:
     """Compute the requests alone, then in each company. Raises InputError."""
-    from qserve import LLM, SamplingParams
+    from qserve import LLM
     from qserve.lora.request import parse_modules
 
     rng = random.Random(engine.seed)
 
     def start(**changes: Any) -> LLM:
+        changes = {"speculative_config": None, **changes}
         return LLM(**dataclasses.asdict(dataclasses.replace(engine, **changes)))
 
-    with closing(start(enable_prefix_caching=False)) as llm:
+    llm = start(enable_prefix_caching=False)
+    try:
         model = llm.engine.model_config
         longest = min(config.max_input_len, llm.engine.max_model_len - config.output_len)
         if model.vision is not None:
             longest = min(longest, llm.engine.max_model_len // 2)  # leave room for images
-        prompts = _prompts(rng, config.num_requests, longest, model)
-        params = [
-            SamplingParams(
-                temperature=float(number % 2),
-                seed=number,
-                max_tokens=config.output_len,
-                ignore_eos=True,
-                logprobs=NUM_LOGPROBS,
-                detokenize=False,
-            )
-            for number in range(config.num_requests)
-        ]
-
+        prompts = draw_prompts(rng, config.num_requests, longest, config.long_every, model)
+        params = draw_params(
+            prompts, config.output_len, structured=config.structured_output, model=model
+        )
         loras = [None, *parse_modules(engine.lora_modules)]
 
-        cached, total = 0, 0  # tokens of the last run; of the longest request
-
-        def run(llm: LLM, numbers: Sequence[int]) -> dict[int, Facts]:
+        def run(llm: LLM, numbers: Sequence[int]) -> dict[int, "RequestOutput"]:
             outputs = llm.generate(
                 [prompts[n] for n in numbers],
                 [params[n] for n in numbers],
                 use_tqdm=False,
                 lora_request=[loras[n % len(loras)] for n in numbers],
             )
-            nonlocal cached, total
-            cached = sum(output.num_cached_tokens for output in outputs)
-            total = max(
-                total, *(len(each.prompt_token_ids) + config.output_len for each in outputs)
-            )
-            return {n: _facts(output) for n, output in zip(numbers, outputs, strict=True)}
+            return dict(zip(numbers, outputs, strict=True))
 
         everyone = list(range(config.num_requests))
-        alone = {n: run(llm, [n])[n] for n in everyone}
+        outputs = {n: run(llm, [n])[n] for n in everyone}
+        total = max(len(each.prompt_token_ids) for each in outputs.values()) + config.output_len
+        alone = {n: _facts(output) for n, output in outputs.items()}
 
-        def judged(company: str, found: dict[int, Facts]) -> Result:
+        def judged(company: str, llm: LLM, *companies: Sequence[int]) -> Result:
+            outputs = [pair for numbers in companies for pair in run(llm, numbers).items()]
+            found = [(_facts(output), alone[n]) for n, output in outputs]
             return Result(
                 company=company,
                 requests=len(found),
-                tokens_differ=sum(found[n][0] != alone[n][0] for n in found),
-                bits_differ=sum(found[n] != alone[n] for n in found),
-                cached_tokens=cached,
+                tokens_differ=sum(facts[0] != others[0] for facts, others in found),
+                bits_differ=sum(facts != others for facts, others in found),
+                cached_tokens=sum(output.num_cached_tokens for _, output in outputs),
+                preemptions=sum(output.num_preemptions for _, output in outputs),
+                accepted_drafts=_accepted_drafts(llm),
             )
 
-        yield judged("alone again", run(llm, everyone[:1]))
-    # anew, or embeddings of images would still be those that were encoded alone
-    with closing(start(enable_prefix_caching=False)) as llm:
-        yield judged("all together", run(llm, everyone))
-        for size in (2, config.num_requests // 2):
-            some = rng.sample(everyone, max(2, size))
-            yield judged(f"{len(some)} together, in random order", run(llm, some))
-    with closing(start(max_num_batched_tokens=CHUNK_TOKENS, max_num_seqs=16)) as llm:
-        yield judged(f"chunks of up to {CHUNK_TOKENS} tokens", run(llm, everyone))
-        yield judged("from the prefix cache", run(llm, everyone))
+        yield judged("alone again", llm, everyone[:1])
+        if model.vision is not None and config.has("together", "random"):
+            # anew, or embeddings of images would still be those that were encoded alone
+            llm.close()
+            llm = start(enable_prefix_caching=False)
+        if config.has("together"):
+            yield judged("all together", llm, everyone)
+        most = min(config.num_requests, engine.max_num_seqs)
+        companies = _companies(rng, everyone, most)
+        if config.has("random"):
+            yield judged(f"random companies of 1 to {most}", llm, *companies)
+    finally:
+        llm.close()
+    chunks = config.chunk_tokens
+    if config.has("chunks"):
+        with closing(start(max_num_batched_tokens=chunks, max_num_seqs=16)) as llm:
+            yield judged(f"chunks of up to {chunks} tokens", llm, everyone)
+            yield judged("from the prefix cache", llm, everyone)
     pages = 2 * -(-total // engine.block_size)
-    few = {"num_gpu_blocks_override": pages, "admission": "fits", "enable_prefix_caching": False}
-    with closing(start(**few)) as llm:
-        yield judged(f"{pages} KV pages, with preemption", run(llm, everyone))
-    if model.has_states:
-        return  # speculation is refused
-    with closing(start(speculative_config=DRAFTS)) as llm:
-        yield judged("with ngram drafts", run(llm, everyone))
+    few = {"num_gpu_blocks_override": pages, "admission": "fits"}
+    if config.has("preemption"):
+        with closing(start(**few, enable_prefix_caching=False)) as llm:
+            yield judged(f"{pages} KV pages, with preemption", llm, everyone)
+    drafts = {"speculative_config": engine.speculative_config or DRAFTS}
+    if config.has("drafts"):
+        with closing(start(**drafts)) as llm:
+            yield judged(f"with {llm.engine.config.speculation.method} drafts", llm, everyone)
+    crossed = {**few, **drafts, "max_num_batched_tokens": chunks, "enforce_eager": True}
+    if config.has("crossed"):
+        with closing(start(**crossed)) as llm:
+            companies = _companies(rng, everyone, most)
+            yield judged("all of these, without CUDA graphs", llm, *companies)
 
 
-def _prompts(
-    rng: random.Random, number: int, longest: int, model: "ModelConfig"
-) -> list[dict[str, Any]]:
-    """Random prompts; some repeat themselves, so that drafts are accepted.
-
-    For vision-language models two of three have an image, which others have, too.
-    """
-    vision = model.vision
-    special = set() if vision is None else vision.media_tokens
-    plain = [token for token in range(model.vocab_size) if token not in special]
-    images = [] if vision is None else _images(rng)
-    prompts: list[dict[str, Any]] = []
-    for each in range(number):
-        length = rng.randint(1, longest)
-        period = rng.randint(1, 8) if each % 3 == 0 else length
-        tokens = [rng.choice(plain) for _ in range(period)]
-        prompt: dict[str, Any] = {"prompt_token_ids": (tokens * length)[:length]}
-        if vision is not None and each % 3:
-            prompt["prompt_token_ids"][rng.randrange(length)] = vision.placeholder_id
-            prompt["multi_modal_data"] = {"image": rng.choice(images)}
-        prompts.append(prompt)
-    return prompts
-
-
-def _images(rng: random.Random) -> list["Image"]:
-    """Random images of several sizes, two of them alike in size."""
-    from PIL import Image
-
-    sizes = ((64, 48), (64, 48), (40, 90))
-    return [Image.frombytes("RGB", size, rng.randbytes(3 * size[0] * size[1])) for size in sizes]
+def _companies(rng: random.Random, everyone: Sequence[int], most: int) -> list[list[int]]:
+    """Divide the requests, in random order, into companies of 1 to `most`, small ones as often."""
+    left = rng.sample(everyone, len(everyone))
+    companies = []
+    while left:
+        size = int(math.exp(rng.uniform(0, math.log(most + 1))))
+        companies.append(left[:size])
+        left = left[size:]
+    return companies
 
 
 def _facts(output: "RequestOutput") -> Facts:
     (completion,) = output.outputs
-    logprobs = [
-        {token: each.logprob for token, each in of_token.items()}
-        for of_token in completion.logprobs or ()
-    ]
-    return list(completion.token_ids), logprobs
+    return (
+        list(completion.token_ids),
+        [_numbers(each) for each in completion.logprobs or ()],
+        [_numbers(each) for each in output.prompt_logprobs or () if each is not None],
+    )
+
+
+def _numbers(of_token: Any) -> dict[int, float]:
+    return {token: each.logprob for token, each in of_token.items()}
+
+
+def _accepted_drafts(llm: "LLM") -> int:
+    """Number of drafts that were accepted since the last call."""
+    speculation = llm.engine.scheduler.speculation
+    return 0 if speculation is None else sum(speculation.take_counts()[2:])
 
 
 CHECK_INVARIANCE = Command(

@@ -19,14 +19,9 @@ LIMITS = (
         "no kernel with a fixed order reads 4-bit pages",
     ),
     Limit(
-        "--tensor-parallel-size",
-        lambda config: config.tensor_parallel_size > 1,
-        "sums over ranks are rounded elsewhere for many rows than for few",
-    ),
-    Limit(
-        "--pipeline-parallel-size",
-        lambda config: config.pipeline_parallel_size > 1,
-        "it was not tested over stages",
+        "--spec-acceptance",
+        lambda config: config.speculation is not None and config.speculation.acceptance != "exact",
+        "texts then depend on the drafts, and drafts on the other requests",
     ),
 )
 
@@ -36,14 +31,7 @@ class _Trait(NamedTuple):
     reason: str
 
 
-TRAITS = (
-    _Trait(is_fallback, "transformers computes its layers"),
-    _Trait(
-        lambda model: model.vision is not None and model.vision.family.is_mutual,
-        "the rows of its images see each other, which plain torch computes for a whole step;"
-        " --language-model-only works",
-    ),
-)
+TRAITS = (_Trait(is_fallback, "transformers computes its layers"),)
 
 
 def check_invariance(config: EngineConfig, model: ModelConfig) -> None:
@@ -51,13 +39,6 @@ def check_invariance(config: EngineConfig, model: ModelConfig) -> None:
     if not config.batch_invariant:
         return
     check_limits(LIMITS, config, FLAG, "remove one")
-    if model.has_states and config.speculation is not None:
-        raise InputError(
-            "--speculative-config",
-            f"does not work with {FLAG} and {model.family.architecture}: verified tokens update its"
-            " states in another order than decoded ones",
-            "remove one",
-        )
     for trait in TRAITS:
         if trait.is_there(model):
             raise InputError(

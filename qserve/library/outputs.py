@@ -59,6 +59,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool = False
     num_cached_tokens: int = 0  # prompt tokens whose KV pages the prefix cache had
+    num_preemptions: int = 0  # of the first output
     metrics: RequestTimes | None = None
 
 
@@ -105,6 +106,7 @@ class OutputBuilder:
             )
         if index == 0:
             self.output.num_cached_tokens = event.facts.num_cached
+            self.output.num_preemptions = event.facts.num_preemptions
         delta = None if stream is None or event.finish_reason == "error" else stream.push(event)
         # Tokens after a stop string are dropped: an event may have several tokens.
         count = len(event.token_ids if delta is None else delta.event.token_ids)

@@ -15,10 +15,11 @@ class NormOverRanks:
     communicator: Communicator
     total: int  # channels of all ranks
     counts: bool  # False: another rank has the same channels and adds their squares
+    fixed_order: bool = False  # a row's bits do not depend on the number of rows
 
     def __call__(self, x_MN: torch.Tensor, spec: NormSpec) -> torch.Tensor:
         x = x_MN.float()
-        squares_M1 = x.square().sum(-1, keepdim=True)
+        squares_M1 = _sum_by_halves(x.square()) if self.fixed_order else x.square().sum(-1, True)
         if not self.counts:
             squares_M1 = torch.zeros_like(squares_M1)
         squares_M1 = self.communicator.all_reduce(squares_M1)
@@ -27,3 +28,12 @@ class NormOverRanks:
         if weight_N.dtype == torch.float32:  # only the product is rounded
             return (normed_MN * weight_N).to(x_MN.dtype)
         return normed_MN.to(x_MN.dtype) * weight_N
+
+
+def _sum_by_halves(x_MN: torch.Tensor) -> torch.Tensor:
+    """The sum of each row [M, 1], of one order: torch's own follows the number of rows."""
+    while (count := x_MN.shape[1]) > 1:
+        half = count // 2
+        last_MR = x_MN[:, 2 * half :]  # one column, or none
+        x_MN = torch.cat([x_MN[:, :half] + x_MN[:, half : 2 * half], last_MR], 1)
+    return x_MN

@@ -26,15 +26,32 @@ logger = logging.getLogger(__name__)
 
 
 class PeerCommunicator(TorchCommunicator):
-    """Sums through peer memory if they fit; the process group does everything else."""
+    """Sums through peer memory if they fit; the process group does everything else.
 
-    def __init__(self, group: dist.ProcessGroup, peers: Peers) -> None:
-        super().__init__(group)
+    With a fixed order longer sums are cut into pieces that fit, since both kernels add in rank
+    order and NCCL does not. Norms then are kernels of their own: those that also sum add a row's
+    squares in another order for few rows than for many.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, peers: Peers, *, fixed_order: bool = False
+    ) -> None:
+        super().__init__(group, fixed_order=fixed_order)
         self.peers = peers
 
     def all_reduce(self, x: LinearOutput) -> torch.Tensor:
+        if self.fixed_order:
+            return self._in_pieces(self.own_partial(x))
         fits = x.dtype in FLOAT_DTYPES and collective.way_to_reduce(x, self.peers) is not None
         return collective.all_reduce(x, self.peers) if fits else super().all_reduce(x)
+
+    def _in_pieces(self, x: torch.Tensor) -> torch.Tensor:
+        if collective.way_to_reduce(x, self.peers) is not None:
+            return collective.all_reduce(x, self.peers)
+        pieces = x.flatten().split(self.peers.layout.limits.two_shot // x.element_size())
+        return torch.cat([collective.all_reduce(piece, self.peers) for piece in pieces]).view(
+            x.shape
+        )
 
     def norm(
         self,
@@ -44,7 +61,7 @@ class PeerCommunicator(TorchCommunicator):
         out: InputForm,
         branch: ops.Branch,
     ) -> tuple[LinearInput, torch.Tensor]:
-        if not collective.fuses(x_MC, out, self.peers):
+        if self.fixed_order or not collective.fuses(x_MC, out, self.peers):
             return super().norm(x_MC, residual_MC, spec, out, branch)
         return collective.all_reduce_norm(x_MC, residual_MC, spec, self.peers, out, branch)
 
@@ -77,7 +94,9 @@ def over_peer_memory(
     if communicator.rank == 0:
         size = layout.num_bytes / MIB
         logger.info("All-reduce uses %.0f MiB of peer memory on each rank", size)
-    return PeerCommunicator(communicator.group, Peers(memory, layout))
+    return PeerCommunicator(
+        communicator.group, Peers(memory, layout), fixed_order=communicator.fixed_order
+    )
 
 
 def _open(communicator: TorchCommunicator, num_bytes: int, device: torch.device) -> PeerMemory:

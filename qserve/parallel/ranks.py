@@ -92,13 +92,15 @@ def join(
     device: torch.device,
     all_reduce: str = "auto",
     hidden_size: int = 0,
+    fixed_order: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> Ranks:
     """Join the other ranks at an address of torch.distributed: tcp:// or file://.
 
     `contexts`: sets of ranks that divide long prompts; there are no several stages then.
-    `all_reduce`: "nccl" disables peer memory. `hidden_size`: of the rows that are summed. `check`
-    raises if another rank will not come; rank 0 calls it while it waits for them.
+    `all_reduce`: "nccl" disables peer memory. `hidden_size`: of the rows that are summed.
+    `fixed_order`: sums of a row do not depend on the number of rows. `check` raises if another rank
+    will not come; rank 0 calls it while it waits for them.
 
     Raises InputError if this process already has a process group.
     """
@@ -137,7 +139,7 @@ def join(
         ]
     communicator = None
     if tensor_parallel_size > 1:
-        communicator = TorchCommunicator(groups[number])
+        communicator = TorchCommunicator(groups[number], fixed_order=fixed_order)
         # NCCL connects at the first call, which must not be inside a graph capture.
         communicator.all_reduce(torch.zeros(1, device=device))
         if backend == "nccl" and all_reduce == "auto":

@@ -10,32 +10,54 @@ from qkernels.operands.split_k import LinearOutput, SplitKPartials
 # Sums of fewer bytes than this are sent in float32, so that they are rounded once, as on one GPU;
 # their cost is latency. Longer ones are sent in the activations' dtype.
 FLOAT32_BYTES = 2**20
+# Sums of a fixed order gather pieces of so many bytes from each rank.
+PIECE_BYTES = 2**24
 
 
 class TorchCommunicator:
-    """The reference implementation of every operation, over a process group."""
+    """The reference implementation of every operation, over a process group.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    `fixed_order`: the bits of a sum's row do not depend on the number of rows.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, fixed_order: bool = False) -> None:
+        self.group, self.fixed_order = group, fixed_order
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._gathers = dist.get_backend(group) == "gloo"
 
     def all_reduce(self, x: LinearOutput) -> torch.Tensor:
-        if isinstance(x, SplitKPartials):
-            first, *others = x.parts.unbind(0)
-            partial = sum(others, first)
-        else:
-            partial = x
+        partial = self.own_partial(x)
         if self._gathers:
             # gloo's order of addition is undocumented.
-            first, *others = self.all_gather(partial.float()).unbind(0)
-            return sum(others, first).to(x.dtype)
+            return self._sum_in_rank_order(partial.float(), x.dtype)
+        if self.fixed_order:
+            # NCCL adds long messages in another order than short ones.
+            pieces = partial.flatten().split(PIECE_BYTES // partial.element_size())
+            sums = [self._sum_in_rank_order(piece, x.dtype) for piece in pieces]
+            return torch.cat(sums).view(x.shape)
         few = partial.numel() * torch.float32.itemsize <= FLOAT32_BYTES
         dtype = torch.float32 if few else x.dtype
         # torch reduces in place, and the input must not change.
         summed = partial.to(dtype, copy=True, memory_format=torch.contiguous_format)
         dist.all_reduce(summed, group=self.group)
         return summed.to(x.dtype)
+
+    def own_partial(self, x: LinearOutput) -> torch.Tensor:
+        """This rank's part of a sum: of split-K partials, their sum.
+
+        With a fixed order it is rounded, as it is where a product adds up its partials itself.
+        """
+        if not isinstance(x, SplitKPartials):
+            return x
+        if self.fixed_order:
+            return x.total()
+        first, *others = x.parts.unbind(0)
+        return sum(others, first)
+
+    def _sum_in_rank_order(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The sum in float32 of all ranks' x, rounded once."""
+        first, *others = self.all_gather(x).unbind(0)
+        return sum((each.float() for each in others), first.float()).to(dtype)
 
     def norm(
         self,

@@ -24,6 +24,7 @@ def run_attention(
     max_context_len,
     k_scales=None,
     v_scales=None,
+    last_keys=None,
     **options,
 ):
     step = AttentionStep(
@@ -32,6 +33,7 @@ def run_attention(
         context_lengths_R=context_lengths,
         max_query_len=max_query_len,
         max_context_len=max_context_len,
+        last_keys_T=last_keys,
     )
     cache = paged_kv(k_pages, v_pages, k_scales, v_scales)
     return module.paged_attention(q, cache, step, **options)

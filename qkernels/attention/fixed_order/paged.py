@@ -4,7 +4,9 @@ On sm_90 a row's keys are divided into segments at multiples of 128. Each has su
 are folded from the row's own segment down to the first, whether one program computes all segments
 or one each (sm90_segments.py). Longer heads run in the kernel for prompt chunks alone: one chain of
 sums, never split. 8-bit pages, and all pages on other GPUs, run in triton_segments.py: segments of
-their own, for prompts and decodes. On a CPU each row is computed alone.
+their own, for prompts and decodes. There rows with keys after their own (images whose rows see each
+other) run, too, after all rows have run without these keys: so the other rows keep their bits. On a
+CPU each row is computed alone.
 """
 
 import torch
@@ -36,6 +38,28 @@ def paged_attention(
         return reference.paged_attention_by_rows(
             q_THD, cache, step, scale=scale, window=window, soft_cap=soft_cap, **biases
         )
+    from qkernels.attention.fixed_order import triton_segments
+
+    settings = {"scale": scale, "window": window, "soft_cap": soft_cap, **biases}
+    out_THD = _causal(q_THD, cache, step, **settings)
+    if step.last_keys_T is not None:
+        triton_segments.attend_ahead_(out_THD, q_THD, cache, step, **settings)
+    return out_THD
+
+
+def _causal(
+    q_THD: torch.Tensor,
+    cache: PagedKv,
+    step: AttentionStep,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks_H: torch.Tensor | None,
+    slopes_H: torch.Tensor | None,
+    chunk_size: int | None,
+) -> torch.Tensor:
+    """All rows, none with keys after its own."""
     if gpu_device.lacks_arch(q_THD.device, "sm_90") is None and not cache.is_8bit:
         settings = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks_H": sinks_H}
         by_segment = q_THD.shape[2] <= SEGMENT_MAX_HEAD_DIM
@@ -51,5 +75,13 @@ def paged_attention(
     from qkernels.attention.fixed_order import triton_segments
 
     return triton_segments.paged_attention(
-        q_THD, cache, step, scale=scale, window=window, soft_cap=soft_cap, **biases
+        q_THD,
+        cache,
+        step,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks_H=sinks_H,
+        slopes_H=slopes_H,
+        chunk_size=chunk_size,
     )

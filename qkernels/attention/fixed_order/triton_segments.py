@@ -10,6 +10,9 @@ The number of rows in a tile changes no bit. Every step of keys is masked. A pro
 the weights: tensor cores add in the order of keys, while the order of a reduction depends on the
 layout. Both folds write out their multiply-adds, so the compiler cannot contract one of them only.
 
+A segment that a row does not see changes none of its bits, so rows with keys after their own
+(attend_ahead_) fit into the same tiles.
+
 Legend: T tokens of a step, R requests, H query heads, J KV heads, D head dim, P pages, B tokens of
 a page, X pages of a block table, G segments of the longest context.
 """
@@ -48,22 +51,70 @@ def paged_attention(
     config: TileConfig | None = None,
     splits: int | None = None,
 ) -> torch.Tensor:
-    """Implement ops.paged_attention; rows of `config` and `splits` change no bit."""
+    """Implement ops.paged_attention; rows of `config` and `splits` change no bit.
+
+    Rows see no key after their own.
+    """
+    out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    settings = {"scale": scale, "window": window, "soft_cap": soft_cap, "chunk_size": chunk_size}
+    biases = {"sinks_H": sinks_H, "slopes_H": slopes_H}
+    _attend_(out_THD, q_THD, cache, step, **settings, **biases, config=config, splits=splits)
+    return out_THD
+
+
+def attend_ahead_(
+    out_THD: torch.Tensor,
+    q_THD: torch.Tensor,
+    cache: PagedKv,
+    step: AttentionStep,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
+    slopes_H: torch.Tensor | None = None,
+    chunk_size: int | None = None,
+) -> None:
+    """Replace the results of rows that see keys after their own (`last_keys`), and no others."""
+    settings = {"scale": scale, "window": window, "soft_cap": soft_cap, "chunk_size": chunk_size}
+    biases = {"sinks_H": sinks_H, "slopes_H": slopes_H}
+    _attend_(out_THD, q_THD, cache, step, **settings, **biases, last_keys_T=step.last_keys_T)
+
+
+def _attend_(
+    out_THD: torch.Tensor,
+    q_THD: torch.Tensor,
+    cache: PagedKv,
+    step: AttentionStep,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks_H: torch.Tensor | None,
+    slopes_H: torch.Tensor | None,
+    chunk_size: int | None,
+    config: TileConfig | None = None,
+    splits: int | None = None,
+    last_keys_T: torch.Tensor | None = None,
+) -> None:
+    """Fill `out`; with `last_keys`, the rows alone that see keys after their own."""
     T, H, D = q_THD.shape
     R, J = step.context_lengths_R.shape[0], cache.num_kv_heads
     if q_THD.stride(2) != 1:
         q_THD = q_THD.contiguous()
-    out_THD = torch.empty((T, H, D), dtype=q_THD.dtype, device=q_THD.device)
     if T == 0 or R == 0:
-        return out_THD
+        return
     config = config or tile_config(
         heads_per_kv_head=H // J,
         head_dim=D,
         element_size=q_THD.element_size(),
-        max_query_len=step.max_query_len,
+        # 32 rows of wide heads and their last keys would overflow the registers
+        max_query_len=step.max_query_len if last_keys_T is None or D <= 128 else 1,
     )
     blocks = T // config.block_q + R
     segments = ceil_div(step.max_context_len, SEGMENT_KEYS)
+    if last_keys_T is not None:
+        splits = 1  # merge_segments folds a row's own segments
     if splits is None:
         seen = window or chunk_size
         visible = min(segments, ceil_div(seen, SEGMENT_KEYS) + 1) if seen else segments
@@ -90,6 +141,7 @@ def paged_attention(
             sums,
             sinks_H,
             slopes_H,
+            last_keys_T,
             R,
             T,
             scale / soft_cap if soft_cap else scale * LOG2_E,
@@ -123,7 +175,6 @@ def paged_attention(
             chunk_size=chunk_size,
             block_q=config.block_q,
         )
-    return out_THD
 
 
 @triton.jit(do_not_specialize=["R", "T", "num_segments"])
@@ -141,6 +192,7 @@ def _attend_segments(
     sums_ptr,  # [2, T, H, G]: each segment's largest score, and its sum of weights; or None
     sinks_ptr,  # [H], or None
     slopes_ptr,  # [H], or None
+    last_keys_ptr,  # [T], or None: each row's own
     R,
     T,
     scale,  # to scores in powers of two, since exp2 is the hardware's; soft cap: to its units
@@ -201,7 +253,16 @@ def _attend_segments(
     out_row = token * H + head
 
     position = before + row
+    last_key = position
     end = before + min(first_row + BLOCK_Q, count)
+    is_stored = real
+    if last_keys_ptr is not None:
+        last_key = tl.load(last_keys_ptr + token, mask=real, other=0).to(tl.int32)
+        is_stored = real & (last_key > position)
+        if tl.max(is_stored.to(tl.int32), 0) == 0:
+            return
+        last_key = tl.maximum(last_key, position)
+        end = tl.max(tl.where(real, last_key, 0), 0) + 1
     begin = 0
     if WINDOW > 0:
         begin = max(0, before + first_row - WINDOW + 1)
@@ -254,7 +315,7 @@ def _attend_segments(
             if slopes_ptr is not None:
                 distance = (key[None, :] - position[:, None]).to(tl.float32)
                 score = tl.fma(tl.broadcast_to(slope[:, None], score.shape), distance, score)
-            visible = exists[None, :] & (key[None, :] <= position[:, None])
+            visible = exists[None, :] & (key[None, :] <= last_key[:, None])
             if WINDOW > 0:
                 visible &= key[None, :] > position[:, None] - WINDOW
             if CHUNK > 0:
@@ -291,5 +352,5 @@ def _attend_segments(
         tl.store(
             out_ptr + out_row[:, None] * D + d[None, :],
             (values * inverse[:, None]).to(out_ptr.dtype.element_ty),
-            mask=real[:, None] & (d[None, :] < D),
+            mask=is_stored[:, None] & (d[None, :] < D),
         )

@@ -67,6 +67,7 @@ class _Rank:
             device=self._device,
             all_reduce=config.all_reduce,
             hidden_size=model.hidden_size,
+            fixed_order=config.batch_invariant,
         )
         self._ranks = ranks
         self._worker = Worker(config, model, self._max_model_len, self._device, ranks)

@@ -76,6 +76,7 @@ class WorkerGroup:
                     device=device,
                     all_reduce=config.all_reduce,
                     hidden_size=model.hidden_size,
+                    fixed_order=config.batch_invariant,
                     check=self._rank_group.check,
                 )
         self._rank_group.at_leave(ranks.leave)

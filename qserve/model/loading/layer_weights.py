@@ -271,6 +271,7 @@ class LayerWeights:
                 communicator=sharing.communicator,
                 total=self._weights.shape(((size,),))[0],
                 counts=size == "q" or sharing.heads.is_first,
+                fixed_order=self.kernels.get("float") == FIXED_ORDER,
             )
             for size in ("q", "kv")
         )

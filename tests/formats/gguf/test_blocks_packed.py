@@ -19,6 +19,8 @@ from formats.gguf.names import Presented
 from formats.inspection.inspect import inspect_checkpoint
 from qkernels import QuantLinear
 from qserve.cli import main
+from qserve.commands.check_invariance import InvarianceConfig, compare
+from qserve.config import EngineConfig
 from qserve.llm import LLM
 
 IDS = list(range(5, 45))
@@ -109,6 +111,13 @@ def test_batch_invariance_reaches_every_type(file):
     layers = [m for m in llm.engine.runner.decoder.modules() if isinstance(m, QuantLinear)]
     kernels = {layer.prepared_weight.kernel for layer in layers}
     assert kernels == {"fixed_order"}
+
+
+@pytest.mark.exhaustive
+def test_requests_have_the_same_bits_in_any_company(file):
+    engine = EngineConfig(model=str(file), device="cpu", max_model_len=96, batch_invariant=True)
+    config = InvarianceConfig(num_requests=6, max_input_len=60, output_len=6)
+    assert [each for each in compare(engine, config) if each.bits_differ] == []
 
 
 @pytest.mark.parametrize(

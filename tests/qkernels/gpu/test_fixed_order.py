@@ -407,7 +407,11 @@ def _as_float(cache: PagedKv) -> PagedKv:
 
 @pytest.mark.parametrize("sizes", [(512, 256, 16, 4), (2048, 768, 64, 8)], ids=str)
 @pytest.mark.parametrize(
-    "scheme", [None, "w4a16-sym", "w4a16-asym", "w8a16-sym", "w8a8", "w8a8-fp8", "w8a8-fp8-block"]
+    "scheme",
+    [
+        *(None, "w4a16-sym", "w4a16-asym", "w8a16-sym", "w8a8", "w8a8-fp8", "w8a8-fp8-block"),
+        *("w4a16-mxfp4", "w4a16-nvfp4"),
+    ],
 )
 def test_experts(scheme, sizes):
     hidden, inner, E, k = sizes

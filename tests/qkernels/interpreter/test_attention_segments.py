@@ -134,3 +134,46 @@ def test_a_row_is_the_same_in_any_chunk(half, device, poison):
         for splits in (1, 2):
             got = part.run(splits=splits, config=case.tile(24))
             assert torch.equal(got, want[first : first + count]), (first, count)
+
+
+def with_images(case, images):
+    """Rows of the one request that see the keys of their image, which may end in a later row."""
+    (length,) = case.step.context_lengths_R.tolist()
+    count = case.q.shape[0]
+    last_T = torch.arange(length - count, length)
+    for first, last in images:
+        inside = (last_T >= first) & (last_T <= last)
+        last_T[inside] = last
+    return replace(case, step=replace(case.step, last_keys_T=last_T.to(case.q.device)))
+
+
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("codes", [None, torch.int8])
+def test_rows_of_an_image_see_each_other(
+    codes, window, half, device, assert_close, tolerance, poison
+):
+    """Images in one segment and over two; text before, between and after keeps its bits."""
+    images = (100, 140), (150, 163), (270, 271)
+    case = Case.make((200,), (290,), half, device, codes=codes, window=window)
+    case = replace(
+        case, step=replace(case.step, block_tables_RX=case.step.block_tables_RX.to(device))
+    )
+    plain, case = case.run(), with_images(case, images)
+
+    def run(rows):
+        out = rows.run()
+        triton_segments.attend_ahead_(out, rows.q, rows.cache, rows.step, **rows.options)
+        return out
+
+    got = run(case)
+    assert_close("out", case.exact(), got, 2 * tolerance(half))
+    position = torch.arange(90, 290, device=device)
+    changes = torch.zeros(200, dtype=torch.bool, device=device)
+    for first, last in images:
+        changes |= (position >= first) & (position < last)
+    assert torch.equal(got[~changes], plain[~changes])
+    assert (got[changes] != plain[changes]).any((1, 2)).all()
+    # Ends of images in each; at the same place in a tile, as above.
+    for first, count in ((0, 51), (48, 32), (176, 24)):
+        rows = with_images(case.rows(first, count), images)
+        assert torch.equal(run(rows), got[first : first + count]), (first, count)

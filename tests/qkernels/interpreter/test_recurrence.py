@@ -11,6 +11,7 @@ from qkernels.mamba2 import reference as mamba_reference
 from qkernels.mamba2 import triton_recurrence as mamba
 from tests.qkernels.delta_net_case import DeltaCase
 from tests.qkernels.mamba2_case import ScanCase
+from tests.qkernels.verify_case import MOST_ROWS, NUM_ROWS, check_steps, with_noise
 
 # Requests that begin, that go on, that have no rows, that have no slot.
 COUNTS, BEFORE, WITHOUT_SLOT = (1, 9, 3, 0, 5), (9, 0, 2, 5, 64), 4
@@ -74,3 +75,25 @@ def test_every_cut_gives_the_same_bits(device, half, poison, kind):
         start += count
     slot = whole.slots[0]
     assert torch.equal(state[slot], want_state[slot])
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_rejected_rows_change_no_bit(device, half, poison, kind):
+    """A text with drafts, some of them rejected: the rows of the same text without."""
+    run, reference = RUNS[kind]
+    case = make(kind, (NUM_ROWS,), (0,)).to(half, device)
+    want = run(case, states_of(case))
+    sizes = (24, 80, 4) if kind == "delta" else (80, 24, 4)
+    states = torch.full_like(states_of(case), torch.nan)
+    shape = len(states), 2 * MOST_ROWS, reference.recent_width(*sizes)
+    recent = torch.full(shape, torch.nan, dtype=half, device=device)
+
+    def step_of(rows, num_rejected, step):
+        if kind == "delta":
+            made = (with_noise(x, rows, num_rejected) for x in case.rule[:3])
+            return delta.delta_rule_(*made, *case.rule[3:], states, step, recent)
+        made = (with_noise(x, rows, num_rejected) for x in (case.mixed_TC, case.dt_TH))
+        heads = case.a_log_H, case.skip_H, case.dt_bias_H
+        return mamba.selective_scan_(*made, *heads, states, case.limits, step, recent)
+
+    check_steps(step_of, want, case.slots[0], 0.0)

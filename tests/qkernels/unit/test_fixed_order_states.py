@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from qkernels import ops
+from qkernels.delta_net import reference as delta_reference
+from qkernels.mamba2 import reference as mamba_reference
 from tests.qkernels.conv_case import ConvCase
 from tests.qkernels.delta_net_case import DeltaCase
 from tests.qkernels.mamba2_case import ScanCase
+from tests.qkernels.verify_case import MOST_ROWS, NUM_ROWS, check_steps, with_noise
 
 CUTS = (70, 1, 1, 9, 20, 2)
 BESIDE = ((1, 33), (12, 5))  # counts of other requests, and their tokens before
@@ -75,6 +78,41 @@ def test_neighbours_change_no_bit(kind):
     together = run(case, states, "fixed_order")
     assert torch.equal(run(rows, alone, "fixed_order"), together[:first])
     assert torch.equal(states[case.slots[0]], alone[case.slots[0]])
+
+
+@pytest.mark.parametrize("of_rows", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["delta", "mamba", "conv"])
+def test_rejected_rows_change_no_bit(kind, of_rows):
+    """A text with drafts, some of them rejected: the rows of the same text without."""
+    run, make = KINDS[kind]
+    case = make((NUM_ROWS,), (0,)).to(of_rows)
+    want = run(case, states_of(case), "fixed_order")
+    states = torch.full_like(states_of(case), torch.nan)
+    if kind == "conv":  # with columns for as many rejected rows
+        states = torch.cat([states, states[:, :, :1].expand(-1, -1, MOST_ROWS)], 2).contiguous()
+    width = {
+        "delta": delta_reference.recent_width(24, 120, 6),
+        "mamba": mamba_reference.recent_width(120, 24, 6),
+    }
+    shape = len(states), 2 * MOST_ROWS, width.get(kind, 1)
+    recent = torch.full(shape, torch.nan, dtype=of_rows)
+
+    def step_of(rows, num_rejected, step):
+        names = {"delta": ("mixed_TC", "b_TH", "a_TH"), "mamba": ("mixed_TC", "dt_TH")}
+        made = [
+            with_noise(getattr(case, name), rows, num_rejected) for name in names.get(kind, ("x",))
+        ]
+        if kind == "conv":
+            weights = case.weight_CW, case.bias_C
+            return ops.causal_conv_(*made, *weights, states, step, kernel="fixed_order")
+        if kind == "delta":
+            last = states, step, recent, "fixed_order"
+            return ops.delta_rule_(*made, *case.rule[3:], *last)
+        heads = case.a_log_H, case.skip_H, case.dt_bias_H
+        last = states, case.limits, step, recent, "fixed_order"
+        return ops.selective_scan_(*made, *heads, *last)
+
+    check_steps(step_of, want, case.slots[0], 0.0)
 
 
 @pytest.mark.parametrize("kind", ["delta", "mamba"])

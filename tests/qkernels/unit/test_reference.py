@@ -277,3 +277,24 @@ def test_rope_and_write_is_what_its_parts_are():
     attention_reference.write_kv_(keys, v, paged_kv(*pages[2:]), slots)
     assert torch.equal(got, want) and torch.equal(pages[0], pages[2])
     assert pages[0].any() and torch.equal(pages[1], pages[3])
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_attention_by_rows_with_keys_after_their_own(assert_close, window):
+    """An image of rows 3 to 10, of which each sees all, and text."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(20, 4, 16, generator=generator)
+    k_pages, v_pages = torch.randn(2, 3, 16, 2, 16, generator=generator)
+    position = torch.arange(12, 32)
+    last_keys = torch.where((position >= 15) & (position <= 22), 22, position)
+    tables, starts = torch.tensor([[2, 0]]).int(), torch.tensor([0, 20]).int()
+    steps = tables, starts, torch.tensor([32]).int()
+    options = {"scale": 0.25, "window": window, "max_query_len": 20, "max_context_len": 32}
+    arguments = (ops, q, k_pages, v_pages, *steps)
+    got = run_attention(*arguments, **options, last_keys=last_keys, kernel="fixed_order")
+    want = run_attention(*arguments, **options, last_keys=last_keys)
+    assert_close("out", want, got, 1e-6)
+    causal = run_attention(*arguments, **options, kernel="fixed_order")
+    changed = last_keys > position
+    assert torch.equal(got[~changed], causal[~changed])
+    assert (got[changed] != causal[changed]).any((1, 2)).all()

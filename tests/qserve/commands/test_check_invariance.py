@@ -1,16 +1,24 @@
 """--batch-invariant: a request's tokens and log probabilities are the same bits in any company."""
 
 import dataclasses
+import random
 
 import pytest
 
 from calibrate.pipeline import quantize_checkpoint
 from formats.errors import InputError
 from formats.scheme import Scheme
-from qserve.commands.check_invariance import InvarianceConfig, check_invariance, compare
+from qserve.commands.check_invariance import (
+    InvarianceConfig,
+    _companies,
+    check_invariance,
+    compare,
+)
 from qserve.config import EngineConfig
 from qserve.llm import LLM
 from tests.adapters import write_adapter
+from tests.qserve.speculation.hybrid_mtp_model import FAMILIES as HYBRID_MTP_FAMILIES
+from tests.qserve.speculation.hybrid_mtp_model import make_hybrid_mtp
 from tests.tiny_vision import VISION_FAMILIES, write_tiny_vision
 
 DENSE = (
@@ -75,34 +83,71 @@ def test_every_family(tiny_model, family):
     ],
 )
 def test_models_with_states(tiny_model, family):
-    """Prompts long enough for snapshots; without drafts, which are refused."""
+    """Prompts long enough for snapshots."""
     config = InvarianceConfig(num_requests=5, max_input_len=150, output_len=6)
-    assert all_same(settings(tiny_model(family), max_model_len=176), config, num_companies=7)
+    assert all_same(settings(tiny_model(family), max_model_len=176), config)
 
 
-def test_models_with_states_take_no_drafts(tiny_model):
-    with pytest.raises(InputError, match="--speculative-config"):
-        drafts = '{"method": "ngram", "num_speculative_tokens": 2}'
-        engine = settings(tiny_model("lfm2"), speculative_config=drafts)
-        LLM(**dataclasses.asdict(engine))
+def test_companies_are_what_their_names_say(quantized_5m):
+    config = dataclasses.replace(FEW, num_requests=12, output_len=17, structured_output=True)
+    found = {each.company: each for each in compare(settings(quantized_5m), config)}
+    crossed = found["all of these, without CUDA graphs"]
+    preempted = next(found[name] for name in found if name.endswith("with preemption"))
+    assert preempted.preemptions > 0 and found["all together"].preemptions == 0
+    assert crossed.preemptions > 0 and crossed.accepted_drafts > 0
+    assert found["with ngram drafts"].accepted_drafts > 0
+    assert {each.requests for each in found.values()} == {1, 12}
+    assert {each.bits_differ for each in found.values()} == {0}
+
+
+def test_only_the_companies_that_are_asked_for(tiny_model):
+    config = dataclasses.replace(FEW, num_requests=2, company=["drafts", "random"])
+    found = [each.company for each in compare(settings(tiny_model("llama")), config)]
+    assert found == ["alone again", "random companies of 1 to 2", "with ngram drafts"]
+    with pytest.raises(InputError, match="--company: expected one of together, .* found 'alone'"):
+        InvarianceConfig(company=["alone"])
+
+
+def test_companies_have_random_sizes():
+    companies = _companies(random.Random(0), range(400), 64)
+    assert sorted(number for each in companies for number in each) == list(range(400))
+    sizes = {len(each) for each in companies}
+    assert min(sizes) == 1 and 32 < max(sizes) <= 64
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", [each for each in VISION_FAMILIES if each != "gemma3"])
+@pytest.mark.parametrize("family", HYBRID_MTP_FAMILIES)
+def test_mtp_on_models_with_states(tmp_path, family):
+    """Drafts of the model's own layer, of which some are accepted: the bits without drafts."""
+    folder = make_hybrid_mtp(tmp_path / family, family, agreement=0.7)
+    config = InvarianceConfig(
+        num_requests=6, max_input_len=100, output_len=24, company=["drafts", "crossed"]
+    )
+    engine = settings(
+        folder,
+        max_model_len=128,
+        speculative_config='{"method": "mtp", "num_speculative_tokens": 3, "adaptive": false}',
+    )
+    found = {each.company: each for each in compare(engine, config)}
+    assert [each.bits_differ for each in found.values()] == [0, 0, 0]
+    assert found["with mtp drafts"].accepted_drafts > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_images(tmp_path, family):
-    has_states = family.startswith("qwen3_5")  # longer prompts for snapshots, no drafts
-    longest = 128 if has_states else 60
+    longest = 128 if family.startswith("qwen3_5") else 60  # for snapshots
     config = InvarianceConfig(num_requests=6, max_input_len=longest, output_len=6)
     engine = settings(write_tiny_vision(tmp_path / family, family), max_model_len=256)
-    assert all_same(engine, config, 7 if has_states else 8)
+    assert all_same(engine, config)
 
 
-def test_images_whose_rows_see_each_other_are_refused(tmp_path):
-    engine = settings(write_tiny_vision(tmp_path / "gemma3", "gemma3"))
-    with pytest.raises(InputError, match="--batch-invariant.*see each other"):
-        LLM(**dataclasses.asdict(engine))
-    text = dataclasses.replace(engine, language_model_only=True)
-    assert all_same(text, dataclasses.replace(FEW, num_requests=2))
+def test_images_whose_rows_see_each_other(tmp_path):
+    """Without and with images in a step, text and images keep their bits."""
+    config = dataclasses.replace(FEW, num_requests=5, max_input_len=50, company=["together"])
+    engine = settings(write_tiny_vision(tmp_path / "gemma3", "gemma3"), max_model_len=128)
+    results = list(compare(engine, config))
+    assert [each.bits_differ for each in results] == [0, 0]
 
 
 @pytest.mark.exhaustive
@@ -112,7 +157,10 @@ def test_images_whose_rows_see_each_other_are_refused(tmp_path):
         "w4a16-sym",
         *(
             pytest.param(scheme, marks=pytest.mark.exhaustive)
-            for scheme in ("w4a16-asym-g32", "w8a16-sym", "w8a8", "w8a8-fp8", "w3a16-sym")
+            for scheme in (
+                *("w4a16-asym-g32", "w8a16-sym", "w8a8", "w8a8-fp8", "w3a16-sym"),
+                *("w4a8", "w4a8-fp8", "w4a16-mxfp4", "w4a16-nvfp4"),
+            )
         ),
     ],
 )
@@ -177,13 +225,17 @@ def test_the_default_kernels_differ(quantized_5m, capsys):
     assert check_invariance(str(quantized_5m), settings(quantized_5m), config) == 1
     table = capsys.readouterr().out.splitlines()
     together = next(line for line in table if line.startswith("all together"))
-    assert int(together.split()[-1]) > 0
+    assert int(together.split()[4]) > 0
 
 
 @pytest.mark.parametrize(
     "changes, flag",
     [
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
+        ({"kv_cache_dtype": "int4"}, "--kv-cache-dtype int4"),
+        (
+            {"speculative_config": '{"method": "ngram"}', "spec_acceptance": "rejection"},
+            "--spec-acceptance",
+        ),
         ({"kernel": ["w4a16=triton"]}, "--kernel"),
     ],
 )

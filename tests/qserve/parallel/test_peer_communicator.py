@@ -101,6 +101,20 @@ def test_norms_of_few_rows_are_one_kernel(monkeypatch, group, calls):
     assert norm(200) == ["torch.all_reduce", "norm"]
 
 
+def test_a_fixed_order_takes_no_other_kernel_for_many_rows(monkeypatch, group, calls):
+    group.fixed_order = True
+    communicator = opened(monkeypatch, group)
+    x = torch.arange(20_001).half()
+    assert torch.equal(communicator.all_reduce(x), x)  # more than two shots take at a time
+    assert calls == ["all_reduce"] * 3
+    for rows in (1, 8, 9, 200):
+        calls.clear()
+        x = torch.zeros(rows, HIDDEN, dtype=torch.float16)
+        normed, _ = communicator.norm(x, x, None, None, ops.Branch())
+        assert normed.shape == x.shape
+        assert set(calls) == {"all_reduce", "norm"}
+
+
 def test_one_line_of_log_says_why_there_is_no_peer_memory(monkeypatch, group, caplog):
     monkeypatch.setattr(cuda_ipc, "open_peer_memory", refuse)
     monkeypatch.setattr(symmetric_memory, "open_peer_memory", refuse)

@@ -32,6 +32,7 @@ def attention(
     sinks: bool = False,
     chunk_size: int | None = None,
     kernel: str | None = None,
+    images: bool = False,
 ) -> None:
     R, J = len(counts), 8
     P = R * context // page
@@ -61,6 +62,7 @@ def attention(
         sinks_H=torch.ones(J * group) if sinks else None,
         chunk_size=chunk_size,
         kernel=kernel,
+        last_keys=torch.zeros(sum(counts), dtype=torch.int64) if images else None,
         **scales,
     )
 
@@ -229,6 +231,11 @@ ATTENTION: dict[str, Case] = {
     ),
     "fixed order, chunk": Case(
         run=lambda: attention([2048], kernel="fixed_order"), quick=SM90, product="wgmma"
+    ),
+    "fixed order, chunk with images": Case(
+        run=lambda: attention(
+            [2048], D=256, group=2, window=1024, images=True, kernel="fixed_order"
+        )
     ),
     "fixed order, chunk in a window": Case(
         run=lambda: attention([2048], window=1000, soft_cap=30.0, kernel="fixed_order"),

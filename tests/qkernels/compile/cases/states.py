@@ -111,7 +111,13 @@ STATES: dict[str, Case] = {
     "delta net, prompts in float16": Case(run=lambda: delta_net(3, 100, FP16), product="mma"),
     "delta net, prompts in float32": Case(run=lambda: delta_net(3, 100, FP32)),
     "delta net, fixed order": Case(run=lambda: delta_net(1, 200, kernel="fixed_order")),
+    "delta net, fixed order, verifications": Case(
+        run=lambda: delta_net(8, 4, most_rows=4, kernel="fixed_order")
+    ),
     "mamba2, fixed order": Case(run=lambda: mamba2(1, 200, kernel="fixed_order")),
+    "mamba2, fixed order, verifications": Case(
+        run=lambda: mamba2(8, 4, most_rows=4, kernel="fixed_order")
+    ),
     "mamba2, 8 requests of one token": Case(run=lambda: mamba2(8, 1)),
     "mamba2, verifications": Case(run=lambda: mamba2(8, 4, most_rows=4)),
     "mamba2, a prompt": Case(run=lambda: mamba2(1, 200), quick=SM90, product="wgmma"),
