@@ -16,6 +16,7 @@ COMMANDS = {
     "measure_lora": f"--shape tiny --max-loras 2 --max-batch 1 {FEW}",
     "measure_prefix_cache": f"--shape tiny {FEW} --requests 4 --unique-tokens 64"
     " --shared-requests 4 --system-tokens 64 --chats 2 --turns 2 --turn-tokens 32",
+    "measure_sleep": "--shape tiny --repeats 1 --skip switch -- --max-model-len 256",
     "measure_speculation": f"--shape tiny --heads 4 --num-drafts 3 --batch 1 2 --input 16 {FEW}",
     "measure_start": "--shape tiny --offline --warm 1",
 }
@@ -35,7 +36,7 @@ def numbers(found: object) -> list[float]:
 def test_a_measuring_program_runs(name, tmp_path):
     result = tmp_path / "result.json"
     flags = COMMANDS[name].replace("FOLDER", str(tmp_path)).split()
-    command = [sys.executable, f"examples/{name}.py", *flags, "--json", str(result)]
+    command = [sys.executable, f"examples/{name}.py", "--json", str(result), *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "failed" not in done.stderr, done.stderr[-2000:]

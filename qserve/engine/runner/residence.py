@@ -75,7 +75,8 @@ class Residence:
         if is_cuda:
             torch.cuda.synchronize(runner.device)
         if self._weights is None:
-            with out_of_memory_is_named("keeping the weights on the host", "sleep at level 2"):
+            what = "Keeping the weights on the host" if level == 1 else "Dropping the weights"
+            with phase(what), out_of_memory_is_named(what.lower(), "sleep at level 2"):
                 self._weights = SleepingMemory(tensors(runner.decoder), keeps=level == 1)
         runner.close_graphs()  # not before: a sleep that fails leaves all as it was
         if self._pages is None:
@@ -130,7 +131,8 @@ class Residence:
         return partial(UpdateSource.of_folder, self._model, folder, self._runner.device)
 
     def _stage(self, update: UpdateSource, digests: bool) -> StagedWeights:
-        with out_of_memory_is_named("reading the new weights", OTHERS):
+        what = "Reading the new weights"
+        with phase(what), out_of_memory_is_named(what.lower(), OTHERS):
             return stage(
                 self._runner.decoder,
                 update.config,
@@ -148,4 +150,5 @@ class Residence:
             with out_of_memory_is_named("waking the weights", OTHERS):
                 self._weights.restore()
             self._weights = None
-        staged.commit()
+        with phase("Replacing the weights"):
+            staged.commit()
