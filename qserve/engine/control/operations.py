@@ -229,12 +229,16 @@ class Operations:
         self._received = {}
 
     def _has_all(self) -> bool:
-        """True if the received tensors are those of the model's folder, which is in float."""
+        """True if the received tensors are those of the model's folder, in float."""
         reader = CheckpointReader(self._config.model)
-        if quantized_modules(reader.entries):
-            return False
+        coded = set(quantized_modules(reader.entries))
+        names = set()
+        for name in reader.entries:
+            module = name.rpartition(".")[0].removesuffix(".weight")
+            is_code = module in coded and not name.endswith(".bias")
+            names.add(f"{module}.weight" if is_code else name)
         held = HeldTensors(self._received.items(), reader.config)
-        return reader.entries.keys() <= held.entries.keys()
+        return names <= held.entries.keys()
 
     def stage_shared(
         self,
