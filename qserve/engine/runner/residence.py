@@ -19,6 +19,7 @@ from qserve.engine.runner.model_runner import ModelRunner
 from qserve.engine.runner.out_of_memory import out_of_memory_is_named
 from qserve.engine.start_phases import phase
 from qserve.model.model_config import ModelConfig
+from qserve.model.resident.host_memory import HostMemory
 from qserve.model.resident.leaves import tensors
 from qserve.model.resident.memory import SleepingMemory
 from qserve.model.resident.staged import StagedWeights, stage
@@ -54,6 +55,7 @@ class Residence:
         self._open_weights, self._capture_graphs = open_weights, capture_graphs
         self._pages: SleepingMemory | None = None  # None: awake
         self._weights: SleepingMemory | None = None
+        self._host = HostMemory(pinned=runner.device.type == "cuda")
 
     @property
     def is_asleep(self) -> bool:
@@ -77,7 +79,10 @@ class Residence:
         if self._weights is None:
             what = "Keeping the weights on the host" if level == 1 else "Dropping the weights"
             with phase(what), out_of_memory_is_named(what.lower(), "sleep at level 2"):
-                self._weights = SleepingMemory(tensors(runner.decoder), keeps=level == 1)
+                self._host.reset()
+                self._weights = SleepingMemory(
+                    tensors(runner.decoder), keeps=level == 1, host=self._host
+                )
         runner.close_graphs()  # not before: a sleep that fails leaves all as it was
         if self._pages is None:
             self._pages = SleepingMemory(runner.cache_tensors(), keeps=False)
@@ -131,9 +136,12 @@ class Residence:
         return partial(UpdateSource.of_folder, self._model, folder, self._runner.device)
 
     def _stage(self, update: UpdateSource, digests: bool) -> StagedWeights:
+        holds_weights = self._weights is not None and self._weights.keeps
+        if not holds_weights:
+            self._host.reset()
         what = "Reading the new weights"
         with phase(what), out_of_memory_is_named(what.lower(), OTHERS):
-            return stage(
+            staged = stage(
                 self._runner.decoder,
                 update.config,
                 update.source,
@@ -141,8 +149,12 @@ class Residence:
                 max_model_len=self._max_model_len,
                 kernels=self._runner.config.kernels,
                 digests={} if digests else None,
+                host=None if holds_weights else self._host,
                 ranks=self._ranks,
             )
+        if self._runner.device.type == "cuda":
+            torch.cuda.empty_cache()  # of the layers that were read; a trainer may need it
+        return staged
 
     def fill(self, staged: StagedWeights) -> None:
         """Replace the weights, which are awake afterwards. No step may be in flight."""
