@@ -31,6 +31,7 @@ from qserve.engine.distributed.shared_residence import SharedResidence, SharedSt
 from qserve.engine.distributed.worker_group import WorkerGroup
 from qserve.engine.runner.residence import Residence
 from qserve.model.model_config import ModelConfig
+from qserve.model.resident.host_memory import to_host
 from qserve.model.resident.staged import StagedWeights
 from qserve.model.resident.update_source import rounded_schemes
 
@@ -218,7 +219,8 @@ class Operations:
             else:
                 coming = self._group(broadcast.group).receive(broadcast)
             for name, tensor in coming:
-                self._received[name] = tensor.to("cpu", copy=broadcast is None)
+                is_ours = broadcast is not None and tensor.device.type == "cpu"
+                self._received[name] = tensor if is_ours else to_host(tensor)
         except BaseException:
             self.drop_received()
             raise

@@ -148,7 +148,7 @@ class Residence:
                 device=self._runner.device,
                 max_model_len=self._max_model_len,
                 kernels=self._runner.config.kernels,
-                digests={} if digests else None,
+                digests=digests,
                 host=None if holds_weights else self._host,
                 ranks=self._ranks,
             )

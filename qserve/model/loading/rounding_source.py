@@ -10,7 +10,8 @@ from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError
 from formats.in_memory.weights import Weight
 from formats.layouts import quantized_modules
-from formats.weight_digest import rounded, weight_digest
+from formats.weight_digest import rounded
+from qserve.model.loading.digest_threads import DigestThreads
 from qserve.model.loading.online_quantization import FLAG
 from qserve.model.loading.weight_source import WeightSource
 from qserve.model.model_config import ModelConfig
@@ -63,12 +64,12 @@ class RoundingSource(WeightSource):
         weight_NK, digests = self._float(f"{module}.weight", shape)
         weight = rounded(weight_NK, self._schemes[module], module)
         if digests is not None:
-            digests[f"{module}.weight"] = weight_digest(weight)
+            digests.weight(f"{module}.weight", weight)
         return weight
 
     def _float(
         self, name: str, shape: tuple[int, int]
-    ) -> tuple[torch.Tensor, dict[str, str] | None]:
+    ) -> tuple[torch.Tensor, DigestThreads | None]:
         """The float matrix, without a digest of its own, and where the weight's digest goes."""
         digests, self.digests = self.digests, None
         try:

@@ -14,6 +14,7 @@ import torch
 from formats.errors import InputError
 from qserve.model.blocks.layer import Layer
 from qserve.model.decoder import Decoder
+from qserve.model.loading.digest_threads import DigestThreads
 from qserve.model.loading.loader import load
 from qserve.model.loading.weights import Source
 from qserve.model.model_config import ModelConfig
@@ -90,33 +91,41 @@ def stage(
     device: torch.device,
     max_model_len: int,
     kernels: Mapping[str, str] | None,
-    digests: dict[str, str] | None = None,
+    digests: bool = False,
     offload: bool | None = None,
     host: HostMemory | None = None,
     ranks: Ranks = ALONE,
 ) -> StagedWeights:
     """Read new weights of a running decoder. Raises InputError, and changes nothing of it.
 
-    `digests`: filled with the digest of each tensor. `offload`: move layers to the host; None: on a
-    GPU. `host`: memory for them. `ranks`: where this rank is among those that the model is split
-    over.
+    `digests`: compute that of each tensor. `offload`: move layers to the host; None: on a GPU.
+    `host`: memory for them. `ranks`: where this rank is among those that the model is split over.
     """
     copies = HostCopies(decoder, host)
-    source.digests = digests
+    source.digests = threads = DigestThreads() if digests else None
     moves = device.type == "cuda" if offload is None else offload
-    fresh = load(
-        config,
-        source,
-        device=device,
-        dtype=decoder.dtype,
-        max_model_len=max_model_len,
-        progress=False,
-        kernels=kernels,
-        on_layer=copies.take if moves else None,
-        ranks=ranks,
-    )
+
+    def take(layer: Layer) -> None:
+        if threads is not None:
+            threads.wait()  # they read the memory that the layer gives back
+        copies.take(layer)
+
+    try:
+        fresh = load(
+            config,
+            source,
+            device=device,
+            dtype=decoder.dtype,
+            max_model_len=max_model_len,
+            progress=False,
+            kernels=kernels,
+            on_layer=take if moves else None,
+            ranks=ranks,
+        )
+    finally:
+        found = None if threads is None else threads.result()
     pairs = [(old, copies.contents(new)) for old, new in _matched(decoder, fresh)]
-    return StagedWeights(pairs=tuple(pairs), digests=digests)
+    return StagedWeights(pairs=tuple(pairs), digests=found)
 
 
 def _matched(old: Decoder, new: Decoder) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
