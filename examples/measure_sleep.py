@@ -35,7 +35,13 @@ from qserve.model.model_config import ModelConfig
 from qserve.training import send_weights
 
 KEY = "operator"
-PARTS = ("level1", "level2", "folder", "float-folder", "tensors", "digest", "switch")
+# ways to send tensors -> arguments of send_weights
+TRANSFERS = {
+    "tensors": {"part_bytes": None, "digests": False},
+    "tensors-in-parts": {"digests": False},
+    "tensors-with-digests": {"part_bytes": None},
+}
+PARTS = ("level1", "level2", "folder", "float-folder", *TRANSFERS, "digest", "switch")
 SHOWN = ("took", "Sleeping", "CUDA graphs:", "GPU memory", "rror")  # of the log's lines
 
 
@@ -163,21 +169,19 @@ def measure_one(arguments: argparse.Namespace, folder: Path, times: Times) -> No
             update = {"model_path": str(floats)}
             route = "/update_weights_from_disk"
             times.of("update, float folder", lambda: server.send(route, update))
-        if "tensors" in arguments.parts:
+        transfers = [name for name in TRANSFERS if name in arguments.parts]
+        if transfers:
             tensors = float_tensors(folder)
             size = sum(each.nbytes for each in tensors.values()) / 2**30
             print(f"trainer: {len(tensors)} tensors, {size:.1f} GiB", flush=True)
-            for name, given in (
-                ("tensors as they are", {"part_bytes": None, "digests": False}),
-                ("tensors in parts", {"digests": False}),
-                ("tensors with digests", {"part_bytes": None}),
-            ):
-                for _ in range(arguments.repeats if name == "tensors as they are" else 1):
-                    times.of(
-                        f"update, {name}",
-                        lambda given=given: send_weights(server.url, tensors, api_key=KEY, **given),
-                    )
-                    times.of("token after an update", server.token)
+            for name in transfers:
+                times.of(
+                    f"update, {name}",
+                    lambda given=TRANSFERS[name]: send_weights(
+                        server.url, tensors, api_key=KEY, **given
+                    ),
+                )
+                times.of("token after an update", server.token)
 
 
 def measure_switch(arguments: argparse.Namespace, folder: Path, times: Times) -> None:
