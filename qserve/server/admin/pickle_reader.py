@@ -3,8 +3,8 @@
 The opcodes are those that Python's pickler writes in protocols 2 to 5. Loads no torch.
 """
 
-import pickletools
 from dataclasses import dataclass, field
+from pickletools import genops  # lists opcodes, and runs nothing
 from typing import Any
 
 PLAIN = {
@@ -60,7 +60,7 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def run(self, data: bytes) -> Any:
-        for opcode, argument, _ in pickletools.genops(data):
+        for opcode, argument, _ in genops(data):
             if opcode.name == "STOP":
                 (result,) = self._stack
                 return result
