@@ -52,3 +52,14 @@ def test_grpo_trains_in_the_weights_that_are_served(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "largest mismatch with the rollout: trainer 0.0, engine 0.0" in done.stdout
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("policy", ["wait", "refuse"])
+def test_cycles_under_load_lose_no_request_and_a_kill_is_told(policy):
+    command = [sys.executable, "examples/server_cycles", "--paused-requests", policy]
+    command += ["--cycles", "8", "--kills", "1", "--clients", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "The engine has died; it is restarting" in done.stdout
+    assert (" refused" in done.stdout) == (policy == "refuse")
