@@ -33,7 +33,7 @@ class WritingSource(DummySource):
         self._folder = folder
         self._shard: dict[str, torch.Tensor] = {}
         self._map: dict[str, str] = {}
-        self._num_shards = self._num_bytes = 0
+        self._num_shards = self._num_bytes = self._shard_bytes = 0
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = super().tensor(name, shape)
@@ -55,7 +55,8 @@ class WritingSource(DummySource):
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
         self._shard[name] = tensor.cpu().contiguous()
-        if sum(each.nbytes for each in self._shard.values()) >= SHARD_BYTES:
+        self._shard_bytes += tensor.nbytes
+        if self._shard_bytes >= SHARD_BYTES:
             self._write()
 
     def _write(self) -> None:
@@ -65,8 +66,22 @@ class WritingSource(DummySource):
         file = f"model-{self._num_shards:05d}.safetensors"
         save_file(self._shard, self._folder / file, metadata={"format": "pt"})
         self._map |= dict.fromkeys(self._shard, file)
-        self._num_bytes += sum(each.nbytes for each in self._shard.values())
-        self._shard = {}
+        self._num_bytes += self._shard_bytes
+        self._shard, self._shard_bytes = {}, 0
+
+
+def write(folder: Path, shape: str, scheme: str | None, *, config_only: bool = False) -> None:
+    """Write a model folder, or its files without weights. `scheme` None: bfloat16."""
+    folder.mkdir(parents=True)
+    write_config(folder, shape, scheme)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / name, folder)
+    if config_only:
+        return
+    config = ModelConfig.from_folder(folder)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    source = WritingSource(folder, config, device)
+    load(config, source, device=device, dtype=torch.bfloat16, max_model_len=1024)
 
 
 def main() -> None:
@@ -76,17 +91,8 @@ def main() -> None:
     parser.add_argument("--scheme", default="w4a16-sym", help="or w8a8, or bf16")
     parser.add_argument("--config-only", action="store_true", help="no weights")
     arguments = parser.parse_args()
-    arguments.folder.mkdir(parents=True)
     scheme = None if arguments.scheme == "bf16" else arguments.scheme
-    write_config(arguments.folder, arguments.shape, scheme)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(TOKENIZER / name, arguments.folder)
-    if arguments.config_only:
-        return
-    config = ModelConfig.from_folder(arguments.folder)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    source = WritingSource(arguments.folder, config, device)
-    load(config, source, device=device, dtype=torch.bfloat16, max_model_len=1024)
+    write(arguments.folder, arguments.shape, scheme, config_only=arguments.config_only)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ COMMANDS = {
     "measure_prefix_cache": f"--shape tiny {FEW} --requests 4 --unique-tokens 64"
     " --shared-requests 4 --system-tokens 64 --chats 2 --turns 2 --turn-tokens 32",
     "parallel_floors": "--shape qwen3-30b-a3b llama-3-8b --batches 1 8",
+    "measure_sleep": "--shape tiny --repeats 1 --skip switch -- --max-model-len 256",
     "measure_speculation": f"--shape tiny --heads 4 --num-drafts 3 --batch 1 2 --input 16 {FEW}",
     "measure_start": "--shape tiny --offline --warm 1",
 }
@@ -36,7 +37,7 @@ def numbers(found: object) -> list[float]:
 def test_a_measuring_program_runs(name, tmp_path):
     result = tmp_path / "result.json"
     flags = COMMANDS[name].replace("FOLDER", str(tmp_path)).split()
-    command = [sys.executable, f"examples/{name}.py", *flags, "--json", str(result)]
+    command = [sys.executable, f"examples/{name}.py", "--json", str(result), *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "failed" not in done.stderr, done.stderr[-2000:]
@@ -52,3 +53,14 @@ def test_grpo_trains_in_the_weights_that_are_served(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "largest mismatch with the rollout: trainer 0.0, engine 0.0" in done.stdout
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("policy", ["wait", "refuse"])
+def test_cycles_under_load_lose_no_request_and_a_kill_is_told(policy):
+    command = [sys.executable, "examples/server_cycles", "--paused-requests", policy]
+    command += ["--cycles", "8", "--kills", "1", "--clients", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "The engine has died; it is restarting" in done.stdout
+    assert (" refused" in done.stdout) == (policy == "refuse")

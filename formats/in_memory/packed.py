@@ -96,7 +96,7 @@ class PackedWeight:
     ) -> "PackedWeight":
         """Round to nearest with the scales of affine.choose_scales, a block of rows at a time."""
         whole = (weight_NK, *affine.choose_scales(weight_NK, spec, name))
-        rows = affine.rows_at_once(weight_NK.shape[1])
+        rows = affine.rows_at_once(weight_NK.shape[1], weight_NK.device)
         parts = [
             cls.from_codes(affine.quantize(block, scales, zeros, spec), scales, zeros, spec, name)
             for block, scales, zeros in zip(*(each.split(rows) for each in whole), strict=True)

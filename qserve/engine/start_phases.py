@@ -1,4 +1,4 @@
-"""Phases of the start: each logs how long it took."""
+"""Phases of the start, of sleep and of updates: each logs how long it took."""
 
 import contextlib
 import logging
@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Log "NAME took 1.2 s" when the block has ended without an error."""
+    """Log "NAME took 1.23 s" when the block has ended without an error."""
     started = time.perf_counter()
     yield
-    logger.info("%s took %.1f s", name, time.perf_counter() - started)
+    logger.info("%s took %.2f s", name, time.perf_counter() - started)

@@ -134,16 +134,21 @@ class AsyncControl(ABC):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Call reload_weights or update_weights by name, as in vLLM. Raises InputError."""
+        """Call a method of this class by name, as in vLLM: those of `LLM.collective_rpc`.
+
+        Raises InputError.
+        """
         if method == RELOAD:
             given = {"weights_path": self.config.model, **(kwargs or {})}
             await self.update_weights(args[0] if args else given["weights_path"])
         elif method in ("update_weights", "load_weights"):
             await self.update_weights(*args, **(kwargs or {}))
+        elif method in ("sleep", "wake_up"):
+            await (self.sleep if method == "sleep" else self.wake_up)(*args, **(kwargs or {}))
         else:
             raise InputError(
                 f"collective_rpc {method!r:.60}",
-                f"is not supported; known: {RELOAD}, load_weights, update_weights",
+                f"is not supported; known: {RELOAD}, load_weights, update_weights, sleep, wake_up",
             )
         return [None]
 

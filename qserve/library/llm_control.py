@@ -95,12 +95,14 @@ class LLMControl:
         """Call a method of all workers, as in vLLM, by name; one result for each of them.
 
         Known: reload_weights (from a folder, by default the model's), load_weights and
-        update_weights (both of tensors by name). Raises InputError.
+        update_weights (both of tensors by name), sleep and wake_up. Raises InputError.
         """
         calls: dict[str, Callable[..., None]] = {
             "reload_weights": self._reload_weights,
             "load_weights": self.update_weights,
             "update_weights": self.update_weights,
+            "sleep": self.sleep,
+            "wake_up": self.wake_up,
         }
         if method not in calls:
             raise InputError(

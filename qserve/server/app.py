@@ -15,7 +15,7 @@ from qserve.output_parsing.detection import AUTO, NONE, Parsers, model_type
 from qserve.output_parsing.reasoning_formats import REASONING_PARSERS
 from qserve.params.generation_defaults import load_defaults
 from qserve.server.adapters import ServedAdapters
-from qserve.server.admin import adapters, control, operations, status
+from qserve.server.admin import adapters, control, operations, status, weights
 from qserve.server.admin.settings import REFUSE
 from qserve.server.anthropic import routes as anthropic
 from qserve.server.anthropic.errors import ConvertErrors
@@ -79,14 +79,15 @@ def make_service(
     store: ResponseStore | None = None,
     media: MediaAccess = MediaAccess(None),  # noqa: B008  # immutable
     weights_folder: Callable[[str], str] = str,
+    num_engines: int = 1,
 ) -> Service:
     """Build the Service of an engine that runs up to `max_num_seqs` outputs concurrently.
 
     `metrics` receives the engine's reports. `preparation` has the worker processes; by default
     there are none. `loras`: adapters loaded at start-up. `store`: see `open_store`.
     `media`: what is done with images where no worker process takes them. `weights_folder`: makes
-    a local folder of the path or hub name of new weights. Raises InputError for a broken
-    generation_config.json and for unreadable keys.
+    a local folder of the path or hub name of new weights. `num_engines`: behind the client. Raises
+    InputError for a broken generation_config.json and for unreadable keys.
     """
     admission = Admission(max_num_seqs + config.max_num_queued_reqs, config.max_num_queued_tokens)
     model_names = config.model_names(tokenizer.folder)
@@ -124,6 +125,8 @@ def make_service(
         keys=Keys(config),
         weights_folder=weights_folder,
         refuses_paused=config.paused_requests == REFUSE,
+        has_admin_routes=config.enable_admin_routes,
+        num_engines=num_engines,
     )
 
 
@@ -143,7 +146,7 @@ def app_of(
     if config.enable_admin_routes:
         if not keys:
             raise InputError("--enable-admin-routes", "requires an API key", "add --api-key")
-        of_operators += operations.routes
+        of_operators += [*operations.routes, *weights.routes]
     if config.lora_folder is not None and not keys:
         raise InputError("--lora-folder", "requires an API key", "add --api-key")
     app = Starlette(routes=[*found, *of_operators])

@@ -73,6 +73,7 @@ class HostedModel:
                 loras=parse_modules(engine_config.lora_modules),
                 store=store,
                 weights_folder=functools.partial(weights_folder, config=engine_config),
+                num_engines=engine_config.num_engines,
             )
         except BaseException:
             await client.close()

@@ -96,6 +96,8 @@ class Service:
     keys: Keys | None = None  # that requests need
     weights_folder: Callable[[str], str] = str  # of new weights, by path or hub name
     refuses_paused: bool = False  # requests get 503 while the model is paused or asleep
+    has_admin_routes: bool = False
+    num_engines: int = 1  # with data parallelism
     created: int = field(default_factory=lambda: int(time.time()))
     scanning: asyncio.Lock = field(
         default_factory=asyncio.Lock

@@ -93,7 +93,7 @@ class TextDelta:
     A stop string cuts the event's tokens after those that complete it, and ends it.
     """
 
-    event: TokenEvent  # with log probabilities of visible tokens only
+    event: TokenEvent  # with log probabilities of visible tokens, or of all if requested
     text: str
     stop_reason: str | int | None = None  # the stop string or stop token that ended the output
     beam: Hypothesis | None = None  # the output of a beam search is one of these
@@ -114,8 +114,15 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        all_logprobs: bool = False,
     ) -> None:
+        """`all_logprobs`: keep those of an end token that is not shown."""
+        self._all_logprobs = all_logprobs
         self._detokenizer = IncrementalDetokenizer(
             tokenizer, prompt_token_ids, params.skip_special_tokens
         )
@@ -139,7 +146,7 @@ class TextStream:
             shown.append(text)
             if stop is not None:
                 return self._end_at(stop, shown, event, index + 1)
-        if len(event.logprobs) > num_visible:
+        if len(event.logprobs) > num_visible and not self._all_logprobs:
             event = event._replace(logprobs=event.logprobs[:num_visible])
         if event.finish_reason is None:
             return TextDelta(event=event, text="".join(shown))

@@ -56,6 +56,10 @@ def test_process_takes_weights_under_load(docs_5m, tmp_path):
             await asyncio.sleep(0.1)
             assert await llm.is_sleeping() and not held.done()
             await llm.collective_rpc("reload_weights")
+            await llm.collective_rpc("sleep", kwargs={"level": 2})
+            assert await llm.is_sleeping()
+            await llm.collective_rpc("wake_up")
+            assert not await llm.is_sleeping()
             await llm.wake_up()
             assert await held == old_tokens
             names = set(await llm.weight_digests())

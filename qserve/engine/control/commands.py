@@ -56,7 +56,7 @@ class WakeUp(Command):
 class CudaMemory(msgspec.Struct, frozen=True, kw_only=True):
     """CUDA IPC handle of a tensor, as torch makes it. An empty tensor has a device alone."""
 
-    device: str  # UUID of the GPU: processes may number GPUs in different ways
+    device: str  # UUID of the GPU, since processes may number GPUs in different ways; or a number
     handle: bytes = b""
     storage_bytes: int = 0
     storage_offset: int = 0

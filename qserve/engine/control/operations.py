@@ -31,6 +31,7 @@ from qserve.engine.distributed.shared_residence import SharedResidence, SharedSt
 from qserve.engine.distributed.worker_group import WorkerGroup
 from qserve.engine.runner.residence import Residence
 from qserve.model.model_config import ModelConfig
+from qserve.model.resident.host_memory import to_host
 from qserve.model.resident.staged import StagedWeights
 from qserve.model.resident.update_source import rounded_schemes
 
@@ -218,7 +219,8 @@ class Operations:
             else:
                 coming = self._group(broadcast.group).receive(broadcast)
             for name, tensor in coming:
-                self._received[name] = tensor.to("cpu", copy=broadcast is None)
+                is_ours = broadcast is not None and tensor.device.type == "cpu"
+                self._received[name] = tensor if is_ours else to_host(tensor)
         except BaseException:
             self.drop_received()
             raise
@@ -229,12 +231,16 @@ class Operations:
         self._received = {}
 
     def _has_all(self) -> bool:
-        """True if the received tensors are those of the model's folder, which is in float."""
+        """True if the received tensors are those of the model's folder, in float."""
         reader = CheckpointReader(self._config.model)
-        if quantized_modules(reader.entries):
-            return False
+        coded = set(quantized_modules(reader.entries))
+        names = set()
+        for name in reader.entries:
+            module = name.rpartition(".")[0].removesuffix(".weight")
+            is_code = module in coded and not name.endswith(".bias")
+            names.add(f"{module}.weight" if is_code else name)
         held = HeldTensors(self._received.items(), reader.config)
-        return reader.entries.keys() <= held.entries.keys()
+        return names <= held.entries.keys()
 
     def stage_shared(
         self,

@@ -21,6 +21,7 @@ from qserve.engine.control.commands import CudaMemory, SharedTensor
 
 MEMORY = Path("/dev/shm")  # files in memory, on Linux
 PREFIX = "qserve-tensors-"  # of the files' names; no other file is opened
+TORCH_PREFIX = "torch_"  # of files that torch.multiprocessing makes
 ALIGNMENT = 64  # bytes: of each tensor in a file
 PART_BYTES = 2**31  # shared at a time, where tensors are made one after the other
 DTYPES: dict[str, torch.dtype] = {
@@ -101,7 +102,7 @@ def open_tensors(shared: Sequence[SharedTensor]) -> Iterator[tuple[str, torch.Te
         if each.cuda is not None:
             yield each.name, _open_cuda(each, dtype, name)
             continue
-        _check_file(each, dtype.itemsize * math.prod(each.shape), name)
+        _check_file(each, dtype.itemsize, name)
         yield each.name, _view(each.path, each.offset, dtype, each.shape, shared=False)
 
 
@@ -124,10 +125,10 @@ def _folder() -> Path:
     return MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())
 
 
-def _check_file(shared: SharedTensor, num_bytes: int, name: str) -> None:
-    """Raise InputError unless the tensor lies in a file that `shared_tensors` has made."""
-    path = Path(shared.path)
-    if path.parent != _folder() or not path.name.startswith(PREFIX):
+def _check_file(shared: SharedTensor, item_bytes: int, name: str) -> None:
+    """Raise InputError unless the tensor lies in a file that `shared_tensors` or torch has made."""
+    path, num_bytes = Path(shared.path), item_bytes * math.prod(shared.shape)
+    if path.parent != _folder() or not path.name.startswith((PREFIX, TORCH_PREFIX)):
         raise InputError(
             name, f"is not in a file {_folder() / PREFIX}*, found {shared.path!r:.200}"
         )
@@ -137,7 +138,7 @@ def _check_file(shared: SharedTensor, num_bytes: int, name: str) -> None:
         raise InputError(
             name, f"its file cannot be read: {error}", "keep it until the update has ended"
         ) from None
-    if not stat.S_ISREG(found.st_mode) or shared.offset % ALIGNMENT:
+    if not stat.S_ISREG(found.st_mode) or shared.offset % item_bytes:
         raise InputError(name, "is not in a regular file, or not aligned there")
     if shared.offset + num_bytes > found.st_size:
         raise InputError(
@@ -186,15 +187,18 @@ def _open_cuda(shared: SharedTensor, dtype: torch.dtype, name: str) -> torch.Ten
         str(torch.cuda.get_device_properties(number).uuid)
         for number in range(torch.cuda.device_count())
     ]
-    if memory.device not in uuids:
+    device = memory.device
+    if device.isdecimal() and int(device) < len(uuids):  # a number, as torch sends it
+        device = uuids[int(device)]
+    if device not in uuids:
         raise InputError(
             name,
-            f"is on the GPU {memory.device!r:.60}, which this engine does not see",
+            f"is on the GPU {device!r:.60}, which this engine does not see",
             "share it from a GPU of the engine, or from the host's memory",
         )
     if math.prod(shared.shape) == 0:
-        device = torch.device("cuda", uuids.index(memory.device))
-        return torch.empty(shared.shape, dtype=dtype, device=device)
+        where = torch.device("cuda", uuids.index(device))
+        return torch.empty(shared.shape, dtype=dtype, device=where)
     try:
         return rebuild_cuda_tensor(
             torch.Tensor,
@@ -203,7 +207,7 @@ def _open_cuda(shared: SharedTensor, dtype: torch.dtype, name: str) -> torch.Ten
             memory.tensor_offset,
             torch.UntypedStorage,
             dtype,
-            uuids.index(memory.device),
+            uuids.index(device),
             memory.handle,
             memory.storage_bytes,
             memory.storage_offset,

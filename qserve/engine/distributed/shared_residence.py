@@ -5,17 +5,21 @@ graphs hold sums over all ranks.
 """
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import torch
 
 from formats.errors import InputError
 from qserve.engine.control.shared_tensors import NamedTensors, shared_tensors
 from qserve.engine.distributed.rank_group import RankGroup
 from qserve.engine.runner.residence import Residence
 from qserve.model.resident.staged import StagedWeights
+
+PIECE_BYTES = 2**25  # of a tensor, in one frame
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,14 +88,17 @@ class SharedResidence:
         )
 
     def stage_tensors(self, tensors: NamedTensors, *, digests: bool = False) -> SharedStaged:
-        """Let each rank read its part of tensors, which pass through the host's memory."""
-        if not self._shares_memory:
-            raise InputError(
-                "weight updates from tensors",
-                "are not supported by ranks on several machines",
-                "update from a folder that all of them can read",
-            )
+        """Let each rank read its part of tensors, which pass through the host's memory.
+
+        Ranks on other machines get all of them over the leader's connection.
+        """
         named = [(name, each.cpu()) for name, each in tensors]
+        if not self._shares_memory:
+            self._send(named)
+            return self._stage(
+                lambda: self._ours.stage_tensors(named, digests=digests),
+                *("stage_received", digests),
+            )
         with shared_tensors(named) as shared:
             return self._stage(
                 lambda: self._ours.stage_tensors(named, digests=digests),
@@ -113,6 +120,22 @@ class SharedResidence:
         except BaseException as error:
             self._rank_group.break_off(f"some ranks have new weights, others not: {error}")
             raise
+
+    def _send(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        """Send all tensors to the ranks, piece by piece. Raises the error of a rank."""
+        before: list[Future] = []
+        self._rank_group.begin("reside", "drop")
+        for name, tensor in named:
+            form = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+            content = tensor.contiguous().flatten().view(torch.uint8).numpy()
+            for start in range(0, max(1, len(content)), PIECE_BYTES):
+                piece = content[start : start + PIECE_BYTES]
+                begun = self._rank_group.begin("reside", "receive", name, *form, start, piece)
+                for each in before:  # at most two pieces wait in a rank's connection
+                    each.result()
+                before = begun
+        for each in before:
+            each.result()
 
     def _stage(self, ours: Callable[[], StagedWeights], *call: Any) -> SharedStaged:
         theirs = self._rank_group.begin("reside", *call)

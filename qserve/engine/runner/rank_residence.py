@@ -3,13 +3,16 @@
 from typing import Any
 
 import msgspec
+import numpy as np
+import torch
 
 from qserve.engine.control.commands import SharedTensor
-from qserve.engine.control.shared_tensors import open_tensors
+from qserve.engine.control.shared_tensors import DTYPES, open_tensors
 from qserve.engine.runner.residence import Residence
 from qserve.model.resident.staged import StagedWeights
 
 CALLS = ("sleep", "wake_weights", "wake_pages", "use_folder")  # of Residence, as they are
+OWN_CALLS = ("stage_folder", "stage_tensors", "receive", "stage_received", "fill", "drop")
 
 
 class RankResidence:
@@ -18,12 +21,13 @@ class RankResidence:
     def __init__(self, residence: Residence) -> None:
         self._residence = residence
         self._staged: StagedWeights | None = None
+        self._received: dict[str, torch.Tensor] = {}  # by the leader's connection
 
     def call(self, name: str, *values: Any) -> Any:
         """Make a call of the leader. Raises InputError, and ValueError for a name of none."""
         if name in CALLS:
             return getattr(self._residence, name)(*values)
-        if name in ("stage_folder", "stage_tensors", "fill", "drop"):
+        if name in OWN_CALLS:
             return getattr(self, f"_{name}")(*values)
         raise ValueError(f"no call of a rank's residence: {name!r}")
 
@@ -39,6 +43,21 @@ class RankResidence:
         self._staged = self._residence.stage_tensors(tensors, digests=digests)
         return self._digests()
 
+    def _receive(
+        self, name: str, dtype: str, shape: tuple[int, ...], start: int, content: np.ndarray
+    ) -> None:
+        """Take the bytes of a tensor from `start` on."""
+        if start == 0:
+            self._received[name] = torch.empty(shape, dtype=DTYPES[dtype])
+        whole = self._received[name].flatten().view(torch.uint8)
+        whole[start : start + len(content)] = torch.from_numpy(content)
+
+    def _stage_received(self, digests: bool) -> str:
+        received, self._received = self._received, {}
+        self._staged = None
+        self._staged = self._residence.stage_tensors(received.items(), digests=digests)
+        return self._digests()
+
     def _digests(self) -> str:
         """Digests by name, as JSON."""
         return msgspec.json.encode(self._staged.digests or {}).decode()
@@ -48,4 +67,4 @@ class RankResidence:
         self._residence.fill(staged)
 
     def _drop(self) -> None:
-        self._staged = None
+        self._staged, self._received = None, {}

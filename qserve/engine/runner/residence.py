@@ -19,6 +19,7 @@ from qserve.engine.runner.model_runner import ModelRunner
 from qserve.engine.runner.out_of_memory import out_of_memory_is_named
 from qserve.engine.start_phases import phase
 from qserve.model.model_config import ModelConfig
+from qserve.model.resident.host_memory import HostMemory
 from qserve.model.resident.leaves import tensors
 from qserve.model.resident.memory import SleepingMemory
 from qserve.model.resident.staged import StagedWeights, stage
@@ -54,6 +55,7 @@ class Residence:
         self._open_weights, self._capture_graphs = open_weights, capture_graphs
         self._pages: SleepingMemory | None = None  # None: awake
         self._weights: SleepingMemory | None = None
+        self._host = HostMemory(pinned=runner.device.type == "cuda")
 
     @property
     def is_asleep(self) -> bool:
@@ -75,8 +77,12 @@ class Residence:
         if is_cuda:
             torch.cuda.synchronize(runner.device)
         if self._weights is None:
-            with out_of_memory_is_named("keeping the weights on the host", "sleep at level 2"):
-                self._weights = SleepingMemory(tensors(runner.decoder), keeps=level == 1)
+            what = "Keeping the weights on the host" if level == 1 else "Dropping the weights"
+            with phase(what), out_of_memory_is_named(what.lower(), "sleep at level 2"):
+                self._host.reset()
+                self._weights = SleepingMemory(
+                    tensors(runner.decoder), keeps=level == 1, host=self._host
+                )
         runner.close_graphs()  # not before: a sleep that fails leaves all as it was
         if self._pages is None:
             self._pages = SleepingMemory(runner.cache_tensors(), keeps=False)
@@ -130,17 +136,25 @@ class Residence:
         return partial(UpdateSource.of_folder, self._model, folder, self._runner.device)
 
     def _stage(self, update: UpdateSource, digests: bool) -> StagedWeights:
-        with out_of_memory_is_named("reading the new weights", OTHERS):
-            return stage(
+        holds_weights = self._weights is not None and self._weights.keeps
+        if not holds_weights:
+            self._host.reset()
+        what = "Reading the new weights"
+        with phase(what), out_of_memory_is_named(what.lower(), OTHERS):
+            staged = stage(
                 self._runner.decoder,
                 update.config,
                 update.source,
                 device=self._runner.device,
                 max_model_len=self._max_model_len,
                 kernels=self._runner.config.kernels,
-                digests={} if digests else None,
+                digests=digests,
+                host=None if holds_weights else self._host,
                 ranks=self._ranks,
             )
+        if self._runner.device.type == "cuda":
+            torch.cuda.empty_cache()  # of the layers that were read; a trainer may need it
+        return staged
 
     def fill(self, staged: StagedWeights) -> None:
         """Replace the weights, which are awake afterwards. No step may be in flight."""
@@ -148,4 +162,5 @@ class Residence:
             with out_of_memory_is_named("waking the weights", OTHERS):
                 self._weights.restore()
             self._weights = None
-        staged.commit()
+        with phase("Replacing the weights"):
+            staged.commit()

@@ -12,6 +12,7 @@ from formats.in_memory.k_weight import KWeight, is_in_blocks
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import Weight
 from formats.scheme import FP4_TYPES
+from qserve.model.loading.digest_threads import DigestThreads
 from qserve.model.model_config import ModelConfig
 
 # Keeps activations in range through any number of layers.
@@ -27,7 +28,7 @@ class DummySource:
     def __init__(self, config: ModelConfig, device: torch.device, seed: int) -> None:
         self.quant = config.quant
         self.device = device
-        self.digests: dict[str, str] | None = None  # random weights have none
+        self.digests: DigestThreads | None = None  # random weights have none
         self._has_mxfp4_experts = config.mxfp4_experts
         self._generator = torch.Generator(device).manual_seed(seed)
 

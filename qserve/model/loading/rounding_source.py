@@ -1,21 +1,32 @@
 """RoundingSource: a float checkpoint whose linears are rounded to nearest as they are read.
 
 A linear is rounded on the device, as a whole, before ranks take their shards. So its bits are those
-that `qserve quantize --recipe rtn` writes with the same scheme.
+that `qserve quantize --recipe rtn` writes with the same scheme. Small experts are rounded several
+at a time, since a GPU runs the many kernels of a search faster than Python launches them.
 """
 
+import re
 from collections.abc import Collection
 
 import torch
 
 from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError
+from formats.in_memory.k_weight import is_k_quant
+from formats.in_memory.slices import take_outputs
 from formats.in_memory.weights import Weight
 from formats.layouts import quantized_modules
-from formats.weight_digest import rounded, weight_digest
+from formats.numerics.affine import LEAST_STEPS, MIN_SCALE, rows_at_once
+from formats.scheme import Scheme
+from formats.weight_digest import rounded
+from qserve.model.loading.digest_threads import DigestThreads
 from qserve.model.loading.online_quantization import FLAG
 from qserve.model.loading.weight_source import WeightSource
 from qserve.model.model_config import ModelConfig
+
+EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
+# A matrix whose largest weight is smaller may be refused, which another one would hide.
+SMALL = 2 * LEAST_STEPS * MIN_SCALE
 
 
 class RoundingSource(WeightSource):
@@ -29,6 +40,8 @@ class RoundingSource(WeightSource):
         super().__init__(reader, config, device)
         self._device = device
         self._schemes = config.rounding.schemes
+        self._ready: dict[str, Weight] = {}  # rounded together with an earlier one
+        self._elsewhere: set[str] = set()  # linears of experts that other ranks have
         found = quantized_modules(reader.entries)
         if found:
             raise CheckpointError(
@@ -46,6 +59,7 @@ class RoundingSource(WeightSource):
 
     def expect(self, prefix: str, without: Collection[str] = ()) -> None:
         """Begin to read ahead, into the host's memory; on a CPU that is the model's own."""
+        self._elsewhere.update(without)
         if self._device.type != "cpu":
             super().expect(prefix, without)
 
@@ -62,21 +76,68 @@ class RoundingSource(WeightSource):
 
     def weight(self, module: str, shape: tuple[int, int]) -> Weight:
         """A rounded linear's weight. Raises CheckpointError if it cannot be rounded."""
-        weight_NK, digests = self._float(f"{module}.weight", shape)
-        weight = rounded(weight_NK, self._schemes[module], module)
+        if module not in self._ready:
+            self._round(self._together(module, shape), shape)
+        return self._ready.pop(module)
+
+    def _together(self, module: str, shape: tuple[int, int]) -> list[str]:
+        """The linear, and those of later experts that are rounded with it."""
+        scheme, (rows, inputs) = self._schemes[module], shape
+        found = EXPERT.fullmatch(module)
+        is_integer = scheme.weight.type == "int" and not is_k_quant(scheme.weight)
+        count = rows_at_once(inputs, self._device) // max(1, rows)
+        if found is None or not is_integer or count < 2:
+            return [module]
+        stem, number, linear = found.groups()
+        names = [f"{stem}{int(number) + i}{linear}" for i in range(count)]
+        return [
+            name
+            for name in names
+            if self._schemes.get(name) == scheme
+            and name not in self._elsewhere
+            and f"{name}.weight" not in self._used
+        ]
+
+    def _round(self, modules: list[str], shape: tuple[int, int]) -> None:
+        """Round linears of one shape and scheme. Raises CheckpointError."""
+        floats, digests = [], None
+        for module in modules:
+            weight_NK, digests = self._float(f"{module}.weight", shape)
+            floats.append(weight_NK)
+        scheme = self._schemes[modules[0]]
+        weights = _rounded_together(floats, scheme) if len(modules) > 1 else None
+        if weights is None:  # also for an error that names the right one
+            weights = [rounded(each, scheme, m) for each, m in zip(floats, modules, strict=True)]
+        self._ready |= dict(zip(modules, weights, strict=True))
         if digests is not None:
-            digests[f"{module}.weight"] = weight_digest(weight)
-        return weight
+            for module in modules:
+                digests.weight(f"{module}.weight", self._ready[module])
 
     def _float(
         self, name: str, shape: tuple[int, int]
-    ) -> tuple[torch.Tensor, dict[str, str] | None]:
+    ) -> tuple[torch.Tensor, DigestThreads | None]:
         """The float matrix, without a digest of its own, and where the weight's digest goes."""
         digests, self.digests = self.digests, None
         try:
             return self.tensor(name, shape), digests
         finally:
             self.digests = digests
+
+
+def _rounded_together(floats: list[torch.Tensor], scheme: Scheme) -> list[Weight] | None:
+    """Weights of float matrices; None if one of them must be rounded, or refused, alone."""
+    if len({each.dtype for each in floats}) > 1:
+        return None
+    rows, whole = floats[0].shape[0], torch.cat(floats)
+    largest = whole.view(len(floats), -1).abs().amax(1).tolist()
+    if any(0 < each < SMALL for each in largest):
+        return None
+    try:
+        weight = rounded(whole, scheme, "experts")
+    except CheckpointError:
+        return None
+    starts = range(0, len(whole), rows)
+    return [take_outputs(weight, ((start, start + rows),)) for start in starts]
 
 
 def open_source(

@@ -21,7 +21,7 @@ from formats.layouts import (
     layout_of,
     tensor_names,
 )
-from formats.weight_digest import tensor_digest, weight_digest
+from qserve.model.loading.digest_threads import DigestThreads
 from qserve.model.loading.read_ahead import ReadAhead
 from qserve.model.model_config import ModelConfig
 
@@ -42,7 +42,7 @@ class WeightSource:
         self._unread = self.family.unread(config.values)
         self._used: set[str] = set()
         self._kept: dict[str, Weight] = {}  # decoded before they were requested
-        self.digests: dict[str, str] | None = None  # filled, by name, if it is a dict
+        self.digests: DigestThreads | None = None  # takes all that is read
         self._mislabelled = 0  # linears whose zero points follow the other rule than the label says
 
     def tensor(
@@ -68,7 +68,7 @@ class WeightSource:
             return self._read.rows(name, rows)
         found = self._read.get(name)
         if self.digests is not None:
-            self.digests[name] = tensor_digest(found)
+            self.digests.tensor(name, found)
         return found if rows is None else found[list(rows)]
 
     def expect(self, prefix: str, without: Collection[str] = ()) -> None:
@@ -127,7 +127,7 @@ class WeightSource:
         tensors = self._tensors(module)
         weight = decode_linear(module, tensors, self.quant)
         if self.digests is not None:
-            self.digests[f"{module}.weight"] = weight_digest(weight)
+            self.digests.weight(f"{module}.weight", weight)
         _check_shape(module, shape, (weight.out_features, weight.in_features))
         if self.quant.layout == "gptq" and gptq.is_mislabelled(
             tensors, weight.spec, self.quant.zeros
@@ -139,7 +139,7 @@ class WeightSource:
         """The float weight [N, K] that a linear's codes mean."""
         weight = decode_dense(module, self._tensors(module), self.quant)
         if self.digests is not None:
-            self.digests[f"{module}.weight"] = tensor_digest(weight.weight_NK)
+            self.digests.tensor(f"{module}.weight", weight.weight_NK)
         _check_shape(module, shape, (weight.out_features, weight.in_features))
         return weight.weight_NK
 

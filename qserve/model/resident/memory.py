@@ -8,6 +8,8 @@ from collections.abc import Iterable
 
 import torch
 
+from qserve.model.resident.host_memory import HostMemory
+
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     """Return the storages of tensors, each once."""
@@ -22,9 +24,15 @@ class SleepingMemory:
     """Storages without memory, and copies of their contents on the host if those are kept."""
 
     def __init__(
-        self, tensors: Iterable[torch.Tensor], *, keeps: bool, moves: bool = False
+        self,
+        tensors: Iterable[torch.Tensor],
+        *,
+        keeps: bool,
+        moves: bool = False,
+        host: HostMemory | None = None,
     ) -> None:
-        """Free the memory of all storages. `keeps`: their contents are copied to the host.
+        """Free the memory of all storages. `keeps`: their contents are copied to `host`, or to
+        memory of their own.
 
         `moves`: free storages whose contents are kept, also on a CPU, whose memory is the host's.
         Storages that torch cannot resize, such as mapped files, stay as they are. Where the host
@@ -32,6 +40,7 @@ class SleepingMemory:
         """
         self.num_bytes = 0  # given back
         self.keeps = keeps
+        self._host = host
         self._emptied: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []
         try:
             for storage in storages_of(tensors):
@@ -41,13 +50,15 @@ class SleepingMemory:
         except BaseException:
             self.restore()  # there was no room on the host
             raise
+        if any(storage.device.type == "cuda" for storage, *_ in self._emptied):
+            torch.cuda.synchronize()  # the copies are whole
 
     def _empty(self, storage: torch.UntypedStorage) -> None:
         size, kept = storage.nbytes(), None
         if self.keeps:
-            is_cuda = storage.device.type == "cuda"
-            kept = torch.empty(size, dtype=torch.uint8, pin_memory=is_cuda)
-            kept.copy_(_bytes_of(storage))
+            own = self._host is None
+            kept = torch.empty(size, dtype=torch.uint8) if own else self._host.take(size)
+            kept.copy_(bytes_of(storage), non_blocking=True)
         storage.resize_(0)
         self.num_bytes += size
         self._emptied.append((storage, size, kept))
@@ -62,7 +73,7 @@ class SleepingMemory:
             for storage, size, kept in self._emptied:
                 done.append(storage)
                 storage.resize_(size)
-                own = _bytes_of(storage)
+                own = bytes_of(storage)
                 if kept is None:
                     own.zero_()
                 else:
@@ -72,9 +83,10 @@ class SleepingMemory:
                 storage.resize_(0)
             raise
         if any(storage.device.type == "cuda" for storage in done):
-            torch.cuda.synchronize()  # the host's copies are freed next
+            torch.cuda.synchronize()  # the host's copies are reused next
         self._emptied = []
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A tensor over all of a storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

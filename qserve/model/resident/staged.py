@@ -14,11 +14,13 @@ import torch
 from formats.errors import InputError
 from qserve.model.blocks.layer import Layer
 from qserve.model.decoder import Decoder
+from qserve.model.loading.digest_threads import DigestThreads
 from qserve.model.loading.loader import load
 from qserve.model.loading.weights import Source
 from qserve.model.model_config import ModelConfig
+from qserve.model.resident.host_memory import HostMemory
 from qserve.model.resident.leaves import leaves, tensors
-from qserve.model.resident.memory import storages_of
+from qserve.model.resident.memory import bytes_of, storages_of
 from qserve.parallel.ranks import ALONE, Ranks
 
 OTHER_MODEL = "the new weights are of another model, or quantized in another way"
@@ -27,30 +29,41 @@ OTHER_MODEL = "the new weights are of another model, or quantized in another way
 class HostCopies:
     """Contents of emptied device storages, in the host's memory."""
 
-    def __init__(self, running: Decoder) -> None:
-        """Storages of the `running` model are never emptied."""
+    def __init__(self, running: Decoder, host: HostMemory | None = None) -> None:
+        """Storages of the `running` model are never emptied. `host`: takes the copies, if it has
+        room.
+        """
+        self._host = host
         self._running = storages_of(tensors(running))
         self._kept = {storage._cdata for storage in self._running}
-        self._of: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._of: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
 
     def take(self, layer: Layer) -> None:
         """Move a layer's storages to the host, each once."""
         for storage in storages_of(tensors(layer)):
             if storage._cdata not in self._kept and storage.nbytes():
                 self._kept.add(storage._cdata)
-                self._of[storage._cdata] = (
-                    storage,
-                    torch.UntypedStorage(storage.nbytes()).copy_(storage),
-                )
+                copy = self._room(storage.nbytes())
+                self._of[storage._cdata] = storage, copy.copy_(bytes_of(storage), non_blocking=True)
                 storage.resize_(0)
+
+    def _room(self, size: int) -> torch.Tensor:
+        if self._host is not None:
+            try:
+                return self._host.take(size)
+            except RuntimeError:  # no more memory can be pinned
+                self._host = None
+        return torch.empty(size, dtype=torch.uint8)
 
     def contents(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, or its copy on the host if its storage was emptied."""
         found = self._of.get(tensor.untyped_storage()._cdata)
         if found is None:
             return tensor
-        layout = tensor.storage_offset(), tensor.shape, tensor.stride()
-        return torch.empty(0, dtype=tensor.dtype).set_(found[1], *layout)
+        copy = found[1]
+        place = copy.storage_offset() // tensor.itemsize + tensor.storage_offset()
+        empty = torch.empty(0, dtype=tensor.dtype)
+        return empty.set_(copy.untyped_storage(), place, tensor.shape, tensor.stride())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +77,7 @@ class StagedWeights:
     def commit(self) -> None:
         """Copy the new contents. No step may be planned meanwhile; launched ones come first."""
         for old, new in self.pairs:
-            old.copy_(new)
+            old.copy_(new, non_blocking=True)
         if any(old.device.type == "cuda" for old, _ in self.pairs):
             torch.cuda.synchronize()
 
@@ -78,31 +91,41 @@ def stage(
     device: torch.device,
     max_model_len: int,
     kernels: Mapping[str, str] | None,
-    digests: dict[str, str] | None = None,
+    digests: bool = False,
     offload: bool | None = None,
+    host: HostMemory | None = None,
     ranks: Ranks = ALONE,
 ) -> StagedWeights:
     """Read new weights of a running decoder. Raises InputError, and changes nothing of it.
 
-    `digests`: filled with the digest of each tensor. `offload`: move layers to the host; None: on a
-    GPU. `ranks`: where this rank is among those that the model is split over.
+    `digests`: compute that of each tensor. `offload`: move layers to the host; None: on a GPU.
+    `host`: memory for them. `ranks`: where this rank is among those that the model is split over.
     """
-    copies = HostCopies(decoder)
-    source.digests = digests
+    copies = HostCopies(decoder, host)
+    source.digests = threads = DigestThreads() if digests else None
     moves = device.type == "cuda" if offload is None else offload
-    fresh = load(
-        config,
-        source,
-        device=device,
-        dtype=decoder.dtype,
-        max_model_len=max_model_len,
-        progress=False,
-        kernels=kernels,
-        on_layer=copies.take if moves else None,
-        ranks=ranks,
-    )
+
+    def take(layer: Layer) -> None:
+        if threads is not None:
+            threads.wait()  # they read the memory that the layer gives back
+        copies.take(layer)
+
+    try:
+        fresh = load(
+            config,
+            source,
+            device=device,
+            dtype=decoder.dtype,
+            max_model_len=max_model_len,
+            progress=False,
+            kernels=kernels,
+            on_layer=take if moves else None,
+            ranks=ranks,
+        )
+    finally:
+        found = None if threads is None else threads.result()
     pairs = [(old, copies.contents(new)) for old, new in _matched(decoder, fresh)]
-    return StagedWeights(pairs=tuple(pairs), digests=digests)
+    return StagedWeights(pairs=tuple(pairs), digests=found)
 
 
 def _matched(old: Decoder, new: Decoder) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from formats.errors import InputError
 from qserve.profile.profiler_config import ProfilerConfig
 from qserve.server.http.body import small_body
-from qserve.server.http.errors import ApiError, engine_dead
+from qserve.server.http.errors import ApiError, engine_dead, json_response
 from qserve.server.http.route_list import RouteList
 from qserve.server.service import service_of
 
@@ -21,12 +21,17 @@ routes = RouteList()
 async def reset_prefix_cache(request: Request) -> Response:
     """Empty the prefix cache for all later requests."""
     service = service_of(request)
-    if not service.resets_cache:
+    is_operator = (
+        service.has_admin_routes
+        and service.keys is not None
+        and service.keys.is_admin(request.scope)
+    )
+    if not service.resets_cache and not is_operator:
         raise ApiError(404, "This server was started without --enable-cache-reset.")
     if not service.client.is_alive:
         raise engine_dead(service.client.is_restarting)
     service.client.reset_prefix_cache()
-    return Response()
+    return json_response({"success": True})
 
 
 def profile_routes(config: ProfilerConfig) -> RouteList:

@@ -18,7 +18,7 @@ from qserve.server.service import SERVICE, Service
 
 JSON = "application/json"
 # Routes that need no engine, so that a sleeping model answers them
-WITHOUT_ENGINE = {"/tokenize", "/detokenize", "/v1/messages/count_tokens"}
+WITHOUT_ENGINE = {"/tokenize", "/detokenize", "/v1/messages/count_tokens", "/reset_prefix_cache"}
 WITHOUT_MODEL = ("/v1/conversations",)  # prefixes of routes for all models
 
 

@@ -65,7 +65,14 @@ class ChatReply(Reply):
 
     def _of_prompt(self, outputs: list[Output]) -> dict:
         told = self._told_of_prompt(0, outputs[0])
-        return {} if told is None else {"prompt_logprobs": told}
+        found = {} if told is None else {"prompt_logprobs": told}
+        if self.job.returns_token_ids:  # vLLM has them here; completions have them in choices
+            found["prompt_token_ids"] = self.job.prompt_of(0)
+        return found
+
+    def _of_chunk(self, choice: dict) -> dict:
+        prompt = choice.get("prompt_token_ids")
+        return {} if prompt is None else {"prompt_token_ids": prompt}
 
     def _format(
         self, index: int, tokens: list[Token], of_prompt: Sequence[TokenLogprobs | None] | None

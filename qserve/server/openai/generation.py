@@ -218,7 +218,7 @@ def _events(
 
 async def _choice(service: Service, client: str, job: Job, index: int) -> Deltas:
     prompt, params = job.choice(index)
-    stream = TextStream(service.tokenizer, params, prompt)
+    stream = TextStream(service.tokenizer, params, prompt, all_logprobs=job.returns_token_ids)
     with service.metrics.output(job.arrival.time, len(prompt), params.max_tokens) as meter:
         events = _events(service, client, job, index, prompt, params, meter)
         async with aclosing(events):
@@ -253,7 +253,8 @@ async def _beams(service: Service, client: str, job: Job, number: int) -> Deltas
             ended_by_token=beam.ended_by_token,
             logprobs=beam.logprobs,
         )
-        delta = TextStream(service.tokenizer, params, prompt).push(told)
+        keeps = job.returns_token_ids
+        delta = TextStream(service.tokenizer, params, prompt, all_logprobs=keeps).push(told)
         yield first + index, replace(delta, beam=beam)
 
 

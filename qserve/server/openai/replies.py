@@ -154,7 +154,7 @@ class Reply:
             **self._ending(fields, index, delta),
             **token_ids,
         }
-        chunk = self._envelope(self.chunk_object, [choice])
+        chunk = self._envelope(self.chunk_object, [choice]) | self._of_chunk(choice)
         if self.job.streams_usage_always:
             return chunk | {"usage": self._usage(so_far)}
         return chunk | {"usage": None} if self.job.streams_usage else chunk
@@ -187,6 +187,10 @@ class Reply:
 
     def _of_choice_prompt(self, index: int, output: Output) -> dict:
         """Fields of a choice about its prompt."""
+        return {}
+
+    def _of_chunk(self, choice: dict) -> dict:
+        """Fields of a chunk besides its choice."""
         return {}
 
     def _of_prompt(self, outputs: list[Output]) -> dict:

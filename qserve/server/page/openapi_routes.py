@@ -182,7 +182,7 @@ ROUTES: dict[tuple[str, str], tuple[str, type[Body] | None, bool, tuple[int, ...
     ("/tokenize", "post"): ("Tokenize a prompt or chat.", TokenizeRequest, False, OF_BODIES),
     ("/detokenize", "post"): ("Detokenize token ids.", DetokenizeRequest, False, OF_BODIES),
     ("/reset_prefix_cache", "post"): (
-        "Empty the prefix cache (--enable-cache-reset).",
+        "Empty the prefix cache (--enable-cache-reset, or an operator's key).",
         None,
         False,
         (401, 404, 503),

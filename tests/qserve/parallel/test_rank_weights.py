@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from formats.errors import InputError
+from qserve.engine.distributed import shared_residence
 from tests.qserve.engine.control.new_weights import changed, stored, written
 from tests.qserve.parallel.engines import make_prompts, start, tokens
 
 SETTINGS = {"num_gpu_blocks_override": 64, "block_size": 8}
 PROMPTS = make_prompts()[4:8]
+SLOW = pytest.mark.exhaustive
 CASES = [
     ("llama", 2, 1, None),
     *(
@@ -62,6 +64,28 @@ def test_sleep_and_updates(family, tensor, stages, scheme, tiny_model, many, tmp
     with pytest.raises(InputError, match=name.replace(".", r"\.")):
         llm.update_weights({**new, name: new[name][:-1]})
     assert tokens(llm, PROMPTS) == old_tokens and llm.weight_version == "9"
+
+
+@pytest.mark.parametrize(("tensor", "stages"), [(2, 1), pytest.param(2, 2, marks=SLOW)])
+def test_ranks_of_other_machines_get_tensors_by_their_connection(
+    tensor, stages, tiny_model, many, monkeypatch
+):
+    folder = tiny_model("llama")
+    new = changed(folder)
+    llm = many(folder, tensor, stages, **SETTINGS)
+    before = tokens(llm, PROMPTS)
+    monkeypatch.setattr(llm.engine.workers.residence, "_shares_memory", False)
+    monkeypatch.setattr(shared_residence, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(shared_residence, "shared_tensors", None)
+    empty = {"surplus": torch.zeros(0, 4)}
+    with pytest.raises(InputError, match="surplus"):
+        llm.update_weights({**new, **empty})
+    assert tokens(llm, PROMPTS) == before
+    llm.update_weights(new)
+    alone = start(folder, **SETTINGS)
+    alone.update_weights(new)
+    assert tokens(llm, PROMPTS) == tokens(alone, PROMPTS) != before
+    assert digests_of(llm) == digests_of(alone)
 
 
 def test_rank_that_cannot_read_refuses_the_update_for_all(tiny_model, many, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from qserve.config import ServerConfig
 from qserve.engine.control import commands
 from qserve.engine.control.commands import EngineState, Outcome
 from qserve.lora.request import LoRARequest
-from qserve.server.admin import operations
+from qserve.server.admin import operations, weights
 from qserve.server.admin.reload import on_hangup, reload_settings
 
 USER, ADMIN = {"Authorization": "Bearer user"}, {"Authorization": "Bearer admin"}
@@ -47,7 +47,12 @@ def make(make_server, tmp_path):
     return started
 
 
-ROUTES = [(m, route.path) for route in operations.routes for m in route.methods if m != "HEAD"]
+ROUTES = [
+    (method, route.path)
+    for route in (*operations.routes, *weights.routes)
+    for method in route.methods
+    if method != "HEAD"
+]
 
 
 def test_only_admin_keys_open_the_routes(make, error):
@@ -98,6 +103,8 @@ JOIN = {
     "timeout": 300.0,
 }
 PART = {"names": ["a"], "dtypes": ["bfloat16"], "shapes": [[2, 3]]}
+# what torch.multiprocessing pickles of an empty list of tensors
+SERIALIZED = {"serialized_named_tensors": ["gARdlC4="]}
 BROADCAST = commands.BroadcastWeights(group="weight_update_group", **PART)
 
 P, S, W, U = (
@@ -161,6 +168,11 @@ P, S, W, U = (
             {**PART, "flush_cache": True},
             commands.ReceiveWeights(broadcast=BROADCAST),
         ),
+        (
+            "/update_weights_from_tensor",
+            {**SERIALIZED, "is_first": True, "flush_cache": False},
+            commands.ReceiveWeights(tensors=[], is_first=True),
+        ),
         ("/collective_rpc", {"method": "reload_weights"}, None),
         (
             "/collective_rpc",
@@ -201,7 +213,12 @@ def test_requests_become_commands(path, body, command, make, docs_5m):
             400,
             "weight_version",
         ),
-        ("/update_weights_from_tensor", {}, 501, "POST /update_weights_from_disk"),
+        ("/start_weight_update", {}, 501, "POST /update_weights_from_disk"),
+        ("/update_weights_from_tensor", {}, 400, "missing required field `serialized_named_ten"),
+        ("/update_weights_from_tensor", {"serialized_named_tensors": []}, 400, "length >= 1"),
+        ("/update_weights_from_tensor", {"serialized_named_tensors": ["&"]}, 400, "not base64"),
+        ("/update_weights_from_tensor", {**SERIALIZED, "selector": "draft"}, 400, "selector: a"),
+        ("/update_weights_from_tensor", {**SERIALIZED, "mode": "now"}, 400, "found 'now'"),
         ("/init_weight_transfer_engine", {}, 501, "qserve.training.send_weights"),
         ("/init_weights_update_group", {**GROUP, "master_port": 0}, 400, "master_port"),
         ("/init_weights_update_group", {**GROUP, "timeout": 1e9}, 400, "timeout"),
@@ -251,6 +268,28 @@ def test_last_part_replaces_the_weights(is_last, is_complete, make):
     received = commands.ReceiveWeights(broadcast=BROADCAST)
     assert server.operated.commands == [received, *([update] if ends else [])]
     assert ("Received 4 tensors" in reply.json()["message"]) == (not ends)
+
+
+def test_trainers_find_what_they_look_for(make, error):
+    """vLLM's and SGLang's routes that TRL and verl call besides those with commands."""
+    server = make()
+    server.client.state = EngineState(weight_version="7")
+    server.client.resets = 0
+
+    def reset():
+        server.client.resets += 1
+
+    server.client.reset_prefix_cache = reset
+    for method, path in (("POST", "/reset_prefix_cache"), ("GET", "/flush_cache")):
+        assert server.request(method, path, headers=ADMIN).status_code == 200
+    assert server.post("/reset_prefix_cache", None, headers=ADMIN).json() == {"success": True}
+    error(server.post("/reset_prefix_cache", None, headers=USER), 404)
+    assert server.client.resets == 3
+    assert server.get("/get_world_size", headers=ADMIN).json() == {"world_size": 1}
+    info = server.get("/server_info?config_format=json", headers=ADMIN).json()
+    assert info["vllm_config"]["weight_transfer_config"] is None and info["weight_version"] == "7"
+    server.client.is_alive = False
+    error(server.get("/flush_cache", headers=ADMIN), 503)
 
 
 def test_answers_tell_the_state(make):

@@ -91,6 +91,12 @@ def test_token_ids_are_returned(server, chunks, route):
     assert [c["prompt_token_ids"] for c in streamed] == [prompt] + [None] * (len(streamed) - 1)
     assert [token for c in streamed for token in c["token_ids"]] == script
     assert "token_ids" not in call().json()["choices"][0]
+    if route == "chat":  # where vLLM's clients look for them
+        assert call(return_token_ids=True).json()["prompt_token_ids"] == prompt
+        first, *later = chunks(call(return_token_ids=True, stream=True))
+        assert first["prompt_token_ids"] == prompt
+        assert not any("prompt_token_ids" in chunk for chunk in later)
+        assert "prompt_token_ids" not in call().json()
 
 
 def test_tokens_of_logprobs_can_be_ids(server):

@@ -111,8 +111,9 @@ def test_streamed_completion_logprobs_are_those_of_the_whole(server, chunks, tex
 def test_offsets_index_the_text_also_across_split_characters(server, text):
     server.client.text = text
     choice = server.complete(logprobs=1, max_tokens=100, return_token_ids=True).json()["choices"][0]
-    offsets, tokens = choice["logprobs"]["text_offset"], choice["token_ids"][:-1]
+    offsets, tokens = choice["logprobs"]["text_offset"], choice["token_ids"]
     assert len(offsets) == len(tokens) and choice["text"] == text
+    assert offsets[-1] == len(text), "the end token's, which has no text"
     for count, offset in enumerate(offsets):
         # what is whole of the tokens before it
         whole = server.tokenizer.decode(tokens[:count]).rstrip("\ufffd")

@@ -129,13 +129,15 @@ def test_keys_are_checked_first(tokenizer, error):
 
 
 def test_a_request_wakes_its_model(tokenizer):
-    models = Models(tokenizer, turns=True)
+    models = Models(tokenizer, turns=True, enable_cache_reset=True)
     assert [text_of(models.complete(model=name)) for name in "aab"] == [
         *("This is a.", "This is a.", "This is b.")
     ]
     assert models.log == [("Sleep", "a"), ("WakeUp", "b")]
     assert models.post("/tokenize", {"model": "a", "prompt": "Hi"}).status_code == 200
     assert len(models.log) == 2, "the text of a sleeping model is counted without its engine"
+    assert models.request("POST", "/reset_prefix_cache?model=a").status_code == 200
+    assert len(models.log) == 2 and models.clients["a"].num_resets == 1, "it has no pages"
     stream = models.complete(model="a", stream=True)
     assert "This" in stream.text and stream.text.endswith("data: [DONE]\n\n")
     assert models.turns._num_running == 0

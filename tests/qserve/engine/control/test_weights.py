@@ -145,6 +145,10 @@ def test_other_model_is_refused(rounded, tiny_model, quantized_5m):
 def test_collective_rpc_knows_its_methods(rounded, tiny_model):
     before = tokens(rounded)
     assert rounded.collective_rpc("reload_weights") == [None]
+    rounded.collective_rpc("sleep", kwargs={"level": 2})
+    assert rounded.is_sleeping()
+    rounded.collective_rpc("wake_up", kwargs={"tags": ["weights", "kv_cache"]})
+    assert not rounded.is_sleeping()
     assert tokens(rounded) == before
     with pytest.raises(InputError, match="save_sharded_state.*known: reload_weights"):
         rounded.collective_rpc("save_sharded_state")

@@ -1,0 +1,54 @@
+"""DigestThreads: digests of weights, computed while the next ones are read.
+
+SHA-256 and copies from a GPU release the interpreter lock.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from formats.in_memory.weights import Weight
+from formats.weight_digest import tensor_digest, weight_digest
+
+NUM_THREADS = 8
+MOST_WAITING = 2 * NUM_THREADS  # tensors that are kept alive
+
+
+class DigestThreads:
+    """Digests by name. A tensor must keep its memory and contents until the next `wait`."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="digests")
+        self._found: dict[str, Future[str]] = {}
+        self._waiting: list[Future[str]] = []
+
+    def tensor(self, name: str, tensor: torch.Tensor) -> None:
+        """Begin the digest of a float tensor."""
+        self._begin(name, tensor_digest, tensor)
+
+    def weight(self, name: str, weight: Weight) -> None:
+        """Begin the digest of a quantized weight."""
+        self._begin(name, weight_digest, weight)
+
+    def _begin(self, name: str, digest: Callable[[Any], str], value: object) -> None:
+        if len(self._waiting) >= MOST_WAITING:
+            self._waiting.pop(0).result()
+        self._found[name] = self._threads.submit(_computed, digest, value)
+        self._waiting.append(self._found[name])
+
+    def wait(self) -> None:
+        """Return when all that was begun is done."""
+        while self._waiting:
+            self._waiting.pop().result()
+
+    def result(self) -> dict[str, str]:
+        """Wait, end the threads, and return the digests."""
+        self._threads.shutdown()
+        return {name: done.result() for name, done in self._found.items()}
+
+
+def _computed(digest: Callable[[Any], str], value: object) -> str:
+    with torch.inference_mode():  # as where the tensors were made
+        return digest(value)

@@ -1,0 +1,198 @@
+"""Descriptions of tensors in SGLang's messages, read without running what they contain.
+
+The messages are pickles that torch.multiprocessing makes: names, and handles of memory that a
+trainer on this host shares. Only the functions and classes listed here are accepted, and none of
+them is called. Loads no torch.
+"""
+
+import base64
+import binascii
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from formats.errors import InputError
+from qserve.engine.control.commands import CudaMemory, SharedTensor
+from qserve.server.admin.pickle_reader import Made, Name, read_pickle
+
+FLATTENED = "flattened_bucket"  # load_format of one tensor of bytes that holds several
+HEADER_BYTES = 64  # before the contents of torch's files in memory
+MEMORY = "/dev/shm"
+MESSAGE = "serialized_named_tensors"
+# bytes of an element, by torch's names
+ITEM_BYTES = {
+    **{"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1},
+    **{"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1},
+}
+REDUCTIONS = "torch.multiprocessing.reductions"
+CUDA_TENSORS = (
+    Name(REDUCTIONS, "rebuild_cuda_tensor"),
+    Name("sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified"),
+    Name("sglang.srt.patch_torch", "_rebuild_cuda_tensor_modified"),
+)
+TENSOR = Name(REDUCTIONS, "rebuild_tensor")
+TYPED_STORAGE = Name(REDUCTIONS, "rebuild_typed_storage")
+FILE = Name(REDUCTIONS, "rebuild_storage_filename")
+DESCRIPTOR = Name(REDUCTIONS, "rebuild_storage_fd")
+SIZE = Name("torch", "Size")
+PART = Name("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata")
+# a message for each rank's copy of one tensor
+COPIES = tuple(
+    Name(f"sglang.srt.model_executor.{module}", "LocalSerializedTensor")
+    for module in ("model_runner", "model_runner_components.weight_updater")
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tensor:
+    """A tensor in shared memory; `offset` and `stride` in elements of the dtype."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    path: str = ""  # of a file in memory
+    cuda: dict[str, Any] | None = None  # fields of CudaMemory, instead of the file
+
+    def named(self, name: str) -> SharedTensor:
+        """Return the description under a name. Raises InputError if a stride does not fit."""
+        given = {"name": name, "dtype": self.dtype, "shape": list(self.shape)}
+        if self.cuda is not None:
+            place = {"tensor_offset": self.offset, "stride": list(self.stride)}
+            return SharedTensor(**given, cuda=CudaMemory(**self.cuda, **place))
+        if self.stride != _contiguous(self.shape) and math.prod(self.shape):
+            raise InputError(f"tensor {name:.200}", "is not contiguous", "send .contiguous()")
+        offset = HEADER_BYTES + self.offset * ITEM_BYTES[self.dtype]
+        return SharedTensor(**given, path=self.path, offset=offset)
+
+    def part(self, start: int, dtype: str, shape: tuple[int, ...]) -> "_Tensor":
+        """Return the tensor that begins at a byte of this one, which has bytes."""
+        first, item = self.offset + start, ITEM_BYTES[dtype]
+        if self.dtype != "uint8" or first % item:
+            raise InputError(MESSAGE, f"a {dtype} tensor begins at byte {first} of {self.dtype}")
+        return _Tensor(
+            dtype=dtype,
+            shape=shape,
+            stride=_contiguous(shape),
+            offset=first // item,
+            path=self.path,
+            cuda=self.cuda,
+        )
+
+
+def tensors_of(message: str, load_format: str | None) -> list[SharedTensor]:
+    """Read a message, in base64. Raises InputError.
+
+    `load_format`: None for pairs of a name and a tensor; "flattened_bucket".
+    """
+    if load_format not in (None, FLATTENED):
+        raise InputError("load_format", f"expected {FLATTENED} or none, found {load_format!r:.60}")
+    try:
+        data = base64.b64decode(message, validate=True)
+    except binascii.Error:
+        raise InputError(MESSAGE, "is not base64") from None
+    try:
+        content = read_pickle(data)
+        if load_format is None:
+            found = [_tensor(each).named(_text(name)) for name, each in content]
+        else:
+            whole = _tensor(content["flattened_tensor"])
+            found = [_part(whole, each) for each in content["metadata"]]
+        # the engine's process must be able to decode them
+        return msgspec.json.decode(msgspec.json.encode(found), type=list[SharedTensor])
+    except InputError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, msgspec.MsgspecError) as error:
+        problem = f"is not what SGLang's trainers send: {error!s:.200}"
+        raise InputError(MESSAGE, problem) from None
+
+
+def _part(whole: _Tensor, found: Made) -> SharedTensor:
+    """One tensor of a tensor of bytes."""
+    _check(found, PART)
+    start, dtype, shape = (found.state[name] for name in ("start_idx", "dtype", "shape"))
+    return whole.part(start, _dtype(dtype), _sizes(shape)).named(_text(found.state["name"]))
+
+
+def _tensor(found: object) -> _Tensor:
+    """A tensor; of copies for each rank the first, since each has all values."""
+    if isinstance(found, Made) and found.by in COPIES:
+        found = read_pickle(found.state["values"][0])
+    if not isinstance(found, Made):
+        raise InputError(MESSAGE, f"expected a tensor, found {type(found).__name__}")
+    _check(found, *CUDA_TENSORS, TENSOR)
+    return _of_file(*found.arguments) if found.by == TENSOR else _of_gpu(*found.arguments)
+
+
+def _of_gpu(cls: object, shape: object, stride: object, offset: int, *rest: Any) -> _Tensor:
+    """Arguments of torch's rebuild_cuda_tensor."""
+    (_, dtype, device, handle, storage_bytes, storage_offset, _) = rest[:7]
+    (counter, counter_offset, event, has_event) = rest[7:]
+    return _Tensor(
+        dtype=_dtype(dtype),
+        shape=_sizes(shape),
+        stride=_sizes(stride),
+        offset=offset,
+        cuda={
+            "device": str(device),
+            "handle": handle or b"",
+            "storage_bytes": storage_bytes,
+            "storage_offset": storage_offset,
+            "counter": counter or b"",
+            "counter_offset": counter_offset or 0,
+            "event": event or b"",
+            "has_event": bool(has_event),
+        },
+    )
+
+
+def _of_file(cls: object, storage: Made, metadata: tuple) -> _Tensor:
+    """Arguments of torch's rebuild_tensor, for a storage in a file in memory."""
+    _check(storage, TYPED_STORAGE)
+    (file, dtype), (offset, shape, stride, _) = storage.arguments, metadata
+    _check(file, FILE)
+    (_, _, handle, _) = file.arguments[:4]
+    return _Tensor(
+        dtype=_dtype(dtype),
+        shape=_sizes(shape),
+        stride=_sizes(stride),
+        offset=offset,
+        path=MEMORY + handle.decode(),
+    )
+
+
+def _check(found: Made, *expected: Name) -> None:
+    """Raise InputError unless an object is made by one of these."""
+    if found.by in expected:
+        return
+    remedy = "send tensors that torch.multiprocessing shares"
+    if found.by == DESCRIPTOR:
+        remedy = 'call torch.multiprocessing.set_sharing_strategy("file_system")'
+    raise InputError(MESSAGE, f"names {found.by}, which is not accepted", remedy)
+
+
+def _dtype(found: Name) -> str:
+    if found.module != "torch" or found.name not in ITEM_BYTES:
+        raise InputError(MESSAGE, f"names {found}, which is not accepted")
+    return found.name
+
+
+def _sizes(found: object) -> tuple[int, ...]:
+    """A shape or stride."""
+    if isinstance(found, Made):
+        _check(found, SIZE)
+        (found,) = found.arguments
+    return tuple(int(size) for size in found)
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(max(1, size) for size in shape[i + 1 :]) for i in range(len(shape)))
+
+
+def _text(name: object) -> str:
+    if not isinstance(name, str):
+        raise InputError(MESSAGE, f"expected a tensor's name, found {type(name).__name__}")
+    return name
