@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from formats.scheme import K_TYPES, QuantSpec
+from formats.scheme import FP4_TYPES, K_TYPES, QuantSpec
 
 OUTPUTS = 32  # per program
 # Adding and subtracting this number removes the fraction: it rounds half to even, as torch does.
@@ -44,6 +44,7 @@ def round_block(
         *upper_BB.stride(),
         LAST=spec.max_code,
         MINIMA=spec.type in K_TYPES,
+        FLOATS=spec.type in FP4_TYPES,
         B=triton.next_power_of_2(columns),
         N=OUTPUTS,
         num_warps=4,
@@ -69,14 +70,15 @@ def _round_block(
     upper_c,
     LAST: tl.constexpr,
     MINIMA: tl.constexpr,
+    FLOATS: tl.constexpr,
     B: tl.constexpr,
     N: tl.constexpr,
 ):
     b = tl.arange(0, B)
     n = tl.program_id(0) * N + tl.arange(0, N)
     there = n < outputs
-    place = b[:, None] * outputs + n[None, :]
-    open_BN = tl.load(block + place, mask=(b < columns)[:, None] & there[None, :], other=0.0)
+    cell = b[:, None] * outputs + n[None, :]
+    open_BN = tl.load(block + cell, mask=(b < columns)[:, None] & there[None, :], other=0.0)
     for i in range(columns):
         x = tl.sum(tl.where((b == i)[:, None], open_BN, 0.0), axis=0)
         s = tl.load(scale + i * scale_b + n * scale_n, mask=there, other=1.0)
@@ -86,6 +88,15 @@ def _round_block(
             code = tl.minimum(tl.maximum(code, 0.0), LAST * 1.0)
             code = tl.where(s == 0, 0.0, (code + ROUND) - ROUND)
             value = code * s - z
+        elif FLOATS:  # e2m1: half steps below 2, steps of 1 below 4, of 2 up to 6
+            place = tl.div_rn(x, tl.where(s == 0, 1.0, s))
+            size = tl.minimum(tl.abs(place), FAR)
+            step = tl.where(size < 2, 0.5, tl.where(size < 4, 1.0, 2.0))
+            size = tl.minimum(((size / step + ROUND) - ROUND) * step, 6.0)
+            code = tl.where(size < 2, 2 * size, tl.where(size < 4, size + 2, size / 2 + 4))
+            is_negative = (place < 0) & (size > 0)
+            code = tl.where(is_negative, code + 8, code)
+            value = tl.where(is_negative, -size, size) * s
         else:
             code = tl.minimum(tl.maximum(tl.div_rn(x, s), -FAR), FAR)
             code = (code + ROUND) - ROUND

@@ -5,7 +5,7 @@ import torch
 
 from calibrate.solvers import gptq, triton_block
 from formats.gguf.schemes import BLOCK_SCHEMES
-from formats.scheme import QuantSpec
+from formats.scheme import QuantSpec, Scheme
 
 
 def problem(columns, outputs, spec, per_column, seed=0):
@@ -55,6 +55,23 @@ def test_codes_on_grids_of_k_quants_are_those_of_the_loop(device, name):
     codes, errors = triton_block.round_block(*given, spec)
     same = (codes.cpu() == want_codes).all(0)
     assert same.float().mean() >= 0.9 and same[5] and not want_codes[:, 5].any()
+    check_errors(errors, want_errors, same)
+
+
+def test_codes_of_4_bit_floats_are_those_of_the_loop(device):
+    """Ties go to even codes; what is far beyond the largest number is clipped."""
+    spec = Scheme.parse("w4a16-mxfp4").weight
+    block, scale, zero, upper = problem(37, 33, spec, per_column=True)
+    scale = torch.full_like(scale, 0.25)
+    halves = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.0, -0.25, -5.0, 1e6])
+    block[0, : len(halves)] = halves / 4
+    want_codes, want_errors = gptq.round_block(block.clone(), scale, zero * 0, upper, spec)
+    assert want_codes[0, : len(halves)].tolist() == [0, 2, 2, 4, 4, 6, 6, 7, 0, 14, 7]
+    given = [x.to(device) for x in (block, scale, zero * 0, upper)]
+    codes, errors = triton_block.round_block(*given, spec)
+    same = (codes.cpu() == want_codes).all(0)
+    assert same.float().mean() >= 0.9
+    assert torch.equal(codes.cpu()[0], want_codes[0])
     check_errors(errors, want_errors, same)
 
 
