@@ -14,6 +14,7 @@ import torch
 
 from calibrate.calibration.statistics import InputStatistics
 from calibrate.solvers.column_order import ORDERS, ColumnOrder, blocks
+from calibrate.solvers.refine import ROUNDS, refine
 from calibrate.solvers.solving import SolverError
 from formats.gguf.k_quants.grid import nearest_codes
 from formats.gguf.k_quants.search import choose_grid
@@ -71,18 +72,21 @@ def solve(
     spec: QuantSpec,
     name: str,
     order: ColumnOrder | None = None,
+    rounds: int = ROUNDS,
 ) -> PackedWeight | Fp4Weight | KWeight:
     """Quantize one linear's weight for the inputs seen in `stats`.
 
-    `order` None: the best of the orders that keep adjacent inputs in a group. Raises SolverError if
-    the inputs do not determine a solution: there are none, or H cannot be factored.
+    `order` None: the best of the orders that keep adjacent inputs in a group. `rounds` of refining
+    integer codes (refine.py) follow the paper's algorithm. Raises SolverError if the inputs do not
+    determine a solution: there are none, or H cannot be factored.
     """
     if stats is None or stats.num_tokens == 0:
         raise SolverError(name, "no calibration token reached it")
     if order is None and spec.bits <= MAX_TRIED_BITS:
-        found = [_solve(weight_NK, stats, spec, name, ORDERS[n]) for n in ("static", "group-aware")]
+        orders = [ORDERS[each] for each in ("static", "group-aware")]
+        found = [_solve(weight_NK, stats, spec, name, each, rounds) for each in orders]
         return min(found, key=lambda each: _output_error(weight_NK, each, stats))
-    return _solve(weight_NK, stats, spec, name, order or DEFAULT_ORDER)
+    return _solve(weight_NK, stats, spec, name, order or DEFAULT_ORDER, rounds)
 
 
 def _output_error(
@@ -98,6 +102,7 @@ def _solve(
     spec: QuantSpec,
     name: str,
     order: ColumnOrder,
+    rounds: int,
 ) -> PackedWeight | Fp4Weight | KWeight:
     """Solve in one order."""
     length = spec.group_length(weight_NK.shape[1])
@@ -116,7 +121,21 @@ def _solve(
     scales_NG, zeros_NG = affine.choose_scales(
         weight_NK, spec, name, importance_K=shared.importance_K
     )
-    return round_columns(weight_NK, scales_NG, zeros_NG, shared, spec, order, name)
+    found = round_columns(weight_NK, scales_NG, zeros_NG, shared, spec, order, name)
+    if not rounds:
+        return found
+    key = f"damped by {shared.damping}"
+    if key not in stats.cache:
+        stats.cache[key] = _damped(stats.hessian_KK, shared.damping)
+    return refine(weight_NK, found, stats.cache[key], rounds)
+
+
+def _damped(hessian_KK: torch.Tensor, damping: float) -> torch.Tensor:
+    """H with the damping of a factor. Unlike there, dead columns have no weight of their own."""
+    diagonal_K = hessian_KK.diagonal()
+    diagonal_K.add_(damping * diagonal_K.mean())
+    diagonal_K.masked_fill_(diagonal_K == 0, 1)
+    return hessian_KK
 
 
 def solve_corrected(

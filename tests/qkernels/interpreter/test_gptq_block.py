@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from calibrate.solvers import gptq, triton_block
+from calibrate.solvers import gptq, refine, triton_block
 from formats.gguf.schemes import BLOCK_SCHEMES
 from formats.scheme import QuantSpec, Scheme
 
@@ -73,6 +73,21 @@ def test_codes_of_4_bit_floats_are_those_of_the_loop(device):
     assert same.float().mean() >= 0.9
     assert torch.equal(codes.cpu()[0], want_codes[0])
     check_errors(errors, want_errors, same)
+
+
+@pytest.mark.parametrize("columns, outputs", [(128, 70), (37, 33), (1, 5)])
+@pytest.mark.parametrize("bits, symmetric", [(4, True), (3, False)])
+def test_descent_is_that_of_the_loop(device, columns, outputs, bits, symmetric):
+    spec = QuantSpec(bits=bits, symmetric=symmetric, group_size=32)
+    own, scale, zero, upper = problem(columns, outputs, spec, per_column=True)
+    hessian = upper.t() @ upper
+    slope = hessian @ torch.randn(columns, outputs, generator=torch.Generator().manual_seed(1))
+    want_codes, want_moved = refine.descend_block(slope, own, scale, zero, hessian, spec)
+    given = [x.to(device) for x in (slope, own, scale, zero, hessian)]
+    codes, moved = triton_block.descend_block(*given, spec)
+    same = (codes.cpu() == want_codes).all(0)
+    assert same.float().mean() >= 0.9
+    assert torch.allclose(moved.cpu()[:, same], want_moved[:, same], atol=1e-4)
 
 
 def check_errors(errors, want_errors, same):
