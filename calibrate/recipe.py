@@ -16,7 +16,7 @@ from calibrate.transforms.awq import AWQ
 from calibrate.transforms.rotation import ROTATE
 from calibrate.transforms.smoothquant import SMOOTHQUANT
 from formats.errors import InputError
-from formats.scheme import K_TYPES, Scheme
+from formats.scheme import FP4_TYPES, K_TYPES, Scheme
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,16 +138,30 @@ def check_makes(recipe: Recipe, schemes: Iterable[Scheme]) -> None:
                     "use gptq or gptaq",
                 )
             continue
-        if scheme.weight.type != "int" and not recipe.floats and recipe.name in RECIPES:
-            able = ", ".join(row.name for row in RECIPES.values() if row.floats)
+        if recipe.name not in RECIPES or scheme.weight.type == "int":
+            continue
+        makes = _makes_fp4 if scheme.weight.type in FP4_TYPES else _makes_float8
+        if not makes(recipe):
+            able = ", ".join(row.name for row in RECIPES.values() if makes(row))
             raise InputError(
                 f"recipe {recipe.name!r}", f"produces integer codes, not {scheme}", f"use {able}"
             )
 
 
+def _makes_float8(recipe: Recipe) -> bool:
+    return recipe.floats
+
+
+def _makes_fp4(recipe: Recipe) -> bool:
+    """True if its solver knows 4-bit floats; tuning and searches of factors know integers."""
+    is_able = recipe.floats or recipe.solver in (*ORDERED, rtn.solve_weighted)
+    searches = any(transform.on_statistics is not None for transform in recipe.transforms)
+    return is_able and not searches and recipe.tuning is None
+
+
 def default_recipe(scheme: Scheme) -> str:
     """Sensible default: weight-only 8-bit schemes are accurate when rounded to nearest."""
-    if scheme.weight.type in ("int", *K_TYPES) and scheme.weight.bits <= 4:
+    if scheme.weight.type in ("int", *K_TYPES, *FP4_TYPES) and scheme.weight.bits <= 4:
         return "gptaq"
     return "smoothquant+gptq" if integer_activations(scheme) else "rtn"
 

@@ -14,9 +14,11 @@ import torch
 
 from calibrate.calibration.statistics import InputStatistics
 from calibrate.solvers.column_order import ORDERS, ColumnOrder, blocks
+from calibrate.solvers.refine import ROUNDS, refine
 from calibrate.solvers.solving import SolverError
 from formats.gguf.k_quants.grid import nearest_codes
 from formats.gguf.k_quants.search import choose_grid
+from formats.in_memory.fp4 import Fp4Weight, codes_of, is_fp4, nearest_numbers
 from formats.in_memory.k_weight import KWeight, is_k_quant
 from formats.in_memory.packed import PackedWeight
 from formats.numerics import affine
@@ -70,22 +72,25 @@ def solve(
     spec: QuantSpec,
     name: str,
     order: ColumnOrder | None = None,
-) -> PackedWeight | KWeight:
+    rounds: int = ROUNDS,
+) -> PackedWeight | Fp4Weight | KWeight:
     """Quantize one linear's weight for the inputs seen in `stats`.
 
-    `order` None: the best of the orders that keep adjacent inputs in a group. Raises SolverError if
-    the inputs do not determine a solution: there are none, or H cannot be factored.
+    `order` None: the best of the orders that keep adjacent inputs in a group. `rounds` of refining
+    integer codes (refine.py) follow the paper's algorithm. Raises SolverError if the inputs do not
+    determine a solution: there are none, or H cannot be factored.
     """
     if stats is None or stats.num_tokens == 0:
         raise SolverError(name, "no calibration token reached it")
     if order is None and spec.bits <= MAX_TRIED_BITS:
-        found = [_solve(weight_NK, stats, spec, name, ORDERS[n]) for n in ("static", "group-aware")]
+        orders = [ORDERS[each] for each in ("static", "group-aware")]
+        found = [_solve(weight_NK, stats, spec, name, each, rounds) for each in orders]
         return min(found, key=lambda each: _output_error(weight_NK, each, stats))
-    return _solve(weight_NK, stats, spec, name, order or DEFAULT_ORDER)
+    return _solve(weight_NK, stats, spec, name, order or DEFAULT_ORDER, rounds)
 
 
 def _output_error(
-    weight_NK: torch.Tensor, found: PackedWeight | KWeight, stats: InputStatistics
+    weight_NK: torch.Tensor, found: PackedWeight | Fp4Weight | KWeight, stats: InputStatistics
 ) -> float:
     difference_NK = weight_NK.float() - found.dequantize()
     return float(stats.squared_error(difference_NK).double().sum())
@@ -97,7 +102,8 @@ def _solve(
     spec: QuantSpec,
     name: str,
     order: ColumnOrder,
-) -> PackedWeight | KWeight:
+    rounds: int,
+) -> PackedWeight | Fp4Weight | KWeight:
     """Solve in one order."""
     length = spec.group_length(weight_NK.shape[1])
     key = f"gptq {order.name} {length}"
@@ -109,11 +115,27 @@ def _solve(
         stats.notes.append(note)
     if is_k_quant(spec):
         return _round_blocks(weight_NK, shared, spec, name)
+    if is_fp4(spec):
+        return _round_numbers(weight_NK, shared, spec, name)
     # Raises if the weights have no scales; late scales start from these.
     scales_NG, zeros_NG = affine.choose_scales(
         weight_NK, spec, name, importance_K=shared.importance_K
     )
-    return round_columns(weight_NK, scales_NG, zeros_NG, shared, spec, order, name)
+    found = round_columns(weight_NK, scales_NG, zeros_NG, shared, spec, order, name)
+    if not rounds:
+        return found
+    key = f"damped by {shared.damping}"
+    if key not in stats.cache:
+        stats.cache[key] = _damped(stats.hessian_KK, shared.damping)
+    return refine(weight_NK, found, stats.cache[key], rounds)
+
+
+def _damped(hessian_KK: torch.Tensor, damping: float) -> torch.Tensor:
+    """H with the damping of a factor. Unlike there, dead columns have no weight of their own."""
+    diagonal_K = hessian_KK.diagonal()
+    diagonal_K.add_(damping * diagonal_K.mean())
+    diagonal_K.masked_fill_(diagonal_K == 0, 1)
+    return hessian_KK
 
 
 def solve_corrected(
@@ -123,7 +145,7 @@ def solve_corrected(
     name: str,
     share: float = CORRECTION,
     order: ColumnOrder | None = None,
-) -> PackedWeight | KWeight:
+) -> PackedWeight | Fp4Weight | KWeight:
     """GPTQ towards the float model's outputs, for inputs that earlier rounding has changed.
 
     Li et al., "GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric Calibration" (2025):
@@ -273,6 +295,25 @@ def _round_blocks(weight_NK: torch.Tensor, shared: Factor, spec: QuantSpec, name
     return KWeight.from_codes(torch.empty_like(codes_NK).index_copy_(1, order_K, codes_NK), chosen)
 
 
+def _round_numbers(
+    weight_NK: torch.Tensor, shared: Factor, spec: QuantSpec, name: str
+) -> Fp4Weight:
+    """Round to 4-bit floats, whose scales are chosen before."""
+    width, order_K = weight_NK.shape[1], shared.order_K
+    chosen = Fp4Weight.grid(weight_NK, spec, name, shared.importance_K)
+    group_K = order_K // spec.group_size
+    steps_GN = chosen.steps().t()
+
+    def grid(begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        steps_BN = steps_GN[group_K[begin:end]]
+        return steps_BN, torch.zeros_like(steps_BN)
+
+    open_KN = weight_NK.float().t()[order_K].contiguous()
+    spans = blocks(width, width, late_scales=False)
+    codes_NK = _compensate_(open_KN, shared.upper_KK, spans, grid, spec).t()
+    return chosen.with_codes(torch.empty_like(codes_NK).index_copy_(1, order_K, codes_NK), name)
+
+
 def _compensate_(
     open_KN: torch.Tensor,
     upper_KK: torch.Tensor,
@@ -306,15 +347,20 @@ def round_block(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(codes, errors divided by their pivots) of a block of columns. Overwrites `block_BN`.
 
-    Weights of K-quants are scale · code − zero, others scale · (code − zero).
+    Weights of K-quants are scale · code − zero, integers scale · (code − zero). Codes of 4-bit
+    floats are those of formats/in_memory/fp4.py.
     """
-    pivot_B, has_minima = upper_BB.diagonal(), is_k_quant(spec)
+    pivot_B, has_minima, is_float = upper_BB.diagonal(), is_k_quant(spec), is_fp4(spec)
     codes_BN, errors_BN = torch.empty_like(block_BN), torch.empty_like(block_BN)
     for i in range(len(block_BN)):
         column_N, scale_N, zero_N = block_BN[i], scale_BN[i], zero_BN[i]
         if has_minima:
             code_N = nearest_codes(column_N, scale_N, zero_N, spec.max_code).float()
             value_N = code_N * scale_N - zero_N
+        elif is_float:
+            number_N = nearest_numbers(column_N / torch.where(scale_N == 0, 1.0, scale_N))
+            code_N = codes_of(number_N) + 8.0 * (number_N < 0)
+            value_N = number_N * scale_N
         else:
             code_N = (column_N / scale_N).round_().add_(zero_N).clamp_(0, spec.max_code)
             value_N = (code_N - zero_N) * scale_N

@@ -4,6 +4,7 @@ import torch
 
 from calibrate.calibration.statistics import InputStatistics
 from calibrate.solvers.solving import SolverError
+from formats.in_memory.fp4 import Fp4Weight, is_fp4
 from formats.in_memory.k_weight import KWeight, is_k_quant
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import Weight, round_to_nearest
@@ -30,6 +31,8 @@ def solve_weighted(
     importance_K = stats.importance_K
     if is_k_quant(spec):
         return KWeight.from_float(weight_NK, spec, name, importance_K)
+    if is_fp4(spec):
+        return Fp4Weight.from_float(weight_NK, spec, name, importance_K)
     scales_NG, zeros_NG = affine.choose_scales(weight_NK, spec, name, importance_K=importance_K)
     codes_NK = affine.quantize(weight_NK, scales_NG, zeros_NG, spec)
     return PackedWeight.from_codes(codes_NK, scales_NG, zeros_NG, spec, name)

@@ -1,4 +1,5 @@
-"""GPTQ's inner loop as one GPU kernel, with the results of `round_block` (solvers/gptq.py).
+"""Inner loops of GPTQ and of refining as GPU kernels, with the results of `round_block`
+(solvers/gptq.py) and `descend_block` (solvers/refine.py).
 
 A program holds some outputs and all columns of the block in registers. In plain torch each column
 takes nine launches, which a modern GPU finishes faster than the host can issue them. Legend: B
@@ -9,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from formats.scheme import K_TYPES, QuantSpec
+from formats.scheme import FP4_TYPES, K_TYPES, QuantSpec
 
 OUTPUTS = 32  # per program
 # Adding and subtracting this number removes the fraction: it rounds half to even, as torch does.
@@ -44,6 +45,7 @@ def round_block(
         *upper_BB.stride(),
         LAST=spec.max_code,
         MINIMA=spec.type in K_TYPES,
+        FLOATS=spec.type in FP4_TYPES,
         B=triton.next_power_of_2(columns),
         N=OUTPUTS,
         num_warps=4,
@@ -69,14 +71,15 @@ def _round_block(
     upper_c,
     LAST: tl.constexpr,
     MINIMA: tl.constexpr,
+    FLOATS: tl.constexpr,
     B: tl.constexpr,
     N: tl.constexpr,
 ):
     b = tl.arange(0, B)
     n = tl.program_id(0) * N + tl.arange(0, N)
     there = n < outputs
-    place = b[:, None] * outputs + n[None, :]
-    open_BN = tl.load(block + place, mask=(b < columns)[:, None] & there[None, :], other=0.0)
+    cell = b[:, None] * outputs + n[None, :]
+    open_BN = tl.load(block + cell, mask=(b < columns)[:, None] & there[None, :], other=0.0)
     for i in range(columns):
         x = tl.sum(tl.where((b == i)[:, None], open_BN, 0.0), axis=0)
         s = tl.load(scale + i * scale_b + n * scale_n, mask=there, other=1.0)
@@ -86,6 +89,15 @@ def _round_block(
             code = tl.minimum(tl.maximum(code, 0.0), LAST * 1.0)
             code = tl.where(s == 0, 0.0, (code + ROUND) - ROUND)
             value = code * s - z
+        elif FLOATS:  # e2m1: half steps below 2, steps of 1 below 4, of 2 up to 6
+            place = tl.div_rn(x, tl.where(s == 0, 1.0, s))
+            size = tl.minimum(tl.abs(place), FAR)
+            step = tl.where(size < 2, 0.5, tl.where(size < 4, 1.0, 2.0))
+            size = tl.minimum(((size / step + ROUND) - ROUND) * step, 6.0)
+            code = tl.where(size < 2, 2 * size, tl.where(size < 4, size + 2, size / 2 + 4))
+            is_negative = (place < 0) & (size > 0)
+            code = tl.where(is_negative, code + 8, code)
+            value = tl.where(is_negative, -size, size) * s
         else:
             code = tl.minimum(tl.maximum(tl.div_rn(x, s), -FAR), FAR)
             code = (code + ROUND) - ROUND
@@ -97,3 +109,78 @@ def _round_block(
         tl.store(errors + i * outputs + n, error, mask=there)
         row = tl.load(upper + i * upper_r + b * upper_c, mask=(b > i) & (b < columns), other=0.0)
         open_BN -= row[:, None] * error[None, :]
+
+
+def descend_block(
+    slope_BN: torch.Tensor,
+    own_BN: torch.Tensor,
+    scale_BN: torch.Tensor,
+    zero_BN: torch.Tensor,
+    hessian_BB: torch.Tensor,
+    spec: QuantSpec,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, changes of the weights) float32 of a block of columns. Nothing is overwritten."""
+    columns, outputs = own_BN.shape
+    codes_BN, moved_BN = torch.empty_like(own_BN), torch.empty_like(own_BN)
+    _descend_block[(triton.cdiv(outputs, OUTPUTS),)](
+        slope_BN,
+        own_BN,
+        scale_BN,
+        zero_BN,
+        hessian_BB,
+        codes_BN,
+        moved_BN,
+        columns,
+        outputs,
+        *scale_BN.stride(),
+        *zero_BN.stride(),
+        *hessian_BB.stride(),
+        LAST=spec.max_code,
+        B=triton.next_power_of_2(columns),
+        N=OUTPUTS,
+        num_warps=4,
+    )
+    return codes_BN, moved_BN
+
+
+@triton.jit
+def _descend_block(
+    slope,
+    own,
+    scale,
+    zero,
+    hessian,
+    codes,
+    moved,
+    columns,
+    outputs,
+    scale_b,
+    scale_n,
+    zero_b,
+    zero_n,
+    hessian_r,
+    hessian_c,
+    LAST: tl.constexpr,
+    B: tl.constexpr,
+    N: tl.constexpr,
+):
+    b = tl.arange(0, B)
+    n = tl.program_id(0) * N + tl.arange(0, N)
+    there = n < outputs
+    cell = b[:, None] * outputs + n[None, :]
+    slope_BN = tl.load(slope + cell, mask=(b < columns)[:, None] & there[None, :], other=0.0)
+    for i in range(columns):
+        x = tl.load(own + i * outputs + n, mask=there, other=0.0)
+        s = tl.load(scale + i * scale_b + n * scale_n, mask=there, other=1.0)
+        z = tl.load(zero + i * zero_b + n * zero_n, mask=there, other=0.0)
+        curvature = tl.load(hessian + i * hessian_r + i * hessian_c)
+        slope_N = tl.sum(tl.where((b == i)[:, None], slope_BN, 0.0), axis=0)
+        wanted = x + tl.div_rn(slope_N, curvature)
+        code = tl.minimum(tl.maximum(tl.div_rn(wanted, s), -FAR), FAR)
+        code = (code + ROUND) - ROUND
+        code = tl.minimum(tl.maximum(code + z, 0.0), LAST * 1.0)
+        change = (code - z) * s - x
+        tl.store(codes + i * outputs + n, code, mask=there)
+        tl.store(moved + i * outputs + n, change, mask=there)
+        row = tl.load(hessian + i * hessian_r + b * hessian_c, mask=b < columns, other=0.0)
+        slope_BN -= row[:, None] * change[None, :]

@@ -7,6 +7,7 @@ scale for the tensor. Twice a number is an integer, so `as_codes` converts exact
 row.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +20,12 @@ from formats.scheme import FP4_TYPES, ActivationSpec, QuantSpec, Scheme
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 LARGEST = MAGNITUDES[-1]
+# Scales that the search tries, relative to the first choice, which clips (almost) nothing: powers
+# of two of MXFP4; of NVFP4 also larger ones, since numbers above 4 are far apart.
+SEARCHED = {
+    "mxfp4": (1.0, 0.5, 2.0),
+    "nvfp4": (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 1.1, 1.2, 1.3, 1.4, 1.5),
+}
 FP8_SCALE = torch.float8_e4m3fn
 FP8_LARGEST = 448.0
 EXPONENT_BIAS = 127  # a byte e of MXFP4's scales is 2^(e - 127)
@@ -41,38 +48,63 @@ class Fp4Weight:
 
     @classmethod
     def from_float(
-        cls, weight_NK: torch.Tensor, spec: QuantSpec, name: str = "weight"
+        cls,
+        weight_NK: torch.Tensor,
+        spec: QuantSpec,
+        name: str = "weight",
+        importance_K: torch.Tensor | None = None,
     ) -> "Fp4Weight":
-        """Round to nearest. Raises CheckpointError, with `name`, on NaN or infinity."""
+        """Round to nearest, with the scales of least squared error.
+
+        `importance_K` weights the errors of inputs; None: equally. Raises CheckpointError, with
+        `name`, on NaN or infinity.
+        """
+        grid = cls.grid(weight_NK, spec, name, importance_K)
+        blocks = weight_NK.split(rows_at_once(weight_NK.shape[1]))
+        steps = grid.steps().split(len(blocks[0]))
+        codes = [
+            nearest_codes((_groups(block, spec) / step_NG[..., None]).flatten(1))
+            for block, step_NG in zip(blocks, steps, strict=True)
+        ]
+        return grid.with_codes(torch.cat(codes), name)
+
+    @classmethod
+    def grid(
+        cls,
+        weight_NK: torch.Tensor,
+        spec: QuantSpec,
+        name: str = "weight",
+        importance_K: torch.Tensor | None = None,
+    ) -> "Fp4Weight":
+        """Scales for a weight, without numbers (`with_codes` adds them); see `from_float`."""
         spec.check_shape(name, *weight_NK.shape)
         blocks = weight_NK.split(rows_at_once(weight_NK.shape[1]))
         if not all(torch.isfinite(block).all() for block in blocks):
             raise CheckpointError(name, "its weights contain NaN or infinity", "fix the model")
+        importance_GL = None
+        if importance_K is not None:
+            importance_GL = importance_K.float().view(spec.num_groups(weight_NK.shape[1]), -1)
         largest_NG = torch.cat([_groups(block, spec).abs().amax(-1) for block in blocks])
         global_scale = None
-        if spec.type == "mxfp4":
-            # the smallest power of two that clips nothing by more than half a step
-            exponent_NG = (largest_NG / 7).clamp(min=2.0**-126).log2().ceil()
-            exponent_NG = torch.where(largest_NG == 0, 0.0, exponent_NG)
-            scales_NG = (exponent_NG + EXPONENT_BIAS).clamp(0, 254).to(torch.uint8)
-        else:
+        if spec.type == "nvfp4":
             global_scale = FP8_LARGEST * LARGEST / largest_NG.amax().clamp(min=1e-30)
-            wanted_NG = (largest_NG * global_scale / LARGEST).clamp(2.0**-9, FP8_LARGEST)
-            scales_NG = wanted_NG.to(FP8_SCALE)
-        found = cls(
+        scales = [
+            _search(_groups(block, spec), largest_BG, spec, global_scale, importance_GL)
+            for block, largest_BG in zip(blocks, largest_NG.split(len(blocks[0])), strict=True)
+        ]
+        return cls(
             bytes_NB=torch.empty(0, dtype=torch.uint8),
-            scales_NG=scales_NG,
+            scales_NG=torch.cat([each.view(torch.uint8) for each in scales]).view(scales[0].dtype),
             global_scale=global_scale,
             spec=spec,
         )
-        steps = found.steps().split(len(blocks[0]))
-        bytes_NB = [
-            _to_bytes((_groups(block, spec) / step_NG[..., None]).flatten(1))
-            for block, step_NG in zip(blocks, steps, strict=True)
-        ]
-        packed = replace(found, bytes_NB=torch.cat(bytes_NB))
-        packed.check(name)
-        return packed
+
+    def with_codes(self, codes_NK: torch.Tensor, name: str = "weight") -> "Fp4Weight":
+        """Return this grid with codes 0 to 15, whose bit 3 is the sign. Raises CheckpointError."""
+        codes_NK = codes_NK.to(torch.uint8)
+        found = replace(self, bytes_NB=codes_NK[:, 0::2] | (codes_NK[:, 1::2] << 4))
+        found.check(name)
+        return found
 
     @property
     def out_features(self) -> int:
@@ -255,17 +287,60 @@ def doubled(bytes_NB: torch.Tensor) -> torch.Tensor:
     return table[torch.stack([bytes_NB & 15, bytes_NB >> 4], -1).flatten(1).int()]
 
 
-def _to_bytes(places_NK: torch.Tensor) -> torch.Tensor:
-    """Round multiples of a scale to the nearest numbers, two per byte; ties go to even codes."""
-    table = torch.tensor(MAGNITUDES, device=places_NK.device)
-    middles = (table[1:] + table[:-1]) / 2
-    size_NK = places_NK.abs()
-    codes_NK = torch.bucketize(size_NK, middles, right=False)
-    # a tie goes to the even code
-    tied_NK = (size_NK[..., None] == middles).any(-1)
-    codes_NK = torch.where(tied_NK & (codes_NK % 2 == 1), codes_NK + 1, codes_NK)
-    codes_NK = codes_NK.to(torch.uint8) | ((places_NK < 0).to(torch.uint8) << 3)
-    return codes_NK[:, 0::2] | (codes_NK[:, 1::2] << 4)
+def nearest_codes(places_NK: torch.Tensor) -> torch.Tensor:
+    """Codes, uint8, of the numbers nearest to multiples of a scale; ties go to even codes.
+
+    Bit 3 is the sign.
+    """
+    return codes_of(nearest_numbers(places_NK)) | ((places_NK < 0).to(torch.uint8) << 3)
+
+
+def nearest_numbers(places: torch.Tensor) -> torch.Tensor:
+    """Nearest numbers of the format; ties go to even codes."""
+    size = places.abs()
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    return (size / step).round_().mul_(step).clamp_(max=LARGEST).copysign(places)
+
+
+def codes_of(numbers: torch.Tensor) -> torch.Tensor:
+    """Codes, uint8, of the magnitudes of numbers of the format, without their signs."""
+    table = torch.tensor(MAGNITUDES, device=numbers.device)
+    return torch.bucketize(numbers.abs().float(), table).to(torch.uint8)
+
+
+def _search(
+    groups_NGL: torch.Tensor,
+    largest_NG: torch.Tensor,
+    spec: QuantSpec,
+    global_scale: torch.Tensor | None,
+    importance_GL: torch.Tensor | None,
+) -> torch.Tensor:
+    """Scales [N, G] as they are stored, of least squared error; ties go to the first tried."""
+    best_NG, least_NG = None, None
+    for factor in SEARCHED[spec.type]:
+        if global_scale is None:
+            # first the smallest power of two that clips nothing by more than half a step
+            exponent_NG = (largest_NG / 7).clamp(min=2.0**-126).log2().ceil()
+            exponent_NG = torch.where(largest_NG == 0, 0.0, exponent_NG + math.log2(factor))
+            scales_NG = (exponent_NG + EXPONENT_BIAS).clamp(0, 254).to(torch.uint8)
+            steps_NG = torch.exp2(scales_NG.float() - EXPONENT_BIAS)
+        else:
+            wanted_NG = (largest_NG * global_scale * (factor / LARGEST)).clamp(2.0**-9, FP8_LARGEST)
+            scales_NG = wanted_NG.to(FP8_SCALE)
+            steps_NG = scales_NG.float() / global_scale
+        error_NGL = nearest_numbers(groups_NGL / steps_NG[..., None]).mul_(steps_NG[..., None])
+        error_NGL = error_NGL.sub_(groups_NGL).square_()
+        if importance_GL is not None:
+            error_NGL.mul_(importance_GL)
+        error_NG = error_NGL.sum(-1)
+        if best_NG is None:
+            best_NG, least_NG = scales_NG, error_NG
+            continue
+        better_NG = error_NG < least_NG
+        least_NG = torch.where(better_NG, error_NG, least_NG)
+        chosen_NG = torch.where(better_NG, scales_NG.view(torch.uint8), best_NG.view(torch.uint8))
+        best_NG = chosen_NG.view(scales_NG.dtype)
+    return best_NG
 
 
 def is_fp4(spec: QuantSpec) -> bool:

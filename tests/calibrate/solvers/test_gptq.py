@@ -13,7 +13,7 @@ from calibrate.texts.data import read_calibration
 from formats.gguf.k_quants.search import choose_grid
 from formats.gguf.schemes import BLOCK_SCHEMES
 from formats.numerics import affine
-from formats.scheme import K_TYPES, QuantSpec
+from formats.scheme import FP4_TYPES, K_TYPES, QuantSpec, Scheme
 
 SPECS = [
     QuantSpec(bits=4, symmetric=True, group_size=32),
@@ -72,7 +72,7 @@ def test_codes_are_the_papers(spec, width):
     weight, inputs = make(width)
     inputs[:, 5] = 0
     stats = measured(inputs)
-    packed = gptq.solve(weight, stats, spec, "q")
+    packed = gptq.solve(weight, stats, spec, "q", rounds=0)
     damping = gptq.least_damping(stats)
     expected = paper(weight, inputs, packed.scales_NG, packed.zeros_NG, spec, damping)
     differing = (packed.codes() != expected).float().mean()
@@ -95,6 +95,47 @@ def test_weights_of_k_quants_are_the_papers_on_their_grid(name):
     want = (groups * steps[..., None] - lows[..., None]).flatten(1)
     off = ((found - want).unflatten(1, (-1, grid.length)) / steps[..., None]).abs()
     assert (off > 0.5).float().mean() <= 0.02
+
+
+@pytest.mark.parametrize("kind", FP4_TYPES)
+def test_4_bit_floats_are_the_papers_on_their_grid(kind):
+    """An outside rounding: the nearest number of a table, one column at a time in float64."""
+    spec, (weight, inputs) = Scheme.parse(f"w4a16-{kind}").weight, make(160, tokens=8000)
+    inputs[:, 5] = 0
+    stats = measured(inputs)
+    found = gptq.solve(weight, stats, spec, "q")
+    steps = found.steps().double()
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]).double()
+    table = torch.cat([-table, table])
+    damping, open_NK = stats.cache[f"gptq static {spec.group_size}"].damping, weight.double()
+    hessian = stats.hessian_KK.double()
+    hessian[5, 5] = 1
+    hessian += damping * hessian.diagonal().mean() * torch.eye(160)
+    order = torch.argsort(stats.hessian_KK.diagonal(), descending=True, stable=True).tolist()
+    order.remove(5)  # dead: no neighbours, and curvature 1
+    order.insert(int((stats.hessian_KK.diagonal() > 1).sum()), 5)
+    want = torch.zeros_like(open_NK)
+    while order:
+        column, step_N = order[0], steps[:, order[0] // spec.group_size]
+        inverse = torch.linalg.inv(hessian[order][:, order])
+        places = open_NK[:, column] / step_N
+        want[:, column] = table[(places[:, None] - table).abs().argmin(1)] * step_N
+        error = (open_NK[:, column] - want[:, column]) / inverse[0, 0]
+        open_NK[:, order] -= error[:, None] * inverse[0]
+        order = order[1:]
+    differing = (found.dequantize() - want).abs() > 1e-5
+    assert differing.float().mean() <= 0.01
+
+
+@pytest.mark.parametrize("kind", FP4_TYPES)
+@pytest.mark.parametrize("solve", [gptq.solve, gptq.solve_corrected, rtn.solve_weighted])
+def test_4_bit_floats_held_out_outputs_are_nearer_than_rounded(docs_5m, kind, solve):
+    spec = Scheme.parse(f"w4a16-{kind}").weight
+    weight, seen, held_out = trained(docs_5m)
+    found = solve(weight, measured(seen), spec, "o").dequantize()
+    rounded = rtn.solve(weight, None, spec, "o").dequantize()
+    errors = [float(((each - weight) @ held_out.t()).norm()) for each in (found, rounded)]
+    assert errors[0] < (1.0 if solve is rtn.solve_weighted else 0.9) * errors[1]
 
 
 @pytest.mark.parametrize("name", K_TYPES)
@@ -145,9 +186,10 @@ def test_dead_column_is_rounded_to_nearest_and_leaves_the_others_alone():
     weight, inputs = make()
     inputs[:, [0, 77]] = 0
     stats = measured(inputs)
-    packed = gptq.solve(weight, stats, SPECS[0], "q")
-    nearest = affine.quantize(weight, packed.scales_NG, packed.zeros_NG, SPECS[0])
-    assert torch.equal(packed.codes()[:, [0, 77]], nearest[:, [0, 77]])
+    for rounds in (3, 0):
+        packed = gptq.solve(weight, stats, SPECS[0], "q", rounds=rounds)
+        nearest = affine.quantize(weight, packed.scales_NG, packed.zeros_NG, SPECS[0])
+        assert torch.equal(packed.codes()[:, [0, 77]], nearest[:, [0, 77]])
     other = weight.clone()
     other[:, 0] += 0.01 * torch.randn(32)
     again = gptq.round_columns(

@@ -68,3 +68,35 @@ def test_slices_are_those_of_the_dequantized_weight(kind):
 def test_shards_begin_at_whole_groups(kind):
     units = input_units(Scheme.parse(f"w4a16-{kind}"))
     assert {unit % 32 for tier in units for unit in tier} == {0}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_searched_scales_have_less_error_than_the_range(kind):
+    """Against the scales that other tools choose: those that put the largest number on 6."""
+    spec = Scheme.parse(f"w4a16-{kind}").weight
+    weight_NK = torch.randn(64, 256, generator=torch.Generator().manual_seed(3)) * 0.02
+    groups = weight_NK.unflatten(1, (-1, spec.group_size))
+    steps = groups.abs().amax(-1, keepdim=True) / 6
+    if kind == "mxfp4":  # OCP MX v1.0: the exponent of the largest, minus that of 4
+        steps = torch.exp2(groups.abs().amax(-1, keepdim=True).log2().floor() - 2)
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    table = torch.cat([-table, table])
+    usual = table[(groups[..., None] / steps[..., None] - table).abs().argmin(-1)] * steps
+    found = Fp4Weight.from_float(weight_NK, spec).dequantize()
+    usual_error = (usual.flatten(1) - weight_NK).square().sum()
+    assert (found - weight_NK).square().sum() < 0.97 * usual_error
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_important_inputs_have_less_error(kind):
+    spec = Scheme.parse(f"w4a16-{kind}").weight
+    weight_NK = torch.randn(64, 256, generator=torch.Generator().manual_seed(3)) * 0.02
+    order = torch.randperm(256, generator=torch.Generator().manual_seed(4))
+    importance_K = torch.logspace(-3, 3, 256)[order]
+    plain, weighted = (
+        Fp4Weight.from_float(weight_NK, spec, "w", each).dequantize() - weight_NK
+        for each in (None, importance_K)
+    )
+    errors = [(each.square() * importance_K).sum() for each in (plain, weighted)]
+    assert errors[1] < 0.95 * errors[0]
+    assert plain.square().sum() < weighted.square().sum()

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from calibrate.solvers import gptq, triton_block
+from calibrate.solvers import gptq, refine, triton_block
 from formats.gguf.schemes import BLOCK_SCHEMES
-from formats.scheme import QuantSpec
+from formats.scheme import QuantSpec, Scheme
 
 
 def problem(columns, outputs, spec, per_column, seed=0):
@@ -56,6 +56,38 @@ def test_codes_on_grids_of_k_quants_are_those_of_the_loop(device, name):
     same = (codes.cpu() == want_codes).all(0)
     assert same.float().mean() >= 0.9 and same[5] and not want_codes[:, 5].any()
     check_errors(errors, want_errors, same)
+
+
+def test_codes_of_4_bit_floats_are_those_of_the_loop(device):
+    """Ties go to even codes; what is far beyond the largest number is clipped."""
+    spec = Scheme.parse("w4a16-mxfp4").weight
+    block, scale, zero, upper = problem(37, 33, spec, per_column=True)
+    scale = torch.full_like(scale, 0.25)
+    halves = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.0, -0.25, -5.0, 1e6])
+    block[0, : len(halves)] = halves / 4
+    want_codes, want_errors = gptq.round_block(block.clone(), scale, zero * 0, upper, spec)
+    assert want_codes[0, : len(halves)].tolist() == [0, 2, 2, 4, 4, 6, 6, 7, 0, 14, 7]
+    given = [x.to(device) for x in (block, scale, zero * 0, upper)]
+    codes, errors = triton_block.round_block(*given, spec)
+    same = (codes.cpu() == want_codes).all(0)
+    assert same.float().mean() >= 0.9
+    assert torch.equal(codes.cpu()[0], want_codes[0])
+    check_errors(errors, want_errors, same)
+
+
+@pytest.mark.parametrize("columns, outputs", [(128, 70), (37, 33), (1, 5)])
+@pytest.mark.parametrize("bits, symmetric", [(4, True), (3, False)])
+def test_descent_is_that_of_the_loop(device, columns, outputs, bits, symmetric):
+    spec = QuantSpec(bits=bits, symmetric=symmetric, group_size=32)
+    own, scale, zero, upper = problem(columns, outputs, spec, per_column=True)
+    hessian = upper.t() @ upper
+    slope = hessian @ torch.randn(columns, outputs, generator=torch.Generator().manual_seed(1))
+    want_codes, want_moved = refine.descend_block(slope, own, scale, zero, hessian, spec)
+    given = [x.to(device) for x in (slope, own, scale, zero, hessian)]
+    codes, moved = triton_block.descend_block(*given, spec)
+    same = (codes.cpu() == want_codes).all(0)
+    assert same.float().mean() >= 0.9
+    assert torch.allclose(moved.cpu()[:, same], want_moved[:, same], atol=1e-4)
 
 
 def check_errors(errors, want_errors, same):
