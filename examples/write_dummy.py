@@ -10,6 +10,7 @@ The weights are those of `--load-format dummy`, encoded as the scheme's usual fo
 import argparse
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -35,8 +36,10 @@ class WritingSource(DummySource):
         self._map: dict[str, str] = {}
         self._num_shards = self._num_bytes = self._shard_bytes = 0
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        tensor = super().tensor(name, shape)
+    def tensor(
+        self, name: str, shape: tuple[int, ...], rows: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        tensor = super().tensor(name, shape, rows)
         self._add(name, tensor.to(torch.bfloat16))
         return tensor
 
