@@ -10,7 +10,7 @@ The weights are those of `--load-format dummy`, encoded as the scheme's usual fo
 import argparse
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -50,7 +50,7 @@ class WritingSource(DummySource):
             self._add(f"{module}.{name}", tensor)
         return weight
 
-    def audit(self) -> None:
+    def audit(self, unread: tuple[str, ...] = (), without: Collection[str] = ()) -> None:
         """The last shard and the index."""
         self._write()
         index = {"metadata": {"total_size": self._num_bytes}, "weight_map": self._map}
