@@ -136,6 +136,7 @@ def made_once(tmp_path_factory):
                 staged = Path(tempfile.mkdtemp(dir=base)) / name
                 make(staged)
                 staged.rename(folder)
+                staged.parent.rmdir()
         return folder
 
     return made

@@ -7,8 +7,9 @@ Segments are folded from the last of a row to the first. With enough programs, e
 segments in registers. With too few, the segments are stored and merge_segments.py folds them.
 
 The number of rows in a tile changes no bit. Every step of keys is masked. A product with ones adds
-the weights: tensor cores add in the order of keys, while the order of a reduction depends on the
-layout. Both folds write out their multiply-adds, so the compiler cannot contract one of them only.
+the weights. Tensor cores add in the order of keys; the order of a reduction would depend on the
+layout. Both folds write out their multiply-adds: otherwise the compiler might contract them in one
+fold only.
 
 A segment that a row does not see changes none of its bits, so rows with keys after their own
 (attend_ahead_) fit into the same tiles.

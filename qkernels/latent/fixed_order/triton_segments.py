@@ -6,9 +6,9 @@ are folded from the last of a row to the first. With enough programs, each folds
 in registers. With too few, segments are stored and attention/fixed_order/merge_segments.py folds
 them.
 
-A product with ones adds the weights: tensor cores add in the order of keys, while the order of a
-reduction depends on the layout. Both folds write out their multiply-adds, so the compiler cannot
-contract one of them only.
+A product with ones adds the weights. Tensor cores add in the order of keys; the order of a
+reduction would depend on the layout. Both folds write out their multiply-adds: otherwise the
+compiler might contract them in one fold only.
 
 Legend: T tokens of a step, R requests, H query heads, E numbers of an entry, L of its latent, P
 pages, B tokens of a page, X pages of a block table, G segments of the longest context.

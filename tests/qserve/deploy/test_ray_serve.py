@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -23,10 +24,10 @@ import yaml
 from qserve.config import EngineConfig, ServerConfig
 from qserve.deploy.settings import DeploySettings
 
-ray = pytest.importorskip("ray")
-serve = pytest.importorskip("ray.serve")
-
-pytestmark = pytest.mark.exhaustive
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed"),
+]
 ROOT = Path(__file__).resolve().parents[3]
 GUARD = 600.0  # seconds, against hanging
 LONG = {"max_tokens": 500, "ignore_eos": True, "temperature": 0, "stream": True}
@@ -36,6 +37,9 @@ LONG |= {"stream_options": {"include_usage": True}}
 @pytest.fixture(scope="module")
 def cluster():
     """The address of Ray's HTTP proxy."""
+    import ray
+    from ray import serve
+
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -57,6 +61,8 @@ def cluster():
 @pytest.fixture(scope="module")
 def deploy(cluster, docs_5m):
     """(name, replicas, ...) -> an httpx client of that application."""
+    from ray import serve
+
     from qserve.deploy.ray_app import application
 
     clients = []
@@ -193,6 +199,8 @@ def hit_rate(client):
 
 
 def test_prefix_routing_finds_more_pages_than_taking_turns(deploy, capsys):
+    from ray import serve
+
     by_turns = hit_rate(deploy("turns", router="round-robin"))
     by_prefix = hit_rate(deploy("prefixes", router="prefix"))
     with capsys.disabled():
@@ -254,6 +262,8 @@ def test_scaling_down_drains(deploy, pair):
 
 def test_requests_under_way_bring_another_replica(deploy):
     """Ray waits for half a minute of load before it believes in it."""
+    from ray import serve
+
     client = deploy("scaling", replicas=1, max_replicas=2, target_ongoing_requests=1)
     is_over = threading.Event()
 
@@ -292,6 +302,8 @@ def test_the_example_builds_a_configuration_that_serve_reads(tmp_path):
 
 
 def test_models_take_turns_in_a_place(deploy, docs_5m, tmp_path):
+    from ray import serve
+
     other = tmp_path / "other"
     shutil.copytree(docs_5m, other)
     client = deploy("models", replicas=1, multiplexed_model=[f"other={other}"])

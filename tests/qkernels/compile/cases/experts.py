@@ -1,4 +1,4 @@
-"""Calls of the operations of mixtures of experts. Two experts stand for all."""
+"""Calls of the operations of mixtures of experts. All experts have the weights of two."""
 
 import dataclasses
 import functools
@@ -80,7 +80,7 @@ def route_of_rank(routing: Routing) -> None:
 
 
 def wanted(M: int, shape: Shape) -> None:
-    """What `experts` here has for two experts alone."""
+    """Calls that `experts` does not make, since it has two experts."""
     from qkernels.moe.triton_wanted import wanted_experts, wanted_pairs
 
     routes = Routes(torch.zeros(M, shape[3], dtype=torch.int32), torch.ones(M, shape[3]))

@@ -12,7 +12,7 @@ from tests.qkernels.compile.cards import empty
 from tests.qkernels.compile.cases.case import BF16, SM90, Case
 from tests.qkernels.compile.cases.weights import prepared
 
-ADAPTED = (  # scheme, M, linear, outputs of those beside each other, K, consumer
+ADAPTED = (  # scheme, M, linear, outputs of its adjacent projections, K, consumer
     ("w4a16-sym", 1, "qkv", (4096, 1024, 1024), 4096, "rope"),
     ("w4a16-asym", 2, "down", (4096,), 14336, "norm"),
     ("w4a16-sym", 4, "gate_up", (14336, 14336), 4096, None),
