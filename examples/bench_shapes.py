@@ -44,6 +44,14 @@ SHAPES = {
         "num_key_value_heads": 8,
         "vocab_size": 128256,
     },
+    "llama-3-70b": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
     "qwen2.5-0.5b": {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",

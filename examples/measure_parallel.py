@@ -62,14 +62,6 @@ COMPARED = (
 LONG_PROMPT = 64000
 DIVIDED = {"prefill_context_parallel_size": 2, "prefill_context_parallel_min_tokens": 8}
 CHECKED = {"one": {}, "two ranks": {"tensor_parallel_size": 2}, "divided prompts": DIVIDED}
-LLAMA_70B = {
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-}
 RESULT = "RESULT "
 TIE = 0.02  # between the two likeliest tokens' log probabilities: either may be chosen
 # of logits: ranks add in another order than one GPU, and round what they have added
@@ -153,7 +145,6 @@ def measure(arguments: argparse.Namespace, shape: str, settings: dict) -> None:
 
     from qserve import LLM
 
-    SHAPES["llama-3-70b"] = LLAMA_70B
     if "max_model_len" in settings:
         length = {"max_position_embeddings": settings["max_model_len"]}
         SHAPES[shape] = SHAPES[shape] | length

@@ -18,6 +18,8 @@ from formats.scheme import CHANNEL, FP4_TYPES, Scheme
 FLAG = "--tensor-parallel-size"
 # Unit sizes that are fast in kernels, best first.
 WIDTHS = (128, 64, 32, 16, 8, 4, 2, 1)
+EXPERT = ".experts."  # in the names of experts' linears
+WHOLE_EXPERTS = ", or divide whole experts by --enable-expert-parallel"
 LEAST_EVEN = 16  # smallest unit that is used to make shards equal
 MIN_GROUP = 8  # inputs
 
@@ -140,6 +142,6 @@ def share_features(name: str, extent: int, size: int, scheme: Scheme | None) -> 
         raise InputError(
             f"{FLAG} {size}",
             f"{name}: its {extent} inputs cannot be divided over the GPUs in groups of {scheme}",
-            "use fewer GPUs",
+            f"use fewer GPUs{WHOLE_EXPERTS if EXPERT in name else ''}",
         )
     return found

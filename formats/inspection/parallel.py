@@ -11,13 +11,12 @@ from formats.architecture.sizes import num_experts
 from formats.errors import InputError
 from formats.families import FAMILIES
 from formats.in_memory.dense import is_dense
-from formats.in_memory.shares import share_features, share_heads
+from formats.in_memory.shares import EXPERT, share_features, share_heads
 from formats.inspection.linear_summary import LinearSummary
 from formats.quant_config import QuantConfig
 from formats.scheme import Scheme
 
 SIZES = (1, 2, 4, 8)
-EXPERT = ".experts."  # in the names of experts' linears
 # suffix of a linear's name, with its dot -> size of its inputs
 SPLIT_BY_INPUTS = {
     f".{linear.name.rpartition('.')[2]}": linear.inputs

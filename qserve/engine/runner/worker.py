@@ -149,7 +149,7 @@ class Worker:
             )
             if config.record_expert_loads is not None and self._ranks.rank == 0:
                 self._loads = loads = ExpertLoads(decoder, device)
-                # also at the end of a process whose engine nobody closed
+                # also at the end of a process whose engine was not closed
                 file = config.record_expert_loads
                 self._write_loads = weakref.finalize(self, loads.write, file, config.model)
             speculator = config.speculation and config.speculation.make_speculator(

@@ -149,6 +149,7 @@ def count_exchanges(monkeypatch):
     return found
 
 
+@pytest.mark.exhaustive
 def test_tokens_are_those_of_one_rank(tiny_model, many, monkeypatch):
     """In chunks, with pages of others, preempted; drawn; log probabilities of prompts."""
     folder, prompts = tiny_model("llama"), make_prompts()
