@@ -14,6 +14,7 @@ from qserve.parallel import torch_communicator
 from qserve.parallel.norm import NormOverRanks
 from qserve.parallel.torch_communicator import TorchCommunicator
 from qserve.params.sampling_params import SamplingParams
+from tests.adapters import write_adapter
 from tests.qserve.parallel.engines import SMALL, make_prompts
 from tests.qserve.parallel.in_threads import run_ranks
 
@@ -73,6 +74,17 @@ def test_every_company_on_two_ranks(quantized_5m):
 )
 def test_families(tiny_model, family, tensor, stages):
     assert differing(tiny_model(family), tensor, stages) == {}
+
+
+@pytest.mark.exhaustive
+def test_adapters(tiny_model, tmp_path):
+    folder = tiny_model("qwen3")
+    modules = [
+        f"{rank}={write_adapter(folder, tmp_path / str(rank), rank=rank, seed=rank)}"
+        for rank in (3, 16)
+    ]
+    settings = {"enable_lora": True, "lora_modules": modules, "max_loras": 2}
+    assert differing(folder, 2, **settings) == {}
 
 
 @pytest.mark.exhaustive
