@@ -167,7 +167,8 @@ def _delta_rows(
         gate = tl.arange(0, 2)  # b and a
         b_at, a_at = GATES + h, GATES + H + h  # in a row of `recent`
         mixed_ptrs = mixed_ptr, mixed_ptr + J * K
-        inputs_ptr = recent_ptr + (position - lacking) % ring * INPUTS
+        at = (position - lacking) % ring
+        inputs_ptr = recent_ptr + at * INPUTS
         query, key, value, b, a = _load_row(
             -lacking,
             mixed_ptrs,
@@ -187,7 +188,8 @@ def _delta_rows(
         for t in tl.range(-lacking, count):
             # The next row's loads depend on no sum; the last row loads itself again.
             after = tl.minimum(t + 1, count - 1)
-            next_inputs_ptr = recent_ptr + (position + after) % ring * INPUTS
+            at = tl.where(at + 1 < ring, at + 1, 0)
+            next_inputs_ptr = recent_ptr + at * INPUTS
             next_query, next_key, next_value, next_b, next_a = _load_row(
                 after,
                 mixed_ptrs,

@@ -155,7 +155,8 @@ def _mamba_rows(
         b_new = tl.where(keeps_dt & (h % (H // G) == 0), N, 0)
         x_new, dt_new = tl.where(keeps, D, 0), tl.where(keeps_dt, 1, 0)
         one = tl.arange(0, 1)
-        inputs_ptr = recent_ptr + (position - lacking) % ring * INPUTS
+        at = (position - lacking) % ring
+        inputs_ptr = recent_ptr + at * INPUTS
         x, b, c, dt = _load_row(
             -lacking,
             mixed_ptr,
@@ -173,7 +174,8 @@ def _mamba_rows(
         for t in tl.range(-lacking, count):
             # The next row's loads depend on no sum; the last row loads itself again.
             after = tl.minimum(t + 1, count - 1)
-            next_inputs_ptr = recent_ptr + (position + after) % ring * INPUTS
+            at = tl.where(at + 1 < ring, at + 1, 0)
+            next_inputs_ptr = recent_ptr + at * INPUTS
             next_x, next_b, next_c, next_dt = _load_row(
                 after,
                 mixed_ptr,

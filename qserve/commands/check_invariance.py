@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from qserve.llm import LLM
 
 COMPANIES = ("together", "random", "chunks", "preemption", "drafts", "crossed")
+FEW_SEQS = 16  # requests of a step, where prompts are computed in chunks
 DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4}'
 ROW = "{:<34}{:>10}{:>16}{:>14}{:>16}{:>14}{:>17}"
 
@@ -159,9 +160,13 @@ def compare(engine: EngineConfig, config: InvarianceConfig) -> Iterator[Result]:
             yield judged(f"random companies of 1 to {most}", llm, *companies)
     finally:
         llm.close()
-    chunks = config.chunk_tokens
+    chunks, seqs = config.chunk_tokens, engine.max_num_seqs
+    if model.vision is not None and model.vision.family.is_mutual:
+        # each image is computed in one step
+        seqs = min(seqs, FEW_SEQS)
+        chunks = max(chunks, 2 * model.vision.values["mm_tokens_per_image"] + seqs)
     if config.has("chunks"):
-        with closing(start(max_num_batched_tokens=chunks, max_num_seqs=16)) as llm:
+        with closing(start(max_num_batched_tokens=chunks, max_num_seqs=FEW_SEQS)) as llm:
             yield judged(f"chunks of up to {chunks} tokens", llm, everyone)
             yield judged("from the prefix cache", llm, everyone)
     pages = 2 * -(-total // engine.block_size)
@@ -173,9 +178,9 @@ def compare(engine: EngineConfig, config: InvarianceConfig) -> Iterator[Result]:
     if config.has("drafts"):
         with closing(start(**drafts)) as llm:
             yield judged(f"with {llm.engine.config.speculation.method} drafts", llm, everyone)
-    crossed = {**few, **drafts, "max_num_batched_tokens": chunks, "enforce_eager": True}
+    crossed = {**few, **drafts, "max_num_batched_tokens": chunks, "max_num_seqs": seqs}
     if config.has("crossed"):
-        with closing(start(**crossed)) as llm:
+        with closing(start(**crossed, enforce_eager=True)) as llm:
             companies = _companies(rng, everyone, most)
             yield judged("all of these, without CUDA graphs", llm, *companies)
 

@@ -80,6 +80,7 @@ class Engine:
             self._masks,
             self._stats,
             max_num_seqs=config.max_num_seqs,
+            pools_by_rows=config.batch_invariant,
             clock=clock,
         )
         self.profiler = ProfileControl(Recorder(self.runner, self.step_ranges))

@@ -45,12 +45,14 @@ class InFlightSteps:
         meter: EngineStats,
         *,
         max_num_seqs: int,
+        pools_by_rows: bool,
         clock: Callable[[], float],
     ) -> None:
+        """`pools_by_rows`: means of prompts are added row by row."""
         self.workers, self._scheduler = workers, scheduler
         self._masks, self._stats, self._clock = masks, meter, clock
         self.ranges = StepRanges()
-        self._rows = RequestRows(max_num_seqs)
+        self._rows, self._pools_by_rows = RequestRows(max_num_seqs), pools_by_rows
         self._reporting: set[str] = set()  # requests with prompt log probabilities or pooling
         self._in_flight: deque[InFlightStep] = deque()
 
@@ -78,7 +80,8 @@ class InFlightSteps:
         )
         prompts = pools = None
         if self._reporting:
-            prompts, pools = plan_prompt_rows(plan), plan_pool_rows(plan)
+            prompts = plan_prompt_rows(plan)
+            pools = plan_pool_rows(plan, by_rows=self._pools_by_rows)
         if prompts is not None:
             step = replace(step, prompt_rows=prompts.rows)
         if pools is not None:

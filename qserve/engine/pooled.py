@@ -15,6 +15,21 @@ class Pooled:
     num_rows: int = 0  # prompt rows that are read or in flight
     parts: list[np.ndarray] = field(default_factory=list)  # float32: sums, rows, or logits
 
+    def take(self, vectors_NC: np.ndarray) -> None:
+        """Add the rows of a step, or their sum: all are kept for ALL, otherwise added in order.
+
+        What is kept is a copy, so that the rows of other requests can be freed.
+        """
+        if self.params.kind == ALL:
+            self.parts.append(vectors_NC.copy())
+            return
+        total, rest = (
+            (self.parts[0], vectors_NC) if self.parts else (vectors_NC[0].copy(), vectors_NC[1:])
+        )
+        for vector in rest:  # numpy's own sum has an order of its own
+            total += vector
+        self.parts = [total]
+
     def result(self, num_prompt_tokens: int) -> bytes:
         """The vector, or all of them, as little-endian float32."""
         params = self.params
@@ -23,9 +38,9 @@ class Pooled:
         if params.kind == ALL:
             found = np.concatenate(self.parts)
         else:
-            found = np.sum(self.parts, axis=0, dtype=np.float32)
+            (found,) = self.parts
             if params.kind == MEAN:
-                found /= np.float32(num_prompt_tokens)
+                found = found / np.float32(num_prompt_tokens)
         return finish(found, params).astype("<f4").tobytes()
 
 

@@ -40,7 +40,7 @@ class PeerCommunicator(TorchCommunicator):
         self.peers = peers
 
     def all_reduce(self, x: LinearOutput) -> torch.Tensor:
-        if self.fixed_order:
+        if self.fixed_order and x.dtype in FLOAT_DTYPES:
             return self._in_pieces(self.own_partial(x))
         fits = x.dtype in FLOAT_DTYPES and collective.way_to_reduce(x, self.peers) is not None
         return collective.all_reduce(x, self.peers) if fits else super().all_reduce(x)

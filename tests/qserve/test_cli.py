@@ -172,7 +172,10 @@ FLAGS = {
         *("--trace", "--with-trace"),
     },
     "check-invariance": ENGINE_FLAGS
-    | {"--num-requests", "--max-input-len", "--output-len", "--default-kernels"},
+    | {
+        *("--num-requests", "--max-input-len", "--output-len", "--default-kernels"),
+        *("--long-every", "--chunk-tokens", "--structured-output", "--company"),
+    },
     "agent-check": {
         *("--forced", "--api", "--task", "--model-name", "--api-key", "--max-tokens"),
         *("--server-args", "--json"),

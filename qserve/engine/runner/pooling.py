@@ -1,7 +1,8 @@
 """Pooling: selection and summation of a step's hidden states, and the resulting vectors.
 
 A vector of a prompt is a sum of rows: of one row, or of all for the mean. Each step adds the rows
-that it computes, so the chunking does not matter; a request that is recomputed adds no row twice.
+that it computes, so the chunking matters to rounding alone; in batch-invariant mode the host adds
+them one by one, and it changes no bit. A request that is recomputed adds no row twice.
 Legend: P rows, Q vectors of the step, C hidden size, L rows whose logits are read.
 """
 
@@ -57,8 +58,12 @@ class PoolPlan:
     of_logits: tuple[Request, ...]
 
 
-def plan_pool_rows(plan: StepPlan) -> PoolPlan | None:
-    """The rows of a step that make vectors, or None. Marks them as taken."""
+def plan_pool_rows(plan: StepPlan, *, by_rows: bool = False) -> PoolPlan | None:
+    """The rows of a step that make vectors, or None. Marks them as taken.
+
+    `by_rows`: means get their rows, not a sum of those of the step.
+    """
+    whole = (ALL, MEAN) if by_rows else (ALL,)
     rows, counts, of_vectors, logit_rows, of_logits, next_row = [], [], [], [], [], 0
     for chunk in plan.chunks:
         request, offset = chunk.request, next_row - chunk.start
@@ -76,8 +81,9 @@ def plan_pool_rows(plan: StepPlan) -> PoolPlan | None:
             of_logits.append(request)
             continue
         rows.append(np.arange(offset + low, offset + high))
-        counts += [1] * (high - low) if pooled.params.kind == ALL else [high - low]
-        of_vectors.append((request, high - low if pooled.params.kind == ALL else 1))
+        is_whole = pooled.params.kind in whole
+        counts += [1] * (high - low) if is_whole else [high - low]
+        of_vectors.append((request, high - low if is_whole else 1))
     if not rows and not logit_rows:
         return None
     found = PoolRows(
@@ -112,10 +118,7 @@ class PoolHandle:
         if self.sums is not None:
             sums_QC, first = self.sums.wait().numpy(), 0
             for request, count in plan.of_vectors:
-                part = sums_QC[first : first + count]
-                # A copy, so that the rows of other requests can be freed.
-                is_all = request.pooled.params.kind == ALL
-                request.pooled.parts.append(part.copy() if is_all else part[0].copy())
+                request.pooled.take(sums_QC[first : first + count])
                 first += count
         for request, logits in zip(plan.of_logits, self.logits, strict=True):
             request.pooled.parts.append(logits.wait().numpy())

@@ -88,6 +88,7 @@ def test_models_with_states(tiny_model, family):
     assert all_same(settings(tiny_model(family), max_model_len=176), config)
 
 
+@pytest.mark.exhaustive
 def test_companies_are_what_their_names_say(quantized_5m):
     config = dataclasses.replace(FEW, num_requests=12, output_len=17, structured_output=True)
     found = {each.company: each for each in compare(settings(quantized_5m), config)}

@@ -10,12 +10,16 @@ from qkernels.operands.split_k import SplitKPartials
 from qkernels.rowwise.spec import NormSpec
 from qserve.commands.check_invariance import InvarianceConfig, compare
 from qserve.config import EngineConfig
+from qserve.engine.distributed import executors
+from qserve.engine.runner import microbatches
 from qserve.parallel import torch_communicator
 from qserve.parallel.norm import NormOverRanks
 from qserve.parallel.torch_communicator import TorchCommunicator
 from qserve.params.sampling_params import SamplingParams
+from tests.adapters import write_adapter
 from tests.qserve.parallel.engines import SMALL, make_prompts
 from tests.qserve.parallel.in_threads import run_ranks
+from tests.qserve.parallel.rank_of_small_parts import MIN_TOKENS
 
 FEW = InvarianceConfig(num_requests=8, max_input_len=60, output_len=6)
 
@@ -73,6 +77,28 @@ def test_every_company_on_two_ranks(quantized_5m):
 )
 def test_families(tiny_model, family, tensor, stages):
     assert differing(tiny_model(family), tensor, stages) == {}
+
+
+@pytest.mark.exhaustive
+def test_microbatches_of_stages(quantized_5m, many, monkeypatch):
+    """Steps are cut where their tokens are many, so at other places alone than together."""
+    monkeypatch.setattr(microbatches, "MIN_TOKENS", MIN_TOKENS)
+    monkeypatch.setattr(executors, "MODULE", "tests.qserve.parallel.rank_of_small_parts")
+    llm = many(quantized_5m, 1, 2, batch_invariant=True, **SMALL)
+    prompts = make_prompts(8)
+    alone = [facts(llm, [prompt])[0] for prompt in prompts]
+    assert facts(llm, prompts[::-1])[::-1] == alone
+
+
+@pytest.mark.exhaustive
+def test_adapters(tiny_model, tmp_path):
+    folder = tiny_model("qwen3")
+    modules = [
+        f"{rank}={write_adapter(folder, tmp_path / str(rank), rank=rank, seed=rank)}"
+        for rank in (3, 16)
+    ]
+    settings = {"enable_lora": True, "lora_modules": modules, "max_loras": 2}
+    assert differing(folder, 2, **settings) == {}
 
 
 @pytest.mark.exhaustive

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -48,16 +49,31 @@ def states(llm, kind, prompts=PROMPTS):
 
 
 def check(found, hidden, kind):
+    check_data([each.outputs.data for each in found], hidden, kind)
+
+
+def check_data(found, hidden, kind):
     for each, reference in zip(found, hidden, strict=True):
-        torch.testing.assert_close(
-            each.outputs.data, REFERENCE[kind](reference), atol=2e-5, rtol=2e-5
-        )
+        torch.testing.assert_close(each, REFERENCE[kind](reference), atol=2e-5, rtol=2e-5)
 
 
 @pytest.fixture(scope="module")
 def qwen(tiny_model):
     folder = tiny_model("qwen3")
     return load(folder), hidden_states(folder)
+
+
+@pytest.mark.parametrize("kind", REFERENCE)
+def test_batch_invariant_vectors_have_the_same_bits_in_any_company(tiny_model, kind):
+    """Alone and whole; in chunks of other sizes, together, in another order."""
+    folder = tiny_model("qwen3")
+    with closing(load(folder, batch_invariant=True, max_num_batched_tokens=128)) as llm:
+        alone = [states(llm, kind, [each])[0].outputs.data for each in PROMPTS]
+    check_data(alone, hidden_states(folder), kind)
+    with closing(load(folder, batch_invariant=True)) as llm:
+        together = states(llm, kind, [*PROMPTS, *PROMPTS[::-1]])
+    for found, want in zip(together, [*alone, *alone[::-1]], strict=True):
+        assert torch.equal(found.outputs.data, want)
 
 
 def bare(folder, target, **config):
