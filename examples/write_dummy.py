@@ -9,6 +9,7 @@ The weights are those of `--load-format dummy`, encoded as the scheme's usual fo
 import argparse
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -34,7 +35,11 @@ class WritingSource(DummySource):
         self._map: dict[str, str] = {}
         self._num_shards = self._num_bytes = self._shard_bytes = 0
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def tensor(
+        self, name: str, shape: tuple[int, ...], rows: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        if rows is not None:
+            raise NotImplementedError("rows of a tensor cannot be written alone")
         tensor = super().tensor(name, shape)
         self._add(name, tensor.to(torch.bfloat16))
         return tensor
