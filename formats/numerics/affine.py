@@ -49,6 +49,9 @@ OUT_OF_RANGE = "leave it in float (`ignore`), or use a float8 scheme (its scales
 BLOCK_ELEMENTS = 2**22
 BLOCK_ELEMENTS_ON_GPU = 2**24
 
+# Sums of errors in float32 that differ by a smaller fraction are compared in float64.
+CLOSE = 1e-5
+
 
 def rows_at_once(in_features: int, device: torch.device | None = None) -> int:
     """Return the number of rows that are rounded together."""
@@ -114,24 +117,54 @@ def search(
     importance_GL: torch.Tensor | None = None,
     method: str = DEFAULT_METHOD,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Search without checks, for choose_scales; never synchronizes with a GPU."""
+    """Search without checks, for choose_scales; never synchronizes with a GPU.
+
+    Every device chooses the same: errors are compared as sums in float64, on a CPU only where those
+    in float32, whose order of addition devices do not share, leave a doubt.
+    """
+    on_cpu = groups_NGL.device.type == "cpu"
+    sum_dtype = torch.float32 if on_cpu else torch.float64
     best_scale, best_zero, best_error = None, None, None
     for scale_NG, zero_NG in _candidates(groups_NGL, spec, method):
         stored_NG = _storable(scale_NG)
-        step_NG1, zero_NG1 = stored_NG.float()[..., None], zero_NG[..., None]
-        codes = (groups_NGL / step_NG1).round_().add_(zero_NG1).clamp_(0, spec.max_code)
-        error_NGL = codes.sub_(zero_NG1).mul_(step_NG1).sub_(groups_NGL).square_()
-        if importance_GL is not None:
-            error_NGL.mul_(importance_GL)
-        error_NG = error_NGL.sum(-1)
+        error_NGL = _errors(groups_NGL, stored_NG, zero_NG, spec, importance_GL)
+        error_NG = _sums(error_NGL, sum_dtype)
         if best_error is None:  # the full range
             best_scale, best_zero, best_error = stored_NG, zero_NG, error_NG
             continue
         better_NG = error_NG < best_error
+        close_NG = (error_NG - best_error).abs() <= CLOSE * best_error if on_cpu else None
+        if close_NG is not None and close_NG.any():
+            n, g = torch.nonzero(close_NG, as_tuple=True)
+            importance_XL = None if importance_GL is None else importance_GL[g]
+            found, best = (
+                _errors(groups_NGL[n, g], scale[n, g], zero[n, g], spec, importance_XL)
+                for scale, zero in ((stored_NG, zero_NG), (best_scale, best_zero))
+            )
+            better_NG[n, g] = _sums(found, torch.float64) < _sums(best, torch.float64)
         best_scale = torch.where(better_NG, stored_NG, best_scale)
         best_zero = torch.where(better_NG, zero_NG, best_zero)
         best_error = torch.where(better_NG, error_NG, best_error)
     return best_scale, best_zero.to(torch.uint8)
+
+
+def _sums(errors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Sum of each group's errors."""
+    return errors.sum(-1, dtype=dtype)
+
+
+def _errors(
+    groups: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor,
+    spec: QuantSpec,
+    importance: torch.Tensor | None,
+) -> torch.Tensor:
+    """Squared rounding errors of groups [..., L] with scales and zeros [...]."""
+    step, zero = scale.float()[..., None], zero[..., None]
+    codes = (groups / step).round_().add_(zero).clamp_(0, spec.max_code)
+    error = codes.sub_(zero).mul_(step).sub_(groups).square_()
+    return error if importance is None else error.mul_(importance)
 
 
 def _candidates(

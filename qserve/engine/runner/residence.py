@@ -55,7 +55,7 @@ class Residence:
         self._open_weights, self._capture_graphs = open_weights, capture_graphs
         self._pages: SleepingMemory | None = None  # None: awake
         self._weights: SleepingMemory | None = None
-        self._host = HostMemory(pinned=runner.device.type == "cuda")
+        self.host = HostMemory(pinned=runner.device.type == "cuda")  # of weights that leave it
 
     @property
     def is_asleep(self) -> bool:
@@ -79,9 +79,9 @@ class Residence:
         if self._weights is None:
             what = "Keeping the weights on the host" if level == 1 else "Dropping the weights"
             with phase(what), out_of_memory_is_named(what.lower(), "sleep at level 2"):
-                self._host.reset()
+                self.host.reset()
                 self._weights = SleepingMemory(
-                    tensors(runner.decoder), keeps=level == 1, host=self._host
+                    tensors(runner.decoder), keeps=level == 1, host=self.host
                 )
         runner.close_graphs()  # not before: a sleep that fails leaves all as it was
         if self._pages is None:
@@ -138,7 +138,7 @@ class Residence:
     def _stage(self, update: UpdateSource, digests: bool) -> StagedWeights:
         holds_weights = self._weights is not None and self._weights.keeps
         if not holds_weights:
-            self._host.reset()
+            self.host.reset()
         what = "Reading the new weights"
         with phase(what), out_of_memory_is_named(what.lower(), OTHERS):
             staged = stage(
@@ -149,7 +149,7 @@ class Residence:
                 max_model_len=self._max_model_len,
                 kernels=self._runner.config.kernels,
                 digests=digests,
-                host=None if holds_weights else self._host,
+                host=None if holds_weights else self.host,
                 ranks=self._ranks,
             )
         if self._runner.device.type == "cuda":

@@ -302,3 +302,35 @@ def test_blocks_of_rows_change_no_bit(name, monkeypatch):
         found.append([weight, weight.as_codes()] if isinstance(weight, Fp4Weight) else [weight])
     for whole, blocked in zip(*found, strict=True):
         assert same_weight(whole, blocked) is None
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-sym", "w4a16-asym"])
+@pytest.mark.parametrize("weighs", [False, True])
+def test_order_of_addition_does_not_change_the_choice(scheme, weighs, monkeypatch):
+    """Another device adds errors in float32 in another order, and gets other last bits."""
+    generator = torch.Generator().manual_seed(7)
+    weight_NK = torch.randn(512, 8192, generator=generator)
+    importance_K = torch.rand(8192, generator=generator) if weighs else None
+    spec, sums = Scheme.parse(scheme).weight, affine._sums
+    wanted = affine.choose_scales(weight_NK, spec, importance_K=importance_K)
+
+    def elsewhere(errors, dtype):
+        found = sums(errors, dtype)
+        if dtype == torch.float64:
+            return found
+        return found * (1 + 4e-6 * (2 * torch.rand(found.shape, generator=generator) - 1))
+
+    monkeypatch.setattr(affine, "_sums", elsewhere)
+    found = affine.choose_scales(weight_NK, spec, importance_K=importance_K)
+    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["w4a16-sym", "w4a16-asym", "w8a8"])
+def test_gpu_rounds_to_the_bits_of_the_cpu(scheme):
+    """A trainer compares its digests with those of a server on another device."""
+    weight_NK = torch.randn(4096, 8192, generator=torch.Generator().manual_seed(8)).bfloat16()
+    spec = Scheme.parse(scheme).weight
+    ours, theirs = (round_to_nearest(weight_NK.to(device), spec) for device in ("cpu", "cuda"))
+    for name in ("words_NW", "scales_NG", "zeros_NG"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name).cpu()), name

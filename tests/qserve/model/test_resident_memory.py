@@ -126,3 +126,14 @@ def test_copies_on_the_host_have_the_tensors_layout(small_chunks):
         for tensor, expected in zip((layer.base, layer.half), (wanted[0], wanted[2]), strict=True):
             tensor.untyped_storage().resize_(expected.nbytes)
             tensor.copy_(expected)
+
+
+@pytest.mark.gpu
+def test_large_tensors_reach_the_host(monkeypatch):
+    monkeypatch.setattr(host_memory, "LARGE_BYTES", 1000)
+    for shape, dtype in (((300, 5001), torch.float32), ((7,), torch.int8), ((0, 4), torch.float16)):
+        tensor = torch.randn(shape, device="cuda").to(dtype)
+        found = host_memory.to_host(tensor)
+        assert found.device.type == "cpu" and torch.equal(found, tensor.cpu())
+    turned = torch.randn(4000, 300, device="cuda").t()
+    assert torch.equal(host_memory.to_host(turned), turned.cpu())

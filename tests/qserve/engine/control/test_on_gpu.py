@@ -69,6 +69,21 @@ def test_sleep_frees_the_gpu(level, eager, docs_5m):
     assert (llm.engine.runner.graphs is None) == eager
 
 
+def test_pinned_memory_is_used_again(docs_5m, tmp_path):
+    llm = start(docs_5m, quantization="w4a16-auto")
+    new = changed(docs_5m)
+    fresh = tokens(start(written(new, docs_5m, tmp_path / "new"), quantization="w4a16-auto"))
+    host, sizes = llm.engine.workers.residence.host, []
+    for number in range(6):
+        llm.sleep(1)
+        assert host.take(1).is_pinned()
+        llm.wake_up()
+        llm.update_weights(stored(docs_5m) if number % 2 else new)
+        assert (tokens(llm) == fresh) == (number % 2 == 0)
+        sizes.append(host.num_bytes)
+    assert len(set(sizes)) == 1 and sizes[0] > 0
+
+
 def test_cycles_keep_memory_flat(docs_5m):
     llm = start(docs_5m, quantization="w4a16-auto")
     before, sizes = tokens(llm), []
