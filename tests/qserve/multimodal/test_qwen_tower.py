@@ -2,15 +2,17 @@
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModel
 
 from formats.checkpoint import CONFIG, CheckpointReader, read_json
 from formats.errors import InputError
 from formats.in_memory.weights import round_to_nearest
 from formats.scheme import Scheme
+from qkernels.operations import explain
 from qserve.multimodal.families import VisionConfig
 from qserve.multimodal.qwen_tower import QwenTower
-from qserve.multimodal.rounded_linear import round_layers_
+from qserve.multimodal.rounded_linear import RoundedLinear, round_layers_
 from qserve.multimodal.tower import Tower
 from tests.tiny_vision import write_tiny_vision
 
@@ -122,6 +124,26 @@ def nearest(x_TK, scheme):
         return (x_TK / scales_T1).to(torch.float8_e4m3fn).float() * scales_T1
     scales_T1 = largest_T1 / 127
     return (x_TK / scales_T1).round().clamp(-128, 127) * scales_T1
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a8-fp8"])
+@torch.no_grad()
+def test_sizes_that_no_kernel_takes_are_padded(scheme):
+    """Qwen3-VL and SigLIP have 4304 inner features: kernels take multiples of 32."""
+    scheme, (first, last) = Scheme.parse(scheme), (nn.Linear(64, 4304), nn.Linear(4304, 64))
+    x_TK = torch.randn(5, 64)
+    inner_TI = RoundedLinear.of(first, scheme, "mlp.fc1")(x_TK)
+    assert inner_TI.shape == (5, 4320)
+    assert not inner_TI[:, 4304:].any()
+    rounded = RoundedLinear.of(last, scheme, "mlp.fc2")
+    act_TI = nn.functional.gelu(inner_TI)
+    assert torch.equal(rounded(act_TI), rounded(act_TI[:, :4304]))
+    weight_NK = round_to_nearest(last.weight, scheme.weight).dequantize()
+    wanted = nn.functional.linear(nearest(act_TI[:, :4304], scheme), weight_NK, last.bias)
+    torch.testing.assert_close(rounded(act_TI), wanted, rtol=1e-3, atol=1e-3)
+    spec = {"spec": scheme.weight, "activation": scheme.activation, "dtype": torch.bfloat16}
+    found = explain("linear", device="cuda", in_features=4320, out_features=1152, **spec)
+    assert "-> sm90_w8a8" in str(found) or "-> triton_w8a8" in str(found)
 
 
 def test_unknown_activation_is_refused(models, monkeypatch):
