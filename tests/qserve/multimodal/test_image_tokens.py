@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from formats.errors import InputError
+from qserve.engine import media_limits
 from qserve.multimodal.media import MediaItem
 from qserve.params.handling import Handling
 from qserve.params.sampling_params import SamplingParams
@@ -221,3 +222,24 @@ def test_features_of_another_shape_are_refused(model):
         with pytest.raises(InputError, match=rf"media item 0: {words}"):
             engine.add_request("r", ids, SamplingParams(), handling=Handling(media=(wrong,)))
     assert not engine.has_work()
+
+
+def counted(tower, monkeypatch):
+    """Numbers of items of the tower's calls from now on."""
+    counts, encode = [], tower.encode
+    monkeypatch.setattr(tower, "encode", lambda items: counts.append(len(items)) or encode(items))
+    return counts
+
+
+def test_a_step_with_a_latency_target_encodes_few_images(vision, monkeypatch):
+    """Decodes wait for the tower: without a target all three images are encoded in one step."""
+    monkeypatch.setattr(media_limits, "PACED_ROWS", 8)
+    model = vision("qwen3_vl")
+    images = tuple(picture(64, 64, seed) for seed in (1, 2, 3))
+    request = f"{model.mark} {model.mark} {model.mark} what", images
+    for settings, most in (({}, 3), ({"target_itl_ms": 50.0}, 2)):
+        engine = model.engine(**settings)
+        counts = counted(engine.runner.encoder.tower, monkeypatch)
+        assert model.run(engine, request)[0] == [model.expected(*request)]
+        assert max(counts) == most
+        assert sum(counts) == 3
