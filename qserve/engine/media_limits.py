@@ -15,6 +15,8 @@ from qserve.multimodal.families import VisionConfig
 logger = logging.getLogger(__name__)
 
 
+# Embeddings that a step may make with --target-itl-ms, or those of one image.
+PACED_ROWS = 1024
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -75,4 +77,5 @@ def make_budget(
     if model.vision is None:
         return None
     rows = encoder_rows(config)
-    return EncoderBudget(rows, rows, looks_ahead=looks_ahead)
+    in_step = rows if config.target_itl_ms is None else min(rows, PACED_ROWS)
+    return EncoderBudget(in_step, rows, looks_ahead=looks_ahead)

@@ -21,7 +21,8 @@ class VisionFamily:
     # key of the token that a chat template writes for an image; "": the image token itself
     placeholder_key: str = ""
     layout: str  # row of layouts.LAYOUTS: the tokens that an image becomes
-    encoder: str  # row of tower.ENCODERS: how the tower is called
+    # row of tower.ENCODERS: how the tower is called; "grid": qwen_tower.py
+    encoder: str
     video: str = ""  # row of video_processor.KINDS; "": it takes no videos
     # number of pairs of channels of each axis where the text model's positions have three axes and
     # config.json does not say it; (): positions are numbers

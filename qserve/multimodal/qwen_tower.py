@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from formats.errors import InputError
 from qkernels import ops
 from qkernels.operands.forms import InputForm, LinearInput
 from qserve.multimodal.rounded_linear import RoundedLinear
@@ -43,8 +44,14 @@ class QwenTower:
     """Turns patches of images into embeddings."""
 
     def __init__(self, visual: Any) -> None:
-        """`visual`: transformers' module, whose weights it reads."""
+        """`visual`: transformers' module, whose weights it reads. Raises InputError."""
         self._visual, config = visual, visual.config
+        if config.hidden_act not in ACTIVATIONS:
+            raise InputError(
+                "config.json vision_config.hidden_act",
+                f"expected {', '.join(ACTIVATIONS)}, found {config.hidden_act!r}",
+                "serve the text alone: --language-model-only",
+            )
         self._merge = config.spatial_merge_size
         self._num_heads = config.num_heads
         self._activation = ACTIVATIONS[config.hidden_act]
@@ -58,17 +65,6 @@ class QwenTower:
             for module in visual.modules()
             if type(module).__name__.endswith("Norm")
         }
-
-    @classmethod
-    def of(cls, model: Any) -> "QwenTower | None":
-        """Return the tower of transformers' model; None: it is another one."""
-        visual = getattr(model, "visual", None)
-        config = getattr(visual, "config", None)
-        known = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-        kind = getattr(config, "model_type", "").removesuffix("_vision")
-        if kind not in known or config.hidden_act not in ACTIVATIONS:
-            return None
-        return cls(visual)
 
     def encode(self, patches_BNP: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
         """Return embeddings [B, M, W], with those of later levels next to them.

@@ -3,6 +3,7 @@
 import re
 
 import torch
+import torch.nn.functional as F
 
 from formats.errors import InputError, one_line
 from formats.in_memory.weights import round_to_nearest, with_activation
@@ -16,8 +17,17 @@ SETTING = "--mm-encoder-quantization"
 IN_LAYERS = re.compile(r"^(visual|vision_tower|vision_model)\..*(blocks|layers)\.\d+\.")
 
 
+# linears before an activation function that keeps zeros
+INNER = ("linear_fc1", "fc1", "gate_proj", "up_proj")
+MULTIPLE = 32  # of inputs, for the kernels: SigLIP and Qwen3-VL have 4304
+
+
 class RoundedLinear(torch.nn.Module):
-    """y = x W^T + b. Weights are rounded to nearest, inputs row by row as they come."""
+    """y = x W^T + b. Weights are rounded to nearest, inputs row by row as they come.
+
+    Inputs are padded with zeros to a multiple of 32. So are the outputs before an activation
+    function: the linear after it then takes them as they are.
+    """
 
     def __init__(self, weight: PreparedWeight, bias_N: torch.Tensor | None) -> None:
         super().__init__()
@@ -27,10 +37,15 @@ class RoundedLinear(torch.nn.Module):
     @classmethod
     def of(cls, linear: torch.nn.Linear, scheme: Scheme, name: str) -> "RoundedLinear":
         """Round a linear. Raises InputError where no kernel takes its size."""
+        num_outputs, num_inputs = linear.weight.shape
+        more_inputs = -num_inputs % MULTIPLE
+        more_outputs = -num_outputs % MULTIPLE if name.rpartition(".")[2] in INNER else 0
+        weight_NK = F.pad(linear.weight, (0, more_inputs, 0, more_outputs))
+        bias_N = None if linear.bias is None else F.pad(linear.bias, (0, more_outputs))
         try:
-            packed = round_to_nearest(linear.weight, scheme.weight, name)
+            packed = round_to_nearest(weight_NK, scheme.weight, name)
             packed = with_activation(packed, scheme, None, name)
-            return cls(ops.prepare_weight(packed, linear.weight.dtype), linear.bias)
+            return cls(ops.prepare_weight(packed, linear.weight.dtype), bias_N)
         except InputError as error:
             raise InputError(
                 f"{SETTING} {scheme}",
@@ -43,6 +58,8 @@ class RoundedLinear(torch.nn.Module):
         return ops.plan_linear(self.weight, rows).input
 
     def forward(self, x: LinearInput) -> torch.Tensor:
+        if isinstance(x, torch.Tensor) and x.shape[-1] < self.weight.in_features:
+            x = F.pad(x, (0, self.weight.in_features - x.shape[-1]))
         return ops.linear(x, self.weight, self.bias)
 
 

@@ -61,24 +61,9 @@ def _side(model: Any) -> int:
     return model.config.vision_config.patch_size * model.config.spatial_merge_size
 
 
-def _encode_grid(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
-    """Qwen. After an embedding come the rows that are added after the first layers."""
-    found = model.get_image_features(
-        torch.cat(inputs["pixel_values"]), torch.stack(inputs["image_grid_thw"])
-    )
-    counts = [len(rows) for rows in found.pooler_output]
-    added = (
-        # before transformers 5.18 a level is one tensor of all items
-        level.split(counts) if isinstance(level, torch.Tensor) else level
-        for level in getattr(found, "deepstack_features", None) or ()
-    )
-    return [torch.cat(rows, -1) for rows in zip(found.pooler_output, *added, strict=True)]
-
-
 ENCODERS: dict[str, Encode] = {
     "tiles": _encode_tiles,
     "square": _encode_square,
-    "grid": _encode_grid,
     "rows": _encode_rows,
 }
 # Values of the pixels of one call, unless one item has more: bounds the memory of activations.
@@ -106,7 +91,8 @@ class Tower(torch.nn.Module):
         self.encodes_alone = encodes_alone
         self.config, self.normalizers, self.dtype = config, normalizers, dtype
         self.model = model
-        self.of_grids = QwenTower.of(model)  # None: transformers computes it
+        # instead of one of ENCODERS
+        self.of_grids = QwenTower(model.visual) if config.family.encoder == "grid" else None
 
     @classmethod
     def load(

@@ -17,9 +17,8 @@ from dataclasses import replace
 import torch
 
 from qserve.engine.runner.capture import capture
-from qserve.engine.runner.media_buffers import MediaBuffers
 from qserve.engine.runner.out_of_memory import ran_out
-from qserve.engine.runner.step_buffers import GraphKey, StepBuffers, StepOutputs
+from qserve.engine.runner.step_buffers import GraphKey, MediaBuffers, StepBuffers, StepOutputs
 from qserve.engine.step.device_step import Batch
 from qserve.engine.step.step_input import StepInput, table_width
 

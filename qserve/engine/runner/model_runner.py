@@ -18,14 +18,13 @@ from qserve.config import EngineConfig
 from qserve.engine.runner.covered_tokens import CoveredTokens
 from qserve.engine.runner.cuda_graphs import CHUNK_SIZES, LONG_CHUNK_SIZES, StepGraphs
 from qserve.engine.runner.encoder import Encoder
-from qserve.engine.runner.media_buffers import MediaBuffers
 from qserve.engine.runner.microbatches import microbatches
 from qserve.engine.runner.page_copies import PageCopies, copy_pages, copy_states
 from qserve.engine.runner.pooling import PoolHandle, launch_pooling
 from qserve.engine.runner.prompt_logprobs import SLICE_BYTES, PromptHandle, launch_prompt_logprobs
 from qserve.engine.runner.sampler import TokenHistory
 from qserve.engine.runner.speculator import DraftedStep, Speculator
-from qserve.engine.runner.step_buffers import GraphKey, StepOutputs
+from qserve.engine.runner.step_buffers import GraphKey, MediaBuffers, StepOutputs
 from qserve.engine.runner.warm_up import warm_up_shapes, warm_up_step
 from qserve.engine.scheduling.plan import Drafting
 from qserve.engine.step.context_parallel import DividedStep, divide

@@ -138,6 +138,11 @@ _RESPONSE_IMAGE = {
     "properties": {"type": {"const": "input_image"}, "image_url": _TEXT, "detail": _DETAIL},
     "required": ["type", "image_url"],
 }
+_RESPONSE_VIDEO = {
+    "type": "object",
+    "properties": {"type": {"const": "input_video"}, "video_url": _TEXT},
+    "required": ["type", "video_url"],
+}
 
 
 def _pictured(message: dict, *media: dict) -> dict:
@@ -202,7 +207,7 @@ def _response_item() -> dict:
     parts = _parts(INPUT_KINDS, (REFUSAL,))
     answer["properties"] |= {"role": {"const": ASSISTANT}, "content": parts}
     items = [_message(INPUT_KINDS), answer]
-    items.append(_pictured(_message(INPUT_KINDS), _RESPONSE_IMAGE))
+    items.append(_pictured(_message(INPUT_KINDS), _RESPONSE_IMAGE, _RESPONSE_VIDEO))
     for kind, fields in (("function_call", called), ("function_call_output", output)):
         properties = {"type": {"const": kind}} | fields
         items.append({"type": "object", "properties": properties, "required": [*properties]})

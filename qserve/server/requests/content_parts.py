@@ -104,10 +104,6 @@ def _video(value: Any) -> Any:
 def _check_kind(kind: str, known: tuple[str, ...], image: str) -> str:
     if kind in OTHER_MEDIA:
         raise PydanticCustomError("part", f"{kind} is not supported; {OTHER_MEDIA[kind]}")
-    if kind in VIDEO_FIELDS and image == "input_image":
-        raise PydanticCustomError(
-            "part", f"{kind} is not supported here; send it to /v1/chat/completions as video_url"
-        )
     if kind not in (*known, *IMAGE_FIELDS, *VIDEO_FIELDS):
         text = "input_text" if image == "input_image" else "text"
         raise PydanticCustomError("part", f"expected a part of type {text} or {image}")
@@ -170,7 +166,9 @@ TextPart = Annotated[
     BeforeValidator(_image),
     BeforeValidator(_video),
 ]
-InputPart = Annotated[ResponsePart, BeforeValidator(_refusal), BeforeValidator(_image)]
+InputPart = Annotated[
+    ResponsePart, BeforeValidator(_refusal), BeforeValidator(_image), BeforeValidator(_video)
+]
 
 
 def check_parts_of_role(role: str, parts: Sequence[Part] | None) -> None:

@@ -375,16 +375,19 @@ def _messages(items: list[Any]) -> list[dict[str, Any]]:
             continue
         is_output = isinstance(item, CallOutput)
         parts = item.output if is_output else item.content
-        content = [
-            {"type": "image_url", "image_url": part.image_url}
-            if part.is_image
-            else {"type": "text", "text": part.text}
-            for part in parts
-        ]
+        content = list(map(_chats_part, parts))
         whose = {"role": "tool", "tool_call_id": item.call_id} if is_output else {}
         named = {} if is_output else {"role": item.role, "name": item.name}
         messages.append({**whose, **named, "content": content})
     return messages
+
+
+def _chats_part(part: ResponsePart) -> dict[str, Any]:
+    """Convert a part to a chat's form."""
+    if part.media_url is None:
+        return {"type": "text", "text": part.text}
+    kind = f"{part.kind}_url"
+    return {"type": kind, kind: part.media_url}
 
 
 def _chats_choice(choice: Any) -> Any:
@@ -434,8 +437,8 @@ def responses_job(model: ServedModel, body: bytes | bytearray, arrival: Arrival)
             "max_output_tokens",
         )
     for param, part in request.parts:
-        if part.is_image:
-            model.check_takes(param)
+        if part.media_url is not None:
+            model.check_takes(param, part.kind)
     chat = request.as_chat()
     is_cut = request.truncation == "auto"
     if is_cut and chat.truncate_prompt_tokens is not None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from formats.errors import InputError
+from qserve.engine import media_limits
 from qserve.multimodal.media import MediaItem
-from qserve.multimodal.tower import ENCODERS
 from qserve.params.handling import Handling
 from qserve.params.sampling_params import SamplingParams
 from tests.qserve.speculation.conftest import replayed
@@ -120,26 +120,6 @@ def test_tokens_of_steps_in_graphs(model, replayed, monkeypatch):
     assert any(not key.has_media for key in used)
 
 
-def test_levels_of_all_images_in_one_tensor(vision, monkeypatch):
-    """As transformers before 5.18 returns the rows that the first layers add."""
-    model = vision("qwen3_vl")
-    engine = model.engine()
-    tower = engine.runner.encoder.tower.model
-    features = tower.get_image_features
-
-    def joined(*args):
-        found = features(*args)
-        found.deepstack_features = [
-            level if isinstance(level, torch.Tensor) else torch.cat(level)
-            for level in found.deepstack_features
-        ]
-        return found
-
-    monkeypatch.setattr(tower, "get_image_features", joined)
-    request = requests_of(model)[2]
-    assert model.run(engine, request)[0] == [model.expected(*request)]
-
-
 def test_prompt_whose_last_uncomputed_token_is_of_an_image(model):
     """One row is left: the step looks like a decode, but its row is an embedding."""
     mark = model.mark
@@ -211,13 +191,13 @@ def test_images_are_encoded_one_by_one_in_fixed_order(vision, monkeypatch):
     """In one call otherwise: images of a size, whose embeddings may then have other bits."""
     model = vision("qwen3_vl")
     tower, counts = model.engine().runner.encoder.tower, []
-    encode = ENCODERS["grid"]
+    encode = tower.of_grids.encode
 
-    def counted(own, inputs):
-        counts.append(len(inputs["image_grid_thw"]))
-        return encode(own, inputs)
+    def counted(patches_BNP, *grid):
+        counts.append(len(patches_BNP))
+        return encode(patches_BNP, *grid)
 
-    monkeypatch.setitem(ENCODERS, "grid", counted)
+    monkeypatch.setattr(tower.of_grids, "encode", counted)
     images = tuple(picture(40, 30, seed) for seed in (1, 2, 3))
     _, items = model.prompt(model.mark * 3, images)
     together = tower.encode(items)
@@ -242,3 +222,24 @@ def test_features_of_another_shape_are_refused(model):
         with pytest.raises(InputError, match=rf"media item 0: {words}"):
             engine.add_request("r", ids, SamplingParams(), handling=Handling(media=(wrong,)))
     assert not engine.has_work()
+
+
+def counted(tower, monkeypatch):
+    """Numbers of items of the tower's calls from now on."""
+    counts, encode = [], tower.encode
+    monkeypatch.setattr(tower, "encode", lambda items: counts.append(len(items)) or encode(items))
+    return counts
+
+
+def test_a_step_with_a_latency_target_encodes_few_images(vision, monkeypatch):
+    """Decodes wait for the tower: without a target all three images are encoded in one step."""
+    monkeypatch.setattr(media_limits, "PACED_ROWS", 8)
+    model = vision("qwen3_vl")
+    images = tuple(picture(64, 64, seed) for seed in (1, 2, 3))
+    request = f"{model.mark} {model.mark} {model.mark} what", images
+    for settings, most in (({}, 3), ({"target_itl_ms": 50.0}, 2)):
+        engine = model.engine(**settings)
+        counts = counted(engine.runner.encoder.tower, monkeypatch)
+        assert model.run(engine, request)[0] == [model.expected(*request)]
+        assert max(counts) == most
+        assert sum(counts) == 3

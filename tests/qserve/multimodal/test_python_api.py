@@ -146,7 +146,6 @@ def test_calls_that_take_no_images_say_so(llm):
     ("family", "settings", "words"),
     [
         ("smolvlm", {"language_model_only": True}, "remove --language-model-only"),
-        ("smolvlm", {"pipeline_parallel_size": 2}, "images need --pipeline-parallel-size 1"),
         (
             "gemma3",
             {"target_itl_ms": 10.0},

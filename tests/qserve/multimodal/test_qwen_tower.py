@@ -2,16 +2,19 @@
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModel
 
 from formats.checkpoint import CONFIG, CheckpointReader, read_json
+from formats.errors import InputError
 from formats.in_memory.weights import round_to_nearest
 from formats.scheme import Scheme
+from qkernels.operations import explain
 from qserve.multimodal.families import VisionConfig
 from qserve.multimodal.qwen_tower import QwenTower
-from qserve.multimodal.rounded_linear import round_layers_
+from qserve.multimodal.rounded_linear import RoundedLinear, round_layers_
 from qserve.multimodal.tower import Tower
-from tests.tiny_vision import VISION_FAMILIES, write_tiny_vision
+from tests.tiny_vision import write_tiny_vision
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 # rows and columns of patches: one window, parts of windows on both edges, a line
@@ -50,7 +53,7 @@ def test_embeddings_of_images_of_one_size(models, family, grid):
     model = models(family)
     torch.manual_seed(3)
     patches_BNP = torch.randn(3, grid[0] * grid[1], 3 * 2 * 8 * 8)
-    found = QwenTower.of(model).encode(patches_BNP, *grid)
+    found = QwenTower(model.visual).encode(patches_BNP, *grid)
     torch.testing.assert_close(found, expected(model, patches_BNP, grid), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(found[0], found[1], atol=0.1)
 
@@ -58,7 +61,7 @@ def test_embeddings_of_images_of_one_size(models, family, grid):
 @torch.no_grad()
 def test_a_level_after_the_last_block(models):
     model = models("qwen3_vl")
-    tower = QwenTower.of(model)
+    tower = QwenTower(model.visual)
     last = len(model.visual.blocks) - 1
     model.visual.deepstack_visual_indexes = [0, last]
     tower._levels = (0, last)
@@ -85,7 +88,7 @@ def test_rotations_of_a_tower_in_bfloat16_keep_their_frequencies(models, tmp_pat
         dtype=torch.bfloat16,
     )
     found, wanted = (
-        each._plans(2, 80).cos_sin_ND for each in (tower.of_grids, QwenTower.of(model))
+        each._plans(2, 80).cos_sin_ND for each in (tower.of_grids, QwenTower(model.visual))
     )
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
 
@@ -104,7 +107,7 @@ def test_rounded_linears_are_those_of_transformers_with_rounded_weights(family, 
             module.weight.data = rounded.float()
             module.register_forward_pre_hook(lambda _, args: (nearest(args[0], scheme),))
     patches_BNP = torch.randn(2, 24, 3 * 2 * 8 * 8)
-    tower = QwenTower.of(plain)
+    tower = QwenTower(plain.visual)
     before = tower.encode(patches_BNP, 4, 6)
     round_layers_(plain, scheme)
     found, wanted = tower.encode(patches_BNP, 4, 6), expected(model, patches_BNP, (4, 6))
@@ -123,6 +126,28 @@ def nearest(x_TK, scheme):
     return (x_TK / scales_T1).round().clamp(-128, 127) * scales_T1
 
 
-@pytest.mark.parametrize("family", [name for name in VISION_FAMILIES if "qwen" not in name][:2])
-def test_other_towers_are_left_to_transformers(models, family):
-    assert QwenTower.of(models(family)) is None
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a8-fp8"])
+@torch.no_grad()
+def test_sizes_that_no_kernel_takes_are_padded(scheme):
+    """Qwen3-VL and SigLIP have 4304 inner features: kernels take multiples of 32."""
+    scheme, (first, last) = Scheme.parse(scheme), (nn.Linear(64, 4304), nn.Linear(4304, 64))
+    x_TK = torch.randn(5, 64)
+    inner_TI = RoundedLinear.of(first, scheme, "mlp.fc1")(x_TK)
+    assert inner_TI.shape == (5, 4320)
+    assert not inner_TI[:, 4304:].any()
+    rounded = RoundedLinear.of(last, scheme, "mlp.fc2")
+    act_TI = nn.functional.gelu(inner_TI)
+    assert torch.equal(rounded(act_TI), rounded(act_TI[:, :4304]))
+    weight_NK = round_to_nearest(last.weight, scheme.weight).dequantize()
+    wanted = nn.functional.linear(nearest(act_TI[:, :4304], scheme), weight_NK, last.bias)
+    torch.testing.assert_close(rounded(act_TI), wanted, rtol=1e-3, atol=1e-3)
+    spec = {"spec": scheme.weight, "activation": scheme.activation, "dtype": torch.bfloat16}
+    found = explain("linear", device="cuda", in_features=4320, out_features=1152, **spec)
+    assert "-> sm90_w8a8" in str(found) or "-> triton_w8a8" in str(found)
+
+
+def test_unknown_activation_is_refused(models, monkeypatch):
+    visual = models("qwen3_vl").visual
+    monkeypatch.setattr(visual.config, "hidden_act", "mish")
+    with pytest.raises(InputError, match="hidden_act: expected gelu_pytorch_tanh"):
+        QwenTower(visual)

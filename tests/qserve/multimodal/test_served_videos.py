@@ -102,10 +102,36 @@ def test_limits_of_the_server(client, judge):
     assert abs(ask(client, user(long)).usage.prompt_tokens - num_tokens) < 12
 
 
-def test_other_routes_say_where_to_send_it(client):
-    part = {"type": "video_url", "video_url": "x"}
-    with pytest.raises(Exception, match="send it to /v1/chat/completions as video_url"):
-        client.responses.create(model="tiny", input=[{"role": "user", "content": [part]}])
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "input_video", "video_url": FILE["video_url"]["url"]},
+        {"type": "input_video", "video_url": FILE["video_url"]},
+        FILE,
+    ],
+    ids=["text", "object", "chat's"],
+)
+def test_a_response_about_a_video(client, judge, part):
+    asked = [{"type": "input_text", "text": "Tell of "}, part]
+    words, num_tokens = judge(user(text("Tell of "), VIDEO), (), ((FRAMES, SPEED),))
+    reply = client.responses.create(
+        model="tiny",
+        input=[{"role": "user", "content": asked}],
+        max_output_tokens=NUM_TOKENS,
+        temperature=0,
+        extra_body={"ignore_eos": True},
+    )
+    assert reply.output_text == words
+    assert reply.usage.input_tokens == num_tokens
+
+
+def test_responses_of_hostile_videos(client):
+    for part, words in (
+        ({"type": "input_video", "video_url": 5}, "with a URL in video_url"),
+        ({"type": "input_video", "video_url": "file:///etc/passwd"}, "reads no local files"),
+    ):
+        with pytest.raises(Exception, match=words):
+            client.responses.create(model="tiny", input=[{"role": "user", "content": [part]}])
 
 
 def test_generate_and_chat_of_the_python_api(model):

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
+from tests.tiny_vision import write_tiny_vision
 
 FOLDER = ROOT / "examples" / "clients"
 SCRIPTS = {
@@ -13,6 +14,7 @@ SCRIPTS = {
     "pydantic_ai_agent": "pydantic_ai",
     "instructor_object": "instructor",
 }
+WITH_IMAGES = {"langchain_images": "langchain_openai", "litellm_images": "litellm"}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -24,5 +26,15 @@ def test_an_example_runs(start_server, docs_5m, name):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("name", WITH_IMAGES)
+def test_an_example_sends_images(start_server, tmp_path, name):
+    pytest.importorskip(WITH_IMAGES[name])
+    folder = write_tiny_vision(tmp_path / "qwen3_vl", "qwen3_vl")
+    server = start_server(folder, "--served-model-name", "tiny", "--dtype", "float32")
+    command = [sys.executable, FOLDER / f"{name}.py", f"{server.url}/v1", "--model", "tiny"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
 def test_each_example_is_tested():
-    assert {path.stem for path in FOLDER.glob("*.py")} == {*SCRIPTS}
+    assert {path.stem for path in FOLDER.glob("*.py")} == {*SCRIPTS, *WITH_IMAGES}
