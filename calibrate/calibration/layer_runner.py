@@ -27,7 +27,7 @@ from calibrate.float_model import FloatModel
 from calibrate.layer_map import LayerMap
 from formats.architecture.flags import is_set
 from formats.checkpoint import CheckpointReader
-from formats.errors import CheckpointError, one_line
+from formats.errors import CheckpointError, InputError, one_line
 from formats.numerics.alibi import alibi_slopes
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]  # applied to a linear's input
@@ -74,6 +74,12 @@ class LayerRunner:
         self._layer_class = next(getattr(module, name) for name in classes if hasattr(module, name))
         self._mamba_factors = getattr(module, "compute_mup_vector", None)
         self._rotary = None
+        if row.streams:
+            raise InputError(
+                row.architecture,
+                "its layers read several streams of hidden states, which calibration does not run",
+                "give --recipe rtn",
+            )
         # Layers with rotary_dim_key have tables of their own.
         if row.rotates(vars(config)) and not row.rotary_dim_key:
             # That of a model which also sees pictures has a name of its own.

@@ -29,6 +29,7 @@ from formats.errors import CheckpointError
 HEAD = "lm_head.weight"
 # Key that text_part.py adds for files whose float stacks of experts have either order of dims.
 EITHER_ORDER = "expert_stacks_of_either_order"
+STREAMS = 4  # of hidden states, in families with several
 MAX_LAYERS = 10_000  # far more than any model has
 # Suffixes of tensors that older writers store although every reader computes them.
 DERIVED = ("rotary_emb.inv_freq",)
@@ -58,7 +59,8 @@ class Family:
     gated_attention: bool = False
     sinks: str = ""  # tensor of a layer: attention sinks, one score per head
     layer_scalar: str = ""  # tensor of a layer: a factor of what it returns
-    # Tensors of a layer: learned numbers of the activation, by their names in its block.
+    # Tensors of a layer: learned numbers of the activation or of other blocks, by their names
+    # there.
     activation_tensors: Mapping[str, tuple[str, Shape]] = field(default_factory=dict)
     value_norm: bool = False  # values are normed by head, without weights
     # Fields that differ in layers with full attention, by `layer_types`; sizes call the width of
@@ -70,6 +72,10 @@ class Family:
     shared_layers_key: str = ""
     wide_shared: Flag = False
     layer_inputs: LayerInputs | None = None  # None: layers read the residual stream alone
+    float_linears: tuple[str, ...] = ()  # of those tensors, linears in transformers' modules
+    # Names of the matrices [hidden_size, hidden_size], numbered from 0, that make the other streams
+    # of hidden states from embeddings, and of those that lead back; empty: there is one stream.
+    streams: tuple[str, ...] = ()
     gated: bool = True  # gate_up makes gate and up; down reads activation(gate) * up
     # Attention and feed-forward read the same norm, and both outputs are added to its input. That
     # norm `feeds` the projection of attention.
@@ -373,7 +379,13 @@ class Family:
             shapes[self.positions.name] = (("positions",), ("hidden_size",))
         if self.layer_inputs is not None:
             shapes |= self.layer_inputs.tensors
-        return shapes
+        square = (("hidden_size",), ("hidden_size",))
+        return shapes | {f"{name}.weight": square for name in self.stream_linears}
+
+    @property
+    def stream_linears(self) -> tuple[str, ...]:
+        """Return the names of the linears that make streams and lead back."""
+        return tuple(f"{name}.{number}" for name in self.streams for number in range(STREAMS - 1))
 
     @property
     def head_bias_name(self) -> str:

@@ -45,7 +45,14 @@ def routing_linears(family: Family, config: Mapping[str, Any]) -> dict[str, str]
     The values are the reasons.
     """
     if family.layer_inputs is not None:
-        return {family.layer_inputs.model_projection: "makes inputs of all layers"}
+        layers = range(config[family.num_layers_key]) if family.float_linears else ()
+        prefixes = [family.layer.format(i=i) for i in layers]
+        of_layers = [f"{prefix}.{name}" for prefix in prefixes for name in family.float_linears]
+        return {
+            family.layer_inputs.model_projection: "makes inputs of all layers",
+            **dict.fromkeys(family.stream_linears, "makes streams of hidden states"),
+            **dict.fromkeys(of_layers, "too small"),
+        }
     experts = family.experts
     if experts is None:
         return {}
