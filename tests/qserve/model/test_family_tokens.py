@@ -967,7 +967,7 @@ def test_rms_norm_of_gemma_keeps_float32_weights(model_of):
         *("gpt2", "opt", "falcon", "cohere", "nemotron", "bloom", "mpt"),
         *("granite_moe", "llama4", "gemma4", "deepseek_v2", "glm4_moe_lite"),
         *("gemma4_moe", "gemma4_shared", "apertus"),
-        *("phimoe", "nanochat", "hy_v3", "hyperclovax"),
+        *("phimoe", "nanochat", "hy_v3", "hyperclovax", "gemma3n"),
     ],
 )
 def test_logits_on_a_gpu_are_the_cpus(written, name):
