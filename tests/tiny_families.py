@@ -546,7 +546,21 @@ TINY_FAMILIES |= {
         },
     ),
 }
+# no context of the tests is longer than what a query selects
+INDEXER = {"index_topk": 64, "index_n_heads": 2, "index_head_dim": 32, "q_lora_rank": 96}
 TINY_FAMILIES |= {
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        {
+            **{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},
+            **{**GROUPS, **INDEXER, "rope_parameters": YARN},
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsaConfig",
+        {**LATENT, **INDEXER, "n_group": 1, "topk_group": 1, "pad_token_id": 0},
+    ),
     "gemma3n": (
         "Gemma3nTextConfig",
         {
@@ -579,6 +593,7 @@ TINY_FAMILIES |= {"apertus": ("ApertusConfig", {"pad_token_id": 0, "head_dim": 3
 ROWS += ("apertus",)
 ROWS += ("gemma4_moe", "gemma4_shared")
 ROWS += ("phimoe", "nanochat", "mellum", "hy_v3", "hyperclovax", "youtu", "gemma3n")
+ROWS += ("deepseek_v32", "glm_moe_dsa")
 # families whose layers have states
 STATES = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"),

@@ -72,7 +72,11 @@ class Family:
     shared_layers_key: str = ""
     wide_shared: Flag = False
     layer_inputs: LayerInputs | None = None  # None: layers read the residual stream alone
-    float_linears: tuple[str, ...] = ()  # of those tensors, linears in transformers' modules
+    # Key of config.json: keys that a query selects, by an indexer. Contexts that are no longer see
+    # all of them, and need no indexer; longer ones are refused.
+    selected_keys: str = ""
+    unread_modules: tuple[str, ...] = ()  # modules of a layer whose tensors are not used
+    float_linears: tuple[str, ...] = ()  # other linears of a layer, which are never quantized
     # Names of the matrices [hidden_size, hidden_size], numbered from 0, that make the other streams
     # of hidden states from embeddings, and of those that lead back; empty: there is one stream.
     streams: tuple[str, ...] = ()
@@ -218,6 +222,10 @@ class Family:
         if self.draft_prefix:
             layers = (*layers, self.draft_prefix)
         count = config.get(self.num_layers_key)
+        if is_size(count) and self.unread_modules:
+            prefixes = [self.layer.format(i=i) for i in range(min(count, MAX_LAYERS))]
+            own = [f"{prefix}.{name}." for prefix in prefixes for name in self.unread_modules]
+            layers = (*layers, *own)
         if not is_size(count) or not is_size(config.get(self.shared_layers_key)):
             return layers
         # published files have them all the same

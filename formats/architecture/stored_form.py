@@ -294,6 +294,20 @@ def _glm_lite(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**_query_rank(768)(config), **_expert_layers(config)}
 
 
+def _selecting(rank: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Return what fills in transformers' defaults of attention that selects keys."""
+
+    def derive(config: Mapping[str, Any]) -> dict[str, Any]:
+        first = config.get("first_k_dense_replace", 3)
+        return {
+            **_query_rank(rank)(config),
+            **_expert_layers({**config, "first_k_dense_replace": first}),
+            "index_topk": config.get("index_topk", 2048),
+        }
+
+    return derive
+
+
 def _minicpm3(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the divisor of logits, and the widths that transformers fills in."""
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
@@ -424,6 +438,8 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "ernie4_5_moe": _ernie_moe,
     "deepseek_v2": _query_rank(1536),
     "deepseek_v3": _query_rank(1536),
+    "deepseek_v32": _selecting(1536),
+    "glm_moe_dsa": _selecting(2048),
     "glm4_moe_lite": _glm_lite,
     "exaone_moe": _expert_layers,
     "hy_v3": _expert_layers,

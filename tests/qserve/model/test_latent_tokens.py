@@ -371,6 +371,20 @@ def test_what_latents_do_not_support_is_refused(model_of, flag, setting):
         LLM(model_of("moonlight"), device="cpu", max_model_len=64, **setting)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_contexts_beyond_the_selected_keys_are_refused(tiny_model, transformers_model, family):
+    """Up to them transformers selects all keys; with more, its indexer leaves some out."""
+    folder = tiny_model(family)
+    words = "expected 2 to 64 .config.json: index_topk: attention that selects keys"
+    with pytest.raises(InputError, match=f"--max-model-len: {words}"):
+        LLM(folder, device="cpu", max_model_len=65)
+    llm = LLM(folder, device="cpu")
+    ids = torch.randint(3, 500, (1, 100), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        want = transformers_model(folder)(ids).logits[0]
+    assert relative(llm.logits(ids[0, :64].tolist()), want[:64]) < 1e-5
+
+
 def test_scales_of_keys_are_not_calibrated(model_of, tmp_path):
     with pytest.raises(InputError, match="`kv_cache`: does not work with DeepseekV3.*latents"):
         quantized(model_of("moonlight"), tmp_path / "model", kv_cache="int8")
