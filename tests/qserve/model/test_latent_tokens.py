@@ -4,6 +4,7 @@ test_family_tokens.py runs the usual tiny models; here is what their configs do 
 is planted wrong, Kimi-K2's files, and what is refused.
 """
 
+import json
 import random
 from dataclasses import replace
 
@@ -24,6 +25,7 @@ from qserve.params.sampling_params import SamplingParams
 from tests.qserve.engine.make_step import make_step
 from tests.qserve.model.test_family_tokens import FEW_PAGES, check_greedy, count_preemptions
 from tests.qserve.model.variants import TOKENS, edited, logits, model_maker, relative
+from tests.qserve.speculation.mtp_model import make_mtp
 from tests.tiny_families import GROUPS, LATENT, YARN
 
 NO_ROPE_SCALING = {"rope_type": "default", "rope_theta": 50000.0}
@@ -383,6 +385,22 @@ def test_contexts_beyond_the_selected_keys_are_refused(tiny_model, transformers_
     with torch.no_grad():
         want = transformers_model(folder)(ids).logits[0]
     assert relative(llm.logits(ids[0, :64].tolist()), want[:64]) < 1e-5
+
+
+def test_mtp_layer_of_attention_that_selects_keys(tmp_path):
+    """Its indexer is not read, either."""
+    folder = make_mtp(tmp_path / "model", agreement=0.7, family="glm_moe_dsa")
+    config = read_json(folder / "config.json")
+    for key in ("mlp_layer_types", "indexer_types", "layer_types"):
+        config[key] = config[key][:3]
+    (folder / "config.json").write_text(json.dumps(config))
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+    found = []
+    for drafter in (None, {"method": "mtp", "num_speculative_tokens": 2}):
+        llm = LLM(folder, device="cpu", max_model_len=48, speculative_config=drafter)
+        (output,) = llm.generate([[5, 9, 77, 3, 8]], params, use_tqdm=False)
+        found.append(output.outputs[0].token_ids)
+    assert found[0] == found[1]
 
 
 def test_scales_of_keys_are_not_calibrated(model_of, tmp_path):
