@@ -852,6 +852,17 @@ def test_a_wrong_reading_is_seen(model_of, wrong):
     assert relative(llm.logits(TOKENS), right) > 1e-3
 
 
+@pytest.mark.parametrize(
+    ("architecture", "model_type"),
+    [("InternLM3ForCausalLM", "internlm3"), ("IQuestCoderForCausalLM", "iquestcoder")],
+)
+def test_models_with_llamas_layers(model_of, tmp_path, architecture, model_type):
+    """transformers builds them as Llama; their files have names of their own in config.json."""
+    names = {"architectures": [architecture], "model_type": model_type}
+    folder = edited(model_of("llama"), tmp_path / "x", config=lambda config: config.update(names))
+    assert torch.equal(logits(folder), logits(model_of("llama")))
+
+
 def test_adapters_of_four_linears_in_one_matrix_are_refused(model_of):
     with pytest.raises(
         InputError, match="--enable-lora: does not work with Afmoe.*adapters take 3"
