@@ -181,11 +181,12 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
             adds_one = config_class.startswith(
                 ("Gemma", "VaultGemma", "Qwen3Next", "Qwen3_5", "NemotronC")
             )
-            adds_one &= not config_class.startswith("Gemma4")
+            adds_one &= not config_class.startswith(("Gemma4", "Gemma3n"))
             is_norm = "norm" in name and "bias" not in name
             is_one = is_norm and (not adds_one or "linear_attn" in name)
             torch.nn.init.normal_(parameter, float(is_one), 0.2)
-        if name.endswith(("router.scale", "per_expert_scale", "alpha_p", "alpha_n")):
+        scales = ("router.scale", "per_expert_scale", "alpha_p", "alpha_n", "output_scale")
+        if name.endswith(scales):
             torch.nn.init.normal_(parameter, 1.0, 0.4)
         if name.endswith(".D"):
             torch.nn.init.normal_(parameter)

@@ -546,6 +546,36 @@ TINY_FAMILIES |= {
         },
     ),
 }
+# no context of the tests is longer than what a query selects
+INDEXER = {"index_topk": 64, "index_n_heads": 2, "index_head_dim": 32, "q_lora_rank": 96}
+TINY_FAMILIES |= {
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        {
+            **{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},
+            **{**GROUPS, **INDEXER, "rope_parameters": YARN},
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsaConfig",
+        {**LATENT, **INDEXER, "n_group": 1, "topk_group": 1, "pad_token_id": 0},
+    ),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        {
+            **{"head_dim": 16, "sliding_window": 9, "final_logit_softcapping": 3.0},
+            **{"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 512},
+            **{"num_hidden_layers": 5, "num_kv_shared_layers": 2, "laurel_rank": 8},
+            "activation_sparsity_pattern": [0.8, 0.8, 0.0, 0.0, 0.0],
+            "layer_types": [
+                *("sliding_attention", "full_attention", "sliding_attention"),
+                *("full_attention", "sliding_attention"),
+            ],
+            "tie_word_embeddings": True,
+        },
+    ),
+}
 # rows of what other families have, too: a few tests run them
 ROWS = ("gpt_bigcode", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "hunyuan", "olmoe", "dots1")
 ROWS += ("granite_moe_shared", "hunyuan_moe", "falcon_rw")
@@ -562,13 +592,14 @@ ROWS += ("mistral4",)
 TINY_FAMILIES |= {"apertus": ("ApertusConfig", {"pad_token_id": 0, "head_dim": 32})}
 ROWS += ("apertus",)
 ROWS += ("gemma4_moe", "gemma4_shared")
-ROWS += ("phimoe", "nanochat", "mellum", "hy_v3", "hyperclovax", "youtu")
+ROWS += ("phimoe", "nanochat", "mellum", "hy_v3", "hyperclovax", "youtu", "gemma3n")
+ROWS += ("deepseek_v32", "glm_moe_dsa")
 # families whose layers have states
 STATES = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"),
     *("granite_hybrid", "granite_hybrid_moe", "falcon_h1", "nemotron_h", "nemotron_h_moe"),
     *("bamba", "nemotron_h_latent"),
 )
-WITHOUT_RANKS = (*STATES, "gemma4", "gemma4_moe", "gemma4_shared")  # ranks are refused
+WITHOUT_RANKS = (*STATES, "gemma4", "gemma4_moe", "gemma4_shared", "gemma3n")  # ranks are refused
 # four linears in one matrix
 WITHOUT_ADAPTERS = ("afmoe",)

@@ -27,10 +27,20 @@ from calibrate.float_model import FloatModel
 from calibrate.layer_map import LayerMap
 from formats.architecture.flags import is_set
 from formats.checkpoint import CheckpointReader
-from formats.errors import CheckpointError, one_line
+from formats.errors import CheckpointError, InputError, one_line
 from formats.numerics.alibi import alibi_slopes
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]  # applied to a linear's input
+
+
+# model_type -> names of transformers' modules: names of files
+OTHER_NAMES = {
+    "phimoe": {"block_sparse_moe.router.weight": "block_sparse_moe.gate.weight"},
+    "hy_v3": {
+        "mlp.gate.weight": "mlp.router.gate.weight",
+        "mlp.e_score_correction_bias": "mlp.expert_bias",
+    },
+}
 
 
 class LayerRunner:
@@ -74,6 +84,12 @@ class LayerRunner:
         self._layer_class = next(getattr(module, name) for name in classes if hasattr(module, name))
         self._mamba_factors = getattr(module, "compute_mup_vector", None)
         self._rotary = None
+        if row.streams:
+            raise InputError(
+                row.architecture,
+                "its layers read several streams of hidden states, which calibration does not run",
+                "give --recipe rtn",
+            )
         # Layers with rotary_dim_key have tables of their own.
         if row.rotates(vars(config)) and not row.rotary_dim_key:
             # That of a model which also sees pictures has a name of its own.
@@ -139,8 +155,14 @@ class LayerRunner:
                 elif correction and hasattr(getattr(mixture, "gate", None), correction):
                     stored[f"{own}.gate.{correction}"] = f"{experts.module}.{correction}"
                 router = experts.router.rpartition(".")[0]
-                if hasattr(module.get_submodule(router), "weight"):  # GraniteMoE's
+                kind = self.layer_map.family.model_type
+                if kind in OTHER_NAMES:
+                    stored |= OTHER_NAMES[kind]
+                elif hasattr(module.get_submodule(router), "weight"):  # GraniteMoE's
                     stored[f"{router}.weight"] = f"{experts.router}.weight"
+                if kind == "hy_v3":
+                    mixture.shared_mlp = mixture.shared_experts
+                    second = (*second, f"{own}.shared_experts.")
         built = {n: w for n, w in module.state_dict().items() if not n.startswith(second)}
         wanted = {name: stored.get(name, name) for name in built}
         missing = [name for name in wanted.values() if name not in state]
@@ -228,6 +250,8 @@ class LayerRunner:
         others: dict[str, Any] = {"alibi": None} if "alibi" in accepted else {}
         if self.layer_map.family.alibi:
             others, mask = self._biases(hidden_BSD, mask, "alibi" in accepted)
+        if "prev_topk_indices" in accepted:
+            others["prev_topk_indices"] = self._all_keys(hidden_BSD)
         inputs_BSD = hidden_BSD
         if self.carried is not None:
             others = self.carried.arguments(hidden_BSD, layer)
@@ -247,6 +271,19 @@ class LayerRunner:
             with torch.set_grad_enabled(grad):
                 return self.carried.joined(output, hidden_BSD, layer, others)
         return with_added(output, layer, media)
+
+    def _all_keys(self, hidden_BSD: torch.Tensor) -> torch.Tensor:
+        """Return the keys that an earlier layer's indexer selects for each query: all of them.
+
+        Raises InputError for windows in which it would leave some out.
+        """
+        key = self.layer_map.family.selected_keys
+        (B, S), most = hidden_BSD.shape[:2], getattr(self.config, key)
+        if most < S:
+            raise InputError(
+                f"windows of {S} tokens", f"expected at most {key}, {most}", "use shorter ones"
+            )
+        return torch.arange(S, dtype=torch.int32, device=self.device).expand(B, S, S)
 
     def _biases(
         self, hidden_BSD: torch.Tensor, mask: torch.Tensor, by_name: bool
@@ -328,7 +365,8 @@ class LayerRunner:
         """
         window = self.config.sliding_window if kind == "sliding_attention" else None
         chunk = self.config.attention_chunk_size if kind == "chunked_attention" else None
-        if not self.eager and (window or chunk or length) >= length:
+        selects = self.layer_map.family.selected_keys  # an indexer reads the mask
+        if not (self.eager or selects) and (window or chunk or length) >= length:
             return None
         ids_S = torch.arange(length, device=self.device)
         distance_SS = ids_S[:, None] - ids_S

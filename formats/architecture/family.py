@@ -29,6 +29,7 @@ from formats.errors import CheckpointError
 HEAD = "lm_head.weight"
 # Key that text_part.py adds for files whose float stacks of experts have either order of dims.
 EITHER_ORDER = "expert_stacks_of_either_order"
+STREAMS = 4  # of hidden states, in families with several
 MAX_LAYERS = 10_000  # far more than any model has
 # Suffixes of tensors that older writers store although every reader computes them.
 DERIVED = ("rotary_emb.inv_freq",)
@@ -58,7 +59,8 @@ class Family:
     gated_attention: bool = False
     sinks: str = ""  # tensor of a layer: attention sinks, one score per head
     layer_scalar: str = ""  # tensor of a layer: a factor of what it returns
-    # Tensors of a layer: learned numbers of the activation, by their names in its block.
+    # Tensors of a layer: learned numbers of the activation or of other blocks, by their names
+    # there.
     activation_tensors: Mapping[str, tuple[str, Shape]] = field(default_factory=dict)
     value_norm: bool = False  # values are normed by head, without weights
     # Fields that differ in layers with full attention, by `layer_types`; sizes call the width of
@@ -70,6 +72,14 @@ class Family:
     shared_layers_key: str = ""
     wide_shared: Flag = False
     layer_inputs: LayerInputs | None = None  # None: layers read the residual stream alone
+    # Key of config.json: keys that a query selects, by an indexer. Contexts that are no longer see
+    # all of them, and need no indexer; longer ones are refused.
+    selected_keys: str = ""
+    unread_modules: tuple[str, ...] = ()  # modules of a layer whose tensors are not used
+    float_linears: tuple[str, ...] = ()  # other linears of a layer, which are never quantized
+    # Names of the matrices [hidden_size, hidden_size], numbered from 0, that make the other streams
+    # of hidden states from embeddings, and of those that lead back; empty: there is one stream.
+    streams: tuple[str, ...] = ()
     gated: bool = True  # gate_up makes gate and up; down reads activation(gate) * up
     # Attention and feed-forward read the same norm, and both outputs are added to its input. That
     # norm `feeds` the projection of attention.
@@ -212,6 +222,10 @@ class Family:
         if self.draft_prefix:
             layers = (*layers, self.draft_prefix)
         count = config.get(self.num_layers_key)
+        if is_size(count) and self.unread_modules:
+            prefixes = [self.layer.format(i=i) for i in range(min(count, MAX_LAYERS))]
+            own = [f"{prefix}.{name}." for prefix in prefixes for name in self.unread_modules]
+            layers = (*layers, *own)
         if not is_size(count) or not is_size(config.get(self.shared_layers_key)):
             return layers
         # published files have them all the same
@@ -373,7 +387,13 @@ class Family:
             shapes[self.positions.name] = (("positions",), ("hidden_size",))
         if self.layer_inputs is not None:
             shapes |= self.layer_inputs.tensors
-        return shapes
+        square = (("hidden_size",), ("hidden_size",))
+        return shapes | {f"{name}.weight": square for name in self.stream_linears}
+
+    @property
+    def stream_linears(self) -> tuple[str, ...]:
+        """Return the names of the linears that make streams and lead back."""
+        return tuple(f"{name}.{number}" for name in self.streams for number in range(STREAMS - 1))
 
     @property
     def head_bias_name(self) -> str:

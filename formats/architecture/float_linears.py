@@ -44,16 +44,19 @@ def routing_linears(family: Family, config: Mapping[str, Any]) -> dict[str, str]
 
     The values are the reasons.
     """
+    found, layers = {}, range(config[family.num_layers_key])
+    prefixes = [family.layer.format(i=i) for i in layers]
     if family.layer_inputs is not None:
-        return {family.layer_inputs.model_projection: "makes inputs of all layers"}
+        found[family.layer_inputs.model_projection] = "makes inputs of all layers"
+    found |= dict.fromkeys(family.stream_linears, "makes streams of hidden states")
+    own = [f"{prefix}.{name}" for prefix in prefixes for name in family.float_linears]
+    found |= dict.fromkeys(own, "no product of the layers that are quantized")
     experts = family.experts
-    if experts is None:
-        return {}
-    layers = range(config[family.num_layers_key])
-    prefixes = [family.layer.format(i=i) for i in layers if experts.stand_in(i, config)]
-    return {
-        f"{prefix}.{name}": why for prefix in prefixes for name, why in of_routing(experts).items()
-    }
+    if experts is not None:
+        for i in layers:
+            if experts.stand_in(i, config):
+                found |= {f"{prefixes[i]}.{n}": why for n, why in of_routing(experts).items()}
+    return found
 
 
 def of_routing(experts: Experts) -> dict[str, str]:

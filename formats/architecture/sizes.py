@@ -17,6 +17,7 @@ _NUMBERS = (
     *("conv_L_cache", "shared_intermediate_size"),
     *("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
     *("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
+    *("laurel_rank", "altup_num_inputs"),
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
 
@@ -118,6 +119,7 @@ def named_sizes(
     found["wide_intermediate_size"] = found["intermediate_size"] and 2 * found["intermediate_size"]
     width, layers = found["hidden_size_per_layer_input"], config.get("num_hidden_layers")
     found["layer_inputs"] = width * layers if width and is_size(layers) else None
+    found["altup_squared"] = found["altup_num_inputs"] and found["altup_num_inputs"] ** 2
     found |= _latent_sizes(found)
     found["q_and_gate"] = found["q"] and 2 * found["q"]
     keys, values = (

@@ -189,6 +189,33 @@ def _gemma4(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _gemma3n(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the width of all feed-forwards, which files list by layer, and transformers' defaults.
+
+    Raises CheckpointError where layers differ.
+    """
+    found, inner = {}, config.get("intermediate_size")
+    if isinstance(inner, list) and inner:
+        if any(each != inner[0] for each in inner):
+            raise CheckpointError(
+                "config.json intermediate_size",
+                f"expected the same width in each layer, found {inner!r:.80}",
+                "use a model whose layers are alike",
+            )
+        found["intermediate_size"] = inner[0]
+    return {
+        **found,
+        **_known(
+            altup_num_inputs=config.get("altup_num_inputs", 4),
+            laurel_rank=config.get("laurel_rank", 64),
+            hidden_size_per_layer_input=config.get("hidden_size_per_layer_input", 256),
+            vocab_size_per_layer_input=config.get("vocab_size_per_layer_input", 262144),
+            global_head_dim=config.get("head_dim", 256),
+            num_global_key_value_heads=config.get("num_key_value_heads", 2),
+        ),
+    }
+
+
 def _llama4(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the layers without experts; config.json states those with, or an interval."""
     count, every = config.get("num_hidden_layers"), config.get("interleave_moe_layer_step", 1)
@@ -265,6 +292,20 @@ def _query_rank(default: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
 
 def _glm_lite(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**_query_rank(768)(config), **_expert_layers(config)}
+
+
+def _selecting(rank: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Return what fills in transformers' defaults of attention that selects keys."""
+
+    def derive(config: Mapping[str, Any]) -> dict[str, Any]:
+        first = config.get("first_k_dense_replace", 3)
+        return {
+            **_query_rank(rank)(config),
+            **_expert_layers({**config, "first_k_dense_replace": first}),
+            "index_topk": config.get("index_topk", 2048),
+        }
+
+    return derive
 
 
 def _minicpm3(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -397,6 +438,8 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "ernie4_5_moe": _ernie_moe,
     "deepseek_v2": _query_rank(1536),
     "deepseek_v3": _query_rank(1536),
+    "deepseek_v32": _selecting(1536),
+    "glm_moe_dsa": _selecting(2048),
     "glm4_moe_lite": _glm_lite,
     "exaone_moe": _expert_layers,
     "hy_v3": _expert_layers,
@@ -412,6 +455,7 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "nemotron_h": _nemotron_h,
     "hunyuan_v1_moe": _hunyuan_moe,
     "llama4_text": _llama4,
+    "gemma3n_text": _gemma3n,
     "gemma4_text": _gemma4,
     "bloom": _bloom,
     "mpt": _mpt,

@@ -35,6 +35,7 @@ WRAPPERS = (
     "SmolVLMForConditionalGeneration",
     # text alone: their towers are not served
     "Exaone4_5_ForConditionalGeneration",
+    "Gemma3nForConditionalGeneration",
     "Gemma4UnifiedForConditionalGeneration",
     "Glm46VForConditionalGeneration",
     "Glm4vForConditionalGeneration",

@@ -11,6 +11,7 @@ from formats.architecture.rows.latent_parts import KEYS_VALUES, QUERIES
 from qkernels.lora.weights import TABLE_COLUMNS, LoraWeights
 from qserve.lora.layout import AdapterLayout, PackedAdapter, Place
 from qserve.model.blocks.dense_and_experts import DenseAndExperts
+from qserve.model.blocks.gemma.altup import SparseMlp
 from qserve.model.blocks.latent_adapters import LatentAdapters
 from qserve.model.blocks.linear import AdaptedLinear, AdaptedRows, RowParallel
 from qserve.model.blocks.mlp import Mlp
@@ -114,5 +115,5 @@ def _linear_of(decoder: Decoder, place: Place) -> tuple[torch.nn.Module, str]:
         mlp, gate_up = mlp.shared.mlp, family.experts.shared.gate_up
     else:
         gate_up = family.gate_up
-    assert isinstance(mlp, Mlp | XieluMlp), f"{place.projection.name} is in no MLP"
+    assert isinstance(mlp, Mlp | XieluMlp | SparseMlp), f"{place.projection.name} is in no MLP"
     return mlp, "up_proj" if place.projection == gate_up else "down_proj"

@@ -10,8 +10,9 @@ import torch
 
 from qserve.model.blocks.attention import StepInputs
 from qserve.model.blocks.embedding import Embedding
-from qserve.model.blocks.layer import Layer, ScaledLayer
-from qserve.model.blocks.layer_inputs import LayerInputs
+from qserve.model.blocks.gemma.altup import Streams
+from qserve.model.blocks.gemma.layer_inputs import LayerInputs
+from qserve.model.blocks.layer import Layer
 from qserve.model.blocks.linear import Linear, Product, products_of
 from qserve.model.blocks.norm import Norm
 from qserve.model.cache_spec import Cache
@@ -53,6 +54,7 @@ class Decoder(torch.nn.Module):
         self._sum = Norm(None, 0.0)
         self.logits_divisor, self.logits_factor = logits_divisor, logits_factor
         self.logits_cap = logits_cap
+        self.streams: Streams | None = None  # of Gemma 3n; its builder fills it
         self.classifier: torch.Tensor | None = None  # [labels, C]; the loader fills it
         # Of linears that ranks share out, by name, ours; the loader fills it.
         self.parts: Mapping[str, LinearPart] = {}
@@ -78,7 +80,7 @@ class Decoder(torch.nn.Module):
         for layer in self.layers:
             yield from layer.attention.products()
             yield from layer.mlp.products()
-            if isinstance(layer, ScaledLayer) and layer.layer_input is not None:
+            if getattr(layer, "layer_input", None) is not None:
                 yield from layer.layer_input.products()
         if self.head is not None:
             yield from products_of(self.head, None)
@@ -197,6 +199,8 @@ class Decoder(torch.nn.Module):
         inputs_TLP = None
         if self.layer_inputs is not None:
             inputs_TLP = self.layer_inputs(token_ids_T, x_TC, step.positions_T)
+        if self.streams is not None:
+            x_TC = self.streams.split(x_TC)
         added = () if step.embeds is None else step.embeds.added_MC
         states: list[torch.Tensor] = []
         for number, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
@@ -206,6 +210,8 @@ class Decoder(torch.nn.Module):
             x_TC, residual_TC = layer(x_TC, residual_TC, step, cache, tapped)
             if number < len(added):
                 residual_TC = step.embeds.added_to(residual_TC, number)
+        if self.streams is not None:
+            x_TC = self.streams.merge(x_TC)
         hidden_TC, last_TC = self.norm(x_TC, residual_TC, None)
         found = dict(zip(sorted(n for n in set(taps) if n < len(self.layers)), states, strict=True))
         return hidden_TC, tuple(found.get(tap, last_TC) for tap in taps)

@@ -42,7 +42,7 @@ def solved(folder, ids_WS, **settings):
     return model, weights
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma3", marks=pytest.mark.exhaustive)])
 def test_codes_are_the_pipelines(tiny_model, tmp_path, family):
     """Of families with a row: layers of two kinds, with masks and rotations of their own."""
     folder, ids_WS = tiny_model(family), windows()
@@ -78,7 +78,7 @@ def made(folder, kind, **changed):
     return folder
 
 
-@pytest.mark.parametrize("kind", ["olmo", "bitnet"])
+@pytest.mark.parametrize("kind", ["olmo", pytest.param("bitnet", marks=pytest.mark.exhaustive)])
 def test_predictions_are_nearer_than_rounded_ones(tmp_path, kind):
     folder, ids_WS = made(tmp_path / kind, kind), windows(40, 64)
     model, _ = solved(folder, ids_WS[:32])

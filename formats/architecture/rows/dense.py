@@ -11,6 +11,7 @@ from formats.architecture.rows.classic_parts import (
     HYPERCLOVA,
     NORMS_OF_ROTATED_HEADS,
 )
+from formats.architecture.rows.gemma3n import GEMMA_3N
 from formats.architecture.rows.gemma4 import GEMMA_4
 from formats.architecture.rows.parts import (
     ATTENTION_BIAS,
@@ -120,6 +121,13 @@ DENSE = (
         builder="gemma.gemma3",
         **GEMMA,
         norms=(*GEMMA_NORMS, *HEAD_NORMS),
+    ),
+    family_row(
+        "Gemma3nForCausalLM",
+        "Gemma 3n (text)",
+        "gemma3n_text",
+        builder="gemma.gemma3n",
+        **GEMMA_3N,
     ),
     family_row(
         "Gemma4ForCausalLM", "Gemma 4 (text)", "gemma4_text", builder="gemma.gemma4", **GEMMA_4

@@ -40,7 +40,7 @@ _EXPERTS = experts(
     ),
     with_dense=True,
 )
-_LAYER_INPUTS = LayerInputs(
+LAYER_INPUTS = LayerInputs(
     width_key=_WIDTH,
     table="model.embed_tokens_per_layer.weight",
     model_projection="model.per_layer_model_projection",
@@ -79,6 +79,6 @@ GEMMA_4: dict[str, Any] = {
     "config_keys": {"num_experts_per_tok": "top_k_experts"},
     "variants": (
         ("enable_moe_block", {"experts": _EXPERTS, "fixed": {**_FIXED, _WIDTH: 0}}),
-        (_WIDTH, {"layer_inputs": _LAYER_INPUTS}),
+        (_WIDTH, {"layer_inputs": LAYER_INPUTS}),
     ),
 }

@@ -3,6 +3,8 @@
 from formats.architecture.rows.latent_parts import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    DEEPSEEK_V32,
+    GLM_5,
     GLM_LITE,
     MINICPM_3,
     MISTRAL_4,
@@ -18,6 +20,8 @@ LATENT = (
         "deepseek_v3",
         **DEEPSEEK_V3,
     ),
+    family_row("DeepseekV32ForCausalLM", "DeepSeek-V3.2", "deepseek_v32", **DEEPSEEK_V32),
+    family_row("GlmMoeDsaForCausalLM", "GLM-5", "glm_moe_dsa", **GLM_5),
     family_row("Glm4MoeLiteForCausalLM", "GLM-4.7-Flash", "glm4_moe_lite", **GLM_LITE),
     family_row("YoutuForCausalLM", "Youtu-LLM", "youtu", **YOUTU),
     family_row("MiniCPM3ForCausalLM", "MiniCPM3", "minicpm3", **MINICPM_3),

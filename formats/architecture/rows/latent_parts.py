@@ -112,6 +112,13 @@ GLM_LITE: dict[str, Any] = {
     ),
     "fixed": {**_FIXED, "topk_method": "noaux_tc"},
 }
+_SELECTING: dict[str, Any] = {
+    "selected_keys": "index_topk",
+    "unread_modules": ("self_attn.indexer",),
+    "float_linears": tuple(f"self_attn.indexer.{name}" for name in ("wq_b", "wk", "weights_proj")),
+}
+DEEPSEEK_V32: dict[str, Any] = {**GLM_LITE, "fixed": DEEPSEEK_V3["fixed"], **_SELECTING}
+GLM_5: dict[str, Any] = {**GLM_LITE, **_SELECTING}
 MISTRAL_4: dict[str, Any] = {
     **LATENT,
     "experts": experts(

@@ -12,7 +12,7 @@ from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput
 from qserve.model.blocks.attention import StepInputs
 from qserve.model.blocks.dense_and_experts import DenseAndExperts
-from qserve.model.blocks.layer_inputs import LayerInput
+from qserve.model.blocks.gemma.layer_inputs import LayerInput
 from qserve.model.blocks.linear import LinearPlan, Product
 from qserve.model.blocks.norm import BranchEnd, BranchOutput, Norm
 from qserve.model.cache_spec import Cache, CacheSpec, KvFormat

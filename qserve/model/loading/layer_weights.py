@@ -18,8 +18,8 @@ from formats.numerics.alibi import alibi_slopes
 from qkernels import ops
 from qkernels.choice import FIXED_ORDER
 from qkernels.moe.experts import PreparedExperts
+from qserve.model.blocks.gemma.layer_inputs import LayerInput
 from qserve.model.blocks.latent_attention import LatentShape
-from qserve.model.blocks.layer_inputs import LayerInput
 from qserve.model.blocks.linear import (
     FloatLinear,
     GatheredInput,

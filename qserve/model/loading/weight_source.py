@@ -203,12 +203,15 @@ class WeightSource:
                 self.quant.zeros,
                 self._mislabelled,
             )
+        # of layers that draft, too, whose numbers follow the model's
+        modules = [f".{module}." for module in self.family.unread_modules]
         left = {
             name
             for name in self.reader.entries.keys() - self._used
             if not name.endswith(DERIVED)
             and not name.startswith((*self._unread, *unread))
             and name.rpartition(".")[0] not in without
+            and not any(module in name for module in modules)
             and not self._is_zero_bias(name)
         }
         if self._tied_head:

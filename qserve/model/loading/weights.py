@@ -22,7 +22,8 @@ from formats.in_memory.weights import Weight, merge
 from qkernels import QuantLinear
 from qkernels.choice import FIXED_ORDER
 from qserve.model.blocks.embedding import Embedding, PackedTable, VocabularyPart
-from qserve.model.blocks.layer_inputs import LayerInputs
+from qserve.model.blocks.gemma.altup import Streams
+from qserve.model.blocks.gemma.layer_inputs import LayerInputs
 from qserve.model.blocks.linear import (
     FloatLinear,
     GatheredLinear,
@@ -147,9 +148,20 @@ class Weights:
         projection = f"{row.model_projection}.weight"
         weight = self.tensor(projection, self.shape(shapes[projection]))
         norm = Norm(self.norm(row.model_norm, (width,)), config.norm_eps, self.family.norm_kind)
+        num_tokens = config.values["vocab_size_per_layer_input"]
         return LayerInputs(
-            table=Embedding(table, width**0.5), projection=self.float_linear(weight), norm=norm
+            table=Embedding(table, width**0.5),
+            projection=self.float_linear(weight),
+            norm=norm,
+            num_tokens=num_tokens if num_tokens < config.vocab_size else None,
         )
+
+    def streams(self) -> Streams:
+        """Streams of hidden states, of models with several."""
+        names = self.family.stream_linears
+        shape = (self.config.hidden_size,) * 2
+        matrices = [self.tensor(f"{name}.weight", shape) for name in names]
+        return Streams(matrices[: len(matrices) // 2], matrices[len(matrices) // 2 :])
 
     def head(self, embedding: torch.Tensor | PackedTable) -> Linear:
         """Output head: a separate matrix, or the embedding."""

@@ -111,6 +111,7 @@ def test_logits_are_peft_s(tiny_model, tmp_path, family):
         ("deepseek_v3", 11),
         pytest.param("glm4_moe", 10, marks=pytest.mark.exhaustive),
         pytest.param("gemma4_moe", 7, marks=pytest.mark.exhaustive),
+        pytest.param("gemma3n", 9, marks=pytest.mark.exhaustive),
         pytest.param("gemma4_shared", 9, marks=pytest.mark.exhaustive),  # with inputs of layers
     ],
 )

@@ -86,7 +86,9 @@ def test_builder_asks_for_every_tensor_of_the_row_once(tiny_model, name):
     source = Recorder(config, device, 0)
     load(config, source, device=device, dtype=torch.float32, max_model_len=8, progress=False)
     stored = CheckpointReader(folder).entries
-    assert source.asked == {name: entry.shape for name, entry in stored.items()}
+    unread = config.family.unread(config.values)
+    read = {name: e.shape for name, e in stored.items() if not name.startswith(unread)}
+    assert source.asked == read
     assert source.asked.keys() == config.family.tensors(config.values).keys()
 
 

@@ -118,6 +118,10 @@ VARIANTS = {
             "vocab_size_per_layer_input": 600,
         },
     ),
+    "gemma 3n, tokens without inputs": (
+        "Gemma3nTextConfig",
+        {**TINY_FAMILIES["gemma3n"][1], "vocab_size_per_layer_input": 300},
+    ),
     "glm-4 without biases": (
         "Glm4Config",
         {"attention_bias": False, "head_dim": 16, "pad_token_id": 0},
@@ -186,6 +190,8 @@ def test_logits_of_quantized_weights_equal_transformers(written, transformers_mo
         ("gemma4_moe", "gptq"),
         ("gemma4_shared", "gptq"),
         pytest.param("apertus", "awq", marks=pytest.mark.exhaustive),
+        *(("phimoe", "gptq"), ("hy_v3", "gptq"), ("nanochat", "awq"), ("mellum", "gptq")),
+        *(("glm_moe_dsa", "gptq"), ("deepseek_v32", "awq"), ("hyperclovax", "awq")),
         pytest.param("gemma4_shared", "awq", marks=pytest.mark.exhaustive),
         pytest.param("gemma4_moe", "awq", marks=pytest.mark.exhaustive),
         pytest.param("cohere", "awq", marks=pytest.mark.exhaustive),
@@ -576,6 +582,24 @@ def without_norms_after(layer):
     layer.attention_end.norm = layer.mlp_end.norm = None
 
 
+def other_streams(name, change):
+    """`change` of a matrix of the streams."""
+
+    def apply(decoder):
+        setattr(decoder.streams, name, change(getattr(decoder.streams, name)))
+
+    return apply
+
+
+def without_laurel(layer):
+    layer.laurel.right.zero_()
+
+
+def without_sparsity(layer):
+    if hasattr(layer.mlp, "deviations"):
+        layer.mlp.deviations = -1e4  # nothing is left out, and all gates are large
+
+
 WRONG = {
     "window one longer": ("ministral", moved_window(1)),
     "window one shorter": ("gemma3", moved_window(-1)),
@@ -771,6 +795,27 @@ WRONG = {
     "halves taken for neighbours, Mistral 4": ("mistral4", every_layer(other_rotation)),
     "shares of all experts, Mistral 4": ("mistral4", lambda d: unnormalized(d.layers[1])),
     "shares of all experts, Hunyuan": ("hunyuan_moe", every_layer(unnormalized)),
+    "streams in another order, Gemma 3n": ("gemma3n", other_streams("into", lambda x: x.flip(0))),
+    "streams not led back, Gemma 3n": ("gemma3n", other_streams("back", torch.zeros_like)),
+    "streams not corrected, Gemma 3n": (
+        "gemma3n",
+        every_layer(lambda layer: layer.altup.correction_coefs.zero_()),
+    ),
+    "predictions transposed, Gemma 3n": (
+        "gemma3n",
+        every_layer(
+            lambda layer: layer.altup.prediction_coefs.copy_(
+                layer.altup.prediction_coefs.unflatten(0, (4, 4)).transpose(0, 1).flatten(0, 1)
+            )
+        ),
+    ),
+    "no product of low rank, Gemma 3n": ("gemma3n", every_layer(without_laurel)),
+    "all gates, Gemma 3n": ("gemma3n", every_layer(without_sparsity)),
+    "inputs that read an unscaled stream, Gemma 3n": (
+        "gemma3n",
+        every_layer(lambda layer: layer.output_scale.fill_(1.0)),
+    ),
+    "inputs of layers in another order, Gemma 3n": ("gemma3n", exchanged_inputs),
     "shares of both chosen experts, Phi-3.5-MoE": (
         "phimoe",
         set_routing(scores="softmax_of_chosen"),
@@ -805,6 +850,17 @@ def test_a_wrong_reading_is_seen(model_of, wrong):
     with torch.inference_mode():
         plant(llm.engine.runner.decoder)
     assert relative(llm.logits(TOKENS), right) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_type"),
+    [("InternLM3ForCausalLM", "internlm3"), ("IQuestCoderForCausalLM", "iquestcoder")],
+)
+def test_models_with_llamas_layers(model_of, tmp_path, architecture, model_type):
+    """transformers builds them as Llama; their files have names of their own in config.json."""
+    names = {"architectures": [architecture], "model_type": model_type}
+    folder = edited(model_of("llama"), tmp_path / "x", config=lambda config: config.update(names))
+    assert torch.equal(logits(folder), logits(model_of("llama")))
 
 
 def test_adapters_of_four_linears_in_one_matrix_are_refused(model_of):
@@ -924,7 +980,7 @@ def test_rms_norm_of_gemma_keeps_float32_weights(model_of):
         *("gpt2", "opt", "falcon", "cohere", "nemotron", "bloom", "mpt"),
         *("granite_moe", "llama4", "gemma4", "deepseek_v2", "glm4_moe_lite"),
         *("gemma4_moe", "gemma4_shared", "apertus"),
-        *("phimoe", "nanochat", "hy_v3", "hyperclovax"),
+        *("phimoe", "nanochat", "hy_v3", "hyperclovax", "gemma3n"),
     ],
 )
 def test_logits_on_a_gpu_are_the_cpus(written, name):

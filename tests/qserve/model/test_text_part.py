@@ -271,6 +271,27 @@ def test_models_whose_code_is_in_their_folder(tiny_model, tmp_path, architecture
     assert torch.equal(logits(tmp_path / "quantized whole"), logits(target))
 
 
+def test_gemma_3n_as_published(tiny_model, tmp_path):
+    """Its towers need another library; their tensors are not read."""
+    source, whole = tiny_model("gemma3n"), tmp_path / "whole"
+    whole.mkdir()
+    state = {
+        f"model.language_model.{name.removeprefix('model.')}": tensor
+        for name, tensor in load_file(source / "model.safetensors").items()
+    }
+    for part in ("vision_tower", "audio_tower", "embed_vision", "embed_audio"):
+        state[f"model.{part}.x.weight"] = torch.ones(2, 2)
+    save_file(state, whole / "model.safetensors", metadata={"format": "pt"})
+    text = json.loads((source / "config.json").read_text())
+    config = {
+        "architectures": ["Gemma3nForConditionalGeneration"],
+        "model_type": "gemma3n",
+        "text_config": text,
+    }
+    (whole / "config.json").write_text(json.dumps(config))
+    assert torch.equal(logits(whole), logits(source))
+
+
 @pytest.mark.parametrize("name", ["gemma 3", "mistral 3"])
 def test_names_of_the_modules_in_transformers(made, tmp_path, name):
     """model.language_model.layers, where published files have language_model.model.layers."""

@@ -39,7 +39,7 @@ def build_layer(config: ModelConfig, weights: LayerWeights) -> ScaledLayer:
     local = config_of_layer(config, weights.number)
     return ScaledLayer(
         attention_norm=llama.build_norm(local, weights, "input_layernorm"),
-        attention=_attention(local, weights),
+        attention=build_attention(local, weights),
         attention_end=BranchEnd(llama.build_norm(local, weights, "post_attention_layernorm")),
         mlp_norm=llama.build_norm(local, weights, "pre_feedforward_layernorm"),
         mlp=_feed_forward(local, weights),
@@ -49,7 +49,7 @@ def build_layer(config: ModelConfig, weights: LayerWeights) -> ScaledLayer:
     )
 
 
-def _attention(config: ModelConfig, weights: LayerWeights) -> Attention:
+def build_attention(config: ModelConfig, weights: LayerWeights) -> Attention:
     source = config.family.kv_source(weights.number, config.values)
     q_norm = weights.norm("self_attn.q_norm")
     if source is not None:

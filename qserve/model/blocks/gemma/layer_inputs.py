@@ -20,8 +20,16 @@ class LayerInputs(torch.nn.Module):
     They are (norm(projection(x) C^-0.5) + rows) / sqrt(2), with a norm over each layer's part.
     """
 
-    def __init__(self, *, table: Embedding, projection: FloatLinear, norm: Norm) -> None:
+    def __init__(
+        self,
+        *,
+        table: Embedding,
+        projection: FloatLinear,
+        norm: Norm,
+        num_tokens: int | None = None,  # of the table; others have the rows of token 0; None: all
+    ) -> None:
         super().__init__()
+        self.num_tokens = num_tokens
         self.table, self.projection, self.norm = table, projection, norm
         self.width = norm.weight.shape[0]
 
@@ -31,6 +39,8 @@ class LayerInputs(torch.nn.Module):
         """Return [T, L, P]. `x_TC`: embeddings of the tokens."""
         made = self.projection(x_TC) * x_TC.shape[1] ** -0.5
         normed, _ = self.norm(made.reshape(-1, self.width), None, None)
+        if self.num_tokens is not None:
+            token_ids_T = torch.where(token_ids_T < self.num_tokens, token_ids_T, 0)
         rows = self.table(token_ids_T, positions_T).view(-1, self.width)
         return ((normed + rows) * 2**-0.5).view(len(token_ids_T), -1, self.width)
 
@@ -49,13 +59,15 @@ class LayerInput(torch.nn.Module):
         yield from products_of(self.gate, None)
         yield from products_of(self.projection, "norm")
 
-    def forward(self, x_TC: torch.Tensor, input_TP: torch.Tensor) -> torch.Tensor:
-        """Return the residual stream [T, C] with the layer's input added."""
+    def forward(
+        self, x_TC: torch.Tensor, input_TP: torch.Tensor, onto_TC: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the residual stream [T, C] with the layer's input added, or `onto_TC` with it."""
         rows = x_TC.shape[0]
         plan = self.gate.plan(rows)
         gate_TP = reduced(self.gate(ops.in_form(x_TC, plan.input), plan))
         gated_TP = ops.activate(gate_TP, self.activation) * input_TP
         plan = self.projection.plan(rows, "norm")
         added = self.projection(ops.in_form(gated_TP, plan.input), plan)
-        _, sum_TC = self._sum(self.end(added), x_TC, None)
+        _, sum_TC = self._sum(self.end(added), x_TC if onto_TC is None else onto_TC, None)
         return sum_TC

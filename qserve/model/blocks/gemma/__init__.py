@@ -1,0 +1,1 @@
+"""Blocks that Gemma alone has."""

@@ -1,0 +1,62 @@
+"""Gemma 3n (text): Gemma 4's attention, shared keys and inputs of layers, in layers that compute
+one of four streams of hidden states. The first layers leave out most gates of their feed-forward.
+
+Columns of the family's row hold the kinds of layers.
+"""
+
+from qserve.model.blocks.gemma.altup import AltUp, AltUpLayer, Laurel, SparseMlp
+from qserve.model.blocks.mlp import Mlp
+from qserve.model.blocks.norm import BranchEnd, Norm
+from qserve.model.decoder import Decoder
+from qserve.model.families import llama
+from qserve.model.families.gemma import gemma4
+from qserve.model.loading.layer_weights import LayerWeights
+from qserve.model.loading.weights import Weights
+from qserve.model.model_config import ModelConfig
+
+
+def build(config: ModelConfig, weights: Weights) -> Decoder:
+    decoder = llama.build_decoder(config, weights, build_layer)
+    decoder.streams = weights.streams()
+    return decoder
+
+
+def build_layer(config: ModelConfig, weights: LayerWeights) -> AltUpLayer:
+    local, learned = gemma4.config_of_layer(config, weights.number), weights.activation_tensors()
+    own = {name: weights.constant(value) for name, value in learned.items()}
+    return AltUpLayer(
+        altup=AltUp(
+            router_norm=llama.build_norm(local, weights, "altup.router_norm"),
+            modality_router=own["modality_router"],
+            prediction_coefs=own["prediction_coefs"],
+            correction_coefs=own["correction_coefs"],
+        ),
+        laurel=Laurel(
+            left=own["linear_left"],
+            right=own["linear_right"],
+            norm=llama.build_norm(local, weights, "laurel.post_laurel_norm"),
+        ),
+        output_scale=own["correct_output_scale"],
+        layer_input=weights.layer_input(),
+        attention_norm=_norm(local, weights, "input_layernorm"),
+        attention=gemma4.build_attention(local, weights),
+        attention_end=BranchEnd(_norm(local, weights, "post_attention_layernorm")),
+        mlp_norm=_norm(local, weights, "pre_feedforward_layernorm"),
+        mlp=_feed_forward(local, weights),
+        mlp_end=BranchEnd(_norm(local, weights, "post_feedforward_layernorm")),
+    )
+
+
+def _norm(config: ModelConfig, weights: LayerWeights, name: str) -> Norm:
+    return llama.build_norm(config, weights, name)
+
+
+def _feed_forward(config: ModelConfig, weights: LayerWeights) -> Mlp | SparseMlp:
+    family, sparsity = config.family, config.values["activation_sparsity_pattern"][weights.number]
+    if not sparsity:
+        return llama.build_mlp(config, weights)
+    return SparseMlp(
+        up_proj=weights.linear(family.gate_up, down=family.down),
+        down_proj=weights.linear(family.down),
+        sparsity=sparsity,
+    )
