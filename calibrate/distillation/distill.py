@@ -1,6 +1,7 @@
 """`qserve distill`: train a quantized checkpoint to predict as the float model.
 
-Scales and norm weights are trained. Codes, format and every other tensor stay bit for bit.
+Scales and norm weights are trained, and codes if their rate is not 0. Format and every other tensor
+stay bit for bit.
 """
 
 import copy
@@ -97,7 +98,8 @@ def distill_checkpoint(
 
     `source` is a quantized folder of any tool whose weights are integer codes, `reference` the
     float model that it was made from; both may be hub names. `target` appears when it is complete.
-    It has the bytes of `source` but for scales, the weights of norms, and quality.json. One window
+    It has the bytes of `source` but for scales, the weights of norms, quality.json, and codes if
+    the settings train them. One window
     in eight is held out: the state with the least divergence there is written, at worst that of
     `source`. The data's parameters are those of quantize_checkpoint, `chats` included. `flags`: the
     command line's settings, which are recorded.
@@ -122,7 +124,13 @@ def distill_checkpoint(
     settings = settings or TrainingSettings()
     dtype = LayerRunner(model, model.layer_map, device).dtype
     media, rotary = open_media(model, data, device, dtype)
-    student = Student(reader, device, copy.deepcopy(rotary))
+    original = None
+    if settings.code_rate:
+
+        def original(name: str) -> torch.Tensor:
+            return model.get(f"{name}.weight")
+
+    student = Student(reader, device, copy.deepcopy(rotary), original)
     teacher = Teacher(model, device, rotary)
     judge = None
     with clock("float model"):
@@ -242,11 +250,14 @@ def _write(
 def _in_file(student: Student, module: str, new: PackedWeight) -> dict[str, torch.Tensor]:
     """The tensor of the file that holds a linear's scales, with the new ones, by full name.
 
-    It is found by its values, in whichever layout; the result is decoded again and compared.
+    It is found by its values, in whichever layout; the result is decoded again and compared. With
+    new codes these are all of the linear's tensors.
     """
     config = student.config
     names, tensors = student.stored(module)
     old = decode_linear(module, tensors, config)
+    if not torch.equal(old.words_NW, new.words_NW):
+        return _encoded(student, module, new, names, tensors)
     for field, tensor in tensors.items():
         for turned in (False, True):
             stored_NG, new_NG = (
@@ -264,12 +275,37 @@ def _in_file(student: Student, module: str, new: PackedWeight) -> dict[str, torc
     )
 
 
+def _encoded(
+    student: Student,
+    module: str,
+    new: PackedWeight,
+    names: Mapping[str, str],
+    tensors: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """All tensors of a linear with new codes, by full name, in the file's layout."""
+    found = layout_of(student.config).encode(new, module)
+    again = {**tensors, **found}
+    same_form = all(
+        name in tensors
+        and (tensor.shape, tensor.dtype) == (tensors[name].shape, tensors[name].dtype)
+        for name, tensor in found.items()
+    )
+    if not same_form or same_weight(new, decode_linear(module, again, student.config)) is not None:
+        raise CheckpointError(
+            module, "codes are not written in its layout", "convert the checkpoint first"
+        )
+    return {names[field]: tensor for field, tensor in found.items()}
+
+
 def _card(name: str, record: Mapping[str, Any]) -> str:
     found = record["distillation"]
+    trained = "Scales and norm weights"
+    if found["settings"]["code_rate"]:
+        trained = "Codes, scales and norm weights"
     lines = [
         f"# {name}",
         "",
-        f"Scales and norm weights trained to predict as {found['reference']}.",
+        f"{trained} trained to predict as {found['reference']}.",
     ]
     if record["measured"]:
         lines += ["", f"Before: {measured_text(found['measured_before'])}."]

@@ -1,4 +1,4 @@
-"""Quantized checkpoint with trainable scales and norm weights. Its codes are fixed.
+"""Quantized checkpoint with trainable scales and norm weights, and on request codes.
 
 Legend: N outputs, K inputs, G groups, L inputs of a group, B windows, S tokens of a window,
 R rows, D hidden size, V vocabulary.
@@ -17,6 +17,7 @@ from calibrate.layer import FinishedLayer
 from calibrate.layer_map import find_layer_map
 from calibrate.solvers.norms import TrainableNorms
 from calibrate.solvers.solving import LayerState
+from calibrate.solvers.tuning import places_of_codes, rounded_codes
 from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError, InputError
 from formats.in_memory.packed import PackedWeight
@@ -31,11 +32,17 @@ from formats.layouts import (
 )
 from formats.quant_config import QuantConfig, find_block
 
+# Relative error above which codes are not of a weight: at 2 bits, rounding makes 0.5 of it.
+MOST_ROUNDING = 0.8
+
 
 class TrainableLinear(nn.Module):
-    """One linear: fixed integer codes, and scales as trainable numbers."""
+    """One linear: integer codes, and scales as trainable numbers."""
 
-    def __init__(self, packed: PackedWeight, device: str) -> None:
+    def __init__(
+        self, packed: PackedWeight, device: str, weight_NK: torch.Tensor | None = None
+    ) -> None:
+        """`weight_NK`: the float weight, near which the codes are trained; None: they are fixed."""
         super().__init__()
         self.packed = packed
         order_K = packed.input_order
@@ -46,11 +53,21 @@ class TrainableLinear(nn.Module):
         self.scales_NG = packed.scales_NG.float().to(device)
         # relative to the scale: scales of all sizes take equal steps
         self.gain_NG = nn.Parameter(torch.zeros_like(self.scales_NG))
+        self.move_NGL: nn.Parameter | None = None  # of the codes, in codes
+        if weight_NK is not None:
+            weight_NK = weight_NK.to(device)
+            self._places_NGL = places_of_codes(
+                self.codes_NGL.float(),
+                self.scales_NG[..., None],
+                self.zeros_NG1.float(),
+                weight_NK if order_K is None else weight_NK[:, order_K.to(device)],
+            )
+            self.move_NGL = nn.Parameter(torch.zeros_like(self._places_NGL))
 
     def weight(self, dtype: torch.dtype) -> torch.Tensor:
         """[N, K], as a server computes with it up to the rounding of scales."""
         scales_NG1 = (self.scales_NG * (1 + self.gain_NG))[..., None].to(dtype)
-        steps_NGL = self.codes_NGL.to(dtype) - self.zeros_NG1.to(dtype)
+        steps_NGL = self._codes().to(dtype) - self.zeros_NG1.to(dtype)
         weight_NK = (steps_NGL * scales_NG1).flatten(1)
         return weight_NK if self.place_K is None else weight_NK[:, self.place_K]
 
@@ -62,10 +79,31 @@ class TrainableLinear(nn.Module):
         old_NG = self.packed.scales_NG
         with torch.no_grad():
             new_NG = (self.scales_NG * (1 + self.gain_NG)).cpu().to(old_NG.dtype)
+            self.codes_NGL = self._codes().to(torch.uint8)
         scales_NG = torch.where(new_NG.isfinite() & (new_NG != 0), new_NG, old_NG)
-        self.packed = replace(self.packed, scales_NG=scales_NG)
+        if self.move_NGL is None:
+            self.packed = replace(self.packed, scales_NG=scales_NG)
+        else:
+            spec, zeros_NG = self.packed.spec, self.packed.zeros_NG
+            found = PackedWeight.from_codes(
+                self.codes_NGL.flatten(1).cpu(), scales_NG, zeros_NG, spec
+            )
+            self.packed = replace(
+                found,
+                activation=self.packed.activation,
+                input_scale=self.packed.input_scale,
+                input_order=self.packed.input_order,
+            )
+            self._places_NGL = self.codes_NGL.float()
+            self.move_NGL.data.zero_()
         self.scales_NG = scales_NG.float().to(self.scales_NG.device)
         self.gain_NG.data.zero_()
+
+    def _codes(self) -> torch.Tensor:
+        """Codes [N, G, L]: uint8, or floats with a gradient if they are trained."""
+        if self.move_NGL is None:
+            return self.codes_NGL
+        return rounded_codes(self._places_NGL + self.move_NGL, self.packed.spec.max_code)
 
 
 class StudentLayer:
@@ -95,9 +133,11 @@ class StudentLayer:
             {name: _straight_through(rounding) for name, rounding in roundings.items()},
         )
 
-    def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """(of scales, of norms)."""
-        return [each.gain_NG for each in self.linears.values()], list(self.norms.parameters())
+    def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
+        """(of scales, of norms, of codes)."""
+        linears = self.linears.values()
+        codes = [each.move_NGL for each in linears if each.move_NGL is not None]
+        return [each.gain_NG for each in linears], list(self.norms.parameters()), codes
 
     def run(self, hidden_BSD: torch.Tensor, grad: bool = False, media: Media = ()) -> torch.Tensor:
         """Outputs of the layer. With `grad`, its parameters and the input get gradients.
@@ -119,13 +159,18 @@ class Student:
     """All layers of a quantized checkpoint, on one device, and its float embedding and head."""
 
     def __init__(
-        self, reader: CheckpointReader, device: str, axis_rotary: nn.Module | None = None
+        self,
+        reader: CheckpointReader,
+        device: str,
+        axis_rotary: nn.Module | None = None,
+        original: Callable[[str], torch.Tensor] | None = None,
     ) -> None:
-        """`axis_rotary`: see LayerRunner.
+        """`axis_rotary`: see LayerRunner. `original`: a linear's float weight, by full name, near
+        which its codes are trained; None: codes are fixed.
 
         Raises CheckpointError or InputError, naming the tensor that cannot be trained.
         """
-        self.reader = reader
+        self.reader, self._original = reader, original
         block = find_block(self.reader.folder, self.reader.config)
         if block is None:
             raise InputError(
@@ -203,7 +248,7 @@ class Student:
             if "bias" in tensors:
                 others[f"{module}.bias"] = tensors["bias"].to(self.device)
             if isinstance(weight, PackedWeight):
-                linears[module] = TrainableLinear(weight, self.device)
+                linears[module] = TrainableLinear(weight, self.device, self._near(full, weight))
             else:
                 dense = decode_dense(full, tensors, self.config).dequantize()
                 others[f"{module}.weight"] = dense.to(self.device, self.runner.dtype)
@@ -214,12 +259,44 @@ class Student:
         }
         return StudentLayer(self.runner, number, linears, others)
 
+    def _near(self, name: str, packed: PackedWeight) -> torch.Tensor | None:
+        """Float weight of a linear whose codes are trained; None: they are fixed.
+
+        Raises InputError if the codes are not of that weight.
+        """
+        if self._original is None:
+            return None
+        weight_NK = in_basis_of(packed, self._original(name).float())
+        if weight_NK is None:
+            raise InputError(
+                name,
+                "its codes cannot be trained: they are not of the float model's weight, which a"
+                " rotation or another transform has changed",
+                "train scales and norms only: leave out --code-rate",
+            )
+        return weight_NK
+
     def _matrix(self, name: str) -> torch.Tensor:
         module = name.removesuffix(".weight")
         if not is_quantized(module, self.reader.entries):
             return self.reader.get(name)
         _, tensors = self.stored(module)
         return decode_dense(module, tensors, self.config).dequantize()
+
+
+def in_basis_of(packed: PackedWeight, weight_NK: torch.Tensor) -> torch.Tensor | None:
+    """The float weight with the factors of rows and columns that transforms such as AWQ moved.
+
+    None if what remains differs by more than rounding can explain.
+    """
+    found_NK = packed.dequantize().to(weight_NK.device)
+    for _ in range(2):
+        for dim in (0, 1):  # the factor of each column, then of each row, by least squares
+            size = weight_NK.square().sum(dim, keepdim=True)
+            factor = (found_NK * weight_NK).sum(dim, keepdim=True) / size.clamp(min=1e-30)
+            weight_NK = weight_NK * torch.where(size > 0, factor, 1.0)
+    difference = (found_NK - weight_NK).norm() / found_NK.norm().clamp(min=1e-30)
+    return weight_NK if float(difference) < MOST_ROUNDING else None
 
 
 def _straight_through(rounding: Rounding) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -2,8 +2,9 @@
 
 Chen et al., "EfficientQAT: Efficient Quantization-Aware Training for Large Language Models" (2024),
 second stage: codes are fixed and scales are trained end to end; here on the Kullback-Leibler
-divergence instead of the next token, and with the weights of norms. One layer's activations are
-kept at a time: the forward pass keeps the layers' inputs, the backward pass runs each layer again.
+divergence instead of the next token, with the weights of norms, and on request with the codes. One
+layer's activations are kept at a time: the forward pass keeps the layers' inputs, the backward pass
+runs each layer again.
 
 Legend: W windows, B windows of a step, S tokens of a window, R rows, D hidden size, V vocabulary.
 """
@@ -37,6 +38,7 @@ class TrainingSettings:
     tokens: int = 4096  # per step
     rate: float = 0.002  # of scales, relative to them
     norm_rate: float = 0.0005  # of norms' weights, relative to their factor
+    code_rate: float = 0.0  # of codes, in codes; 0: codes are fixed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,12 +134,15 @@ class Training(Comparison):
     def run(self, settings: TrainingSettings, seed: int, progress: bool = True) -> Trained:
         """Train, then go back to the state with the least divergence on held-out windows."""
         layers = [layer.parameters() for layer in self.student.layers]
-        scales, norms = ([p for layer in layers for p in layer[kind]] for kind in (0, 1))
-        trained = [*scales, *norms]
-        optimizer = torch.optim.Adam(
-            [{"params": scales, "lr": settings.rate}, {"params": norms, "lr": settings.norm_rate}],
-            betas=BETAS,
-        )
+        scales, norms, codes = ([p for layer in layers for p in layer[kind]] for kind in range(3))
+        trained = [*scales, *norms, *codes]
+        groups = [
+            {"params": scales, "lr": settings.rate},
+            {"params": norms, "lr": settings.norm_rate},
+        ]
+        if codes:
+            groups.append({"params": codes, "lr": settings.code_rate})
+        optimizer = torch.optim.Adam(groups, betas=BETAS)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: 1 - step / settings.steps
         )

@@ -18,7 +18,7 @@ from formats.in_memory.packed import PackedWeight
 from formats.numerics import affine
 from formats.scheme import QuantSpec
 
-ROUNDS = 3
+ROUNDS = 2
 # Rows whose error falls by less than this fraction in a round end the refinement of all of them.
 LEAST_GAIN = 0.002
 # A scale outside of these multiples of the old one is a sign of codes that do not determine it.
@@ -173,5 +173,5 @@ def descend_block(
         code_N = (wanted_N / scale_BN[i]).round_().add_(zero_BN[i]).clamp_(0, spec.max_code)
         codes_BN[i] = code_N
         moved_BN[i] = (code_N - zero_BN[i]) * scale_BN[i] - own_BN[i]
-        slope_BN.addr_(hessian_BB[i], moved_BN[i], alpha=-1)
+        slope_BN[i + 1 :].addr_(hessian_BB[i, i + 1 :], moved_BN[i], alpha=-1)
     return codes_BN, moved_BN

@@ -40,12 +40,9 @@ class _Grid(nn.Module):
         codes_NGL = packed.codes().float().unflatten(1, (packed.num_groups, -1))
         scales_NG1 = packed.scales_NG.float()[..., None]
         zeros_NG1 = packed.zeros_NG.float()[..., None]
-        # The position of the float weight between two codes decides which is nearer.
-        places_NGL = weight_NK.float().unflatten(1, (packed.num_groups, -1)) / scales_NG1
-        rest_NGL = (places_NGL + zeros_NG1 - codes_NGL).mul_(0.5).clamp_(-0.45, 0.45)
         self.packed = packed
         self.scales_NG1, self.zeros_NG1 = scales_NG1, zeros_NG1
-        self.places_NGL = codes_NGL.add_(rest_NGL)
+        self.places_NGL = places_of_codes(codes_NGL, scales_NG1, zeros_NG1, weight_NK)
         self.move_NGL = nn.Parameter(torch.zeros_like(self.places_NGL))
         self.gain_NG1 = nn.Parameter(torch.zeros_like(scales_NG1))
 
@@ -53,9 +50,7 @@ class _Grid(nn.Module):
         return self.scales_NG1 * (1 + self.gain_NG1)
 
     def codes(self) -> torch.Tensor:
-        places_NGL = self.places_NGL + self.move_NGL
-        rounded_NGL = places_NGL + (places_NGL.round() - places_NGL).detach()
-        return rounded_NGL.clamp(0, self.packed.spec.max_code)
+        return rounded_codes(self.places_NGL + self.move_NGL, self.packed.spec.max_code)
 
     def weight(self) -> torch.Tensor:
         """[N, K], the weight that the layer computes with."""
@@ -78,6 +73,26 @@ class _Grid(nn.Module):
             input_scale=self.packed.input_scale,
             input_order=self.packed.input_order,
         )
+
+
+def places_of_codes(
+    codes_NGL: torch.Tensor,
+    scales_NG1: torch.Tensor,
+    zeros_NG1: torch.Tensor,
+    weight_NK: torch.Tensor,
+) -> torch.Tensor:
+    """Real numbers that round to `codes_NGL`, on the side where the float weight is.
+
+    The position of the float weight between two codes decides which is nearer.
+    """
+    places_NGL = weight_NK.float().unflatten(1, (codes_NGL.shape[1], -1)) / scales_NG1
+    rest_NGL = (places_NGL + zeros_NG1 - codes_NGL).mul_(0.5).clamp_(-0.45, 0.45)
+    return rest_NGL.add_(codes_NGL)
+
+
+def rounded_codes(places: torch.Tensor, max_code: int) -> torch.Tensor:
+    """Codes of real numbers; the gradient passes through the rounding."""
+    return (places + (places.round() - places).detach()).clamp(0, max_code)
 
 
 def tune_layer(

@@ -30,6 +30,9 @@ class DistillConfig(HubSettings):
     tokens: int = setting(4096, "tokens of a step", low=1)
     rate: float = setting(0.002, "largest relative change of a scale in a step; decays to 0", low=0)
     norm_rate: float = setting(0.0005, "as --rate, for the weights of norms", low=0)
+    code_rate: float = setting(
+        0.0, "as --rate, for codes, in steps between codes; 0: codes stay", low=0
+    )
     seed: int = setting(0, "seed for the order of the texts and of the windows")
     bos: bool = bos_setting()
     eval_text: str | None = eval_text_setting()
@@ -65,6 +68,7 @@ def distill(model: str, config: DistillConfig) -> int:
             tokens=config.tokens,
             rate=config.rate,
             norm_rate=config.norm_rate,
+            code_rate=config.code_rate,
         ),
         seed=config.seed,
         bos=config.bos,
@@ -81,7 +85,8 @@ def distill(model: str, config: DistillConfig) -> int:
 
 
 DISTILL = Command(
-    help="train a quantized model's scales to predict as the float model; its codes stay",
+    help="train a quantized model's scales, and with --code-rate its codes, to predict as the"
+    " float model",
     settings=(DistillConfig,),
     run=distill,
 )

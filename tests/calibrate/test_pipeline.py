@@ -203,6 +203,17 @@ def test_recipe_that_cannot_make_float8_is_refused(tiny_checkpoint):
     )
 
 
+@pytest.mark.parametrize("recipe", ["awq+gptq", "autoround", "smoothquant"])
+def test_recipe_that_cannot_make_4_bit_floats_is_refused(tiny_checkpoint, recipe):
+    refused(
+        tiny_checkpoint().write(),
+        InputError,
+        "produces integer codes, not w4a16-mxfp4.*use rtn, imatrix, gptq, gptaq, rotate",
+        Scheme.parse("w4a16-mxfp4"),
+        recipe=recipe,
+    )
+
+
 def never(*_):
     raise AssertionError("a weight was solved before the check")
 

@@ -127,6 +127,43 @@ def test_only_scales_and_norms_change(quantized, tiny_model, tmp_path, scheme, o
     assert quality.values["distillation"]["settings"]["steps"] == QUICK.steps
 
 
+@pytest.mark.parametrize(
+    ("scheme", "output_format", "recipe"),
+    [
+        ("w3a16-sym-g32", "gptq", "rtn"),
+        ("w4a16-asym-g32", "awq", "rtn"),
+        ("w3a16-sym-g32", "compressed-tensors", "awq"),  # with factors in norms and rows
+    ],
+)
+def test_codes_are_trained_on_request(
+    quantized, tiny_model, tmp_path, scheme, output_format, recipe
+):
+    """The engine finds the divergence, which is less; the layout's other tensors stay."""
+    calibrated = {} if recipe == "rtn" else {"recipe": recipe, "calibration": DATA}
+    source = quantized("qwen3", scheme, output_format, **calibrated)
+    settings = replace(QUICK, rate=0.003, code_rate=0.05)
+    done = distilled(source, tiny_model("qwen3"), tmp_path / "out", settings)
+    assert done.trained.after < 0.99 * done.trained.before
+    found = engine_divergence(tmp_path / "out", tiny_model("qwen3"))
+    assert found == pytest.approx(done.trained.after, rel=0.02)
+    before, after = (load_file(path / "model.safetensors") for path in (source, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert any(before[name].dtype == torch.int32 for name in changed)
+    assert not any("embed" in name or "head" in name for name in changed)
+    assert all(before[name].dtype == after[name].dtype for name in before)
+    assert inspect_checkpoint(tmp_path / "out").ok
+    assert not damaged(CheckpointReader(tmp_path / "out"), read_quality(tmp_path / "out").checksums)
+
+
+def test_codes_of_rotated_weights_are_refused(quantized, tiny_model, tmp_path):
+    source = quantized("qwen3", "w4a16-sym-g32", "gptq", recipe="rotate", calibration=DATA)
+    with pytest.raises(InputError, match="its codes cannot be trained: .* rotation"):
+        settings = replace(QUICK, code_rate=0.02)
+        distilled(source, tiny_model("qwen3"), tmp_path / "out", settings)
+    assert not (tmp_path / "out").exists()
+
+
 def test_act_order_keeps_its_group_index(quantized, tiny_model, tmp_path):
     source = quantized(
         "qwen3", "w4a16-sym-g32", "gptq", act_order=True, recipe="gptq", calibration=DATA
