@@ -160,7 +160,7 @@ FLAGS = {
     "merge": HUB_FLAGS | {"-o", "--output", "--max-shard-size"},
     "distill": HUB_FLAGS
     | {"-o", "--output", "--against", "--calibration", "--samples", "--sequence-length", "--seed"}
-    | {"--steps", "--tokens", "--rate", "--norm-rate", "--bos", "--no-bos"}
+    | {"--steps", "--tokens", "--rate", "--norm-rate", "--code-rate", "--bos", "--no-bos"}
     | {"--eval-text", "--quality-windows", "--device", "--max-shard-size"},
     "inspect": HUB_FLAGS | {"--json", "--deep"},
     "families": {"--json"},
