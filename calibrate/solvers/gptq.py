@@ -14,7 +14,7 @@ import torch
 
 from calibrate.calibration.statistics import InputStatistics
 from calibrate.solvers.column_order import ORDERS, ColumnOrder, blocks
-from calibrate.solvers.refine import ROUNDS, refine
+from calibrate.solvers.refine import refine
 from calibrate.solvers.solving import SolverError
 from formats.gguf.k_quants.grid import nearest_codes
 from formats.gguf.k_quants.search import choose_grid
@@ -72,13 +72,13 @@ def solve(
     spec: QuantSpec,
     name: str,
     order: ColumnOrder | None = None,
-    rounds: int = ROUNDS,
+    rounds: int = 0,
 ) -> PackedWeight | Fp4Weight | KWeight:
     """Quantize one linear's weight for the inputs seen in `stats`.
 
     `order` None: the best of the orders that keep adjacent inputs in a group. `rounds` of refining
-    integer codes (refine.py) follow the paper's algorithm. Raises SolverError if the inputs do not
-    determine a solution: there are none, or H cannot be factored.
+    integer codes (refine.py) may follow the paper's algorithm. Raises SolverError if the inputs do
+    not determine a solution: there are none, or H cannot be factored.
     """
     if stats is None or stats.num_tokens == 0:
         raise SolverError(name, "no calibration token reached it")
@@ -145,6 +145,7 @@ def solve_corrected(
     name: str,
     share: float = CORRECTION,
     order: ColumnOrder | None = None,
+    rounds: int = 0,
 ) -> PackedWeight | Fp4Weight | KWeight:
     """GPTQ towards the float model's outputs, for inputs that earlier rounding has changed.
 
@@ -154,17 +155,17 @@ def solve_corrected(
     is taken instead if its outputs on held-out windows are nearer. Raises SolverError as `solve`.
     """
     if stats is None or stats.drift_KK is None or not stats.num_tokens:
-        return solve(weight_NK, stats, spec, name, order)
+        return solve(weight_NK, stats, spec, name, order, rounds)
     key = "gptaq"
     if key not in stats.cache:
         stats.cache[key] = _correction(stats)
     weight_NK = weight_NK.float()
     moved_NK = weight_NK + share * (weight_NK @ stats.cache[key])
-    moved = solve(moved_NK, stats, spec, name, order)
+    moved = solve(moved_NK, stats, spec, name, order, rounds)
     error = stats.held_out_error(weight_NK, moved.dequantize())
     if error is None:
         return moved
-    plain = solve(weight_NK, stats, spec, name, order)
+    plain = solve(weight_NK, stats, spec, name, order, rounds)
     return moved if error <= stats.held_out_error(weight_NK, plain.dequantize()) else plain
 
 
