@@ -243,3 +243,8 @@ def test_the_default_kernels_differ(quantized_5m, capsys):
 def test_other_settings_that_choose_kernels_are_refused(quantized_5m, changes, flag):
     with pytest.raises(InputError, match=f"{flag}.*--batch-invariant"):
         LLM(str(quantized_5m), device="cpu", batch_invariant=True, **changes)
+
+
+def test_gemma_3n_is_refused(tiny_model):
+    with pytest.raises(InputError, match="--batch-invariant: .* Gemma3nForCausalLM: .* streams"):
+        LLM(str(tiny_model("gemma3n")), device="cpu", batch_invariant=True)
