@@ -109,6 +109,19 @@ def test_only_the_companies_that_are_asked_for(tiny_model):
         InvarianceConfig(company=["alone"])
 
 
+def test_ranks_that_divide_prompts_have_no_drafts(tiny_model, capsys):
+    config = dataclasses.replace(FEW, num_requests=3, company=["drafts", "crossed"])
+    ranks = {"prefill_context_parallel_size": 2, "prefill_context_parallel_min_tokens": 8}
+    folder = tiny_model("llama")
+    assert check_invariance(str(folder), settings(folder, **ranks), config) == 0
+    found = capsys.readouterr().out.splitlines()
+    assert found[0].startswith("Without drafts: ")
+    assert [line.split("  ")[0] for line in found[2:]] == [
+        "alone again",
+        "all of these, without CUDA graphs",
+    ]
+
+
 def test_companies_have_random_sizes():
     companies = _companies(random.Random(0), range(400), 64)
     assert sorted(number for each in companies for number in each) == list(range(400))
