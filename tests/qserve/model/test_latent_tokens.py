@@ -20,7 +20,7 @@ from formats.inspection.inspect import inspect_checkpoint
 from formats.scheme import Scheme
 from qkernels import ops
 from qserve.llm import LLM
-from qserve.model.blocks import latent_attention
+from qserve.model.blocks.latent import attention as latent_attention
 from qserve.params.sampling_params import SamplingParams
 from tests.qserve.engine.make_step import make_step
 from tests.qserve.model.test_family_tokens import FEW_PAGES, check_greedy, count_preemptions

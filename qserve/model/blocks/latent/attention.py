@@ -30,7 +30,7 @@ from qkernels.latent.fixed_order.config import segment_boundaries
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
 from qserve.model.blocks.attention import SplitStep, StepInputs, check_capturable
-from qserve.model.blocks.latent_adapters import LatentAdapters
+from qserve.model.blocks.latent.adapters import LatentAdapters
 from qserve.model.blocks.linear import Linear, LinearPlan, Product, products_of
 from qserve.model.blocks.rotary import Rotary
 from qserve.model.cache_spec import CacheSpec, KvFormat, SplitRule, StepLimits, WarmUpShape
