@@ -55,6 +55,7 @@ class Decoder(torch.nn.Module):
         self.logits_divisor, self.logits_factor = logits_divisor, logits_factor
         self.logits_cap = logits_cap
         self.streams: Streams | None = None  # of Gemma 3n; its builder fills it
+        self.no_graphs = ""  # the reason why CUDA graphs cannot hold its steps; fallback/ fills it
         self.classifier: torch.Tensor | None = None  # [labels, C]; the loader fills it
         # Of linears that ranks share out, by name, ours; the loader fills it.
         self.parts: Mapping[str, LinearPart] = {}

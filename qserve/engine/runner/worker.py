@@ -149,7 +149,7 @@ class Worker:
 
         A model that transformers runs goes on without them.
         """
-        reason = getattr(runner.decoder, "no_graphs", "")
+        reason = runner.decoder.no_graphs
         try:
             runner.check_graphs()
         except InputError as error:
