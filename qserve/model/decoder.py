@@ -163,7 +163,7 @@ class Decoder(torch.nn.Module):
         taps: Sequence[int],
         added: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The residual stream behind the layers of this stage, and before those of `taps`.
+        """Return the residual stream after the layers of this stage, and before those of `taps`.
 
         `added`: [T, C] for each of the stage's first layers, added after it.
         """
@@ -234,7 +234,7 @@ class Decoder(torch.nn.Module):
 
 
 def _levels(x_TC: torch.Tensor, step: StepInputs) -> list[torch.Tensor]:
-    """What the first layers add to each row [T, C]: zeros to rows without media."""
+    """Return what each of the first layers adds [T, C]: zeros in rows without media."""
     levels = [torch.zeros_like(x_TC) for _ in range(step.num_levels)]
     if step.embeds is not None:
         for level_TC, added_MC in zip(levels, step.embeds.added_MC, strict=True):

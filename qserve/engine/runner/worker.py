@@ -147,7 +147,7 @@ class Worker:
     def _check_graphs(self, runner: ModelRunner) -> None:
         """Raise InputError where CUDA graphs cannot hold a step.
 
-        A model that transformers runs goes on without them.
+        A model that transformers runs then has none, and a warning is logged.
         """
         reason = runner.decoder.no_graphs
         try:
