@@ -173,9 +173,13 @@ class ModelRunner:
         self.graphs = None
 
     def sample(self) -> "ModelRunner":
-        """Runner of the fewest layers that launch every kernel. Shares weights and KV pages."""
+        """Runner of the fewest layers that launch every kernel. Shares weights and KV pages.
+
+        It computes whole steps: its largest one is as large as steps that cannot be divided.
+        """
         decoder, numbers = sample_of_layers(self.decoder)
-        runner = ModelRunner(decoder, self.config, self.device, self.speculator, self._ranks)
+        ranks = replace(self._ranks, context=None)
+        runner = ModelRunner(decoder, self.config, self.device, self.speculator, ranks)
         runner.caches = [self.caches[number] for number in numbers if self.caches]
         runner.adapters, runner.taps, runner.covered = self.adapters, self.taps, self.covered
         return runner
