@@ -38,7 +38,6 @@ from qserve.model.cache_spec import Cache, StepLimits, WarmUpShape, make_caches
 from qserve.model.decoder import Decoder
 from qserve.model.kv_format import pick_kv_format
 from qserve.model.layer_kinds import sample_of_layers
-from qserve.parallel.kv_exchange import KvExchange
 from qserve.parallel.ranks import ALONE, Ranks
 
 
@@ -430,16 +429,11 @@ class ModelRunner:
         return Batch.of(step, self.device, self.batch_form)
 
     def own_batch(self, step: StepInput) -> tuple[StepInput, Batch]:
-        """This rank's part of a step that ranks divide, else the step; and its batch."""
+        """The step and its batch: this rank's part if ranks divide the step, else all of it."""
         divided = self._divided(step)
         if divided is None:
             return step, self.batch_of(step)
-        own, of_all = (
-            to_device(slots, self.device) for slots in (divided.own_slots, divided.all_slots)
-        )
-        exchange = KvExchange(
-            communicator=self._ranks.context, own_slots_T=own, all_slots_nT=of_all
-        )
+        exchange = divided.exchange(self._ranks.context, self.device)
         return divided.step, replace(self.batch_of(divided.step), exchange=exchange)
 
     def _divided(self, step: StepInput) -> DividedStep | None:
