@@ -547,7 +547,7 @@ TINY_FAMILIES |= {
     ),
 }
 # no context of the tests is longer than what a query selects
-INDEXER = {"index_topk": 64, "index_n_heads": 2, "index_head_dim": 32, "q_lora_rank": 96}
+INDEXER = {"index_topk": 128, "index_n_heads": 2, "index_head_dim": 32, "q_lora_rank": 96}
 TINY_FAMILIES |= {
     "deepseek_v32": (
         "DeepseekV32Config",

@@ -3,7 +3,8 @@
 Each request is computed alone, then with others, in chunks, from the prefix cache, with preemption,
 with drafts, and with all of these. Its tokens and log probabilities, those of its prompt
 too, must be the same bits. With --lora-modules some of the requests have adapters; with a
-vision-language model some have images. Imports torch only to compute.
+vision-language model some have images. With --prefill-context-parallel-size there are no drafts.
+Imports torch only to compute.
 """
 
 import dataclasses
@@ -88,6 +89,8 @@ def check_invariance(model: str, engine: EngineConfig, config: InvarianceConfig)
     from qserve.hub.local import local_config
 
     engine = dataclasses.replace(local_config(engine), batch_invariant=not config.default_kernels)
+    if config.has("drafts", "crossed") and not _takes_drafts(engine):
+        print("Without drafts: they do not work with --prefill-context-parallel-size", flush=True)
     results = []
     columns = ("company", "requests", "tokens differ", "bits differ")
     print(ROW.format(*columns, "cached tokens", "preemptions", "accepted drafts"), flush=True)
@@ -174,8 +177,10 @@ def compare(engine: EngineConfig, config: InvarianceConfig) -> Iterator[Result]:
     if config.has("preemption"):
         with closing(start(**few, enable_prefix_caching=False)) as llm:
             yield judged(f"{pages} KV pages, with preemption", llm, everyone)
-    drafts = {"speculative_config": engine.speculative_config or DRAFTS}
-    if config.has("drafts"):
+    drafts = {}
+    if _takes_drafts(engine):
+        drafts["speculative_config"] = engine.speculative_config or DRAFTS
+    if drafts and config.has("drafts"):
         with closing(start(**drafts)) as llm:
             yield judged(f"with {llm.engine.config.speculation.method} drafts", llm, everyone)
     crossed = {**few, **drafts, "max_num_batched_tokens": chunks, "max_num_seqs": seqs}
@@ -183,6 +188,10 @@ def compare(engine: EngineConfig, config: InvarianceConfig) -> Iterator[Result]:
         with closing(start(**crossed, enforce_eager=True)) as llm:
             companies = _companies(rng, everyone, most)
             yield judged("all of these, without CUDA graphs", llm, *companies)
+
+
+def _takes_drafts(engine: EngineConfig) -> bool:
+    return engine.prefill_context_parallel_size == 1
 
 
 def _companies(rng: random.Random, everyone: Sequence[int], most: int) -> list[list[int]]:

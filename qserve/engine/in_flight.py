@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from qserve.engine.distributed.worker_group import WorkerGroup
 from qserve.engine.request import Request
-from qserve.engine.runner.model_runner import StepHandle
 from qserve.engine.runner.out_of_memory import ran_out
 from qserve.engine.runner.pooling import PoolPlan, plan_pool_rows
 from qserve.engine.runner.prompt_logprobs import PromptPlan, plan_prompt_rows
+from qserve.engine.runner.step_handle import StepHandle
 from qserve.engine.scheduling.plan import StepPlan
 from qserve.engine.scheduling.scheduler import Scheduler
 from qserve.engine.stats import EngineStats

@@ -31,7 +31,13 @@ class _Trait(NamedTuple):
     reason: str
 
 
-TRAITS = (_Trait(is_fallback, "transformers computes its layers"),)
+TRAITS = (
+    _Trait(is_fallback, "transformers computes its layers"),
+    _Trait(
+        lambda model: bool(model.family.streams),
+        "plain torch multiplies its streams of hidden states, in an order that depends on the rows",
+    ),
+)
 
 
 def check_invariance(config: EngineConfig, model: ModelConfig) -> None:

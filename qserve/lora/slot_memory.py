@@ -12,7 +12,7 @@ from qkernels.lora.weights import TABLE_COLUMNS, LoraWeights
 from qserve.lora.layout import AdapterLayout, PackedAdapter, Place
 from qserve.model.blocks.dense_and_experts import DenseAndExperts
 from qserve.model.blocks.gemma.altup import SparseMlp
-from qserve.model.blocks.latent_adapters import LatentAdapters
+from qserve.model.blocks.latent.adapters import LatentAdapters
 from qserve.model.blocks.linear import AdaptedLinear, AdaptedRows, RowParallel
 from qserve.model.blocks.mlp import Mlp
 from qserve.model.blocks.moe import MoeMlp

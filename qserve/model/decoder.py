@@ -55,6 +55,7 @@ class Decoder(torch.nn.Module):
         self.logits_divisor, self.logits_factor = logits_divisor, logits_factor
         self.logits_cap = logits_cap
         self.streams: Streams | None = None  # of Gemma 3n; its builder fills it
+        self.no_graphs = ""  # the reason why CUDA graphs cannot hold its steps; fallback/ fills it
         self.classifier: torch.Tensor | None = None  # [labels, C]; the loader fills it
         # Of linears that ranks share out, by name, ours; the loader fills it.
         self.parts: Mapping[str, LinearPart] = {}
@@ -162,7 +163,7 @@ class Decoder(torch.nn.Module):
         taps: Sequence[int],
         added: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The residual stream behind the layers of this stage, and before those of `taps`.
+        """Return the residual stream after the layers of this stage, and before those of `taps`.
 
         `added`: [T, C] for each of the stage's first layers, added after it.
         """
@@ -233,7 +234,7 @@ class Decoder(torch.nn.Module):
 
 
 def _levels(x_TC: torch.Tensor, step: StepInputs) -> list[torch.Tensor]:
-    """What the first layers add to each row [T, C]: zeros to rows without media."""
+    """Return what each of the first layers adds [T, C]: zeros in rows without media."""
     levels = [torch.zeros_like(x_TC) for _ in range(step.num_levels)]
     if step.embeds is not None:
         for level_TC, added_MC in zip(levels, step.embeds.added_MC, strict=True):

@@ -1,9 +1,8 @@
 """QwenTower: the vision towers of Qwen2.5-VL, Qwen3-VL and Qwen3.5 with the project's operations.
 
-The weights are those of transformers' module, and so is the arithmetic. transformers launches 45
-kernels a layer, rotates in float32 tensors, embeds patches by a convolution, attends to one image
-or window after the other, and waits for the device in each layer. Here a layer is nine kernels, and
-images of one size run together.
+Weights and arithmetic are those of transformers' module. transformers launches 45 kernels a layer
+and waits for the device in each. It attends to one image or window after the other. Here a layer is
+nine kernels, and images of one size run together.
 
 Legend: B images of one size, N patches of an image, T = B * N, C hidden size of the tower, H heads,
 D head size, M embeddings of an image, W hidden size of the text model.

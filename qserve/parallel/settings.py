@@ -92,6 +92,7 @@ class ParallelSettings:
             return
         for flag, value in (
             ("--pipeline-parallel-size", self.pipeline_parallel_size),
+            ("--prefill-context-parallel-size", self.prefill_context_parallel_size),
             ("--data-parallel-size", self.data_parallel_size),
         ):
             if value > 1:

@@ -1,9 +1,9 @@
 """SpeculativeGraphs: CUDA graphs for the speculative parts of decodes and verifies.
 
 A step whose requests have equally many rows runs as three graphs: one that fills in tokens and
-positions, the model's (engine/runner/cuda_graphs.py), and one that samples, judges the drafts and
-runs the drafter. Sampling that needs more than the sampling words runs between the last two. Legend
-as in speculative_step.py; rows beyond the step are padding.
+positions, the model's (engine/runner/graphs/cuda_graphs.py), and one that samples, judges the
+drafts and runs the drafter. Sampling that needs more than the sampling words runs between the last
+two. Legend as in speculative_step.py; rows beyond the step are padding.
 """
 
 import logging
@@ -18,9 +18,9 @@ from qkernels import ops
 from qkernels.drafts.chunks import Settled
 from qkernels.sampling.settings import Samples, SampleSettings
 from qkernels.sampling.words import NUM_WORDS, SampleRow, pack_row
-from qserve.engine.runner.capture import capture
-from qserve.engine.runner.cuda_graphs import StepGraphs, ran_out_of_memory
-from qserve.engine.runner.step_buffers import GraphKey, StepOutputs
+from qserve.engine.runner.graphs.capture import capture
+from qserve.engine.runner.graphs.cuda_graphs import StepGraphs, ran_out_of_memory
+from qserve.engine.runner.graphs.step_buffers import GraphKey, StepOutputs
 from qserve.engine.step.device_step import Batch
 from qserve.engine.step.draft_rows import DraftRows
 from qserve.engine.step.step_input import StepInput

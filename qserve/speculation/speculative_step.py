@@ -14,7 +14,7 @@ from qkernels import ops
 from qkernels.drafts.chunks import DraftChunks, DraftTables, Settled
 from qkernels.sampling.settings import Samples, SampleSettings
 from qkernels.sampling.words import HISTORY_ROW, POSITION
-from qserve.engine.runner.step_buffers import StepOutputs
+from qserve.engine.runner.graphs.step_buffers import StepOutputs
 from qserve.engine.step.device_step import Batch, DraftMedia
 from qserve.engine.step.draft_rows import DraftRows
 from qserve.engine.step.transfer import HostCopy, to_device

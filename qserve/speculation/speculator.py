@@ -13,8 +13,8 @@ import torch
 from qkernels.drafts.chunks import DraftTables
 from qkernels.gpu.launch import launches_nothing
 from qserve.config import EngineConfig
-from qserve.engine.runner.cuda_graphs import StepGraphs
-from qserve.engine.runner.step_buffers import GraphKey
+from qserve.engine.runner.graphs.cuda_graphs import StepGraphs
+from qserve.engine.runner.graphs.step_buffers import GraphKey
 from qserve.engine.scheduling.plan import Drafting
 from qserve.engine.step.device_step import Batch
 from qserve.engine.step.step_input import StepInput

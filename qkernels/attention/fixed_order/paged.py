@@ -43,7 +43,8 @@ def paged_attention(
     settings = {"scale": scale, "window": window, "soft_cap": soft_cap, **biases}
     out_THD = _causal(q_THD, cache, step, **settings)
     if step.last_keys_T is not None:
-        triton_segments.attend_ahead_(out_THD, q_THD, cache, step, **settings)
+        last_keys_T = step.last_keys_T
+        triton_segments.attend_(out_THD, q_THD, cache, step, **settings, last_keys_T=last_keys_T)
     return out_THD
 
 
@@ -60,8 +61,8 @@ def _causal(
     chunk_size: int | None,
 ) -> torch.Tensor:
     """All rows, none with keys after its own."""
+    settings = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks_H": sinks_H}
     if gpu_device.lacks_arch(q_THD.device, "sm_90") is None and not cache.is_8bit:
-        settings = {"scale": scale, "window": window, "soft_cap": soft_cap, "sinks_H": sinks_H}
         by_segment = q_THD.shape[2] <= SEGMENT_MAX_HEAD_DIM
         if by_segment and step.max_query_len <= SEGMENT_MAX_TOKENS:
             from qkernels.attention.fixed_order import sm90_segments
@@ -75,13 +76,5 @@ def _causal(
     from qkernels.attention.fixed_order import triton_segments
 
     return triton_segments.paged_attention(
-        q_THD,
-        cache,
-        step,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        sinks_H=sinks_H,
-        slopes_H=slopes_H,
-        chunk_size=chunk_size,
+        q_THD, cache, step, **settings, slopes_H=slopes_H, chunk_size=chunk_size
     )

@@ -12,7 +12,7 @@ layout. Both folds write out their multiply-adds: otherwise the compiler might c
 fold only.
 
 A segment that a row does not see changes none of its bits, so rows with keys after their own
-(attend_ahead_) fit into the same tiles.
+(`last_keys`) fit into the same tiles.
 
 Legend: T tokens of a step, R requests, H query heads, J KV heads, D head dim, P pages, B tokens of
 a page, X pages of a block table, G segments of the longest context.
@@ -59,11 +59,11 @@ def paged_attention(
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     settings = {"scale": scale, "window": window, "soft_cap": soft_cap, "chunk_size": chunk_size}
     biases = {"sinks_H": sinks_H, "slopes_H": slopes_H}
-    _attend_(out_THD, q_THD, cache, step, **settings, **biases, config=config, splits=splits)
+    attend_(out_THD, q_THD, cache, step, **settings, **biases, config=config, splits=splits)
     return out_THD
 
 
-def attend_ahead_(
+def attend_(
     out_THD: torch.Tensor,
     q_THD: torch.Tensor,
     cache: PagedKv,
@@ -75,30 +75,11 @@ def attend_ahead_(
     sinks_H: torch.Tensor | None = None,
     slopes_H: torch.Tensor | None = None,
     chunk_size: int | None = None,
-) -> None:
-    """Replace the results of rows that see keys after their own (`last_keys`), and no others."""
-    settings = {"scale": scale, "window": window, "soft_cap": soft_cap, "chunk_size": chunk_size}
-    biases = {"sinks_H": sinks_H, "slopes_H": slopes_H}
-    _attend_(out_THD, q_THD, cache, step, **settings, **biases, last_keys_T=step.last_keys_T)
-
-
-def _attend_(
-    out_THD: torch.Tensor,
-    q_THD: torch.Tensor,
-    cache: PagedKv,
-    step: AttentionStep,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks_H: torch.Tensor | None,
-    slopes_H: torch.Tensor | None,
-    chunk_size: int | None,
     config: TileConfig | None = None,
     splits: int | None = None,
     last_keys_T: torch.Tensor | None = None,
 ) -> None:
-    """Fill `out`; with `last_keys`, the rows alone that see keys after their own."""
+    """Fill `out`. With `last_keys`, replace only the rows that see keys after their own."""
     T, H, D = q_THD.shape
     R, J = step.context_lengths_R.shape[0], cache.num_kv_heads
     if q_THD.stride(2) != 1:

@@ -130,7 +130,9 @@ def _check_file(shared: SharedTensor, item_bytes: int, name: str) -> None:
     path, num_bytes = Path(shared.path), item_bytes * math.prod(shared.shape)
     if path.parent != _folder() or not path.name.startswith((PREFIX, TORCH_PREFIX)):
         raise InputError(
-            name, f"is not in a file {_folder() / PREFIX}*, found {shared.path!r:.200}"
+            name,
+            f"is not in a file {_folder() / PREFIX}* or {TORCH_PREFIX}*,"
+            f" found {shared.path!r:.200}",
         )
     try:
         found = path.lstat()

@@ -20,9 +20,10 @@ from qserve.engine.distributed.rank_channel import RankDiedError
 from qserve.engine.distributed.rank_group import RankGroup
 from qserve.engine.distributed.shared_residence import SharedResidence
 from qserve.engine.runner.devices import pick_device, use_device
-from qserve.engine.runner.model_runner import ModelRunner, StepHandle
+from qserve.engine.runner.model_runner import ModelRunner
 from qserve.engine.runner.out_of_memory import ran_out
 from qserve.engine.runner.residence import Residence
+from qserve.engine.runner.step_handle import StepHandle
 from qserve.engine.runner.worker import Worker
 from qserve.engine.start_phases import phase
 from qserve.engine.step.step_input import StepInput

@@ -15,7 +15,7 @@ import torch
 from formats.checkpoint import CheckpointReader
 from qserve.config import EngineConfig
 from qserve.engine.media_limits import encoder_rows
-from qserve.engine.runner.step_buffers import MediaBuffers
+from qserve.engine.runner.graphs.media_buffers import MediaBuffers
 from qserve.engine.step.device_step import Batch, DraftMedia
 from qserve.engine.step.media_rows import ItemRows, MediaRows
 from qserve.engine.step.step_input import StepInput

@@ -5,26 +5,27 @@ that the host does not know yet are taken on the device from the samples of the 
 """
 
 import functools
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from qkernels import ops
 from qkernels.moe.experts import PreparedExperts
-from qkernels.sampling.settings import INVALID_TOKEN, Samples, SampleSettings
+from qkernels.sampling.settings import Samples, SampleSettings
 from qserve.config import EngineConfig
 from qserve.engine.runner.covered_tokens import CoveredTokens
-from qserve.engine.runner.cuda_graphs import CHUNK_SIZES, LONG_CHUNK_SIZES, StepGraphs
 from qserve.engine.runner.encoder import Encoder
+from qserve.engine.runner.graphs.cuda_graphs import CHUNK_SIZES, LONG_CHUNK_SIZES, StepGraphs
+from qserve.engine.runner.graphs.media_buffers import MediaBuffers
+from qserve.engine.runner.graphs.step_buffers import GraphKey, StepOutputs
 from qserve.engine.runner.microbatches import microbatches
 from qserve.engine.runner.page_copies import PageCopies, copy_pages, copy_states
-from qserve.engine.runner.pooling import PoolHandle, launch_pooling
-from qserve.engine.runner.prompt_logprobs import SLICE_BYTES, PromptHandle, launch_prompt_logprobs
+from qserve.engine.runner.pooling import launch_pooling
+from qserve.engine.runner.prompt_logprobs import SLICE_BYTES, launch_prompt_logprobs
 from qserve.engine.runner.sampler import TokenHistory
 from qserve.engine.runner.speculator import DraftedStep, Speculator
-from qserve.engine.runner.step_buffers import GraphKey, MediaBuffers, StepOutputs
+from qserve.engine.runner.step_handle import LaunchedForward, StepHandle
 from qserve.engine.runner.warm_up import warm_up_shapes, warm_up_step
 from qserve.engine.scheduling.plan import Drafting
 from qserve.engine.step.context_parallel import DividedStep, divide
@@ -32,67 +33,12 @@ from qserve.engine.step.device_step import Batch, BatchForm
 from qserve.engine.step.split_step import long_pairs
 from qserve.engine.step.step_input import StepInput
 from qserve.engine.step.transfer import HostCopy, to_device
-from qserve.engine.token_event import TokenLogprobs
 from qserve.lora.slot_memory import SlotMemory
 from qserve.model.cache_spec import Cache, StepLimits, WarmUpShape, make_caches
 from qserve.model.decoder import Decoder
 from qserve.model.kv_format import pick_kv_format
 from qserve.model.layer_kinds import sample_of_layers
-from qserve.parallel.kv_exchange import KvExchange
 from qserve.parallel.ranks import ALONE, Ranks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepHandle:
-    """In-flight step."""
-
-    tokens: HostCopy | None = None  # None: no row of the step samples
-    num_logprobs: tuple[int, ...] = ()  # what each sampled row asked for; -1: nothing
-    # log-probs of the sampled and top-k tokens, and the top-k ids; None if not requested
-    log_probabilities: tuple[HostCopy, HostCopy, HostCopy] | None = None
-    prompts: PromptHandle | None = None  # log probabilities of prompts, where requested
-    pools: PoolHandle | None = None  # what makes vectors of prompts, where any are asked for
-    emitted: HostCopy | None = None  # of each chunk that samples, how many tokens; None: all
-    drafts: HostCopy | None = None  # what was proposed for each of them, where the host asks
-
-    def result(self) -> list[int | str]:
-        """Wait; then one token for each sampled row, or the reason why there is none."""
-        if self.tokens is None:
-            return []
-        return [
-            "the model's logits contain NaN" if token == INVALID_TOKEN else token
-            for token in self.tokens.wait().tolist()
-        ]
-
-    def num_emitted(self) -> list[int] | None:
-        """Wait; then of each chunk that samples how many of its tokens are output; None: all."""
-        return None if self.emitted is None else self.emitted.wait().tolist()
-
-    def proposed(self) -> list[list[int]] | None:
-        """Wait; then what a drafter proposed for each chunk that samples, where asked for."""
-        return None if self.drafts is None else self.drafts.wait().tolist()
-
-    def logprobs(self) -> list[TokenLogprobs | None] | None:
-        """Wait; then one for each sampled row, None where it did not ask."""
-        if self.log_probabilities is None:
-            return None
-        drawn, tops, tokens = (copy.wait().tolist() for copy in self.log_probabilities)
-        rows = zip(self.num_logprobs, drawn, tops, tokens, strict=True)
-        return [
-            None if count < 0 else TokenLogprobs(one, tuple(ids[:count]), tuple(top[:count]))
-            for count, one, top, ids in rows
-        ]
-
-
-class _Forward(NamedTuple):
-    """Step whose forward pass is launched."""
-
-    outputs: StepOutputs
-    logits_SV: torch.Tensor  # of the rows that sample
-    prompts: PromptHandle | None
-    pools: PoolHandle | None
-    drafting: DraftedStep | None
-    done: torch.cuda.Event | None  # where the host may ask; None on a CPU
 
 
 class ModelRunner:
@@ -124,7 +70,7 @@ class ModelRunner:
         # One for each request that a step may have; then those that keep copies.
         self.num_state_slots = min(config.max_num_seqs, config.max_num_batched_tokens)
         self.num_snapshots = config.num_state_snapshots if config.enable_prefix_caching else 0
-        self._under_way: _Forward | None = None  # a step that has not sampled yet
+        self._under_way: LaunchedForward | None = None
         self._last_samples: torch.Tensor | None = None
         self._history = TokenHistory(config.max_num_seqs, decoder.config.vocab_size, device)
         self.graphs: StepGraphs | None = None
@@ -226,9 +172,13 @@ class ModelRunner:
         self.graphs = None
 
     def sample(self) -> "ModelRunner":
-        """Runner of the fewest layers that launch every kernel. Shares weights and KV pages."""
+        """Runner of the fewest layers that launch every kernel. Shares weights and KV pages.
+
+        It computes whole steps: its largest one is as large as steps that cannot be divided.
+        """
         decoder, numbers = sample_of_layers(self.decoder)
-        runner = ModelRunner(decoder, self.config, self.device, self.speculator, self._ranks)
+        ranks = replace(self._ranks, context=None)
+        runner = ModelRunner(decoder, self.config, self.device, self.speculator, ranks)
         runner.caches = [self.caches[number] for number in numbers if self.caches]
         runner.adapters, runner.taps, runner.covered = self.adapters, self.taps, self.covered
         return runner
@@ -351,7 +301,7 @@ class ModelRunner:
         if step.awaits_masks and self.device.type == "cuda":
             done = torch.cuda.Event()
             done.record()
-        self._under_way = _Forward(outputs, logits_SV, prompts, pools, drafting, done)
+        self._under_way = LaunchedForward(outputs, logits_SV, prompts, pools, drafting, done)
 
     def graph_key_for(self, step: StepInput) -> GraphKey | None:
         """Key of the CUDA graph that the step runs in, or None."""
@@ -360,8 +310,6 @@ class ModelRunner:
             return None
         if self._divided(step) is not None:
             return None
-        if step.media is not None and step.media.keys_ahead_T is not None:
-            return None  # attention in plain torch waits for the device
         return self.graphs.key_for(step)
 
     def _splits(self, step: StepInput) -> bool:
@@ -481,16 +429,11 @@ class ModelRunner:
         return Batch.of(step, self.device, self.batch_form)
 
     def own_batch(self, step: StepInput) -> tuple[StepInput, Batch]:
-        """This rank's part of a step that ranks divide, else the step; and its batch."""
+        """The step and its batch: this rank's part if ranks divide the step, else all of it."""
         divided = self._divided(step)
         if divided is None:
             return step, self.batch_of(step)
-        own, of_all = (
-            to_device(slots, self.device) for slots in (divided.own_slots, divided.all_slots)
-        )
-        exchange = KvExchange(
-            communicator=self._ranks.context, own_slots_T=own, all_slots_nT=of_all
-        )
+        exchange = divided.exchange(self._ranks.context, self.device)
         return divided.step, replace(self.batch_of(divided.step), exchange=exchange)
 
     def _divided(self, step: StepInput) -> DividedStep | None:

@@ -6,8 +6,8 @@ from typing import Protocol
 import torch
 
 from qkernels.sampling.settings import Samples, SampleSettings
-from qserve.engine.runner.cuda_graphs import StepGraphs
-from qserve.engine.runner.step_buffers import GraphKey, StepOutputs
+from qserve.engine.runner.graphs.cuda_graphs import StepGraphs
+from qserve.engine.runner.graphs.step_buffers import GraphKey, StepOutputs
 from qserve.engine.scheduling.plan import Drafting
 from qserve.engine.step.device_step import Batch, DraftMedia
 from qserve.engine.step.step_input import StepInput

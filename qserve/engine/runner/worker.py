@@ -23,7 +23,6 @@ from qkernels.gpu.launch import recorded_launches
 from qserve.config import EngineConfig
 from qserve.engine.fallback_limits import is_fallback
 from qserve.engine.invariance_limits import check_dtype
-from qserve.engine.runner.capture import capture
 from qserve.engine.runner.devices import pick_dtype
 from qserve.engine.runner.encoder import Encoder
 from qserve.engine.runner.memory import (
@@ -33,10 +32,12 @@ from qserve.engine.runner.memory import (
     num_pages_on_gpu,
     weight_bytes,
 )
-from qserve.engine.runner.model_runner import ModelRunner, StepHandle
+from qserve.engine.runner.model_runner import ModelRunner
 from qserve.engine.runner.out_of_memory import out_of_memory_is_named
 from qserve.engine.runner.rank_residence import RankResidence
+from qserve.engine.runner.replay import Replay
 from qserve.engine.runner.residence import Residence
+from qserve.engine.runner.step_handle import StepHandle
 from qserve.engine.runner.warm_up import warm_up_step, with_adapters
 from qserve.engine.start_phases import phase
 from qserve.engine.step.step_input import StepInput
@@ -54,41 +55,6 @@ from qserve.model.model_config import ModelConfig
 from qserve.model.resident.update_source import UpdateSource
 from qserve.model.sharing import place_experts
 from qserve.parallel.ranks import ALONE, Ranks
-
-
-class Replay:
-    """One step's forward pass, prepared to run repeatedly for measurements.
-
-    A decode or a short chunk runs in the worker's own CUDA graph with its padding, as in serving.
-    A longer step runs in a graph captured for it, or eagerly where graphs are off. With several
-    ranks each rank prepares its own.
-    """
-
-    @torch.inference_mode()
-    def __init__(self, runner: ModelRunner, step: StepInput, *, captures: bool) -> None:
-        """`captures`: whether a graph may be captured for it."""
-        key = runner.graph_key_for(step)
-        if key is not None:
-            runner.graphs.fill_(key, step)
-            self.graph = "engine"  # or "captured", or "none"
-            self._run = lambda: runner.graphs.replay(key)
-            return
-        step, batch = runner.own_batch(step)
-        self.graph, self._run = "none", lambda: runner.forward_logits(batch, step)
-        if captures:
-            self._run()
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with capture(graph):
-                self._run()
-            self.graph, self._run = "captured", graph.replay
-
-    @torch.inference_mode()
-    def run(self, count: int) -> None:
-        """Launch it `count` times, back to back."""
-        for _ in range(count):
-            self._run()
-
 
 logger = logging.getLogger(__name__)
 
@@ -181,9 +147,9 @@ class Worker:
     def _check_graphs(self, runner: ModelRunner) -> None:
         """Raise InputError where CUDA graphs cannot hold a step.
 
-        A model that transformers runs goes on without them.
+        A model that transformers runs then has none, and a warning is logged.
         """
-        reason = getattr(runner.decoder, "no_graphs", "")
+        reason = runner.decoder.no_graphs
         try:
             runner.check_graphs()
         except InputError as error:

@@ -10,10 +10,14 @@ the step. Legend: T tokens of the step, R requests (chunks).
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from formats.errors import InputError
 from qserve.config import EngineConfig
 from qserve.engine.step.step_input import StepInput
+from qserve.engine.step.transfer import to_device
+from qserve.parallel.communicator import Communicator
+from qserve.parallel.kv_exchange import KvExchange
 
 FLAG = "--prefill-context-parallel-size"
 
@@ -25,6 +29,11 @@ class DividedStep:
     step: StepInput
     own_slots: np.ndarray  # int64: slots of the tokens that this rank alone computes
     all_slots: np.ndarray  # int64: of those that only one rank computes, in rank order
+
+    def exchange(self, communicator: Communicator, device: torch.device) -> KvExchange:
+        """Return the exchange of keys and values after each layer's write."""
+        own_T, all_nT = (to_device(slots, device) for slots in (self.own_slots, self.all_slots))
+        return KvExchange(communicator=communicator, own_slots_T=own_T, all_slots_nT=all_nT)
 
 
 def divide(step: StepInput, rank: int, size: int, min_tokens: int) -> DividedStep | None:

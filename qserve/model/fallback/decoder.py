@@ -47,7 +47,6 @@ class FallbackDecoder(Decoder):
         # The causal model computes logits from the hidden states that this gives it.
         self._given = _GivenStates()
         self._body_name = model.base_model_prefix
-        self.no_graphs = ""  # the reason why CUDA graphs cannot hold its steps
 
     def products(self) -> Iterator[Product]:
         """Every quantized product; the model takes plain tensors."""

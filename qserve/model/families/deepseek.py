@@ -8,7 +8,7 @@ come from latents of their own, and whether they grow with their position.
 import torch
 
 from formats.architecture.rows.latent_parts import KV_NORM, Q_NORM, QUERIES
-from qserve.model.blocks.latent_attention import LatentAttention, LatentShape
+from qserve.model.blocks.latent.attention import LatentAttention, LatentShape
 from qserve.model.blocks.layer import Layer
 from qserve.model.blocks.norm import BranchEnd
 from qserve.model.decoder import Decoder

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from formats.architecture.rows.latent_parts import KEYS_VALUES
-from qserve.model.blocks.latent_attention import LatentShape
+from qserve.model.blocks.latent.attention import LatentShape
 from qserve.model.sharing import LinearPart
 
 

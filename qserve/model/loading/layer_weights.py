@@ -19,7 +19,7 @@ from qkernels import ops
 from qkernels.choice import FIXED_ORDER
 from qkernels.moe.experts import PreparedExperts
 from qserve.model.blocks.gemma.layer_inputs import LayerInput
-from qserve.model.blocks.latent_attention import LatentShape
+from qserve.model.blocks.latent.attention import LatentShape
 from qserve.model.blocks.linear import (
     FloatLinear,
     GatheredInput,

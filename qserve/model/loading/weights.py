@@ -198,9 +198,13 @@ class Weights:
                 for next_number in (number, number + 1):
                     if next_number in numbers:
                         prefix = self.family.layer.format(i=next_number)
-                        here = self.sharing.experts(next_number)
-                        self.source.expect(prefix, not_read_ahead(self, prefix, here))
+                        self.source.expect(prefix, self.not_ahead(next_number))
                 yield self.layer(number)
+
+    def not_ahead(self, number: int) -> set[str]:
+        """Return the tensors and linears of a layer that this rank does not read ahead."""
+        prefix = self.family.layer.format(i=number)
+        return not_read_ahead(self, prefix, self.sharing.experts(number))
 
     def finished(self, layer: AnyLayer) -> AnyLayer:
         """Report a layer that its builder has finished, and return it."""

@@ -205,13 +205,14 @@ def load_head(
         sharing=sharing,
     )
     C, eps = config.hidden_size, config.norm_eps
-    source.expect(prefix.removesuffix("."))
+    number = config.num_layers - 1
+    source.expect(prefix.removesuffix("."), weights.not_ahead(number))
     head = MtpHead(
         embedding=_embedding(weights, source, names.embedding and prefix + names.embedding, target),
         embedding_norm=Norm(weights.norm(prefix + names.embedding_norm, (C,)), eps),
         state_norm=Norm(weights.norm(prefix + names.state_norm, (C,)), eps),
         projection=weights.linear([prefix + names.projection], [C], 2 * C),
-        layer=families.build_layer(config, weights.layer(config.num_layers - 1)),
+        layer=families.build_layer(config, weights.layer(number)),
         norm=Norm(weights.norm(prefix + names.last_norm, (C,)), eps),
         head=_head(weights, source, names.head and prefix + names.head, target),
     )

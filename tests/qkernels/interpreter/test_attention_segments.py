@@ -162,7 +162,10 @@ def test_rows_of_an_image_see_each_other(
 
     def run(rows):
         out = rows.run()
-        triton_segments.attend_ahead_(out, rows.q, rows.cache, rows.step, **rows.options)
+        seen = rows.step.last_keys_T
+        triton_segments.attend_(
+            out, rows.q, rows.cache, rows.step, **rows.options, last_keys_T=seen
+        )
         return out
 
     got = run(case)

@@ -109,6 +109,25 @@ def test_only_the_companies_that_are_asked_for(tiny_model):
         InvarianceConfig(company=["alone"])
 
 
+@pytest.mark.parametrize(
+    "company, found",
+    [
+        ("drafts", []),
+        pytest.param(
+            "crossed", ["all of these, without CUDA graphs"], marks=pytest.mark.exhaustive
+        ),
+    ],
+)
+def test_ranks_that_divide_prompts_have_no_drafts(tiny_model, capsys, company, found):
+    config = dataclasses.replace(FEW, num_requests=2, company=[company])
+    ranks = {"prefill_context_parallel_size": 2, "prefill_context_parallel_min_tokens": 8}
+    folder = tiny_model("llama")
+    assert check_invariance(str(folder), settings(folder, **ranks), config) == 0
+    first, _, *rows = capsys.readouterr().out.splitlines()
+    assert first.startswith("Without drafts: ")
+    assert [row.split("  ")[0] for row in rows] == ["alone again", *found]
+
+
 def test_companies_have_random_sizes():
     companies = _companies(random.Random(0), range(400), 64)
     assert sorted(number for each in companies for number in each) == list(range(400))
@@ -243,3 +262,8 @@ def test_the_default_kernels_differ(quantized_5m, capsys):
 def test_other_settings_that_choose_kernels_are_refused(quantized_5m, changes, flag):
     with pytest.raises(InputError, match=f"{flag}.*--batch-invariant"):
         LLM(str(quantized_5m), device="cpu", batch_invariant=True, **changes)
+
+
+def test_gemma_3n_is_refused(tiny_model):
+    with pytest.raises(InputError, match="--batch-invariant: .* Gemma3nForCausalLM: .* streams"):
+        LLM(str(tiny_model("gemma3n")), device="cpu", batch_invariant=True)

@@ -6,7 +6,7 @@ import gc
 import pytest
 import torch
 
-from qserve.engine.runner.capture import capture
+from qserve.engine.runner.graphs.capture import capture
 
 
 class Garbage:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from qserve.engine.runner.cuda_graphs import (
+from qserve.engine.runner.graphs.cuda_graphs import (
     CHUNK_SIZES,
     LONG_CHUNK_SIZES,
     graph_keys,

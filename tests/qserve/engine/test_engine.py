@@ -7,7 +7,7 @@ from formats.errors import InputError
 from qserve.config import EngineConfig
 from qserve.engine.distributed.rank_channel import RankDiedError
 from qserve.engine.engine import Engine
-from qserve.engine.runner.cuda_graphs import StepGraphs
+from qserve.engine.runner.graphs.cuda_graphs import StepGraphs
 from qserve.engine.runner.model_runner import ModelRunner
 from qserve.library.beam_outputs import sampling_params
 from qserve.params.beam_search_params import BeamSearchParams

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from qserve.engine.kv_cache.state_slots import StatePool
 from qserve.engine.request import Status
-from qserve.engine.runner.step_buffers import GraphKey, StepBuffers
+from qserve.engine.runner.graphs.step_buffers import GraphKey, StepBuffers
 from qserve.engine.step.device_step import Batch, BatchForm
 from qserve.engine.step.request_rows import RequestRows
 from qserve.engine.step.step_input import StepInput

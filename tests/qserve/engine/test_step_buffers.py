@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from qserve.engine.runner.step_buffers import ALIGNMENT, GraphKey, StepBuffers
+from qserve.engine.runner.graphs.step_buffers import ALIGNMENT, GraphKey, StepBuffers
 from tests.qserve.engine.make_step import PER_TOKEN, make_step
 
 DECODE = GraphKey(is_chunk=False, num_tokens=4, num_requests=4)

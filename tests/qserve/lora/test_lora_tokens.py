@@ -132,6 +132,15 @@ def test_every_target_alone(tiny_model, tmp_path, family, targets):
         assert_is(merged(copy.deepcopy(base), model, lora.lora_path), found)
 
 
+def test_latents_in_a_fixed_order(tiny_model, tmp_path):
+    """Adapters of kv_b_proj also reach the products of the kernel that --kernel asks for."""
+    model = tiny_model("deepseek_v3")
+    folder = write_adapter(model, tmp_path / "up", rank=3, only=["kv_b_proj"])
+    lora = LoRARequest("up", 1, str(folder))
+    (found,) = run(engine(model, kernel=["attention=fixed_order"]), [lora])
+    assert_is(merged(float_model(model), model, folder), found)
+
+
 def test_quantized_base(quantized_5m, transformers_model, tmp_path):
     """The adapter is separate from the product, whatever the base's numbers are."""
     model = quantized_5m

@@ -6,6 +6,7 @@ is planted wrong, Kimi-K2's files, and what is refused.
 
 import json
 import random
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +21,7 @@ from formats.inspection.inspect import inspect_checkpoint
 from formats.scheme import Scheme
 from qkernels import ops
 from qserve.llm import LLM
-from qserve.model.blocks import latent_attention
+from qserve.model.blocks.latent import attention as latent_attention
 from qserve.params.sampling_params import SamplingParams
 from tests.qserve.engine.make_step import make_step
 from tests.qserve.model.test_family_tokens import FEW_PAGES, check_greedy, count_preemptions
@@ -374,9 +375,13 @@ def test_what_latents_do_not_support_is_refused(model_of, flag, setting):
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
-def test_contexts_beyond_the_selected_keys_are_refused(tiny_model, transformers_model, family):
+def test_contexts_beyond_the_selected_keys_are_refused(
+    tiny_model, transformers_model, family, tmp_path
+):
     """Up to them transformers selects all keys; with more, its indexer leaves some out."""
-    folder = tiny_model(family)
+    folder = shutil.copytree(tiny_model(family), tmp_path / "model")
+    config = read_json(folder / "config.json") | {"index_topk": 64}
+    (folder / "config.json").write_text(json.dumps(config))
     words = "expected 2 to 64 .config.json: index_topk: attention that selects keys"
     with pytest.raises(InputError, match=f"--max-model-len: {words}"):
         LLM(folder, device="cpu", max_model_len=65)

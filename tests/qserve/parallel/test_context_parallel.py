@@ -1,6 +1,7 @@
 """Ranks that divide the tokens of long prompts: the tokens of one rank, and less work for each."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -102,6 +103,15 @@ def test_short_chunks_and_warm_ups_are_not_divided():
     assert divide(step_of((0, 8)), 0, 4, 1) is None, "eight pieces and a token are nine"
     padding = StepInput.padding(num_requests=1, count=64, max_context_len=64, page_size=PAGE)
     assert divide(padding, 0, 2, 8) is None
+
+
+def test_memory_is_measured_with_whole_steps(tiny_model):
+    """A step with images or prompt log probabilities is not divided, and needs as much."""
+    context = SimpleNamespace(rank=0, size=2)
+    runner = rank_runner(tiny_model("llama"), context=context, **TWO)
+    step = step_of((0, 40))
+    assert runner.own_batch(step)[0].num_tokens < 40
+    assert runner.sample().own_batch(step)[0].num_tokens == 40
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])

@@ -168,6 +168,11 @@ def settings_config(folder, **settings):
         ("llama", {"record_expert_loads": "x.json"}, "has no experts"),
         ("mixtral", {"record_expert_loads": "/nowhere/x.json"}, "its folder does not exist"),
         (None, {"record_expert_loads": "x", "data_parallel_size": 2}, "--data-parallel-size is 2"),
+        (
+            None,
+            {"record_expert_loads": "x", "prefill_context_parallel_size": 2},
+            "--prefill-context-parallel-size is 2",
+        ),
     ],
 )
 def test_what_does_not_work_is_refused_by_name(family, settings, message, tiny_model):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qserve.engine.runner.cuda_graphs import StepGraphs
+from qserve.engine.runner.graphs.cuda_graphs import StepGraphs
 from qserve.speculation.graphs import GraphedStep
 
 

@@ -12,7 +12,7 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qkernels import dispatch
-from qserve.engine.runner.cuda_graphs import StepGraphs
+from qserve.engine.runner.graphs.cuda_graphs import StepGraphs
 from qserve.engine.runner.model_runner import ModelRunner
 from qserve.params.sampling_params import SamplingParams
 from tests.qserve.speculation.traces import make_engine, run

@@ -5,7 +5,7 @@ As in an engine one step stays in flight, and a request that it may end waits fo
 
 import random
 
-from qserve.engine.runner.cuda_graphs import graph_sizes
+from qserve.engine.runner.graphs.cuda_graphs import graph_sizes
 
 
 def seconds_of(depth, step_seconds, num_requests, num_tokens, share, seed=0):

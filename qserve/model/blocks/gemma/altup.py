@@ -1,5 +1,7 @@
-"""Gemma 3n's layers: AltUp, several streams of hidden states of which a layer computes one, and
-LAuReL, a product of low rank beside attention.
+"""Gemma 3n's layers, with AltUp and LAuReL.
+
+AltUp: there are several streams of hidden states, of which a layer computes one. LAuReL: a product
+of low rank runs next to attention.
 
 Baykal et al., "Alternating Updates for Efficient Transformers" (2023). Legend: T tokens of the
 step, C hidden size, N streams; stream 0 is the one that layers compute.

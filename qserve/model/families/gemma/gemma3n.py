@@ -4,9 +4,11 @@ one of four streams of hidden states. The first layers leave out most gates of t
 Columns of the family's row hold the kinds of layers.
 """
 
+from functools import partial
+
 from qserve.model.blocks.gemma.altup import AltUp, AltUpLayer, Laurel, SparseMlp
 from qserve.model.blocks.mlp import Mlp
-from qserve.model.blocks.norm import BranchEnd, Norm
+from qserve.model.blocks.norm import BranchEnd
 from qserve.model.decoder import Decoder
 from qserve.model.families import llama
 from qserve.model.families.gemma import gemma4
@@ -24,9 +26,10 @@ def build(config: ModelConfig, weights: Weights) -> Decoder:
 def build_layer(config: ModelConfig, weights: LayerWeights) -> AltUpLayer:
     local, learned = gemma4.config_of_layer(config, weights.number), weights.activation_tensors()
     own = {name: weights.constant(value) for name, value in learned.items()}
+    norm = partial(llama.build_norm, local, weights)
     return AltUpLayer(
         altup=AltUp(
-            router_norm=llama.build_norm(local, weights, "altup.router_norm"),
+            router_norm=norm("altup.router_norm"),
             modality_router=own["modality_router"],
             prediction_coefs=own["prediction_coefs"],
             correction_coefs=own["correction_coefs"],
@@ -34,21 +37,17 @@ def build_layer(config: ModelConfig, weights: LayerWeights) -> AltUpLayer:
         laurel=Laurel(
             left=own["linear_left"],
             right=own["linear_right"],
-            norm=llama.build_norm(local, weights, "laurel.post_laurel_norm"),
+            norm=norm("laurel.post_laurel_norm"),
         ),
         output_scale=own["correct_output_scale"],
         layer_input=weights.layer_input(),
-        attention_norm=_norm(local, weights, "input_layernorm"),
+        attention_norm=norm("input_layernorm"),
         attention=gemma4.build_attention(local, weights),
-        attention_end=BranchEnd(_norm(local, weights, "post_attention_layernorm")),
-        mlp_norm=_norm(local, weights, "pre_feedforward_layernorm"),
+        attention_end=BranchEnd(norm("post_attention_layernorm")),
+        mlp_norm=norm("pre_feedforward_layernorm"),
         mlp=_feed_forward(local, weights),
-        mlp_end=BranchEnd(_norm(local, weights, "post_feedforward_layernorm")),
+        mlp_end=BranchEnd(norm("post_feedforward_layernorm")),
     )
-
-
-def _norm(config: ModelConfig, weights: LayerWeights, name: str) -> Norm:
-    return llama.build_norm(config, weights, name)
 
 
 def _feed_forward(config: ModelConfig, weights: LayerWeights) -> Mlp | SparseMlp:

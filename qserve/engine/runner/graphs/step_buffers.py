@@ -4,7 +4,7 @@ Each graph has its own layout of the same memory, since steps run one after the 
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -15,9 +15,6 @@ from qkernels.lora.weights import NO_ADAPTER
 from qserve.engine.step.device_step import Batch
 from qserve.engine.step.step_input import StepInput
 from qserve.engine.step.transfer import PinnedCopies, on_host
-from qserve.model.axis_ropes import AxisRopes, RowRopes
-from qserve.model.blocks.attention import InputEmbeds
-from qserve.model.decoder import Decoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +41,7 @@ class GraphKey:
     num_tokens: int
     num_requests: int
     has_adapters: bool = False  # needs other kernels; a step without adapters is faster
-    has_media: bool = False  # begins with embeddings (MediaBuffers)
+    has_media: bool = False  # begins with embeddings (media_buffers.py)
 
     @property
     def count(self) -> int:
@@ -167,47 +164,3 @@ def _fields(
         fields.append(_Field(name, dtype, offset, size, padding))
         offset = -(-fields[-1].end // ALIGNMENT) * ALIGNMENT
     return tuple(fields)
-
-
-class MediaBuffers:
-    """Embeddings and rotations of captured steps with media, which all graphs share.
-
-    Such a graph begins with embeddings: those of tokens and of media are put together before it
-    runs. Legend: T tokens of the step, C hidden size, L levels, D rotated channels.
-    """
-
-    def __init__(
-        self, decoder: Decoder, ropes: AxisRopes | None, num_levels: int, max_tokens: int
-    ) -> None:
-        """`ropes`: None if positions are numbers."""
-        self._decoder = decoder
-        shape = 1 + num_levels, max_tokens, decoder.config.hidden_size
-        self._rows_LTC = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
-        self._ropes = None
-        if ropes is not None:
-            zeros_3T = torch.zeros(3, max_tokens, dtype=torch.int64, device=decoder.device)
-            self._ropes = ropes.of(zeros_3T)
-
-    def attach(self, batch: Batch) -> Batch:
-        """Return the inputs of a graph with views of the buffers."""
-        count = batch.num_tokens
-        values_TC, *added = self._rows_LTC[:, :count]
-        embeds = InputEmbeds(rows_M=None, values_MC=values_TC, added_MC=tuple(added))
-        ropes = None if self._ropes is None else self._ropes.of_rows(slice(0, count))
-        return replace(batch, embeds=embeds, row_ropes=ropes)
-
-    def fill_(self, step: Batch, ropes: RowRopes | None, num_padded: int) -> None:
-        """Fill in a step's embeddings of tokens and of media, and its rotations.
-
-        `ropes`: of the step's rows. `num_padded`: tokens of its graph.
-        """
-        count = step.num_tokens
-        self._rows_LTC[:, :num_padded] = 0
-        self._rows_LTC[0, :count] = self._decoder.embedded(step.token_ids_T, step)
-        if step.embeds is not None:
-            for level_TC, added_MC in zip(self._rows_LTC[1:], step.embeds.added_MC, strict=True):
-                level_TC[step.embeds.rows_M] = added_MC
-        if self._ropes is not None:
-            assert ropes is not None
-            for rotary, table_TD in self._ropes.tables.items():
-                table_TD[:count] = ropes.tables[rotary]

@@ -30,7 +30,7 @@ from qkernels.latent.fixed_order.config import segment_boundaries
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
 from qserve.model.blocks.attention import SplitStep, StepInputs, check_capturable
-from qserve.model.blocks.latent_adapters import LatentAdapters
+from qserve.model.blocks.latent.adapters import LatentAdapters
 from qserve.model.blocks.linear import Linear, LinearPlan, Product, products_of
 from qserve.model.blocks.rotary import Rotary
 from qserve.model.cache_spec import CacheSpec, KvFormat, SplitRule, StepLimits, WarmUpShape
@@ -218,8 +218,7 @@ class LatentAttention(torch.nn.Module):
         )
         if step.exchange is not None:
             step.exchange.exchange_(cache)
-        adapters = self._adapters
-        if step.split is None or adapters is not None:  # expanded keys are of no adapter
+        if step.split is None or self._adapters is not None:  # adapters read latents alone
             out_THV = self._absorbed(q_n_THP, q_THE, cache, step)
         else:
             out_THV = self._split(q_n_THP, q_THE, cache, step.split)
@@ -247,8 +246,9 @@ class LatentAttention(torch.nn.Module):
             kernel=self.kernel,
         )
         if self.kernel == FIXED_ORDER:
-            return ops.fixed_order_heads(out_THL, self.value_up)
-        out_THV = torch.bmm(out_THL.transpose(0, 1), self.value_up).transpose(0, 1)
+            out_THV = ops.fixed_order_heads(out_THL, self.value_up)
+        else:
+            out_THV = torch.bmm(out_THL.transpose(0, 1), self.value_up).transpose(0, 1)
         if adapters is not None:
             adapters.add_results_(out_THV, out_THL)
         return out_THV
@@ -256,8 +256,9 @@ class LatentAttention(torch.nn.Module):
     @property
     def _adapters(self) -> LatentAdapters | None:
         """Adapters of kv_b_proj; None: no row of this step has one."""
-        has_rows = self.adapters is not None and self.adapters.slots_T is not None
-        return self.adapters if has_rows else None
+        if self.adapters is None or self.adapters.slots_T is None:
+            return None
+        return self.adapters
 
     def _split(
         self, q_n_THP: torch.Tensor, q_THE: torch.Tensor, cache: PagedLatents, split: SplitStep

@@ -4,7 +4,7 @@ An adapter adds scale * B A to it. B has, of each head, first rows of its key, t
 
     query + scale * (q_n B_key) A        result + scale * (A latents) B_value
 
-Legend as in latent_attention.py and qkernels/lora/weights.py: T rows, H heads, P, L, V, R ranks.
+Legend as in attention.py and qkernels/lora/weights.py: T rows, H heads, P, L, V, R ranks.
 """
 
 from collections.abc import Iterator
@@ -46,10 +46,8 @@ class LatentAdapters:
         Every slot is computed for all rows, so that a CUDA graph holds the same kernels for any
         adapters. Elements beyond an adapter's rank are undefined.
         """
-        weights, ranks_R1 = (
-            self.weights,
-            torch.arange(self.weights.max_rank, device=self.weights.a_LRSK.device)[:, None],
-        )
+        weights = self.weights
+        ranks_R1 = torch.arange(weights.max_rank, device=weights.a_LRSK.device)[:, None]
         for slot in range(weights.num_slots):
             used_R1 = ranks_R1 < weights.ranks_LS[slot, 0]
             a_RL = torch.where(used_R1, weights.a_LRSK[slot, :, 0], 0).float()

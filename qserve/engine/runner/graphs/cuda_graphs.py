@@ -16,9 +16,10 @@ from dataclasses import replace
 
 import torch
 
-from qserve.engine.runner.capture import capture
+from qserve.engine.runner.graphs.capture import capture
+from qserve.engine.runner.graphs.media_buffers import MediaBuffers
+from qserve.engine.runner.graphs.step_buffers import GraphKey, StepBuffers, StepOutputs
 from qserve.engine.runner.out_of_memory import ran_out
-from qserve.engine.runner.step_buffers import GraphKey, MediaBuffers, StepBuffers, StepOutputs
 from qserve.engine.step.device_step import Batch
 from qserve.engine.step.step_input import StepInput, table_width
 
@@ -101,14 +102,9 @@ def graph_rows(keys: Collection[GraphKey]) -> dict[str, list[int]]:
 
 def smallest_key(keys: list[GraphKey], step: StepInput) -> GraphKey | None:
     """Return the first of `keys` that holds a step, or None."""
-    count, has_adapters, has_media = (
-        step.rows_each,
-        step.adapter_slots_T is not None,
-        step.has_media,
-    )
-    is_chunk = (
-        count == 0 or has_media or not any(key.count == count for key in keys if not key.is_chunk)
-    )
+    count, has_adapters = step.rows_each, step.adapter_slots_T is not None
+    is_decode = count > 0 and not step.has_media
+    is_chunk = not is_decode or all(key.is_chunk or key.count != count for key in keys)
     # a chunk graph has as many rows of logits as requests
     num_rows = max(step.num_requests, step.num_sampled) if is_chunk else step.num_requests
     for key in keys:

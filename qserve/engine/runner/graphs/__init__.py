@@ -1,0 +1,1 @@
+"""CUDA graphs of steps: their keys, inputs and capture."""

@@ -1,0 +1,1 @@
+"""Latent attention (MLA), and adapters of the matrix that it multiplies into queries."""
