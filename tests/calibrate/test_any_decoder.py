@@ -143,8 +143,31 @@ def test_the_command_calibrates_on_texts(docs_5m, tmp_path, capsys):
         name for name in solved_codes.entries if "weight_packed" in name or "qweight" in name
     )
     assert not torch.equal(solved_codes.get(name), rounded_codes.get(name))
-    config = QuantizeConfig(
-        scheme="w4a16-mxfp4", recipe="gptq", output=str(tmp_path / "x"), device="cpu"
-    )
-    with pytest.raises(InputError, match="recipe 'gptq'"):
-        quantize(str(folder), config)
+    for scheme, device, problem in (
+        ("w8a8-fp8", "cpu", "recipe 'gptq'.*produces integer codes"),
+        ("w4a16-sym", "cpu,cpu", "--device.*is quantized on one device"),
+    ):
+        config = QuantizeConfig(
+            scheme=scheme, recipe="gptq", output=str(tmp_path / "x"), device=device
+        )
+        with pytest.raises(InputError, match=problem):
+            quantize(str(folder), config)
+
+
+@pytest.mark.parametrize(
+    "scheme", ["w4a16-mxfp4", pytest.param("w4a16-nvfp4", marks=pytest.mark.exhaustive)]
+)
+def test_numbers_of_4_bits_are_solved(tmp_path, scheme):
+    folder, ids_WS = made(tmp_path / "olmo", "olmo"), windows(40, 64)
+    model, spec = float_model(folder), Scheme.parse(scheme).weight
+    weights = solve_layers(model, linear_names(folder), ids_WS[:32], spec, progress=False)
+    rounded = float_model(folder)
+    for name, found in weights.items():
+        linear = rounded.get_submodule(name)
+        linear.weight.copy_(round_to_nearest(linear.weight, spec).dequantize())
+        assert torch.equal(model.get_submodule(name).weight, found.dequantize())
+    with torch.no_grad():
+        want, found, other = (
+            each(ids_WS[32:]).logits for each in (float_model(folder), model, rounded)
+        )
+    assert (found - want).norm() < (other - want).norm()
