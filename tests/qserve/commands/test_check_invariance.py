@@ -109,6 +109,15 @@ def test_only_the_companies_that_are_asked_for(tiny_model):
         InvarianceConfig(company=["alone"])
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_requests", 1), ("long_every", 0), ("chunk_tokens", 3)]
+)
+def test_numbers_out_of_range_are_refused(name, value):
+    flag = f"--{name.replace('_', '-')}"
+    with pytest.raises(InputError, match=f"{flag}: expected .* or more, found {value}"):
+        InvarianceConfig(**{name: value})
+
+
 def test_companies_have_random_sizes():
     companies = _companies(random.Random(0), range(400), 64)
     assert sorted(number for each in companies for number in each) == list(range(400))
