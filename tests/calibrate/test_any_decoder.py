@@ -24,6 +24,7 @@ from qserve.commands.quantize import quantize
 from qserve.model.fallback.quantize import linear_names
 
 SCHEME = Scheme.parse("w4a16-sym-g32")
+SLOW = pytest.mark.exhaustive
 
 
 def windows(count=6, length=48):
@@ -42,7 +43,7 @@ def solved(folder, ids_WS, **settings):
     return model, weights
 
 
-@pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma3", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma3", marks=SLOW)])
 def test_codes_are_the_pipelines(tiny_model, tmp_path, family):
     """Of families with a row: layers of two kinds, with masks and rotations of their own."""
     folder, ids_WS = tiny_model(family), windows()
@@ -78,7 +79,7 @@ def made(folder, kind, **changed):
     return folder
 
 
-@pytest.mark.parametrize("kind", ["olmo", pytest.param("bitnet", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kind", ["olmo", pytest.param("bitnet", marks=SLOW)])
 def test_predictions_are_nearer_than_rounded_ones(tmp_path, kind):
     folder, ids_WS = made(tmp_path / kind, kind), windows(40, 64)
     model, _ = solved(folder, ids_WS[:32])
@@ -128,12 +129,15 @@ def test_layers_that_read_more_than_states_are_refused(tiny_model, monkeypatch):
         solved(tiny_model("qwen3"), windows(2, 16), subject="x")
 
 
-def test_the_command_calibrates_on_texts(docs_5m, tmp_path, capsys):
+@pytest.mark.parametrize(
+    "scheme", [("w4a16-sym", "--group-size", "32"), pytest.param(("w4a16-mxfp4",), marks=SLOW)]
+)
+def test_the_command_calibrates_on_texts(docs_5m, tmp_path, scheme):
     vocabulary = json.loads((docs_5m / "config.json").read_text())["vocab_size"]
     folder = made(tmp_path / "olmo", "olmo", vocab_size=vocabulary)
     for file in docs_5m.glob("token*"):
         shutil.copy(file, folder)
-    arguments = ["quantize", str(folder), "--scheme", "w4a16-sym", "--group-size", "32"]
+    arguments = ["quantize", str(folder), "--scheme", *scheme]
     few = ["--samples", "4", "--sequence-length", "64", "--device", "cpu"]
     assert main([*arguments, *few, "-o", str(tmp_path / "gptq")]) == 0
     assert main([*arguments, "--recipe", "rtn", "-o", str(tmp_path / "rtn")]) == 0
@@ -154,9 +158,7 @@ def test_the_command_calibrates_on_texts(docs_5m, tmp_path, capsys):
             quantize(str(folder), config)
 
 
-@pytest.mark.parametrize(
-    "scheme", ["w4a16-mxfp4", pytest.param("w4a16-nvfp4", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("scheme", ["w4a16-mxfp4", pytest.param("w4a16-nvfp4", marks=SLOW)])
 def test_numbers_of_4_bits_are_solved(tmp_path, scheme):
     folder, ids_WS = made(tmp_path / "olmo", "olmo"), windows(40, 64)
     model, spec = float_model(folder), Scheme.parse(scheme).weight
