@@ -50,7 +50,7 @@ def routing_linears(family: Family, config: Mapping[str, Any]) -> dict[str, str]
         found[family.layer_inputs.model_projection] = "makes inputs of all layers"
     found |= dict.fromkeys(family.stream_linears, "makes streams of hidden states")
     own = [f"{prefix}.{name}" for prefix in prefixes for name in family.float_linears]
-    found |= dict.fromkeys(own, "no product of the layers that are quantized")
+    found |= dict.fromkeys(own, "belongs to a module of the layer that stays in float")
     experts = family.experts
     if experts is not None:
         for i in layers:

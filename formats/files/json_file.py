@@ -8,8 +8,6 @@ from typing import Any
 from formats.errors import CheckpointError
 
 MAX_JSON_BYTES = 25_000_000
-
-
 MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 

@@ -48,8 +48,8 @@ class QuantizeConfig(HubSettings):
     )
     recipe: str | None = setting(
         None,
-        "quantization method; rtn: round to nearest, without data (default: gptaq at 4 bits, "
-        "smoothquant+gptq for w8a8, else rtn)",
+        "quantization method; rtn: round to nearest, without data (default: at 4 bits and fewer "
+        "gptaq, or gptq for models through transformers; smoothquant+gptq for w8a8; else rtn)",
         RECIPES,
     )
     target: str | None = setting(

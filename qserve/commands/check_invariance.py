@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from formats.errors import InputError
 from qserve.command_line.command import Command
-from qserve.command_line.setting import setting
+from qserve.command_line.setting import check_settings, setting
 from qserve.commands.invariance_requests import draw_params, draw_prompts
 from qserve.config import EngineConfig
 
@@ -55,7 +55,8 @@ class InvarianceConfig:
     )
 
     def __post_init__(self) -> None:
-        """Raise InputError for an unknown company."""
+        """Raise InputError for an unknown company or a number outside of its range."""
+        check_settings(self)
         for name in self.company:
             if name not in COMPANIES:
                 expected = f"expected one of {', '.join(COMPANIES)}, found {name!r}"

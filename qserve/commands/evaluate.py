@@ -104,7 +104,7 @@ def _windows(
     chats = [each for each in documents if not isinstance(each, str)]
     found = _chat_windows(chats, folder, config) if chats else []
     count = None if config.windows is None else config.windows - len(found)
-    if texts and count != 0:
+    if (texts and count != 0) or not found:  # without windows it raises
         found += make_windows(
             texts,
             lambda text: tokenizer.encode(text, add_special_tokens=False),

@@ -128,8 +128,10 @@ def quantize(model: str, config: QuantizeConfig) -> int:
 
 def _usual_recipe(scheme: Any) -> str:
     """Return the recipe of a model without a row in the table of families."""
+    from formats.scheme import FP4_TYPES
+
     weight = scheme.weight
-    return "gptq" if weight.type == "int" and weight.bits <= 4 else "rtn"
+    return "gptq" if weight.type in ("int", *FP4_TYPES) and weight.bits <= 4 else "rtn"
 
 
 def _solver(folder: str, scheme: Any, settings: Mapping[str, Any]) -> Any:
@@ -137,10 +139,18 @@ def _solver(folder: str, scheme: Any, settings: Mapping[str, Any]) -> Any:
     from transformers import AutoTokenizer
 
     from calibrate.any_decoder import solve_layers
+    from calibrate.devices import Devices
     from calibrate.recipe import check_makes, find_recipe
     from calibrate.texts.data import read_calibration
 
     check_makes(find_recipe("gptq"), [scheme])
+    devices = Devices.parse(settings["device"])
+    if len(devices.names) > 1:
+        raise InputError(
+            "--device",
+            f"{folder} runs through transformers, and is quantized on one device",
+            "name one",
+        )
     names = ("samples", "sequence_length", "seed", "bos")
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
@@ -149,9 +159,8 @@ def _solver(folder: str, scheme: Any, settings: Mapping[str, Any]) -> Any:
         longest = getattr(model.config, "max_position_embeddings", None)
         own["sequence_length"] = min(own["sequence_length"], longest or own["sequence_length"])
         data = read_calibration(settings["calibration"], tokenizer, **own)
-        device = settings["device"] or "cpu"
         return solve_layers(
-            model, linears, data.ids_WS, scheme.weight, device=device, subject=folder
+            model, linears, data.ids_WS, scheme.weight, device=devices.first, subject=folder
         )
 
     return solve

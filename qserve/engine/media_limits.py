@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from formats.errors import InputError
 from qserve.config import EngineConfig
 from qserve.engine.scheduling.encoder_budget import EncoderBudget
 from qserve.model.model_config import ModelConfig
@@ -52,8 +53,17 @@ LIMITS = (
 
 
 def with_settings(config: EngineConfig, model: ModelConfig) -> ModelConfig:
-    """Return the model without its tower if a setting does not allow it; text still runs."""
+    """Return the model without its tower if a setting does not allow it; text still runs.
+
+    Raises InputError for a setting of the tower of a model that has none.
+    """
     if model.vision is None:
+        if config.mm_encoder_quantization is not None:
+            raise InputError(
+                f"--mm-encoder-quantization {config.mm_encoder_quantization}",
+                f"{model.family.architecture} has no vision tower here",
+                "remove the flag",
+            )
         return model
     for limit in LIMITS:
         if limit.is_met(config, model.vision):

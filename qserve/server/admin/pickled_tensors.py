@@ -39,6 +39,8 @@ FILE = Name(REDUCTIONS, "rebuild_storage_filename")
 DESCRIPTOR = Name(REDUCTIONS, "rebuild_storage_fd")
 SIZE = Name("torch", "Size")
 PART = Name("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata")
+# what reading a message of another form can raise
+_BROKEN = (TypeError, ValueError, LookupError, AttributeError, RecursionError, msgspec.MsgspecError)
 # a message for each rank's copy of one tensor
 COPIES = tuple(
     Name(f"sglang.srt.model_executor.{module}", "LocalSerializedTensor")
@@ -105,7 +107,7 @@ def tensors_of(message: str, load_format: str | None) -> list[SharedTensor]:
         return msgspec.json.decode(msgspec.json.encode(found), type=list[SharedTensor])
     except InputError:
         raise
-    except (TypeError, ValueError, LookupError, AttributeError, msgspec.MsgspecError) as error:
+    except _BROKEN as error:
         problem = f"is not what SGLang's trainers send: {error!s:.200}"
         raise InputError(MESSAGE, problem) from None
 

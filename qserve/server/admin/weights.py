@@ -107,7 +107,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
     weight_version: str | int | None = None
     abort_all_requests: bool = False
-    is_last: bool | None = None  # None: if all tensors of the model's folder have come
+    is_last: bool | None = None  # None: if all tensors of the model have come
     is_first: bool = False  # drop parts that came before, of an update that did not end
     mode: str | None = None
     digests: bool = True

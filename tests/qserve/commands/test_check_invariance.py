@@ -128,6 +128,15 @@ def test_ranks_that_divide_prompts_have_no_drafts(tiny_model, capsys, company, f
     assert [row.split("  ")[0] for row in rows] == ["alone again", *found]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("num_requests", 1), ("long_every", 0), ("chunk_tokens", 3)]
+)
+def test_numbers_out_of_range_are_refused(name, value):
+    flag = f"--{name.replace('_', '-')}"
+    with pytest.raises(InputError, match=f"{flag}: expected .* or more, found {value}"):
+        InvarianceConfig(**{name: value})
+
+
 def test_companies_have_random_sizes():
     companies = _companies(random.Random(0), range(400), 64)
     assert sorted(number for each in companies for number in each) == list(range(400))

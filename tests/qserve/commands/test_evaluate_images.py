@@ -139,6 +139,12 @@ def test_model_without_a_tower_is_refused(docs_5m, chats, capsys):
     fails_with(capsys, command, "takes text only")
 
 
+def test_file_without_documents_is_refused(docs_5m, tmp_path, capsys):
+    path = tmp_path / "empty.jsonl"
+    path.touch()
+    fails_with(capsys, ["eval", str(docs_5m), "--text", str(path)], "do not fill one window")
+
+
 def test_embeddings_of_evaluated_images_are_not_kept(folders, chats):
     source, _ = folders(DEFAULT)
     llm = LLM(str(source), device="cpu", dtype="float32", max_num_seqs=2)

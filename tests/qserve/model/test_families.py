@@ -73,10 +73,10 @@ class Recorder(DummySource):
         super().__init__(*args)
         self.asked = {}
 
-    def tensor(self, name, shape):
+    def tensor(self, name, shape, rows=None):
         assert name not in self.asked, f"{name} is read twice"
         self.asked[name] = shape
-        return super().tensor(name, shape)
+        return super().tensor(name, shape, rows)
 
 
 @pytest.mark.parametrize("name", SERVED)

@@ -38,8 +38,8 @@ def bias_in_weights(decoder, monkeypatch):
     """The correction is added to the scores for good, not for the choice alone."""
     right = reference.route
 
-    def wrong(logits_ME, routing, correction_E=None):
-        found = right(logits_ME, routing, correction_E)
+    def wrong(logits_ME, routing, correction_E=None, numbers_E=None):
+        found = right(logits_ME, routing, correction_E, numbers_E)
         added = correction_E[found.ids_Mk.long()]
         return found._replace(shares_Mk=found.shares_Mk + added * routing.factor)
 

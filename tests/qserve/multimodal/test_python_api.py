@@ -161,6 +161,11 @@ def test_settings_that_leave_text_alone(vision, family, settings, words):
     assert found.vision is None and not found.media_kinds and words in found.no_vision
 
 
+def test_text_model_has_no_tower_to_round(docs_5m):
+    with pytest.raises(InputError, match="--mm-encoder-quantization w8a8: .* no vision tower"):
+        read_model(EngineConfig(model=str(docs_5m), mm_encoder_quantization="w8a8"))
+
+
 def test_model_without_its_tower_says_why(model, tmp_path):
     only = LLM(str(model.folder), device="cpu", dtype="float32", language_model_only=True)
     prompt = {"prompt": "<image>", "multi_modal_data": {"image": picture(2, 2)}}

@@ -205,6 +205,14 @@ def test_values_of_a_wrong_type_are_refused():
             tensors_of(message([("a", given)]), None)
 
 
+def test_lists_too_deep_to_print_are_refused():
+    data = pickled([("a", OnGpu(torch.bfloat16, (4, 6), (6, 1), 8, "DEEP"))])
+    deep = data.replace(b"\x8c\x04DEEP", b"]" * 3000 + b"a" * 2999)
+    assert deep != data
+    with pytest.raises(InputError, match="is not what SGLang's trainers send"):
+        tensors_of(base64.b64encode(deep).decode(), None)
+
+
 def test_wrong_messages_are_named():
     whole = torch.arange(12, dtype=torch.uint8)
     odd = [FlattenedTensorMetadata("b", torch.Size((2,)), torch.float32, 3, 11, 8)]
