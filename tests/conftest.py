@@ -156,23 +156,34 @@ def quantized_5m(docs_5m, made_once) -> Path:
 @pytest.fixture(scope="session")
 def tiny_model(made_once):
     """family -> folder of a tiny random float model, made once."""
-    return functools.cache(
-        lambda family: made_once(family, lambda folder: make_tiny(folder, *TINY_FAMILIES[family]))
-    )
+
+    def made(family: str) -> Path:
+        config_class, extra = TINY_FAMILIES[family]
+        _register(config_class)  # also where another process made the folder
+        return made_once(family, lambda folder: make_tiny(folder, config_class, extra))
+
+    return functools.cache(made)
+
+
+def _register(config_class: str) -> None:
+    """Let AutoModelForCausalLM find a class that transformers lists with models that see."""
+    if config_class == "Mistral4Config":
+        import transformers
+
+        transformers.AutoModelForCausalLM.register(
+            transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True
+        )
 
 
 def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
     """Write a tiny random float model."""
     import transformers
 
+    _register(config_class)
     make_config = getattr(transformers, config_class)
     # A published config.json has the keys that its class declares.
     usual = {key: value for key, value in TINY.items() if hasattr(make_config(), key)}
     config = make_config(**{**usual, **extra})
-    if config_class == "Mistral4Config":  # transformers lists it next to models that see
-        transformers.AutoModelForCausalLM.register(
-            type(config), transformers.Mistral4ForCausalLM, exist_ok=True
-        )
     torch.manual_seed(5)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
