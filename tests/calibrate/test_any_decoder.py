@@ -46,7 +46,7 @@ def solved(folder, ids_WS, **settings):
 
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma3", marks=SLOW)])
 def test_codes_are_the_pipelines(tiny_model, tmp_path, monkeypatch, family):
-    """Of families with a row: layers of two kinds, with masks and rotations of their own.
+    """Families with a row: layers of two kinds, with masks and rotations of their own.
 
     Without refining: there sums in another order decide ties, and all later layers read the result.
     """
