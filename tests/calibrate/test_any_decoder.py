@@ -11,7 +11,6 @@ import transformers
 from calibrate.any_decoder import solve_layers
 from calibrate.pipeline import quantize_checkpoint
 from calibrate.recipe import find_recipe
-from calibrate.solvers import gptq
 from calibrate.texts.data import CalibrationData
 from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
@@ -45,12 +44,8 @@ def solved(folder, ids_WS, **settings):
 
 
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma3", marks=SLOW)])
-def test_codes_are_the_pipelines(tiny_model, tmp_path, monkeypatch, family):
-    """Families with a row: layers of two kinds, with masks and rotations of their own.
-
-    Without refining: there sums in another order decide ties, and all later layers read the result.
-    """
-    monkeypatch.setattr(gptq, "refine", lambda weight, packed, *_: packed)
+def test_codes_are_the_pipelines(tiny_model, tmp_path, family):
+    """Families with a row: layers of two kinds, with masks and rotations of their own."""
     folder, ids_WS = tiny_model(family), windows()
     data = CalibrationData(ids_WS=ids_WS, source="test", seed=0)
     target = tmp_path / "q"
