@@ -32,7 +32,7 @@ TOLERANCE = 1e-3
 
 
 class _Recorder(nn.Module):
-    """Stands for a layer: keeps the arguments of its call, and returns its input."""
+    """Replaces a layer: keeps the arguments of its call, and returns its input."""
 
     def __init__(self, returns_tuple: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Measure a vision-language model: images to first tokens, beside decodes, and its tower.
+"""Measure a vision-language model: first tokens after images, decodes next to them, and its tower.
 
     python examples/measure_images.py --json images.json
 
@@ -197,7 +197,7 @@ def first(llm: LLM, source: Source, arguments: argparse.Namespace) -> dict[str, 
 
 
 def beside(llm: LLM, source: Source, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Decodes alone, then beside requests with images, and beside text of the same length."""
+    """Decodes alone, then next to requests with images, and next to text of the same length."""
     found: dict[str, Any] = {}
     chats = [source.chat() for _ in range(2 * arguments.requests)]
     texts = [source.text(each) for each in chats[: arguments.requests]]

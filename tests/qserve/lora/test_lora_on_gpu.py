@@ -92,7 +92,7 @@ def test_slots_are_filled_anew_between_steps(docs_5m, loras):
 
 
 def test_adapters_of_latent_attention(tiny_model, tmp_path):
-    """Of kv_b_proj, too: graphs against eager steps, and logits against the CPU's."""
+    """Adapters of kv_b_proj, too: graphs against eager steps, and logits against the CPU's."""
     folder, few = tiny_model("youtu"), dataclasses.replace(PARAMS, max_tokens=6)
     requests = [
         LoRARequest(f"a{n}", n + 1, str(write_adapter(folder, tmp_path / f"{n}", rank=2 + n)))

@@ -86,7 +86,7 @@ def test_tokens_of_a_video_in_stages(vision, small_parts):
 
 
 def test_microbatches_do_not_cut_images_whose_rows_see_each_other():
-    """No end lies behind a row that sees keys after its own."""
+    """No end lies after a row that sees keys after its own."""
     keys_ahead_T = np.array([0, 0, 3, 2, 1, 0, 2, 1, 0, 0])
     assert microbatches._outside_images([0, 2, 4, 7, 9, 10], keys_ahead_T) == [0, 2, 6, 9, 10]
     assert microbatches._outside_images([0, 3, 6, 10], keys_ahead_T) == [0, 2, 6, 10]
