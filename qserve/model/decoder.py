@@ -237,6 +237,5 @@ def _levels(x_TC: torch.Tensor, step: StepInputs) -> list[torch.Tensor]:
     """Return what each of the first layers adds [T, C]: zeros in rows without media."""
     levels = [torch.zeros_like(x_TC) for _ in range(step.num_levels)]
     if step.embeds is not None:
-        for level_TC, added_MC in zip(levels, step.embeds.added_MC, strict=True):
-            level_TC[step.embeds.rows_M] = added_MC
+        step.embeds.fill_levels_(levels)
     return levels

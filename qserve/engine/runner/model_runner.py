@@ -28,7 +28,7 @@ from qserve.engine.runner.speculator import DraftedStep, Speculator
 from qserve.engine.runner.step_handle import LaunchedForward, StepHandle
 from qserve.engine.runner.warm_up import warm_up_shapes, warm_up_step
 from qserve.engine.scheduling.plan import Drafting
-from qserve.engine.step.context_parallel import DividedStep, divide
+from qserve.engine.step.context_parallel import divide, is_divided
 from qserve.engine.step.device_step import Batch, BatchForm
 from qserve.engine.step.split_step import long_pairs
 from qserve.engine.step.step_input import StepInput
@@ -308,7 +308,7 @@ class ModelRunner:
         needs_hidden = step.prompt_rows is not None or step.pool_rows is not None
         if self.graphs is None or needs_hidden or self._splits(step):
             return None
-        if self._divided(step) is not None:
+        if self._is_divided(step):
             return None
         return self.graphs.key_for(step)
 
@@ -430,19 +430,17 @@ class ModelRunner:
 
     def own_batch(self, step: StepInput) -> tuple[StepInput, Batch]:
         """The step and its batch: this rank's part if ranks divide the step, else all of it."""
-        divided = self._divided(step)
+        context, least = self._ranks.context, self.config.prefill_context_parallel_min_tokens
+        divided = None if context is None else divide(step, context.rank, context.size, least)
         if divided is None:
             return step, self.batch_of(step)
-        exchange = divided.exchange(self._ranks.context, self.device)
+        exchange = divided.exchange(context, self.device)
         return divided.step, replace(self.batch_of(divided.step), exchange=exchange)
 
-    def _divided(self, step: StepInput) -> DividedStep | None:
-        """This rank's tokens of a step that ranks divide; None: it computes all."""
-        context = self._ranks.context
-        if context is None:
-            return None
-        least = self.config.prefill_context_parallel_min_tokens
-        return divide(step, context.rank, context.size, least)
+    def _is_divided(self, step: StepInput) -> bool:
+        """True if ranks divide the step."""
+        context, least = self._ranks.context, self.config.prefill_context_parallel_min_tokens
+        return context is not None and is_divided(step, context.size, least)
 
     def _fill_pending(
         self, step: StepInput, batch: Batch, key: GraphKey | None = None

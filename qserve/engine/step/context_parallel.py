@@ -36,12 +36,17 @@ class DividedStep:
         return KvExchange(communicator=communicator, own_slots_T=own_T, all_slots_nT=all_nT)
 
 
+def is_divided(step: StepInput, size: int, min_tokens: int) -> bool:
+    """True if ranks divide a step, as `divide` does."""
+    return bool(_long_requests(step, size, min_tokens).any()) and not _needs_all_rows(step)
+
+
 def divide(step: StepInput, rank: int, size: int, min_tokens: int) -> DividedStep | None:
     """Divide a step's requests of `min_tokens` and more; None: all ranks compute all of it."""
-    starts_R, ends_R = step.query_starts_R1[:-1], step.query_starts_R1[1:]
-    is_long_R = ends_R - starts_R >= max(min_tokens, 2 * size + 1)
-    if not is_long_R.any() or _needs_all_rows(step):
+    if not is_divided(step, size, min_tokens):
         return None
+    starts_R, ends_R = step.query_starts_R1[:-1], step.query_starts_R1[1:]
+    is_long_R = _long_requests(step, size, min_tokens)
     requests: list[int] = []
     begins: list[int] = []
     stops: list[int] = []
@@ -87,6 +92,11 @@ def divide(step: StepInput, rank: int, size: int, min_tokens: int) -> DividedSte
     return DividedStep(
         step=part, own_slots=step.slots_T[rows[rank]], all_slots=step.slots_T[np.concatenate(rows)]
     )
+
+
+def _long_requests(step: StepInput, size: int, min_tokens: int) -> np.ndarray:
+    """Return which requests are long enough to be divided, bool [R]."""
+    return np.diff(step.query_starts_R1) >= max(min_tokens, 2 * size + 1)
 
 
 def _needs_all_rows(step: StepInput) -> bool:

@@ -1,6 +1,6 @@
 """Attention over paged keys and values, and the spec of its cache."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,11 @@ class InputEmbeds:
         if self.rows_M is None:
             return residual_TC + self.added_MC[level]
         return residual_TC.index_add(0, self.rows_M, self.added_MC[level])
+
+    def fill_levels_(self, levels: Iterable[torch.Tensor]) -> None:
+        """Write what each of the first layers adds to its rows of zeros [T, C]."""
+        for level_TC, added_MC in zip(levels, self.added_MC, strict=True):
+            level_TC[self.rows_M] = added_MC
 
     def part(self, embeds: slice, first: int) -> "InputEmbeds":
         """Return some of the embeddings, for a step that begins at row `first` of this one."""

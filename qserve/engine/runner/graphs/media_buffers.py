@@ -47,8 +47,7 @@ class MediaBuffers:
         self._rows_LTC[:, :num_padded] = 0
         self._rows_LTC[0, :count] = self._decoder.embedded(step.token_ids_T, step)
         if step.embeds is not None:
-            for level_TC, added_MC in zip(self._rows_LTC[1:], step.embeds.added_MC, strict=True):
-                level_TC[step.embeds.rows_M] = added_MC
+            step.embeds.fill_levels_(self._rows_LTC[1:])
         if self._ropes is not None:
             assert ropes is not None
             for rotary, table_TD in self._ropes.tables.items():
