@@ -58,19 +58,34 @@ class QwenTower:
         self._whole = getattr(config, "fullatt_block_indexes", None)
         self._window = getattr(config, "window_size", 0) // config.patch_size // self._merge
         self._levels = tuple(getattr(config, "deepstack_visual_indexes", None) or ())
-        self._plans = lru_cache(NUM_PLANS)(self._plan)
+        # tables for images of a number of rows and columns of patches
+        self.plan = lru_cache(NUM_PLANS)(self._plan)
         self._norms = {
             module: _norm_spec(module)
             for module in visual.modules()
             if type(module).__name__.endswith("Norm")
         }
 
+    @property
+    def square(self) -> int:
+        """Patches of an embedding."""
+        return self._merge**2
+
+    @property
+    def out_features(self) -> int:
+        """Values of an embedding, with those of later levels next to them: W."""
+        return self._visual.config.out_hidden_size * (1 + len(self._levels))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._visual.patch_embed.proj.weight.dtype
+
     def encode(self, patches_BNP: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
         """Return embeddings [B, M, W], with those of later levels next to them.
 
         `rows`, `columns`: of patches, which come in blocks of those that are merged.
         """
-        visual, plan = self._visual, self._plans(rows, columns)
+        visual, plan = self._visual, self.plan(rows, columns)
         batch, count, _ = patches_BNP.shape
         projection = visual.patch_embed.proj
         weight_CP = projection.weight.flatten(1)
@@ -154,7 +169,7 @@ class QwenTower:
 
     def _merged(self, x_TC: torch.Tensor, merger: Any) -> torch.Tensor:
         """Return an embedding for each square of patches."""
-        square = self._merge**2
+        square = self.square
         if hasattr(merger, "ln_q"):
             normed = ops.norm(x_TC, None, self._norms[merger.ln_q])[0].unflatten(0, (-1, square))
             first, _, last = merger.mlp
@@ -180,7 +195,7 @@ class QwenTower:
         order_N, back_M, windows = None, None, ((1, rows * columns),)
         if self._whole is not None:
             order_M, windows = _windows(rows // merge, columns // merge, self._window)
-            square = merge**2
+            square = self.square
             order_N = (order_M[:, None] * square + torch.arange(square)).flatten()
             angles_NF = angles_NF[order_N]
             windows = tuple((number, length * square) for number, length in windows)

@@ -93,6 +93,8 @@ class Tower(torch.nn.Module):
         self.model = model
         # instead of one of ENCODERS
         self.of_grids = QwenTower(model.visual) if config.family.encoder == "grid" else None
+        # patches of images of one size, and the rows and columns of each -> embeddings
+        self.encode_grid = None if self.of_grids is None else self.of_grids.encode
 
     @classmethod
     def load(
@@ -128,13 +130,22 @@ class Tower(torch.nn.Module):
     @property
     def workspace_bytes(self) -> int:
         """Estimate of the memory of one call: the activations of a layer, and the pixels."""
+        num_patches = MAX_VALUES // self._values_of_patch
+        pixels = (2 * self.dtype.itemsize + 16) * MAX_VALUES
+        return self.activation_bytes(num_patches) + pixels
+
+    @property
+    def _values_of_patch(self) -> int:
+        vision = self.config.values["vision_config"]
+        return 3 * vision["patch_size"] ** 2 * vision.get("temporal_patch_size", 1)
+
+    def activation_bytes(self, num_patches: int) -> int:
+        """Estimate of the activations of a layer."""
         vision = self.config.values["vision_config"]
         hidden = vision["hidden_size"]
-        values_of_patch = 3 * vision["patch_size"] ** 2 * vision.get("temporal_patch_size", 1)
         # the stream, norm, queries, keys, values, their rotation, output; twice the feed-forward
         of_patch = 10 * hidden + 2 * vision.get("intermediate_size", 4 * hidden)
-        num_patches = MAX_VALUES // values_of_patch
-        return self.dtype.itemsize * (num_patches * of_patch + 2 * MAX_VALUES) + 16 * MAX_VALUES
+        return self.dtype.itemsize * num_patches * of_patch
 
     @property
     def device(self) -> torch.device:
@@ -165,16 +176,16 @@ class Tower(torch.nn.Module):
         inputs: dict[str, list[torch.Tensor]] = {}
         for frame in frames:
             for feature in frame.features:
-                if self.of_grids is not None and feature.name == "image_grid_thw":
+                if self.encode_grid is not None and feature.name == "image_grid_thw":
                     continue  # it stays on the host
                 tensor = self._to_device(feature)
                 if feature.dtype == "uint8":
                     tensor = self.normalizers[frame.kind](tensor).to(self.dtype)
                 inputs.setdefault(feature.name, []).append(tensor)
-        if self.of_grids is not None:
+        if self.encode_grid is not None:
             patches_BNP = torch.stack(inputs["pixel_values"])
             _, rows, columns = _grid_of(frames[0]).tolist()
-            return self.of_grids.encode(patches_BNP, rows, columns)
+            return self.encode_grid(patches_BNP, rows, columns)
         return ENCODERS[self.config.family.encoder](self.model, inputs)
 
     def _to_device(self, feature: Feature) -> torch.Tensor:

@@ -16,6 +16,7 @@ from formats.checkpoint import CheckpointReader
 from qserve.config import EngineConfig
 from qserve.engine.media_limits import encoder_rows
 from qserve.engine.runner.graphs.media_buffers import MediaBuffers
+from qserve.engine.runner.graphs.tower_graphs import MAX_PATCHES, TowerGraphs
 from qserve.engine.step.device_step import Batch, DraftMedia
 from qserve.engine.step.media_rows import ItemRows, MediaRows
 from qserve.engine.step.step_input import StepInput
@@ -45,6 +46,7 @@ class Encoder:
         self.tower, self.bytes_to_come = tower, bytes_to_come
         self._num_levels = num_levels
         self._ropes = ropes
+        self._graphs: TowerGraphs | None = None
         self._rows: dict[str, torch.Tensor] = {}
 
     @classmethod
@@ -81,7 +83,23 @@ class Encoder:
         logger.info("Vision tower: %.2f GiB in %s%s", size / 2**30, tower.dtype, text)
         width = decoder.config.hidden_size * (1 + vision.num_levels) * decoder.dtype.itemsize
         bytes_to_come = encoder_rows(config) * width + tower.workspace_bytes
-        return cls(tower, ropes, vision.num_levels, bytes_to_come)
+        encoder = cls(tower, ropes, vision.num_levels, bytes_to_come)
+        if decoder.device.type == "cuda" and not config.enforce_eager:
+            encoder.use_graphs()
+        return encoder
+
+    def use_graphs(self) -> None:
+        """Capture calls of the tower in CUDA graphs, where it is of the project's operations."""
+        if self.tower is None or self.tower.of_grids is None:
+            return
+        self._graphs = TowerGraphs(self.tower.of_grids)
+        self.tower.encode_grid = self._graphs.encode
+        self.bytes_to_come += self.tower.activation_bytes(MAX_PATCHES)
+
+    def close_graphs(self) -> None:
+        """Free the tower's CUDA graphs. Later calls capture them again."""
+        if self._graphs is not None:
+            self._graphs.close()
 
     @property
     def has_axes(self) -> bool:

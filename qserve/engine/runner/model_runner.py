@@ -169,6 +169,8 @@ class ModelRunner:
         for each in (self.graphs, self.speculator):
             if each is not None:
                 each.close()
+        if self.encoder is not None:
+            self.encoder.close_graphs()
         self.graphs = None
 
     def sample(self) -> "ModelRunner":

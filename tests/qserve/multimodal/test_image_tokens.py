@@ -191,13 +191,13 @@ def test_images_are_encoded_one_by_one_in_fixed_order(vision, monkeypatch):
     """In one call otherwise: images of a size, whose embeddings may then have other bits."""
     model = vision("qwen3_vl")
     tower, counts = model.engine().runner.encoder.tower, []
-    encode = tower.of_grids.encode
+    encode = tower.encode_grid
 
     def counted(patches_BNP, *grid):
         counts.append(len(patches_BNP))
         return encode(patches_BNP, *grid)
 
-    monkeypatch.setattr(tower.of_grids, "encode", counted)
+    monkeypatch.setattr(tower, "encode_grid", counted)
     images = tuple(picture(40, 30, seed) for seed in (1, 2, 3))
     _, items = model.prompt(model.mark * 3, images)
     together = tower.encode(items)

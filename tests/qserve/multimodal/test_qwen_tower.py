@@ -88,7 +88,7 @@ def test_rotations_of_a_tower_in_bfloat16_keep_their_frequencies(models, tmp_pat
         dtype=torch.bfloat16,
     )
     found, wanted = (
-        each._plans(2, 80).cos_sin_ND for each in (tower.of_grids, QwenTower(model.visual))
+        each.plan(2, 80).cos_sin_ND for each in (tower.of_grids, QwenTower(model.visual))
     )
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
 

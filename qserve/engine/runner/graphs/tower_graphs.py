@@ -1,0 +1,107 @@
+"""TowerGraphs: CUDA graphs of a vision tower, one for each size of image that comes again.
+
+A call of the tower for few patches is bound by launches: 27 layers of nine kernels take more time
+on the host than on the device. The first call of a size runs kernel by kernel; the second is
+captured. Legend: B images of one size, N patches of an image, T = B * N, M embeddings of an image.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from qserve.engine.runner.graphs.capture import capture
+from qserve.multimodal.qwen_tower import GridPlan, QwenTower
+
+MAX_PATCHES = 4096  # of a call, an image of 1024 x 1024: more of them keep the device busy
+NUM_GRAPHS = 32  # sizes whose graphs are kept, and as many that were seen once
+
+
+class CallSize(NamedTuple):
+    """What a graph is for: the number of images, and the rows and columns of their patches."""
+
+    batch: int
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    plan: GridPlan  # its tables are read at each replay
+    out_shape: torch.Size
+
+
+class TowerGraphs:
+    """A QwenTower whose calls of sizes seen before are replays.
+
+    Graphs share their memory and their inputs and outputs: one runs at a time.
+    """
+
+    def __init__(self, tower: QwenTower) -> None:
+        self._tower = tower
+        # by size, the one used last at the end; None: seen once
+        self._found: dict[CallSize, _Captured | None] = {}
+        self._pool: object = None
+        self._patches: torch.Tensor | None = None
+        self._embeddings: torch.Tensor | None = None
+
+    def encode(self, patches_BNP: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        """Return embeddings [B, M, W] as the tower does."""
+        batch, count, _ = patches_BNP.shape
+        size = CallSize(batch, rows, columns)
+        if batch * count > MAX_PATCHES:
+            return self._tower.encode(patches_BNP, rows, columns)
+        if size not in self._found:
+            self._keep(size, None)
+            return self._tower.encode(patches_BNP, rows, columns)
+        captured = self._found.pop(size) or self._capture(patches_BNP, size)
+        self._keep(size, captured)
+        self._inputs(patches_BNP).copy_(patches_BNP)
+        captured.graph.replay()
+        return self._outputs(captured.out_shape).clone()
+
+    def close(self) -> None:
+        """Free all graphs and their memory. Later calls capture again."""
+        for captured in self._found.values():
+            if captured is not None:
+                captured.graph.reset()
+        self._found.clear()
+        self._pool = self._patches = self._embeddings = None
+
+    def _keep(self, size: CallSize, captured: _Captured | None) -> None:
+        self._found[size] = captured
+        alike = [
+            each for each, found in self._found.items() if (found is None) == (captured is None)
+        ]
+        if len(alike) > NUM_GRAPHS:
+            dropped = self._found.pop(alike[0])
+            if dropped is not None:
+                dropped.graph.reset()
+
+    def _capture(self, patches_BNP: torch.Tensor, size: CallSize) -> _Captured:
+        tower, grid = self._tower, (size.rows, size.columns)
+        plan = tower.plan(*grid)  # made outside of the graph: its tables are copied to the device
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            in_features = patches_BNP.shape[-1]
+            self._patches = patches_BNP.new_empty(MAX_PATCHES * in_features)
+            self._embeddings = torch.empty(
+                MAX_PATCHES * tower.out_features // tower.square,
+                dtype=tower.dtype,
+                device=patches_BNP.device,
+            )
+        inputs = self._inputs(patches_BNP)
+        graph = torch.cuda.CUDAGraph()
+        with capture(graph, self._pool):
+            rows_BMW = tower.encode(inputs, *grid)
+            self._outputs(rows_BMW.shape).copy_(rows_BMW)
+        return _Captured(graph, plan, rows_BMW.shape)
+
+    def _inputs(self, patches_BNP: torch.Tensor) -> torch.Tensor:
+        assert self._patches is not None
+        return self._patches[: patches_BNP.numel()].view(patches_BNP.shape)
+
+    def _outputs(self, shape: torch.Size) -> torch.Tensor:
+        assert self._embeddings is not None
+        return self._embeddings[: shape.numel()].view(shape)
