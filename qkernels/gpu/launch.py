@@ -88,7 +88,7 @@ def _launch_key(kernel: Any, arguments: tuple, constants: dict[str, Any]) -> tup
     addresses = 0
     for argument in _flat(arguments):
         kind = type(argument)
-        if kind is torch.Tensor:
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
             kinds.append(argument.dtype)
             addresses |= argument.data_ptr()
         elif kind is int:

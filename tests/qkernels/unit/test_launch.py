@@ -70,6 +70,12 @@ def test_a_like_launch_takes_what_was_compiled(kernel):
     assert arguments[0] is other and arguments[1:] == (None, 33, 2.5, 128, 3)
 
 
+def test_a_parameter_is_like_a_tensor(kernel):
+    for x in (tensor(), torch.nn.Parameter(tensor()), tensor()):
+        launch.launch(kernel, (5,), x, BLOCK=128)
+    assert kernel.ways == ["triton", "compiled", "compiled"]
+
+
 CHANGES = {
     "dtype": ({"x": tensor(torch.bfloat16)}, {}),
     "no tensor": ({"x": None}, {}),
@@ -112,13 +118,17 @@ def test_fields_of_a_struct_are_told_apart_as_arguments_are(kernel):
     assert kernel.calls[1][2][1] is structs[1], "the struct itself is passed on"
 
 
+class Subclass(torch.Tensor):
+    """It may have another address, type or size than it says."""
+
+
 UNTOLD = {
     "address": tensor(offset=1),
     "wide": WIDE,
     "wide and negative": -WIDE - 1,
     "bool": True,
     "unknown": object(),
-    "tensor of a subclass": torch.nn.Parameter(torch.zeros(8)),
+    "tensor of a subclass": torch.zeros(8).as_subclass(Subclass),
 }
 
 
