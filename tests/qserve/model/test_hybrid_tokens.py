@@ -20,14 +20,10 @@ from qserve.llm import LLM
 from qserve.model.blocks.delta_net import DeltaNet
 from qserve.params.sampling_params import SamplingParams
 from tests.qserve.model.test_expert_names import stacked
-from tests.qserve.model.test_family_tokens import (
-    check_greedy,
-    count_preemptions,
-    other_rotation,
-    without_offset,
-)
+from tests.qserve.model.test_family_tokens import check_greedy, count_preemptions
 from tests.qserve.model.test_transformers import dense
 from tests.qserve.model.variants import TOKENS, edited, logits, model_maker, relative
+from tests.qserve.model.wrong_readings import other_rotation, without_offset
 from tests.tiny_families import DELTA, MAMBA, SHORT_CONV, TINY_FAMILIES
 
 DELTA_NETS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
