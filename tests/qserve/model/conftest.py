@@ -11,6 +11,7 @@ from formats.checkpoint import CheckpointReader
 from formats.scheme import Scheme
 from qkernels import ops
 from tests.qserve.model.test_family_tokens import VARIANTS
+from tests.qserve.model.test_hybrid_tokens import VARIANTS as HYBRIDS
 from tests.qserve.model.variants import model_maker
 
 
@@ -44,6 +45,12 @@ def written(tiny_model, made_once):
 def model_of(tiny_model, tmp_path_factory):
     """Name of a family or of a variant of test_family_tokens.py -> its folder."""
     return model_maker(tiny_model, tmp_path_factory, VARIANTS)
+
+
+@pytest.fixture(scope="session")
+def hybrid(tiny_model, tmp_path_factory):
+    """Name of a family or of a variant -> its folder."""
+    return model_maker(tiny_model, tmp_path_factory, HYBRIDS)
 
 
 @pytest.fixture
