@@ -1,4 +1,4 @@
-"""Settings that models with recurrent states, latent or gated attention do not support yet.
+"""Settings that do not work together yet, or with states, latent or gated attention.
 
 A state summarizes all tokens before it. Features that share a prefix or move a request would need
 copies of it. Latents are in pages, as keys are.
@@ -70,6 +70,31 @@ LATENT_LIMITS = (
 )
 
 
+CONTEXT_PARALLEL = "--prefill-context-parallel-size"
+CONTEXT_LIMITS = (
+    Limit(
+        "--pipeline-parallel-size",
+        lambda config: config.pipeline_parallel_size > 1,
+        "stages have no tokens of their own",
+    ),
+    Limit(
+        "--speculative-config",
+        lambda config: config.speculation is not None,
+        "a drafter reads the hidden states of all tokens of a prompt",
+    ),
+    Limit(
+        "--kv-transfer-config",
+        lambda config: config.kv_transfer is not None,
+        "every set of ranks would send the same pages",
+    ),
+    Limit(
+        "--distributed-executor-backend ray",
+        lambda config: config.distributed_executor_backend == "ray",
+        "ranks of several nodes were not tested",
+    ),
+)
+
+
 def check_limits(
     limits: Iterable[Limit],
     config: EngineConfig,
@@ -99,6 +124,13 @@ def check_adapters(config: EngineConfig, model: ModelConfig) -> None:
             f" attention run as one matrix, and adapters take {MAX_SLICES}",
             "remove it, or serve another model",
         )
+
+
+def check_context_parallel(config: EngineConfig) -> None:
+    """Raise InputError for a setting that does not work with several sets of ranks."""
+    size = config.prefill_context_parallel_size
+    if size > 1:
+        check_limits(CONTEXT_LIMITS, config, f"{CONTEXT_PARALLEL} {size}", "remove one")
 
 
 def check_states(config: EngineConfig, model: ModelConfig) -> None:
