@@ -10,8 +10,7 @@ from qserve.engine.fallback_limits import check_fallback
 from qserve.engine.invariance_limits import check_invariance
 from qserve.engine.kv_cache.block_pool import BlockPool
 from qserve.engine.kv_cache.host_tier import HostTier
-from qserve.engine.pending.grammars import GrammarQueue
-from qserve.engine.pending.pending import PendingRequests
+from qserve.engine.pending.pending import GrammarQueue, PendingRequests
 from qserve.engine.pending.remote_kv import RemoteKv, num_slots
 from qserve.engine.runner.memory import GIB
 from qserve.engine.scheduling.itl_control import ItlControl
