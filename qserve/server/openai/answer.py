@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from qserve.server.http.api_key import key_digest
 from qserve.server.http.body import Body
-from qserve.server.http.client_key import client_key
+from qserve.server.http.clients import client_key
 from qserve.server.http.errors import ApiError, engine_dead
 from qserve.server.http.event_stream import EventStream, while_connected
 from qserve.server.http.large_response import LargeResponse, json_pieces
@@ -49,7 +49,7 @@ class PreparedRequest:
 
     request: Request
     service: Service
-    client: str  # the tenant, see http/client_key.py
+    client: str  # the tenant, see http/clients.py
     job: Job
     headers: dict[str, str]  # of the reply
 
