@@ -187,8 +187,8 @@ def layer_map(family: Family) -> LayerMap:
             *(name for name, _ in family.activation_tensors.values()),
         ),
         norm_offset=family.norm_offset,
-        # a router reads the residual stream, a norm after a linear stands in its way, and so does
-        # what multiplies values channel by channel; a layer norm subtracts the mean of channels
+        # Not with a router, which reads the residual stream; a norm between a linear and that
+        # stream; gates that multiply channels; a layer norm, which subtracts the channels' mean.
         rotatable=family.norm_kind == "rms"
         and not (family.experts or family.state_mixer or family.gated_attention or family.latent)
         and all(n.feeds or n.size == "head_dim" for n in family.norms),
@@ -205,7 +205,7 @@ def _stored(projection: Projection) -> tuple[str, ...]:
 
 
 def _scale_pairs(family: Family, config: Mapping[str, Any], layer: int) -> Iterator[ScalePair]:
-    """In the order they run. Of experts none: the router reads their input too, in float."""
+    """In the order they run; none of experts, because the router reads their input in float."""
     norm_of = {norm.feeds: norm.name for norm in family.norms if is_set(norm.present, config)}
     blocks = family.blocks(config, layer)
     if family.qkv.name in norm_of:

@@ -120,7 +120,7 @@ def quantize_checkpoint(
     folded into them. `target` appears only when it is complete and has been read back.
 
     `recipe` is a name in RECIPES, or a Recipe of your own. An unfinished run with your own Recipe
-    resumes only while the files of its functions are unchanged. "rtn" needs no data.
+    resumes only if it has the same `version`. "rtn" needs no data.
 
     `output_format` None: the scheme's default. `ignore`, `overrides` and `pad`: see formats/plan.py
     and formats/architecture/padding.py.

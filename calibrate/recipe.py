@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from calibrate import source_code
 from calibrate.solvers import gptq, rtn
 from calibrate.solvers.column_order import ORDERS
 from calibrate.solvers.solving import Solver, Transform, Tuning
@@ -34,6 +33,8 @@ class Recipe:
     # Some windows are held out of the statistics. A linear whose solution is worse on these than
     # rounding to nearest is rounded.
     guarded: bool = False
+    # Of your own code and its settings; change it with them. A run without one does not resume.
+    version: str = ""
 
     def __post_init__(self) -> None:
         if self.tuning is None:
@@ -58,6 +59,8 @@ def _row(name: str, solver: Solver, *transforms: Transform, **options: Any) -> R
     return Recipe(name=name, solver=solver, transforms=transforms, guarded=guarded, **options)
 
 
+ACT_ORDER = ", act-order"
+_BY_MAGNITUDE = {"order": ORDERS["act-order"]}
 ORDERED = (gptq.solve, gptq.solve_corrected)  # solvers that accept any order of inputs
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -89,8 +92,8 @@ def with_act_order(recipe: Recipe) -> Recipe:
         raise InputError(
             f"recipe {recipe.name!r}", "rounds inputs in their given order", f"use {able}"
         )
-    solver = partial(recipe.solver, order=ORDERS["act-order"])
-    return replace(recipe, name=f"{recipe.name}, act-order", solver=solver, act_order=True)
+    solver = partial(recipe.solver, **_BY_MAGNITUDE)
+    return replace(recipe, name=f"{recipe.name}{ACT_ORDER}", solver=solver, act_order=True)
 
 
 def find_recipe(recipe: str | Recipe) -> Recipe:
@@ -102,18 +105,22 @@ def find_recipe(recipe: str | Recipe) -> Recipe:
     return RECIPES[recipe]
 
 
-def identity_of(recipe: Recipe) -> str:
-    """Identity of a recipe, beyond its name.
+def identity_of(recipe: Recipe) -> str | None:
+    """Name of a built-in recipe; name, version and settings of a user's; None without a version.
 
-    A user's recipe is identified by the files of its code, the values bound to it, and its
-    settings. A solver that was changed must not continue the layers of an unfinished run.
+    A solver that was changed must not continue the layers of an unfinished run.
     """
-    if RECIPES.get(recipe.name) is recipe:
+    plain, solver = recipe, recipe.solver
+    is_partial = isinstance(solver, partial) and not solver.args
+    if recipe.act_order and is_partial and solver.keywords == _BY_MAGNITUDE:
+        name = recipe.name.removesuffix(ACT_ORDER)
+        plain = replace(recipe, name=name, solver=solver.func, act_order=False)
+    if RECIPES.get(plain.name) == plain:
         return recipe.name
-    steps = [step for t in recipe.transforms for step in (t.on_model, t.on_load, t.on_statistics)]
-    source = source_code.digest([recipe.solver, *steps])[:8]
+    if not recipe.version:
+        return None
     tuning = f", {recipe.tuning}" if recipe.tuning is not None else ""
-    return f"{recipe.name}, source {source}{', corrects' * recipe.corrects}{tuning}"
+    return f"{recipe.name}, version {recipe.version}{', corrects' * recipe.corrects}{tuning}"
 
 
 def check_keeps_embeddings(recipe: Recipe) -> None:

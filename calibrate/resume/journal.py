@@ -52,7 +52,7 @@ class Journal:
     """Context manager of the folder.
 
     A crash leaves the folder, and so does any failure after all layers are solved. A user error
-    before that removes it.
+    before that removes it, and so does any error of a run whose recipe has no version.
     """
 
     def __init__(self, target: str | Path, identity: dict[str, Any]) -> None:
@@ -66,8 +66,8 @@ class Journal:
         # Normalized like the file's contents: JSON has lists instead of tuples.
         self.identity = json.loads(json.dumps(identity))
         path = self.folder / IDENTITY
-        if path.exists():
-            stored = read_json(path)
+        stored = read_json(path) if path.exists() else None
+        if stored is not None and _resumes(stored):
             names = sorted(stored.keys() | self.identity.keys())
             for name in names:
                 before, now = stored.get(name), self.identity.get(name)
@@ -97,7 +97,7 @@ class Journal:
         if kind is None or issubclass(kind, JournalError):
             return
         mended = issubclass(kind, DiskError) or self.all_solved  # resuming can succeed
-        if issubclass(kind, InputError) and not mended:
+        if issubclass(kind, InputError) and not mended or not _resumes(self.identity):
             self.remove()
         elif any(self.folder.glob("layer-*")):
             log.warning(
@@ -191,6 +191,11 @@ class Journal:
         finally:
             os.close(descriptor)
         partial.rename(path)
+
+
+def _resumes(identity: dict[str, Any]) -> bool:
+    """True unless the recipe is a user's without a version (calibrate/recipe.py)."""
+    return identity.get("recipe", "") is not None
 
 
 def _difference(name: str, before: Any, now: Any) -> tuple[str, Any, Any]:

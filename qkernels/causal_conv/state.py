@@ -83,7 +83,7 @@ class StateStep:
     context_lengths_R: torch.Tensor  # int32: tokens up to the request's last row, that included
     slots_R: torch.Tensor  # int32
     max_query_len: int  # an upper bound that the host knows
-    # int32: so many rows before the step are not in the memory (ops.lacking_rows_); None: all are
+    # int32: rows before the step that are not in the memory (ops.lacking_rows_); None: all are
     lacking_R: torch.Tensor | None = None
 
 
@@ -139,7 +139,7 @@ def _recent_index(recent_NI: torch.Tensor, start: int, count: int) -> torch.Tens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitStep:
-    """Requests of one row that lack none, which run together, and the others, for plain torch.
+    """Requests of one row without lacking rows, which run together; plain torch runs the others.
 
     Legend: B requests of the first kind.
     """

@@ -24,7 +24,7 @@ from qkernels.gpu.row_blocks import request_of
 from qkernels.latent.cache import PagedLatents
 from qkernels.latent.config import LatentConfig, default_latent_config
 
-# Weights times scales of codes are so many times larger in 16 bits, where float16 is denser.
+# Factor of weights times scales of codes in 16 bits: float16 is denser at larger numbers.
 CODE_FACTOR = tl.constexpr(64.0)
 
 

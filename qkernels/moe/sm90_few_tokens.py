@@ -10,8 +10,8 @@ stores the activated product of the d-th active expert and token m in row d M + 
 tokens' rows side by side. More tokens are gathered before, by expert: a tile has a column for each
 of up to BM sorted pairs, and further pairs of an expert are an entry of their own.
 
-Legend: M tokens, k experts of a token, P = M k pairs, D entries: active experts, by up to
-BM pairs each; N outputs and K inputs of an expert; BM columns of a tile.
+Legend: M tokens, k experts of a token, P = M k pairs, D entries, each an active expert with up to
+BM of its pairs; N outputs and K inputs of an expert; BM columns of a tile.
 """
 
 import torch
@@ -280,7 +280,7 @@ def _activated(gemm, sums):
 def _store(gemm, values, rows, first_n, N):
     """Values [outputs, BM] to rows of y, as they are in the accumulator.
 
-    Of a row that is 8 outputs at a time, 32 bytes of float32.
+    A thread's stores of a row are 8 outputs side by side: 32 bytes of float32.
     """
     LAYOUT: gl.constexpr = values.type.layout
     n = first_n + gl.arange(0, values.shape[0], gl.SliceLayout(1, LAYOUT))

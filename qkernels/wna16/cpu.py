@@ -28,7 +28,7 @@ def prepare_weight(
         start, stop = packed.input_range
         groups = slice(start // grid.length, stop // grid.length)
         steps_NG, lows_NG = grid.steps()[:, groups], grid.lows()[:, groups]
-        # of the scale before rounding, whose error then counts from the middle code
+        # from the scale before rounding, whose error then multiplies (code - 8)
         offsets_NG = (8.0 * steps_NG - lows_NG).to(dtype)
         tensors = _nibbles(codes_NK[:, start:stop], steps_NG.to(dtype), offsets_NG)
         prepared = PreparedWeight.of(packed, kernel="cpu_w4a16", tensors=tensors, dtype=dtype)

@@ -10,15 +10,13 @@ from qserve.engine.fallback_limits import check_fallback
 from qserve.engine.invariance_limits import check_invariance
 from qserve.engine.kv_cache.block_pool import BlockPool
 from qserve.engine.kv_cache.host_tier import HostTier
-from qserve.engine.pending.grammars import GrammarQueue
-from qserve.engine.pending.pending import PendingRequests
+from qserve.engine.pending.pending import GrammarQueue, PendingRequests
 from qserve.engine.pending.remote_kv import RemoteKv, num_slots
 from qserve.engine.runner.memory import GIB
 from qserve.engine.scheduling.itl_control import ItlControl
 from qserve.engine.scheduling.policies import Policy, make_policy
 from qserve.engine.scheduling.scheduler import Scheduler
 from qserve.engine.sizes import largest_step, pick_length, read_model
-from qserve.engine.step.context_parallel import check_context_parallel
 from qserve.engine.step.step_input import StepInput
 from qserve.lora.adapter_table import AdapterTable, make_table
 from qserve.model.expert_loads import check_loads
@@ -60,7 +58,7 @@ class EngineParts:
         check_ranks(model, config.tensor_parallel_size, stages, placement)
         if placement is not None:
             logger.info("%s", placement.to_text())
-        check_context_parallel(config)
+        state_limits.check_context_parallel(config)
         check_loads(model, config.record_expert_loads)
         workers = WorkerGroup(config, model, max_model_len)
         try:

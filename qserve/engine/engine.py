@@ -16,16 +16,14 @@ from qserve.engine.build import EngineParts
 from qserve.engine.control.commands import ABORT, KEEP
 from qserve.engine.control.operations import Operations
 from qserve.engine.control.pause import Pause, check_mode
-from qserve.engine.deadlines import Deadlines
-from qserve.engine.in_flight import InFlightSteps
+from qserve.engine.in_flight import InFlightSteps, StepRanges
 from qserve.engine.input_processor import InputProcessor
 from qserve.engine.report import EngineReport
-from qserve.engine.request import Request, Status
+from qserve.engine.request import Deadlines, Request, Status
 from qserve.engine.runner.model_runner import ModelRunner
 from qserve.engine.stats import EngineStats
 from qserve.engine.step.mask_jobs import MaskJobs
 from qserve.engine.step.step_input import StepInput
-from qserve.engine.step.step_ranges import StepRanges
 from qserve.engine.token_event import TokenEvent
 from qserve.multimodal.media import MediaItem
 from qserve.params.handling import DEFAULT, Handling

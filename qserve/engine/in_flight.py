@@ -1,10 +1,16 @@
-"""InFlightSteps: steps on the device, from their launch until their tokens are read."""
+"""InFlightSteps: steps on the device, from their launch until their tokens are read.
+
+StepRanges names them in a profile.
+"""
 
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
+
+import torch
 
 from qserve.engine.distributed.worker_group import WorkerGroup
 from qserve.engine.request import Request
@@ -18,7 +24,6 @@ from qserve.engine.stats import EngineStats
 from qserve.engine.step.mask_jobs import MaskJobs
 from qserve.engine.step.request_rows import RequestRows
 from qserve.engine.step.step_input import StepInput
-from qserve.engine.step.step_ranges import StepRanges
 from qserve.engine.token_event import TokenEvent
 
 logger = logging.getLogger(__name__)
@@ -141,3 +146,28 @@ class InFlightSteps:
         )
         logger.error("%s: %s", reason, str(error).partition("\n")[0])
         return self._scheduler.fail_step(plan, reason)
+
+
+_NOTHING = nullcontext()
+
+
+class StepRanges:
+    """Named profiler ranges. Off until `recording` is set; a step then costs one comparison."""
+
+    def __init__(self) -> None:
+        self.recording = False
+        self.num_steps = 0  # since recording began
+
+    def around(self, plan: StepPlan) -> AbstractContextManager:
+        """The range in which a step is launched; its name describes the work."""
+        if not self.recording:
+            return _NOTHING
+        decodes = sum([chunk.count == chunk.num_sampled for chunk in plan.chunks])
+        prompts = sum([chunk.count for chunk in plan.chunks if chunk.count > chunk.num_sampled])
+        return self.named(f"decode={decodes} chunk={prompts}")
+
+    def named(self, what: str) -> AbstractContextManager:
+        """The range of the next step."""
+        name = f"step {self.num_steps} {what}"
+        self.num_steps += 1
+        return torch.profiler.record_function(name)

@@ -9,7 +9,6 @@ from itertools import chain
 import torch
 
 from formats.errors import InputError
-from qserve.engine import state_limits
 from qserve.engine.pooled import Pooled
 from qserve.engine.request import Request
 from qserve.engine.runner.pooling import NO_HEAD, check_pooling
@@ -58,7 +57,8 @@ class InputProcessor:
             raise ValueError("the engine runs one output per request; callers fan out n")
         subject, length = f"request {request_id}", len(prompt_token_ids)
         self._check_prompt(subject, prompt_token_ids)
-        self.check_media(subject, handling.media, length)
+        if handling.media:
+            self.check_media(subject, handling.media, length)
         pooling = handling.pooling
         if pooling is not None:
             check_pooling(subject, pooling, self._model)
@@ -66,8 +66,8 @@ class InputProcessor:
         elif self._model.instead_of_head:
             raise InputError(subject, NO_HEAD, "request embeddings: /v1/embeddings, LLM.embed")
         self._check_params(subject, params)
-        state_limits.check_handling(subject, handling, self._model)
-        self._check_beams(subject, handling)
+        if handling.beam_search is not None:
+            self._check_beams(subject)
         room = self._max_model_len - length
         request = Request(
             request_id=request_id,
@@ -166,8 +166,15 @@ class InputProcessor:
                 f"{subject} bad_words", "have no token ids", "also pass bad_words_token_ids"
             )
 
-    def _check_beams(self, subject: str, handling: Handling) -> None:
-        if handling.beam_search is not None and self._speculates:
+    def _check_beams(self, subject: str) -> None:
+        if self._model.has_states:
+            raise InputError(
+                f"{subject} use_beam_search",
+                f"does not work with {self._model.family.architecture}, whose layers have states:"
+                " beams cannot share a prefix",
+                "remove it, or ask for n outputs",
+            )
+        if self._speculates:
             raise InputError(
                 f"{subject} use_beam_search",
                 "is not supported with speculative decoding",

@@ -1,4 +1,4 @@
-"""Settings that models with recurrent states, latent or gated attention do not support yet.
+"""Settings that do not work together yet, or with states, latent or gated attention.
 
 A state summarizes all tokens before it. Features that share a prefix or move a request would need
 copies of it. Latents are in pages, as keys are.
@@ -16,7 +16,6 @@ from qserve.engine.kv_cache.state_snapshots import StateSnapshots
 from qserve.engine.runner.memory import GIB
 from qserve.engine.runner.model_runner import ModelRunner
 from qserve.model.model_config import ModelConfig
-from qserve.params.handling import Handling
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +69,31 @@ LATENT_LIMITS = (
 )
 
 
+CONTEXT_PARALLEL = "--prefill-context-parallel-size"
+CONTEXT_LIMITS = (
+    Limit(
+        "--pipeline-parallel-size",
+        lambda config: config.pipeline_parallel_size > 1,
+        "stages have no tokens of their own",
+    ),
+    Limit(
+        "--speculative-config",
+        lambda config: config.speculation is not None,
+        "a drafter reads the hidden states of all tokens of a prompt",
+    ),
+    Limit(
+        "--kv-transfer-config",
+        lambda config: config.kv_transfer is not None,
+        "every set of ranks would send the same pages",
+    ),
+    Limit(
+        "--distributed-executor-backend ray",
+        lambda config: config.distributed_executor_backend == "ray",
+        "ranks of several nodes were not tested",
+    ),
+)
+
+
 def check_limits(
     limits: Iterable[Limit],
     config: EngineConfig,
@@ -101,21 +125,17 @@ def check_adapters(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
+def check_context_parallel(config: EngineConfig) -> None:
+    """Raise InputError for a setting that does not work with several sets of ranks."""
+    size = config.prefill_context_parallel_size
+    if size > 1:
+        check_limits(CONTEXT_LIMITS, config, f"{CONTEXT_PARALLEL} {size}", "remove one")
+
+
 def check_states(config: EngineConfig, model: ModelConfig) -> None:
     """Raise InputError for a setting that the model's states do not allow."""
     if model.has_states:
         check_limits(LIMITS, config, f"{model.family.architecture}, whose layers have states")
-
-
-def check_handling(subject: str, handling: Handling, model: ModelConfig) -> None:
-    """Raise InputError for a request's option that the model's states do not allow."""
-    if model.has_states and handling.beam_search is not None:
-        raise InputError(
-            f"{subject} use_beam_search",
-            f"does not work with {model.family.architecture}, whose layers have states: beams"
-            " cannot share a prefix",
-            "remove it, or ask for n outputs",
-        )
 
 
 def finds_prefixes(config: EngineConfig, runner: ModelRunner) -> bool:

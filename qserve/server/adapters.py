@@ -12,7 +12,7 @@ from formats.errors import InputError
 from formats.peft.lora import WEIGHTS
 from formats.peft.lora_config import ADAPTER_CONFIG
 from qserve.lora.request import LoRARequest
-from qserve.server.http.turns import Turns
+from qserve.server.http.clients import Turns
 
 MAX_LOADED = 1024  # limit of adapters loaded by clients
 

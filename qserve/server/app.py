@@ -19,14 +19,12 @@ from qserve.server.admin import adapters, control, operations, status, weights
 from qserve.server.admin.settings import REFUSE
 from qserve.server.anthropic import routes as anthropic
 from qserve.server.anthropic.errors import ConvertErrors
-from qserve.server.http.admission import Admission
 from qserve.server.http.api_key import Keys, RequireKey
-from qserve.server.http.budget import Budget
+from qserve.server.http.budget import Admission, Budget
 from qserve.server.http.errors import add_error_handlers
 from qserve.server.http.foreign_pages import RefuseForeignPages, hosts_of
-from qserve.server.http.framing import CheckHead, OriginForm, UnderPath
+from qserve.server.http.framing import CheckHead, NameRequests, OriginForm, UnderPath
 from qserve.server.http.rate_limit import LimitRate
-from qserve.server.http.request_id import NameRequests
 from qserve.server.models.select import SelectModel
 from qserve.server.models.turns import ModelTurns
 from qserve.server.observability.metrics import Metrics

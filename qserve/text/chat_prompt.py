@@ -104,7 +104,7 @@ class ChatPrompt:
             num_controls = sum(token in encoder.control_ids for token in ids)
             if num_controls <= len(pieces) // 2:
                 return ids
-            # The tokenizer's normalizer made control tokens of other characters.
+            # The tokenizer's normalizer made control tokens out of other characters.
             return self._encode_pieces(encoder, pieces, lambda piece: True)
         return self._encode_pieces(encoder, pieces, lambda piece: MARK_START in piece)
 

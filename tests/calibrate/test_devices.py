@@ -143,7 +143,10 @@ def test_error_on_one_device_ends_the_others_and_is_told_once(tiny_model, tmp_pa
         error, match=None if interrupted else "layers.1.self_attn.o_proj: is hopeless"
     ):
         quantize(
-            tiny_model("qwen3"), tmp_path / "out", TWO, recipe=Recipe(name="mine", solver=solve)
+            tiny_model("qwen3"),
+            tmp_path / "out",
+            TWO,
+            recipe=Recipe(name="mine", solver=solve, version="1"),
         )
     assert len(solved) < 6, "the other device had six to solve"
     left = [path.name for path in tmp_path.iterdir()]
@@ -205,7 +208,7 @@ def test_run_of_one_device_goes_on_with_two(tiny_model, tmp_path):
             raise KeyboardInterrupt
         return gptq.solve(weight, stats, spec, name)
 
-    recipe = Recipe(name="mine", solver=stop)
+    recipe = Recipe(name="mine", solver=stop, version="1")
     with pytest.raises(KeyboardInterrupt):
         quantize(tiny_model("qwen3"), tmp_path / "out", "cpu", recipe=recipe)
     quantize(tiny_model("qwen3"), tmp_path / "out", TWO, recipe=recipe)

@@ -11,7 +11,7 @@ magnitude at bits 6 to 8, which begin the exponent, a number is 2^-126 of its va
 not. float16 wants them at bits 9 to 11, for 2^-14 of its value. A product with the group's scale
 is exact in both, or is rounded once.
 
-The scale of a group is a byte of which kernels make a 16-bit float by a shift and an addition:
+The scale of a group is a byte, from which kernels make a 16-bit float by a shift and an addition:
 MXFP4's is an exponent, counted from the largest of its row; NVFP4's has five bits of exponent and
 three of mantissa. What is left is a float32 factor for each output, which multiplies the sums.
 
@@ -30,24 +30,24 @@ from qkernels.wna16.layout import TILE_N, Fp4Spec, fp4_spec, padded_n
 
 SIGN_BITS = (15, 12, 13, 14)  # of A, B, C, D
 MAGNITUDE_BITS = (6, 3, 0, 9)
-WORD_INPUTS = 32  # inputs of which each of four words has eight
+WORD_INPUTS = 32  # inputs that four words share, eight each
 # Exponent of the 16-bit float that is the largest MXFP4 scale of its row
 LARGEST_EXPONENT = {torch.float16: 30, torch.bfloat16: 254}
 NVFP4_EXPONENT = 21  # added to the exponent of a float8 scale
-# Kernels multiply numbers times scales times these, and the factors of outputs take them out.
+# Kernels also multiply by these, and the factors of outputs divide by them.
 MXFP4_SHRINK, NVFP4_SHRINK = 2.0, 2.0**-8
-STEP_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # of so many scale bytes
+STEP_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by number of scale bytes
 
 
 class Fp4Words(NamedTuple):
-    """How kernels make numbers of words and scales of bytes, a constexpr of the kernels."""
+    """How kernels make numbers from words, and scales from bytes; a constexpr of the kernels."""
 
     parts: int  # groups of 32 inputs: 1 or 2
     scale_factor: int  # of a scale's byte, for both halves of a word
     scale_addend: int
     field_mask: int
     to_field: int  # bits by which the magnitude of A is shifted to the left
-    number_factor: float  # of the numbers that words are made
+    number_factor: float  # of the numbers that words become
     ptx: str
     outputs: str = "=&r,=&r,=&r,=&r,r,r,r"
 
@@ -124,8 +124,8 @@ def prepare_fp4(
 ) -> PreparedWeight:
     """Prepack a weight in 4-bit floats: words, scale bytes, and a factor for each output.
 
-    Nothing is rounded but what float16 has no number for: weights of MXFP4 scales that are below
-    2^-24 of the largest of their row.
+    Only weights that float16 cannot represent are rounded: those with MXFP4 scales below 2^-24 of
+    the largest of their row.
     """
     weight = weight if device is None else weight.to(device)
     spec = fp4_spec(weight.spec, weight.in_features)

@@ -6,6 +6,8 @@ flag, bits also depend on the other requests of a batch.
 
 import hashlib
 import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,14 +18,14 @@ from qserve.config import EngineConfig
 from qserve.engine.control.commands import FINGERPRINT_PREFIX
 from qserve.engine.runner.model_runner import ModelRunner
 from qserve.model.resident.checksum import checksum
+from qserve.parallel.expert_placement import LINEAR, ROUND_ROBIN
 
 # Settings on which the bits of a request depend.
 SETTINGS = (
     *("dtype", "model_impl", "tensor_parallel_size", "pipeline_parallel_size", "all_reduce"),
     *("kv_cache_dtype", "kernel", "batch_invariant", "activation_bits", "quantization"),
     *("quantization_config", "spec_acceptance", "enable_lora", "enable_expert_parallel"),
-    *("expert_placement_strategy", "prefill_context_parallel_size"),
-    "prefill_context_parallel_min_tokens",
+    *("prefill_context_parallel_size", "prefill_context_parallel_min_tokens"),
     "mm_encoder_quantization",
 )
 # Further ones, unless a request's bits are the same in any batch.
@@ -33,14 +35,14 @@ SETTINGS_OF_BATCHES = (
 )
 
 
-def system_fingerprint(config: EngineConfig, runner: ModelRunner) -> str:
+def system_fingerprint(settings: Mapping[str, Any], runner: ModelRunner) -> str:
     """Fingerprint of a loaded engine: its weights, settings, kernels, device and versions.
 
-    Of several ranks, the weights are those of the first.
+    `settings`: of `settings_of`. Of several ranks, the weights are those of the first.
     """
     parts = {
         "weights": checksum(runner.decoder),
-        "settings": _settings(config),
+        "settings": settings,
         "tuned": _tuned(runner.device),
         "device": _device(runner.device),
         "versions": _versions(),
@@ -49,9 +51,18 @@ def system_fingerprint(config: EngineConfig, runner: ModelRunner) -> str:
     return FINGERPRINT_PREFIX + hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _settings(config: EngineConfig) -> dict[str, Any]:
+def settings_of(config: EngineConfig) -> dict[str, Any]:
+    """Settings on which bits depend, with the contents of files instead of their paths."""
     names = SETTINGS if config.batch_invariant else (*SETTINGS, *SETTINGS_OF_BATCHES)
-    return {name: getattr(config, name) for name in names}
+    found = {name: getattr(config, name) for name in names}
+    return found | {"expert_placement": _placement(config.expert_placement_strategy)}
+
+
+def _placement(strategy: str) -> str:
+    """The strategy's name, or the digest of its file of loads."""
+    if strategy in (LINEAR, ROUND_ROBIN):
+        return strategy
+    return hashlib.sha256(Path(strategy).read_bytes()).hexdigest()
 
 
 def _tuned(device: torch.device) -> str:

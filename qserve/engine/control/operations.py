@@ -24,7 +24,7 @@ from qserve.engine.control.commands import (
     ReceiveWeights,
     SharedTensor,
 )
-from qserve.engine.control.fingerprint import system_fingerprint
+from qserve.engine.control.fingerprint import settings_of, system_fingerprint
 from qserve.engine.control.shared_tensors import NamedTensors, open_tensors
 from qserve.engine.control.weight_group import WeightGroup
 from qserve.engine.distributed.shared_residence import SharedResidence, SharedStaged
@@ -66,6 +66,7 @@ class Operations:
 
     def __init__(self, config: EngineConfig, model: ModelConfig, workers: WorkerGroup) -> None:
         self._config, self._model, self._workers = config, model, workers
+        self._settings = settings_of(config)  # now: files that it names may change later
         self._folder: str | None = config.model  # whose weights are in use; None: tensors
         self._last_folder, self._last_version = config.model, FIRST_VERSION  # before tensors
         self._digests: dict[str, str] | None = None  # None: not computed yet
@@ -83,7 +84,7 @@ class Operations:
         While the weights sleep, that of before.
         """
         if self._fingerprint is None and not self.is_sleeping:
-            self._fingerprint = system_fingerprint(self._config, self._workers.runner)
+            self._fingerprint = system_fingerprint(self._settings, self._workers.runner)
         return self._fingerprint or ""
 
     @property

@@ -56,7 +56,7 @@ def num_pages_on_gpu(
     graphs = 0
     if graph_step is not None:
         before = torch.cuda.memory_stats(device)["allocated_bytes.all.current"]
-        graphs = max(0, _peak_of(sample, graph_step) - before)
+        graphs = max(0, _peak_of(sample, graph_step) - before) + _media_bytes(runner)
     sample.free_pages()
     runner.free_pages()
     free, total = torch.cuda.mem_get_info(device)
@@ -101,6 +101,12 @@ def weight_bytes(decoder: Decoder) -> int:
                 tensors = [member] if isinstance(member, torch.Tensor) else member.tensors.values()
                 total += sum(tensor.nbytes for tensor in tensors)
     return total
+
+
+def _media_bytes(runner: ModelRunner) -> int:
+    """Bytes of the buffers that CUDA graphs with media will have."""
+    buffers = runner.media_buffers()
+    return 0 if buffers is None else buffers.nbytes
 
 
 def _peak_of(runner: ModelRunner, step: StepInput) -> int:

@@ -231,14 +231,14 @@ class ModelRunner:
             and self.encoder is not None
             and self.encoder.has_axes,
             chunk_sizes=self.chunk_sizes,
-            media=self._media_buffers(),
+            media=self.media_buffers(),
             in_step=self._ranks.are_many,
         )
         if speculator is not None:
             speculator.use_graphs(self.graphs)
 
-    def _media_buffers(self) -> MediaBuffers | None:
-        """Inputs of graphs of steps with media; None: they use none, as with drafts."""
+    def media_buffers(self) -> MediaBuffers | None:
+        """Make the inputs of graphs of steps with media; None: they use none, as with drafts."""
         if self.encoder is None or self.encoder.is_mutual or self.speculator is not None:
             return None
         most = min(self.chunk_sizes[-1], self.config.max_num_batched_tokens)

@@ -15,7 +15,7 @@ from qserve.engine.scheduling.memory_forecast import MemoryForecast
 from qserve.engine.scheduling.plan import OpenStep
 from qserve.engine.scheduling.policies import Policy
 from qserve.engine.scheduling.preemption import cheapest_victim
-from qserve.engine.scheduling.waiting_levels import WaitingLevels
+from qserve.engine.scheduling.waiting_queue import WaitingLevels
 
 
 class RunningSet:

@@ -27,7 +27,7 @@ from qserve.engine.scheduling.plan import Chunk, OpenStep, StepPlan
 from qserve.engine.scheduling.policies import MAX_PROMPT_STEPS, Counts, Phase, Policy
 from qserve.engine.scheduling.running_set import RunningSet
 from qserve.engine.scheduling.speculation import Speculation
-from qserve.engine.scheduling.waiting_levels import WaitingLevels
+from qserve.engine.scheduling.waiting_queue import WaitingLevels
 from qserve.engine.token_event import TokenEvent, TokenLogprobs
 
 

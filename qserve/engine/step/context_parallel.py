@@ -12,14 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from formats.errors import InputError
-from qserve.config import EngineConfig
 from qserve.engine.step.step_input import StepInput
 from qserve.engine.step.transfer import to_device
 from qserve.parallel.communicator import Communicator
 from qserve.parallel.kv_exchange import KvExchange
-
-FLAG = "--prefill-context-parallel-size"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,34 +102,3 @@ def _needs_all_rows(step: StepInput) -> bool:
         *(step.axis_offsets_3T, step.rope_shifts_T, step.text_shifts_T),
     )
     return any(each is not None for each in optional) or int(step.slots_T.min()) < 0
-
-
-def check_context_parallel(config: EngineConfig) -> None:
-    """Raise InputError for a setting that does not work with several sets of ranks."""
-    size = config.prefill_context_parallel_size
-    if size == 1:
-        return
-    for flag, is_set, reason in (
-        (
-            "--pipeline-parallel-size",
-            config.pipeline_parallel_size > 1,
-            "stages have no tokens of their own",
-        ),
-        (
-            "--speculative-config",
-            config.speculation is not None,
-            "a drafter reads the hidden states of all tokens of a prompt",
-        ),
-        (
-            "--kv-transfer-config",
-            config.kv_transfer is not None,
-            "every set of ranks would send the same pages",
-        ),
-        (
-            "--distributed-executor-backend ray",
-            config.distributed_executor_backend == "ray",
-            "ranks of several nodes were not tested",
-        ),
-    ):
-        if is_set:
-            raise InputError(f"{FLAG} {size}", f"does not work with {flag}: {reason}", "remove one")

@@ -15,7 +15,7 @@ from formats.errors import InputError
 from qserve.lora.request import MAX_NAME
 from qserve.server.adapters import MAX_LOADED
 from qserve.server.http.body import Body as RequestBody
-from qserve.server.http.client_key import client_key
+from qserve.server.http.clients import client_key
 from qserve.server.http.errors import ApiError, engine_dead
 from qserve.server.http.event_stream import while_connected
 from qserve.server.http.route_list import RouteList

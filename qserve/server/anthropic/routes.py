@@ -12,7 +12,7 @@ from starlette.types import Scope
 from qserve.server.anthropic.errors import VERSION_HEADER, error_event
 from qserve.server.anthropic.models import model_info, model_list
 from qserve.server.anthropic.reply import PING, MessageReply
-from qserve.server.http.client_key import client_key
+from qserve.server.http.clients import client_key
 from qserve.server.http.errors import json_response
 from qserve.server.http.event_stream import EventStream
 from qserve.server.http.large_response import LargeResponse

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from qserve.server.http.api_key import KEY_DIGEST
-from qserve.server.http.client_key import client_key
+from qserve.server.http.clients import client_key
 from qserve.server.http.errors import ApiError
 
 MAX_BUCKETS = 10_000  # beyond it, full buckets are dropped, which has no effect on their clients

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qserve.server.http.body import Body
-from qserve.server.http.client_key import client_key
+from qserve.server.http.clients import client_key
 from qserve.server.http.errors import ApiError, ClientGone
 from qserve.server.models.turns import ModelTurns
 from qserve.server.observability.response_count import METRICS

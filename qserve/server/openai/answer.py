@@ -1,6 +1,12 @@
-"""Steps that endpoints share: read the body, prepare its job, run the job, reply."""
+"""Steps that endpoints share: read the body, prepare its job, run the job, reply.
 
+The header `x-ignored-fields` names fields without effect. `x-warnings` names values that were read
+differently from how they were written, and constraints that are not enforced. Both are logged.
+"""
+
+import logging
 import math
+import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
@@ -12,19 +18,29 @@ from starlette.responses import Response
 
 from qserve.server.http.api_key import key_digest
 from qserve.server.http.body import Body
-from qserve.server.http.client_key import client_key
+from qserve.server.http.clients import client_key
 from qserve.server.http.errors import ApiError, engine_dead
 from qserve.server.http.event_stream import EventStream, while_connected
 from qserve.server.http.large_response import LargeResponse, json_pieces
 from qserve.server.observability.tracing import trace_headers
-from qserve.server.openai import generation, reply_headers
+from qserve.server.openai import generation
 from qserve.server.openai.generation import Deltas, Output
 from qserve.server.openai.replies import Counts, Reply
 from qserve.server.requests.job import Arrival, Job
 from qserve.server.service import Service, service_of
 
 TIMEOUT_HEADER = "x-request-timeout"
+IGNORED_HEADER = "x-ignored-fields"
+WARNINGS_HEADER = "x-warnings"
+MAX_NAMES = 32
+MAX_WARNINGS = 8
+MAX_WARNING_CHARS = 200  # per warning
+NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")  # of fields that may stand in a header
+NOT_IN_HEADERS = re.compile(r"[^ -~]|;")  # ; separates warnings
+OTHERS = "..."
 Rewrite = Callable[[bytearray], Awaitable[bytes | bytearray]]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +49,7 @@ class PreparedRequest:
 
     request: Request
     service: Service
-    client: str  # the tenant, see http/client_key.py
+    client: str  # the tenant, see http/clients.py
     job: Job
     headers: dict[str, str]  # of the reply
 
@@ -71,7 +87,7 @@ class PreparedRequest:
         headers, run = self.headers, self.service.preparation.run
         if keep is not None:
             content = await run(self.client, reply, outputs)
-            headers = headers | reply_headers.one_warning(await keep(content))
+            headers = headers | one_warning(await keep(content))
             return await run(self.client, lambda: LargeResponse(json_pieces(content), headers))
         # In a thread: encoding log probabilities of many outputs or many vectors takes seconds.
         return await run(self.client, lambda: LargeResponse(json_pieces(reply(outputs)), headers))
@@ -86,7 +102,7 @@ async def prepare(request: Request, route: str, rewrite: Rewrite | None = None) 
     timeout = deadline_seconds(request.headers, service.request_timeout)
     job = await prepare_body(request, service, client, route, timeout, rewrite)
     request.state.request_id = job.name  # which the body may have stated
-    headers = reply_headers.headers(job, priority_counts=service.priority_counts)
+    headers = reply_headers(job, priority_counts=service.priority_counts)
     return PreparedRequest(
         request=request, service=service, client=client, job=job, headers=headers
     )
@@ -168,3 +184,40 @@ def deadline_seconds(headers: Mapping[str, str], limit: float | None) -> float |
             400, f"{TIMEOUT_HEADER}: expected seconds, found {text[:100]!r}.", TIMEOUT_HEADER
         )
     return asked if limit is None else min(asked, limit)
+
+
+def reply_headers(job: Job, *, priority_counts: bool) -> dict[str, str]:
+    """Headers that report ignored fields and warnings of a job."""
+    ignored = list(job.ignored)
+    if job.handling.priority and not priority_counts:
+        ignored.append("priority")
+    return _ignored_fields(job, ignored) | _warnings(job)
+
+
+def one_warning(warning: str | None) -> dict[str, str]:
+    """The header of a warning that arises with the reply; none for None."""
+    if warning is None:
+        return {}
+    return {WARNINGS_HEADER: NOT_IN_HEADERS.sub("?", warning)[:MAX_WARNING_CHARS]}
+
+
+def _ignored_fields(job: Job, ignored: list[str]) -> dict[str, str]:
+    if not ignored:
+        return {}
+    shown = [name for name in ignored if NAME.fullmatch(name)][:MAX_NAMES]
+    if len(shown) < len(ignored):
+        shown.append(OTHERS)
+    text = ", ".join(shown)
+    logger.info("Request %s has fields without effect: %s", job.request_id, text)
+    return {IGNORED_HEADER: text}
+
+
+def _warnings(job: Job) -> dict[str, str]:
+    if not job.warnings:
+        return {}
+    shown = [NOT_IN_HEADERS.sub("?", each)[:MAX_WARNING_CHARS] for each in job.warnings]
+    if len(shown) > MAX_WARNINGS:
+        shown[MAX_WARNINGS:] = [f"and {len(shown) - MAX_WARNINGS} more"]
+    text = "; ".join(shown)
+    logger.info("Request %s: %s", job.request_id, text)
+    return {WARNINGS_HEADER: text}

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from qserve.output_parsing.output_parser import Message, OutputParser
 from qserve.output_parsing.pieces import CONTENT
 from qserve.server.http.api_key import key_digest
-from qserve.server.http.client_key import client_key
+from qserve.server.http.clients import client_key
 from qserve.server.http.errors import ApiError
 from qserve.server.http.event_stream import EventStream
 from qserve.server.http.route_list import RouteList

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from qserve.server.http.api_key import key_digest
 from qserve.server.http.body import Body
-from qserve.server.http.client_key import client_key
+from qserve.server.http.clients import client_key
 from qserve.server.http.errors import ApiError, json_response
 from qserve.server.http.large_response import LargeResponse
 from qserve.server.http.route_list import RouteList

@@ -3,7 +3,7 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
-from qserve.server.http.client_key import client_key
+from qserve.server.http.clients import client_key
 from qserve.server.http.large_response import LargeResponse
 from qserve.server.http.route_list import RouteList
 from qserve.server.openai.answer import prepare_body

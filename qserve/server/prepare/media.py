@@ -12,7 +12,7 @@ from qserve.server.prepare.worker_messages import Setup
 from qserve.server.requests.served_model import TEXT_ONLY
 from qserve.text.tokenizer import Tokenizer
 
-# In a process that takes no images, of a server where others do.
+# The refusal of a process that takes no images, on a server whose other processes do.
 IN_OTHER_PROCESSES = (
     'takes images and videos only in a part whose "type" is written without escapes'
 )

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 from qserve.lora.request import LoRARequest
-from qserve.server.http.turns import Turns
+from qserve.server.http.clients import Turns
 from qserve.server.prepare.jobs import ANSWERS, JOBS, WITHOUT_TEMPLATE
 from qserve.server.prepare.worker import VIDEO_TYPES
 from qserve.server.requests.job import Arrival, Job

@@ -35,7 +35,7 @@ from qserve.params.sampling_params import (
     MAX_STOP_TOKEN_IDS,
 )
 from qserve.server.http.errors import ApiError
-from qserve.server.http.request_id import REQUEST_ID
+from qserve.server.http.framing import REQUEST_ID
 from qserve.server.requests import unsupported
 from qserve.server.requests.content_parts import ASSISTANT, THINKING, TextPart, check_parts_of_role
 from qserve.server.requests.tool_fields import MAX_CALLS, MAX_TOOLS, Tool, ToolCall

@@ -97,7 +97,7 @@ def test_resumed_run_has_the_same_scales_and_notices_another_cache(tiny_model, t
     stopping = False
 
     def run(target, **changes):
-        recipe = Recipe(name="mine", solver=solve)
+        recipe = Recipe(name="mine", solver=solve, version="1")
         options = {**OPTIONS, "kv_cache": "int8", **changes}
         return quantize_checkpoint(tiny_model("llama"), tmp_path / target, recipe=recipe, **options)
 

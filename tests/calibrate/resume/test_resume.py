@@ -3,7 +3,6 @@
 import errno
 import importlib.util
 import json
-import linecache
 import os
 import shutil
 import signal
@@ -17,11 +16,10 @@ import pytest
 import torch
 
 from calibrate.pipeline import quantize_checkpoint
-from calibrate.recipe import RECIPES, Recipe, identity_of
-from calibrate.solvers import gptq
+from calibrate.recipe import RECIPES, Recipe, identity_of, with_act_order
+from calibrate.solvers import gptq, rtn
 from calibrate.solvers.column_order import ORDERS
 from calibrate.solvers.solving import Tuning
-from calibrate.transforms.smoothquant import SMOOTHQUANT
 from formats.checkpoint import CheckpointReader, CheckpointWriter
 from formats.errors import CheckpointError, DiskError, InputError
 from formats.scheme import Scheme
@@ -171,7 +169,7 @@ def test_damaged_layer_is_refused(docs_5m, tmp_path):
             raise KeyboardInterrupt
         return gptq.solve(weight, stats, spec, name)
 
-    recipe = Recipe(name="mine", solver=stop)
+    recipe = Recipe(name="mine", solver=stop, version="1")
     with pytest.raises(KeyboardInterrupt):
         quantize_checkpoint(docs_5m, target, recipe=recipe, **OPTIONS)
     path = unfinished(target) / "layer-00000.safetensors"
@@ -276,105 +274,76 @@ def test_interrupted_run_says_what_it_keeps(docs_5m, tmp_path, caplog, layers):
 
     with pytest.raises(KeyboardInterrupt):
         quantize_checkpoint(
-            docs_5m, tmp_path / "out", recipe=Recipe(name="mine", solver=solve), **OPTIONS
+            docs_5m,
+            tmp_path / "out",
+            recipe=Recipe(name="mine", solver=solve, version="1"),
+            **OPTIONS,
         )
     said = f"{unfinished(tmp_path / 'out')} keeps the finished layers: run the same command again"
     assert (said in caplog.text) == bool(layers)
 
 
-OWN = """
-from calibrate.solvers import rtn
-def solve(weight, stats, spec, name):
-    if "layers.1" in name and {stop}:
-        raise KeyboardInterrupt
-    return rtn.solve({weight}, stats, spec, name)
-class Solver:
-    def __call__(self, *arguments):
-        return solve(*arguments)
-"""
+def _own(weight_factor=1.0, stops=False, **settings) -> Recipe:
+    """A solver of a user's, which may be interrupted in layer 1."""
+
+    def solve(weight, stats, spec, name):
+        if "layers.1" in name and stops:
+            raise KeyboardInterrupt
+        return rtn.solve(weight * weight_factor, stats, spec, name)
+
+    return Recipe(name="mine", solver=solve, needs_data=False, **settings)
 
 
-def _own(folder, **values):
-    """A module with a solver of one's own, as one edits it between two runs."""
-    path = folder / "own_solver.py"
-    path.write_text(OWN.format(**values))
-    linecache.clearcache()
-    spec = importlib.util.spec_from_file_location("own_solver", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["own_solver"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize("kind", ["function", "partial", "object"])
-def test_a_solver_that_was_mended_does_not_take_over_layers(docs_5m, tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.setitem(sys.modules, "own_solver", None)
-
-    def recipe(module) -> Recipe:
-        solver = {"function": module.solve, "partial": partial(module.solve)}
-        return Recipe(name="mine", solver=solver.get(kind) or module.Solver(), needs_data=False)
-
-    target = tmp_path / "out"
-    first = recipe(_own(tmp_path, stop=True, weight="weight"))
+def test_a_users_solver_resumes_by_its_version(docs_5m, tmp_path):
+    target, whole = tmp_path / "out", tmp_path / "whole"
     with pytest.raises(KeyboardInterrupt):
-        quantize_checkpoint(docs_5m, target, recipe=first, **OPTIONS)
-    mended = recipe(_own(tmp_path, stop=False, weight="weight * 0.5"))
-    with pytest.raises(InputError, match="with recipe 'mine, source .* this run has 'mine, source"):
-        quantize_checkpoint(docs_5m, target, recipe=mended, **OPTIONS)
-    assert (unfinished(target) / "layer-00000.safetensors").exists()
+        quantize_checkpoint(docs_5m, target, recipe=_own(stops=True, version="1"), **OPTIONS)
+    first = unfinished(target) / "layer-00000.safetensors"
+    for changed in (_own(0.5, version="2"), _own(0.5)):
+        with pytest.raises(InputError, match="with recipe 'mine, version 1'; this run has "):
+            quantize_checkpoint(docs_5m, target, recipe=changed, **OPTIONS)
+        assert first.exists()
+    inode = first.stat().st_ino
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(docs_5m, target, recipe=_own(stops=True, version="1"), **OPTIONS)
+    assert first.stat().st_ino == inode, "layer 0 was solved again"
+    quantize_checkpoint(docs_5m, target, recipe=_own(version="1"), **OPTIONS)
+    quantize_checkpoint(docs_5m, whole, recipe=_own(), **OPTIONS)
+    for path in target.glob("*.safetensors"):
+        assert path.read_bytes() == (whole / path.name).read_bytes()
 
 
-def test_recipes_of_the_table_are_told_by_name_and_others_by_source():
+def test_a_users_solver_without_a_version_starts_again(docs_5m, tmp_path, caplog):
+    """Also over what a killed run left."""
+    target = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(docs_5m, target, recipe=_own(stops=True), **OPTIONS)
+    assert not unfinished(target).exists() and "keeps the finished layers" not in caplog.text
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(docs_5m, target, recipe=_own(stops=True, version="1"), **OPTIONS)
+    journal = unfinished(target) / "journal.json"
+    journal.write_text(json.dumps(json.loads(journal.read_text()) | {"recipe": None}))
+    quantize_checkpoint(docs_5m, target, recipe=_own(0.5), **OPTIONS)
+    quantize_checkpoint(docs_5m, tmp_path / "whole", recipe=_own(0.5), **OPTIONS)
+    for path in target.glob("*.safetensors"):
+        assert path.read_bytes() == (tmp_path / "whole" / path.name).read_bytes()
+
+
+def test_recipes_of_the_table_are_identified_by_name_and_others_by_version():
     row = RECIPES["smoothquant"]
     assert identity_of(row) == "smoothquant"
-    same = Recipe(name="smoothquant", solver=gptq.solve, transforms=(SMOOTHQUANT,))
-    other = Recipe(name="smoothquant", solver=gptq.solve)
-    typed = Recipe(name="smoothquant", solver=eval("lambda w, s, spec, name: None"))
-    found = {identity_of(recipe) for recipe in (row, same, other, typed)}
-    assert len(found) == 4
-    assert identity_of(replace(same)) in found
-
-
-class Share:
-    """A solver with a setting of its own."""
-
-    def __init__(self, share):
-        self.share, self.order = share, ORDERS["static"]
-
-    def __call__(self, *arguments):
-        return gptq.solve_corrected(*arguments, share=self.share, order=self.order)
-
-
-def _settings():
-    """Recipes of one name that make different weights."""
-    row = RECIPES["autoround"]
-    yield replace(row, tuning=Tuning(steps=2))
-    yield replace(row, tuning=Tuning(steps=3))
-    for solver in (gptq.solve, gptq.solve_corrected):
-        for order in ORDERS.values():
-            yield Recipe(name="mine", solver=partial(solver, order=order))
-    yield Recipe(name="mine", solver=gptq.solve)
-    yield Recipe(name="mine", solver=gptq.solve, corrects=True)
-    for share in (0.25, 0.5):
-        yield Recipe(name="mine", solver=partial(gptq.solve_corrected, share=share))
-        yield Recipe(name="mine", solver=Share(share))
-
-
-IDENTITIES = """
-import json, runpy, sys
-from calibrate.recipe import identity_of
-tests = runpy.run_path(sys.argv[1])
-print(json.dumps([identity_of(recipe) for recipe in tests["_settings"]()]))
-"""
-
-
-def test_a_changed_setting_of_ones_own_recipe_is_told_apart_in_every_process():
-    found = [identity_of(recipe) for recipe in _settings()]
-    assert len(set(found)) == len(found)
-    command = [sys.executable, "-c", IDENTITIES, __file__]
-    other = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True)
-    assert json.loads(other.stdout) == found, "an unfinished run must find itself again"
+    assert identity_of(with_act_order(RECIPES["gptq"])) == "gptq, act-order"
+    others = [
+        Recipe(name="smoothquant", solver=gptq.solve),
+        replace(RECIPES["gptq"], solver=partial(gptq.solve, order=ORDERS["static"])),
+        replace(RECIPES["gptq"], solver=partial(gptq.solve, order=ORDERS["act-order"])),
+        replace(with_act_order(RECIPES["gptq"]), corrects=True),
+        replace(RECIPES["autoround"], tuning=Tuning(steps=2)),
+    ]
+    assert [identity_of(each) for each in others] == [None] * len(others)
+    found = {identity_of(replace(each, version="1")) for each in (*others[::2], others[3])}
+    found |= {identity_of(replace(RECIPES["autoround"], tuning=Tuning(steps=3), version="1"))}
+    assert len(found) == 5
 
 
 def test_blocks_of_a_gguf_file_resume(docs_5m, tmp_path, monkeypatch):

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from formats.errors import InputError
-from qserve.engine.pending import grammars as module
-from qserve.engine.pending.grammars import GrammarQueue
+from qserve.engine.pending import pending as module
+from qserve.engine.pending.pending import GrammarQueue
 
 
 class Compiler:

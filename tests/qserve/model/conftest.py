@@ -10,6 +10,9 @@ from calibrate.pipeline import quantize_checkpoint
 from formats.checkpoint import CheckpointReader
 from formats.scheme import Scheme
 from qkernels import ops
+from tests.qserve.model.test_family_tokens import VARIANTS
+from tests.qserve.model.test_hybrid_tokens import VARIANTS as HYBRIDS
+from tests.qserve.model.variants import model_maker
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +39,18 @@ def written(tiny_model, made_once):
         )
 
     return make
+
+
+@pytest.fixture(scope="session")
+def model_of(tiny_model, tmp_path_factory):
+    """Name of a family or of a variant of test_family_tokens.py -> its folder."""
+    return model_maker(tiny_model, tmp_path_factory, VARIANTS)
+
+
+@pytest.fixture(scope="session")
+def hybrid(tiny_model, tmp_path_factory):
+    """Name of a family or of a variant -> its folder."""
+    return model_maker(tiny_model, tmp_path_factory, HYBRIDS)
 
 
 @pytest.fixture

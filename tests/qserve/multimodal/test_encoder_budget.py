@@ -5,6 +5,7 @@ from hashlib import sha256
 
 from qserve.engine.request import Request
 from qserve.engine.scheduling.encoder_budget import EncoderBudget, MediaPlan
+from qserve.model.blocks.rotary import Rotary
 from qserve.multimodal.media import MediaItem
 from qserve.params.sampling_params import SamplingParams
 
@@ -123,3 +124,14 @@ def test_a_drafter_reads_the_embedding_after_a_chunk():
     budget = EncoderBudget(rows_per_step=6, capacity=6, looks_ahead=True)
     (count,), plan = step(budget, (request(B, beside), 25, 1))
     assert (count, plan) == (1, plan_of((B,), (), B))
+
+
+def test_buffers_of_graphs_with_media_are_counted_whole(vision):
+    """Embeddings, what deeper layers add, and rotations, for the tokens of the largest graph."""
+    runner = vision("qwen3_vl").engine(max_num_batched_tokens=24).workers.runner
+    buffers, decoder = runner.media_buffers(), runner.decoder
+    (rope,) = {each for each in decoder.modules() if isinstance(each, Rotary)}
+    levels = vision("qwen3_vl").processor.config.num_levels
+    assert levels
+    embeds = (1 + levels) * decoder.config.hidden_size * 4
+    assert buffers.nbytes == 24 * (embeds + rope.cos_sin.shape[1] * 4 + 8)

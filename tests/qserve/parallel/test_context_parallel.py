@@ -291,11 +291,15 @@ def test_sleep_and_updates(tiny_model, many, tmp_path):
 @pytest.mark.parametrize(
     ("family", "settings", "message"),
     [
-        ("llama", {"pipeline_parallel_size": 2}, "with --pipeline-parallel-size"),
+        (
+            "llama",
+            {"pipeline_parallel_size": 2},
+            "--pipeline-parallel-size: does not work with --prefill-context-parallel-size 2",
+        ),
         (
             "llama",
             {"speculative_config": json.dumps({"method": "ngram", "num_speculative_tokens": 2})},
-            "with --speculative-config",
+            "--speculative-config: does not work with --prefill-context-parallel-size 2",
         ),
         ("qwen3_next", {}, "--prefill-context-parallel-size"),
     ],

@@ -30,6 +30,14 @@ class MediaBuffers:
             zeros_3T = torch.zeros(3, max_tokens, dtype=torch.int64, device=decoder.device)
             self._ropes = ropes.of(zeros_3T)
 
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the buffers."""
+        found = [self._rows_LTC]
+        if self._ropes is not None:
+            found += [self._ropes.rows_T, *self._ropes.tables.values()]
+        return sum(tensor.nbytes for tensor in found)
+
     def attach(self, batch: Batch) -> Batch:
         """Return the inputs of a graph with views of the buffers."""
         count = batch.num_tokens

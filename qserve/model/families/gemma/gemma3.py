@@ -1,6 +1,6 @@
-"""Gemma 3, its text model: Gemma 2 with norms over each head's queries and keys, no bent scores.
+"""Gemma 3, its text model: Gemma 2 with norms over each head's queries and keys, no soft cap.
 
-Layers that slide and layers that do not have rotations of their own, in config.json.
+Layers with a sliding window rotate differently from the others, as config.json says.
 """
 
 from qserve.model.blocks.layer import Layer

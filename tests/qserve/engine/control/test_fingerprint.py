@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import qserve
+from qserve.config import EngineConfig
+from qserve.engine.control.fingerprint import settings_of
 from qserve.llm import LLM
 from qserve.lora.request import LoRARequest
 from qserve.model.resident.checksum import checksum
@@ -42,6 +44,19 @@ def test_settings_of_a_batch_count_unless_bits_are_the_same_in_any(tiny_model):
     assert both[0] == both[1] != fingerprint(folder)
     assert fingerprint(folder) == fingerprint(folder, gpu_memory_utilization=0.5)
     assert fingerprint(folder) != fingerprint(folder, kv_cache_dtype="int8")
+
+
+def test_the_contents_of_a_placement_file_count(tmp_path):
+    """Its path does not."""
+
+    def found(name, text):
+        (tmp_path / name).write_text(text)
+        strategy = {"expert_placement_strategy": str(tmp_path / name)}
+        ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+        return settings_of(EngineConfig(model="x", **ranks, **strategy))
+
+    first = found("a.json", "[[1, 2]]")
+    assert found("b.json", "[[1, 2]]") == first != found("a.json", "[[2, 1]]")
 
 
 def test_adapters_count(tiny_model, tmp_path):

@@ -1,0 +1,346 @@
+"""Flags of every command: their names, help, and configuration files."""
+
+import argparse
+import dataclasses
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from qserve.cli import COMMANDS, build_parser, main
+from tests.qserve.command_line import fails_with
+
+HUB_FLAGS = {"--revision", "--subfolder", "--download-dir"}
+
+
+ENGINE_FLAGS = {
+    *HUB_FLAGS,
+    "--admission",
+    "--tokenizer",
+    "--async-scheduling",
+    "--spec-acceptance",
+    "--speculative-config",
+    "--no-async-scheduling",
+    "--compile-processes",
+    "--kv-cache-memory",
+    "--max-seq-len-to-capture",
+    "--block-size",
+    "--config",
+    "--cpu-kv-cache-memory",
+    "--cpu-threads",
+    "--device",
+    "--model-impl",
+    "--dtype",
+    "--batch-invariant",
+    "--enforce-eager",
+    "--language-model-only",
+    "--mm-encoder-quantization",
+    "--kernel",
+    "--plain-kernel-launch",
+    "--activation-bits",
+    "--quantization",
+    "--quantization-config",
+    "--gpu-memory-utilization",
+    "--kv-cache-dtype",
+    "--load-format",
+    "--max-model-len",
+    "--max-num-batched-tokens",
+    "--max-num-seqs",
+    "--num-gpu-blocks-override",
+    "--num-state-snapshots",
+    "--seed",
+    "--enable-prefix-caching",
+    "--no-enable-prefix-caching",
+    "--kv-offload-gb",
+    "--enable-lora",
+    *("--lora-modules", "--max-loras", "--max-lora-rank", "--max-cpu-loras"),
+    "--kv-transfer-config",
+    "--scheduling-policy",
+    "--prefill-batch-size",
+    "--target-itl-ms",
+    "--tensor-parallel-size",
+    "--data-parallel-size",
+    "--data-parallel-rank",
+    "--pipeline-parallel-size",
+    "--distributed-executor-backend",
+    "--all-reduce",
+    "--prefill-context-parallel-size",
+    "--prefill-context-parallel-min-tokens",
+    "--enable-expert-parallel",
+    "--expert-placement-strategy",
+    "--record-expert-loads",
+}
+
+
+TALK_FLAGS = {
+    *("-q", "--quick", "--url", "--model-name", "--api-key", "--system-prompt", "--max-tokens"),
+    *("--temperature", "--top-p", "--seed", "--stats"),
+}
+
+
+# Adding a flag means adding it here; renaming one breaks its users.
+FLAGS = {
+    "quantize": {
+        *HUB_FLAGS,
+        "-o",
+        "--output",
+        "--scheme",
+        "--format",
+        "--recipe",
+        "--calibration",
+        "--samples",
+        "--sequence-length",
+        "--seed",
+        "--eval-text",
+        *("--bos", "--no-bos", "--quality-windows"),
+        "--kv-cache-scheme",
+        "--kv-per-head",
+        "--act-order",
+        "--spill",
+        "--target",
+        "--group-size",
+        "--device",
+        "--ignore",
+        "--override",
+        "--pad",
+        *("--act-order", "--target", "--adapter"),
+        "--max-shard-size",
+        "--bits",
+        "--config",
+        "--moe-calibrate-all-experts",
+    },
+    "serve": ENGINE_FLAGS
+    | {
+        *("--check", "--no-check"),
+        *("--host", "--port", "--served-model-name", "--api-key"),
+        *("--max-num-queued-reqs", "--max-num-queued-tokens"),
+        *("--max-body-bytes", "--max-connections", "--chat-special-tokens"),
+        *("--cache-salt-by-key", "--enable-cache-reset"),
+        *("--enable-admin-routes", "--admin-api-key-file"),
+        "--paused-requests",
+        "--model-settings",
+        "--memory-sharing",
+        "--model-turn-seconds",
+        *("--engine-timeout", "--engine-step-timeout", "--restart-engine"),
+        *("--uds", "--root-path", "--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs"),
+        "--allowed-hosts",
+        *("--allowed-origins", "--allow-credentials", "--api-key-file", "--api-key-env"),
+        *("--max-requests-per-minute", "--request-timeout", "--shutdown-timeout"),
+        *(
+            "--log-level",
+            "--log-format",
+            "--metrics-prefix",
+            "--otlp-traces-endpoint",
+            "--profiler-config",
+        ),
+        *("--lora-folder", "--structured-output-strict"),
+        *("--response-store", "--response-store-bytes", "--response-store-days"),
+        *("--allowed-media-domains", "--allowed-local-media-path", "--limit-mm-per-prompt"),
+        *("--max-media-bytes", "--max-image-pixels", "--media-fetch-timeout"),
+        *("--max-video-bytes", "--max-video-frames", "--max-video-pixels"),
+        "--video-decode-timeout",
+        "--num-media-workers",
+        *("--enable-auto-tool-choice", "--no-enable-auto-tool-choice"),
+        *("--tool-call-parser", "--reasoning-parser"),
+        *("--backend", "--replicas", "--max-replicas", "--target-ongoing-requests", "--router"),
+        *("--drain-timeout", "--gpus-per-replica", "--ray-address"),
+        *("--multiplexed-model", "--models-per-replica"),
+    },
+    "chat": TALK_FLAGS,
+    "complete": TALK_FLAGS,
+    "run-batch": ENGINE_FLAGS | {"-i", "--input", "-o", "--output", "--served-model-name"},
+    "generate": ENGINE_FLAGS
+    | {"--prompt", "--chat", "--max-tokens", "--temperature", "--top-p", "--top-k"},
+    "convert": HUB_FLAGS | {"-o", "--output", "--format", "--max-shard-size"},
+    "merge": HUB_FLAGS | {"-o", "--output", "--max-shard-size"},
+    "distill": HUB_FLAGS
+    | {"-o", "--output", "--against", "--calibration", "--samples", "--sequence-length", "--seed"}
+    | {"--steps", "--tokens", "--rate", "--norm-rate", "--code-rate", "--bos", "--no-bos"}
+    | {"--eval-text", "--quality-windows", "--device", "--max-shard-size"},
+    "inspect": HUB_FLAGS | {"--json", "--deep"},
+    "families": {"--json"},
+    "eval": ENGINE_FLAGS
+    | {"--text", "--sequence-length", "--windows", "--json", "--bos", "--no-bos", "--against"},
+    "profile": ENGINE_FLAGS
+    | {
+        *("--model", "--case", "--iters", "--with-stack", "--profile-dir", "--profiler"),
+        *("--trace", "--with-trace"),
+    },
+    "check-invariance": ENGINE_FLAGS
+    | {
+        *("--num-requests", "--max-input-len", "--output-len", "--default-kernels"),
+        *("--long-every", "--chunk-tokens", "--structured-output", "--company"),
+    },
+    "agent-check": {
+        *("--forced", "--api", "--task", "--model-name", "--api-key", "--max-tokens"),
+        *("--server-args", "--json"),
+    },
+    "bench": set(),  # its commands' flags: tests/qserve/bench/test_commands.py
+}
+
+
+def subparsers():
+    (action,) = (a for a in build_parser()._actions if a.dest == "command")
+    return action.choices
+
+
+def test_options_are_frozen():
+    found = {
+        name: {flag for action in parser._actions for flag in action.option_strings}
+        - {"-h", "--help"}
+        for name, parser in subparsers().items()
+    }
+    assert found == FLAGS
+
+
+@pytest.mark.exhaustive
+def test_package_is_a_command():
+    command = [sys.executable, "-m", "qserve"]
+    done = subprocess.run([*command, "inspect", "nowhere"], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("qserve inspect: nowhere: ")
+    assert subprocess.run([*command, "--version"], capture_output=True).returncode == 0
+
+
+def all_parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                yield from all_parsers(each)
+
+
+def test_help_of_every_command_names_every_option():
+    """A % in a help text would make argparse fail when it prints the help."""
+    for parser in all_parsers(build_parser()):
+        text = parser.format_help()
+        for action in parser._actions:
+            assert len(action.help) > 8 and all(flag in text for flag in action.option_strings)
+
+
+def cpu_seconds(*arguments: str) -> tuple[float, str]:
+    """Processor time and output of a Python process; the least of three."""
+    times = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        run = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert run.returncode == 0, run.stderr
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return min(times), run.stdout
+
+
+@pytest.mark.exhaustive
+def test_help_is_quick():
+    """It takes a few times as long as a small standard module; torch alone would take 30 times."""
+    help_time, text = cpu_seconds("-m", "qserve.cli", "--help")
+    assert "quantize" in text
+    assert help_time < 6 * cpu_seconds("-c", "import asyncio")[0]
+
+
+def test_underscores_are_dashes(monkeypatch):
+    seen = []
+    command = dataclasses.replace(
+        COMMANDS["eval"], run=lambda *settings: seen.append(settings) or 0
+    )
+    monkeypatch.setitem(COMMANDS, "eval", command)
+    assert main(["eval", "a_b", "--max_model_len", "64", "--text=c_d", "--sequence_length=9"]) == 0
+    model, engine, settings = seen[0]
+    assert (model, engine.model, engine.max_model_len) == ("a_b", "a_b", 64)
+    assert (settings.text, settings.sequence_length) == ("c_d", 9)
+
+
+YAML = """
+model: from-file
+max_num_seqs: 7
+served-model-name: [a, b]
+enforce_eager: true
+allow-credentials: false
+api_key: null
+port: 1234
+"""
+
+
+TOML = """
+model = "from-file"
+max_num_seqs = 7
+served-model-name = ["a", "b"]
+enforce_eager = true
+allow-credentials = false
+port = 1234
+"""
+
+
+SAME_AS_JSON = {
+    "model": "from-file",
+    **{"max_num_seqs": 7, "served-model-name": ["a", "b"], "enforce_eager": True, "port": 1234},
+}
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """What `qserve serve` was told."""
+    seen = []
+    command = dataclasses.replace(COMMANDS["serve"], run=lambda *given: seen.append(given) or 0)
+    monkeypatch.setitem(COMMANDS, "serve", command)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("c.yaml", YAML), ("c.yml", YAML), ("c.toml", TOML), ("c.json", json.dumps(SAME_AS_JSON))],
+)
+def test_config_file_stands_for_flags(served, tmp_path, name, text):
+    path = tmp_path / name
+    path.write_text(text)
+    assert main(["serve", "--config", str(path)]) == 0
+    assert main(["serve", "other", f"--config={path}", "--max-num-seqs", "9", "--port=5"]) == 0
+    (model, engine, server, _), (other, other_engine, other_server, _) = served
+    assert (model, engine.max_num_seqs, engine.enforce_eager) == ("from-file", 7, True)
+    assert (server.served_model_name, server.port) == (["a", "b"], 1234)
+    assert server.allow_credentials is False and server.api_key == []
+    assert (other, other_engine.max_num_seqs, other_server.port) == ("other", 9, 5)
+    assert other_engine.enforce_eager
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("max_num_sequences: 5", ["max-num-sequences", "not a setting"]),
+        ("enforce_eager: 1", ["enforce-eager", "true or false"]),
+        ("port: {a: 1}", ["port", "a string or a number"]),
+        ("port: [", ["cannot be read"]),
+        ("- port", ["a mapping of flags"]),
+        ("max_num_seqs: 0", ["--max-num-seqs", "1 or more"]),
+    ],
+)
+def test_config_file_that_is_wrong_is_one_line(capsys, served, tmp_path, text, words):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    fails_with(capsys, ["serve", "m", "--config", str(path)], *words)
+    assert not served
+
+
+def test_config_file_that_is_not_there(capsys, served):
+    fails_with(capsys, ["serve", "m", "--config", "/nowhere.yaml"], "/nowhere.yaml", "cannot be")
+    fails_with(capsys, ["serve", "m", "--config"], "--config", "expected a file")
+
+
+def test_several_names_and_keys_at_once(served):
+    arguments = ["--served-model-name", "a", "b", "--api-key", "k1", "--api-key", "k2", "k3"]
+    assert main(["serve", "m", *arguments]) == 0
+    server = served[0][2]
+    assert (server.served_model_name, server.api_key) == (["a", "b"], ["k1", "k2", "k3"])
+
+
+@pytest.mark.parametrize("prompt", ["--- my_doc", "---\nmy_key: a_b=c_d"])
+def test_underscores_of_a_prompt_that_begins_with_dashes(monkeypatch, prompt):
+    seen = []
+    command = dataclasses.replace(
+        COMMANDS["generate"], run=lambda *settings: seen.append(settings) or 0
+    )
+    monkeypatch.setitem(COMMANDS, "generate", command)
+    assert main(["generate", "model", "--prompt", prompt]) == 0
+    assert seen[0][-1].prompt == prompt
