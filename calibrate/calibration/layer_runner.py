@@ -33,16 +33,6 @@ from formats.numerics.alibi import alibi_slopes
 Rounding = Callable[[torch.Tensor], torch.Tensor]  # applied to a linear's input
 
 
-# model_type -> names of transformers' modules: names of files
-OTHER_NAMES = {
-    "phimoe": {"block_sparse_moe.router.weight": "block_sparse_moe.gate.weight"},
-    "hy_v3": {
-        "mlp.gate.weight": "mlp.router.gate.weight",
-        "mlp.e_score_correction_bias": "mlp.expert_bias",
-    },
-}
-
-
 class LayerRunner:
     """Builds and runs the decoder layers of one model."""
 
@@ -148,21 +138,14 @@ class LayerRunner:
                     setattr(module, experts.module, mixture)
                 # If a module has two names, the checkpoint's name counts.
                 second = () if experts.module == own else (f"{own}.",)
-                correction, _, inside = experts.routing.correction.partition(".")
-                if inside and hasattr(mixture.gate, correction):  # ERNIE's, not in its gate
-                    setattr(mixture, correction, mixture.gate.get_submodule(correction))
-                    second = (*second, f"{own}.gate.{correction}.")
-                elif correction and hasattr(getattr(mixture, "gate", None), correction):
-                    stored[f"{own}.gate.{correction}"] = f"{experts.module}.{correction}"
-                router = experts.router.rpartition(".")[0]
-                kind = self.layer_map.family.model_type
-                if kind in OTHER_NAMES:
-                    stored |= OTHER_NAMES[kind]
-                elif hasattr(module.get_submodule(router), "weight"):  # GraniteMoE's
-                    stored[f"{router}.weight"] = f"{experts.router}.weight"
-                if kind == "hy_v3":
-                    mixture.shared_mlp = mixture.shared_experts
-                    second = (*second, f"{own}.shared_experts.")
+                modules = dict(module.named_modules())
+                for name, theirs in experts.names_in_transformers.items():
+                    if theirs in modules:
+                        parent, _, leaf = name.rpartition(".")
+                        setattr(module.get_submodule(parent), leaf, modules[theirs])
+                        second = (*second, f"{theirs}.")
+                    else:
+                        stored[theirs] = name
         built = {n: w for n, w in module.state_dict().items() if not n.startswith(second)}
         wanted = {name: stored.get(name, name) for name in built}
         missing = [name for name in wanted.values() if name not in state]

@@ -106,6 +106,7 @@ ERNIE_MOE: dict[str, Any] = {
         ),
         shared=SharedExpert(**gated("mlp.shared_experts", *NAMES, "shared_experts")),
         dense_layers_key="mlp_only_layers",
+        names_in_transformers={"mlp.moe_statics": "mlp.gate.moe_statics"},
     ),
     "norms": norms_before("mlp"),
     "fixed": {"use_bias": False},
@@ -159,6 +160,9 @@ GRANITE_MOE: dict[str, Any] = {
         "intermediate_size",
         Router(name="router.layer", scores="softmax_of_chosen", rounded=True),
         stacks=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+        names_in_transformers={
+            "block_sparse_moe.router.layer.weight": "block_sparse_moe.router.weight"
+        },
     ),
     "norms": norms_before("block_sparse_moe"),
 }

@@ -60,6 +60,9 @@ MIXTURES = (
             ("w1", "w3", "w2"),
             "intermediate_size",
             Router(scores="sparsemixer", jitter_key="router_jitter_noise", rounded=True),
+            names_in_transformers={
+                "block_sparse_moe.gate.weight": "block_sparse_moe.router.weight"
+            },
         ),
         norms=norms_before("block_sparse_moe"),
         **{**LAYER_NORM, "norm_eps_key": "rms_norm_eps"},
@@ -212,6 +215,9 @@ MIXTURES = (
             ),
             shared=SharedExpert(**gated("mlp.shared_experts", *NAMES, "shared_experts")),
             types_key="mlp_layer_types",
+            names_in_transformers={
+                "mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias"
+            },
         ),
         norms=(*norms_before("mlp"), *HEAD_NORMS),
         window="layer_types",
