@@ -227,7 +227,9 @@ OWN_NAMES = {
     "phimoe": {".block_sparse_moe.gate.": ".mlp.router."},
 }
 # model_type -> what its modules call `mlp`
-MLP_NAMES = dict.fromkeys(("granitemoe", "granitemoeshared"), "block_sparse_moe")
+MLP_NAMES = dict.fromkeys(
+    ("granitemoe", "granitemoeshared", "granitemoe_swa"), "block_sparse_moe"
+)
 MLP_NAMES |= {"granitemoehybrid": "block_sparse_moe", "llama4_text": "feed_forward"}
 
 

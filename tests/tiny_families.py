@@ -404,6 +404,23 @@ TINY_FAMILIES |= {
         "GraniteMoeSharedConfig",
         {**GRANITE_MOE, "shared_intermediate_size": 64, "tie_word_embeddings": True},
     ),
+    "granite_swa": (
+        "GraniteSWAConfig",
+        {
+            **{"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "sliding_window": 9},
+            **{"attention_multiplier": 0.1, "logits_scaling": 2.5, "mlp_bias": True},
+            **{"layer_rope_theta": [0, 100.0, 10000.0], "tie_word_embeddings": True},
+        },
+    ),
+    "granite_moe_swa": (
+        "GraniteMoeSWAConfig",
+        {
+            **GRANITE_MOE,
+            **{"shared_intermediate_size": 64, "sliding_window": 9},
+            "layer_rope_theta": [100.0, 0, 10000.0],
+        },
+    ),
+    "olmo": ("OlmoConfig", {"pad_token_id": 0}),
     # sizes that no key of theirs states
     "bloom": ("BloomConfig", {"tie_word_embeddings": True}),
     "mpt": ("MptConfig", {"tie_word_embeddings": True, "max_seq_len": 256}),
@@ -594,6 +611,7 @@ ROWS += ("apertus",)
 ROWS += ("gemma4_moe", "gemma4_shared")
 ROWS += ("phimoe", "nanochat", "mellum", "hy_v3", "hyperclovax", "youtu", "gemma3n")
 ROWS += ("deepseek_v32", "glm_moe_dsa")
+ROWS += ("granite_swa", "granite_moe_swa", "olmo")
 # families whose layers have states
 STATES = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"),

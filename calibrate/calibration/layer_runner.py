@@ -5,6 +5,7 @@ over the hidden states of all windows, and is dropped. Positions and masks are p
 the full model is never built. Legend: W windows, S tokens of a window, D hidden size, V vocabulary.
 """
 
+import copy
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -74,6 +75,7 @@ class LayerRunner:
         self._layer_class = next(getattr(module, name) for name in classes if hasattr(module, name))
         self._mamba_factors = getattr(module, "compute_mup_vector", None)
         self._rotary = None
+        self._by_theta: dict[float, nn.Module] = {}  # of families whose layers have own thetas
         if row.streams:
             raise InputError(
                 row.architecture,
@@ -86,10 +88,12 @@ class LayerRunner:
             rotary = getattr(module, f"{family}RotaryEmbedding", None)
             rotary = rotary or getattr(module, f"{family}TextRotaryEmbedding")
             self._rotary = rotary(config).to(device)
+            if row.theta_key:
+                self._by_theta = _rotations(rotary, config, row.theta_key, device)
         # A CPU computes in float32; a GPU in the model's own 16 bits, with float32 statistics.
         stored = reader.entries[layer_map.embedding].dtype
         self.dtype = stored if torch.device(device).type == "cuda" else torch.float32
-        self._positions: dict[tuple[int, str], Any] = {}
+        self._positions: dict[tuple[int, str, float | None], Any] = {}
         # The embeddings of positions [S, D], of models that learn them.
         self.positions_SD: torch.Tensor | None = None
         if row.positions is not None:
@@ -212,16 +216,20 @@ class LayerRunner:
         """
         length = hidden_BSD.shape[1]
         kind = self._kind(layer)
-        if (length, kind) not in self._positions:
+        theta = getattr(self.config, self.layer_map.family.theta_key or "-", None)
+        theta = None if theta is None else theta[layer]
+        if (length, kind, theta) not in self._positions:
             ids_1S = torch.arange(length, device=self.device)[None]
             rotary = None
-            if self._rotary is not None:
+            if theta is not None:
+                rotary = self._by_theta[theta](hidden_BSD[:1], ids_1S) if theta else None
+            elif self._rotary is not None:
                 # One rotary embedding per kind of layer (Gemma 3), or one for all.
                 accepted = inspect.signature(self._rotary.forward).parameters
                 extra = (kind,) if "layer_type" in accepted else ()
                 rotary = self._rotary(hidden_BSD[:1], ids_1S, *extra)
-            self._positions[length, kind] = (ids_1S, rotary, self._mask(length, kind))
-        position_ids, rotary, mask = self._positions[length, kind]
+            self._positions[length, kind, theta] = (ids_1S, rotary, self._mask(length, kind))
+        position_ids, rotary, mask = self._positions[length, kind, theta]
         if any(each is not None for each in media):
             if self._axis_rotary is not None:
                 rotary = self._axis_rotary(hidden_BSD, axis_positions(media, length, self.device))
@@ -358,3 +366,15 @@ class LayerRunner:
             seen_SS &= ids_S[:, None] // chunk == ids_S // chunk
         mask_SS = torch.zeros(length, length, dtype=self.dtype, device=self.device)
         return mask_SS.masked_fill_(~seen_SS, torch.finfo(self.dtype).min)[None, None]
+
+
+def _rotations(
+    rotary: type[nn.Module], config: Any, key: str, device: str
+) -> dict[float, nn.Module]:
+    """Rotary embeddings by theta, of a model that lists a theta for each layer."""
+    found = {}
+    for theta in sorted({theta for theta in getattr(config, key) if theta}):
+        own = copy.deepcopy(config)
+        own.rope_parameters = {**config.rope_parameters, "rope_theta": theta}
+        found[theta] = rotary(own).to(device)
+    return found

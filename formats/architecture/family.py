@@ -97,6 +97,7 @@ class Family:
     window: Literal["none", "all", "layer_types"] = "none"  # layers with a sliding window
     # Layers with rotary embeddings; "windows": those with a sliding window, or all without any.
     rope: Literal["all", "none", "no_rope_layers", "windows", "position_embedding_type"] = "all"
+    theta_key: str = ""  # key of config.json: theta of each layer; 0: the layer does not rotate
     rotary_dim_key: str = ""  # key of config.json: rotated channels of a head, at theta 10,000
     interleaved_rope: Flag = False  # channels 2 i and 2 i + 1 form a pair, not i and i + half
     reversed_rope: bool = False  # pairs turn the other way

@@ -293,6 +293,9 @@ def _ropes(
             in_all = family.rope != "windows" or config.sliding_window is None
             rotates = in_all or window is not None
         parameters = by_type[config.layer_types[number]] if by_type else stated
+        if family.theta_key:
+            theta = getattr(config, family.theta_key)[number]
+            rotates, parameters = bool(theta), {**parameters, "rope_theta": theta or 1.0}
         if family.latent:  # all channels of the rotated part do
             parameters = {**parameters, "partial_rotary_factor": 1.0}
         is_full = family.kind_of_layer(number, vars(config)).full

@@ -9,6 +9,8 @@ from formats.architecture.rows.classic_parts import (
     ERNIE_MOE,
     GRANITE_MOE,
     GRANITE_MOE_SHARED,
+    GRANITE_MOE_SWA,
+    GRANITE_SWA_EXPERTS,
     HUNYUAN_MOE,
     LLAMA_4,
 )
@@ -119,6 +121,13 @@ MIXTURES = (
         "granitemoeshared",
         **GRANITE_MOE_SHARED,
         variants=((Equals("shared_intermediate_size", 0), {"experts": GRANITE_MOE["experts"]}),),
+    ),
+    family_row(
+        "GraniteMoeSWAForCausalLM",
+        "GraniteMoE with windows",
+        "granitemoe_swa",
+        **GRANITE_MOE_SWA,
+        variants=((Equals("shared_intermediate_size", 0), {"experts": GRANITE_SWA_EXPERTS}),),
     ),
     family_row("HunYuanMoEV1ForCausalLM", "Hunyuan MoE", "hunyuan_v1_moe", **HUNYUAN_MOE),
     family_row(
