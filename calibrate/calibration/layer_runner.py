@@ -142,14 +142,14 @@ class LayerRunner:
                     setattr(module, experts.module, mixture)
                 # If a module has two names, the checkpoint's name counts.
                 second = () if experts.module == own else (f"{own}.",)
-                modules = dict(module.named_modules())
-                for name, theirs in experts.names_in_transformers.items():
-                    if theirs in modules:
-                        parent, _, leaf = name.rpartition(".")
-                        setattr(module.get_submodule(parent), leaf, modules[theirs])
-                        second = (*second, f"{theirs}.")
-                    else:
-                        stored[theirs] = name
+            modules = dict(module.named_modules())
+            for name, theirs in self.layer_map.family.names_in_transformers.items():
+                if theirs in modules:
+                    parent, _, leaf = name.rpartition(".")
+                    setattr(module.get_submodule(parent), leaf, modules[theirs])
+                    second = (*second, f"{theirs}.")
+                else:
+                    stored[theirs] = name
         built = {n: w for n, w in module.state_dict().items() if not n.startswith(second)}
         wanted = {name: stored.get(name, name) for name in built}
         missing = [name for name in wanted.values() if name not in state]

@@ -1,7 +1,7 @@
 """Experts of a family's row: their linears, their router and shared expert, and their layers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from formats.architecture.flags import Flag
@@ -76,9 +76,6 @@ class Experts:
     first_dense_key: str = ""
     every_key: str = ""
     types_key: str = ""  # a list: "sparse" for each layer with experts
-    # transformers' names of modules and tensors of the layer, by those of this row; only names that
-    # cannot be derived
-    names_in_transformers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def gated(self) -> bool:

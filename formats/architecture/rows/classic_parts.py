@@ -106,8 +106,8 @@ ERNIE_MOE: dict[str, Any] = {
         ),
         shared=SharedExpert(**gated("mlp.shared_experts", *NAMES, "shared_experts")),
         dense_layers_key="mlp_only_layers",
-        names_in_transformers={"mlp.moe_statics": "mlp.gate.moe_statics"},
     ),
+    "names_in_transformers": {"mlp.moe_statics": "mlp.gate.moe_statics"},
     "norms": norms_before("mlp"),
     "fixed": {"use_bias": False},
     "draft_prefix": "model.mtp_",
@@ -168,10 +168,10 @@ GRANITE_MOE: dict[str, Any] = {
         "intermediate_size",
         Router(name="router.layer", scores="softmax_of_chosen", rounded=True),
         stacks=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
-        names_in_transformers={
-            "block_sparse_moe.router.layer.weight": "block_sparse_moe.router.weight"
-        },
     ),
+    "names_in_transformers": {
+        "block_sparse_moe.router.layer.weight": "block_sparse_moe.router.weight"
+    },
     "norms": norms_before("block_sparse_moe"),
 }
 # Granite with windows: sinks, and a theta for each layer
@@ -210,12 +210,12 @@ GRANITE_SWA_EXPERTS = replace(
     GRANITE_MOE["experts"],
     routing=replace(GRANITE_MOE["experts"].routing, name="router"),
     stacks=tuple(f"block_sparse_moe.experts.{name}" for name in ("gate_up_proj", "down_proj")),
-    names_in_transformers={},
 )
 GRANITE_MOE_SWA: dict[str, Any] = {
     **GRANITE_MOE_SHARED,
     **GRANITE_SWA,
     "experts": replace(GRANITE_SWA_EXPERTS, shared=GRANITE_MOE_SHARED["experts"].shared),
+    "names_in_transformers": {},
     "tied": False,
 }
 _BLOOM_QKV, _BLOOM_UP = "self_attention.query_key_value", "mlp.dense_h_to_4h"

@@ -34,6 +34,7 @@ from formats.architecture.rows.parts import (
     gated,
     norms_before,
 )
+from formats.architecture.rows.uneven import LAGUNA, MIMO
 from formats.architecture.rows.usual import family_row
 
 MIXTURES = (
@@ -62,10 +63,8 @@ MIXTURES = (
             ("w1", "w3", "w2"),
             "intermediate_size",
             Router(scores="sparsemixer", jitter_key="router_jitter_noise", rounded=True),
-            names_in_transformers={
-                "block_sparse_moe.gate.weight": "block_sparse_moe.router.weight"
-            },
         ),
+        names_in_transformers={"block_sparse_moe.gate.weight": "block_sparse_moe.router.weight"},
         norms=norms_before("block_sparse_moe"),
         **{**LAYER_NORM, "norm_eps_key": "rms_norm_eps"},
         window="all",
@@ -224,10 +223,8 @@ MIXTURES = (
             ),
             shared=SharedExpert(**gated("mlp.shared_experts", *NAMES, "shared_experts")),
             types_key="mlp_layer_types",
-            names_in_transformers={
-                "mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias"
-            },
         ),
+        names_in_transformers={"mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias"},
         norms=(*norms_before("mlp"), *HEAD_NORMS),
         window="layer_types",
         rope="windows",
@@ -277,5 +274,9 @@ MIXTURES = (
         rope="windows",
         fixed={"attention_bias": False},
         config_keys={"n_shared_experts": "num_shared_experts"},
+    ),
+    family_row("LagunaForCausalLM", "Laguna", "laguna", builder="uneven", **LAGUNA),
+    family_row(
+        "MiMoV2FlashForCausalLM", "MiMo-V2-Flash", "mimo_v2_flash", builder="uneven", **MIMO
     ),
 )

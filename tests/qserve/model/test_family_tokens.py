@@ -191,6 +191,8 @@ def test_logits_of_quantized_weights_equal_transformers(written, transformers_mo
         ("gemma4_shared", "gptq"),
         pytest.param("apertus", "awq", marks=pytest.mark.exhaustive),
         *(("phimoe", "gptq"), ("hy_v3", "gptq"), ("nanochat", "awq"), ("mellum", "gptq")),
+        *(("laguna", "gptq"), ("laguna", "awq"), ("mimo_v2", "gptq"), ("mimo_v2", "awq")),
+        *(("granite_swa", "awq"), ("granite_moe_swa", "gptq"), ("olmo", "awq")),
         *(("glm_moe_dsa", "gptq"), ("deepseek_v32", "awq"), ("hyperclovax", "awq")),
         pytest.param("gemma4_shared", "awq", marks=pytest.mark.exhaustive),
         pytest.param("gemma4_moe", "awq", marks=pytest.mark.exhaustive),
