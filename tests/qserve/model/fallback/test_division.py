@@ -149,9 +149,8 @@ def test_tokens_of_two_ranks_are_those_of_one(kind, many, tmp_path):
     check_tokens(tmp_path / "model", many)
 
 
-@pytest.mark.parametrize(
-    "scheme", ["w4a16-sym-g32", pytest.param("w8a16-sym-channel", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("scheme", ["w4a16-sym-g32", "w8a16-sym-channel"])
 def test_tokens_of_a_quantized_model(scheme, written, many):
     """Codes, scales and biases are divided; the first layer is read whole for the comparison."""
     check_tokens(written(scheme, "gptq", "llama"), many)
