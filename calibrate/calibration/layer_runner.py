@@ -76,12 +76,6 @@ class LayerRunner:
         self._mamba_factors = getattr(module, "compute_mup_vector", None)
         self._rotary = None
         self._by_theta: dict[float, nn.Module] = {}  # of families whose layers have own thetas
-        if row.streams:
-            raise InputError(
-                row.architecture,
-                "its layers read several streams of hidden states, which calibration does not run",
-                "give --recipe rtn",
-            )
         # Layers with rotary_dim_key have tables of their own.
         if row.rotates(vars(config)) and not row.rotary_dim_key:
             # That of a model which also sees pictures has a name of its own.
@@ -246,7 +240,7 @@ class LayerRunner:
         inputs_BSD = hidden_BSD
         if self.carried is not None:
             others = self.carried.arguments(hidden_BSD, layer)
-            inputs_BSD = hidden_BSD[..., : self.carried.hidden_size]
+            inputs_BSD = self.carried.inputs(hidden_BSD)
         with torch.set_grad_enabled(grad):
             output = module(
                 inputs_BSD,
@@ -300,8 +294,8 @@ class LayerRunner:
     ) -> torch.Tensor:
         """Last norm and head, with the divisor, factor and soft cap of models that have them."""
         family, norm = self.layer_map.family, self._norm(norm_D, self._last_norm_bias)
-        hidden_SD = hidden_SD[..., : len(norm_D)]  # without what is carried
         with torch.set_grad_enabled(grad):
+            hidden_SD = hidden_SD if self.carried is None else self.carried.merged(hidden_SD)
             logits_SV = norm(hidden_SD) @ head_VD.to(self.device, self.dtype).t()
             if self._head_bias is not None:
                 logits_SV = logits_SV + self._head_bias.to(self.device, self.dtype)

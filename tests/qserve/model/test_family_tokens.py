@@ -188,7 +188,7 @@ def test_logits_of_quantized_weights_equal_transformers(written, transformers_mo
         pytest.param("gemma4", "gptq", marks=pytest.mark.exhaustive),
         pytest.param("gemma4", "awq", marks=pytest.mark.exhaustive),
         ("gemma4_moe", "gptq"),
-        ("gemma4_shared", "gptq"),
+        *(("gemma4_shared", "gptq"), ("gemma3n", "gptq"), ("gemma3n", "awq")),
         pytest.param("apertus", "awq", marks=pytest.mark.exhaustive),
         *(("phimoe", "gptq"), ("hy_v3", "gptq"), ("nanochat", "awq"), ("mellum", "gptq")),
         *(("laguna", "gptq"), ("laguna", "awq"), ("mimo_v2", "gptq"), ("mimo_v2", "awq")),
