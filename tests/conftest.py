@@ -224,10 +224,15 @@ OWN_NAMES = {
         **{".mlp.router.gate.": ".mlp.gate.", ".mlp.shared_mlp.": ".mlp.shared_experts."},
         ".mlp.expert_bias": ".mlp.e_score_correction_bias",
     },
+    "laguna": {
+        ".mlp.experts.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
+        ".mlp.shared_expert.": ".mlp.shared_experts.",
+    },
+    "mimo_v2_flash": {".attention_sink_bias": ".sinks"},
     "phimoe": {".block_sparse_moe.gate.": ".mlp.router."},
 }
 # model_type -> what its modules call `mlp`
-MLP_NAMES = dict.fromkeys(("granitemoe", "granitemoeshared"), "block_sparse_moe")
+MLP_NAMES = dict.fromkeys(("granitemoe", "granitemoeshared", "granitemoe_swa"), "block_sparse_moe")
 MLP_NAMES |= {"granitemoehybrid": "block_sparse_moe", "llama4_text": "feed_forward"}
 
 

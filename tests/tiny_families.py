@@ -404,6 +404,43 @@ TINY_FAMILIES |= {
         "GraniteMoeSharedConfig",
         {**GRANITE_MOE, "shared_intermediate_size": 64, "tie_word_embeddings": True},
     ),
+    "granite_swa": (
+        "GraniteSWAConfig",
+        {
+            **{"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "sliding_window": 9},
+            **{"attention_multiplier": 0.1, "logits_scaling": 2.5, "mlp_bias": True},
+            **{"layer_rope_theta": [0, 100.0, 10000.0], "tie_word_embeddings": True},
+        },
+    ),
+    "granite_moe_swa": (
+        "GraniteMoeSWAConfig",
+        {
+            **GRANITE_MOE,
+            **{"shared_intermediate_size": 64, "sliding_window": 9},
+            "layer_rope_theta": [100.0, 0, 10000.0],
+        },
+    ),
+    "olmo": ("OlmoConfig", {"pad_token_id": 0}),
+    "laguna": (
+        "LagunaConfig",
+        {
+            **{"head_dim": 32, "num_experts": 6, "num_experts_per_tok": 2, "pad_token_id": 0},
+            **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+            **{"moe_routed_scaling_factor": 1.7, "sliding_window": 9, "attention_bias": True},
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "num_attention_heads_per_layer": [4, 8, 4],
+        },
+    ),
+    # keys wider than values
+    "mimo_v2": (
+        "MiMoV2FlashConfig",
+        {
+            **{"head_dim": 48, "v_head_dim": 32, "n_routed_experts": 6, "num_experts_per_tok": 2},
+            **{"moe_intermediate_size": 32, "sliding_window": 9, "attention_bias": True},
+            **{"routed_scaling_factor": 1.7, "num_key_value_heads": 1, "pad_token_id": 0},
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
     # sizes that no key of theirs states
     "bloom": ("BloomConfig", {"tie_word_embeddings": True}),
     "mpt": ("MptConfig", {"tie_word_embeddings": True, "max_seq_len": 256}),
@@ -594,12 +631,14 @@ ROWS += ("apertus",)
 ROWS += ("gemma4_moe", "gemma4_shared")
 ROWS += ("phimoe", "nanochat", "mellum", "hy_v3", "hyperclovax", "youtu", "gemma3n")
 ROWS += ("deepseek_v32", "glm_moe_dsa")
+ROWS += ("granite_swa", "granite_moe_swa", "olmo", "laguna", "mimo_v2")
 # families whose layers have states
 STATES = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"),
     *("granite_hybrid", "granite_hybrid_moe", "falcon_h1", "nemotron_h", "nemotron_h_moe"),
     *("bamba", "nemotron_h_latent"),
 )
-WITHOUT_RANKS = (*STATES, "gemma4", "gemma4_moe", "gemma4_shared", "gemma3n")  # ranks are refused
+# ranks are refused
+WITHOUT_RANKS = (*STATES, "gemma4", "gemma4_moe", "gemma4_shared", "gemma3n", "laguna", "mimo_v2")
 # four linears in one matrix
 WITHOUT_ADAPTERS = ("afmoe",)

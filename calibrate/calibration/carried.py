@@ -1,11 +1,12 @@
 """Carried: channels of hidden states for what layers read besides them, as in Gemma 4 E2B and E4B.
 
 A layer reads an input of each token (LayerInputs), and the last layers read keys and values of
-earlier ones. Tokens, keys and values are channels behind those of the hidden states. So they pass
-through everything that takes a layer's inputs or outputs, and gradients do, too.
+earlier ones; Gemma 3n's layers read several streams of hidden states. Further streams, tokens, keys
+and values are channels behind those of the hidden states, in this order. So they pass through
+everything that takes a layer's inputs or outputs, and gradients do, too.
 
 Legend: B windows, S tokens of a window, D hidden size, X channels with those that are carried, U
-different tokens, L layers, P width of a layer's input, J KV heads, H head dim.
+different tokens, L layers, P width of a layer's input, J KV heads, H head dim, N streams.
 """
 
 from collections.abc import Mapping
@@ -16,11 +17,13 @@ from torch.nn import functional
 
 from calibrate.float_model import FloatModel
 from calibrate.layer_map import LayerMap
+from formats.architecture.family import STREAMS
 from formats.checkpoint import CheckpointReader
 from formats.errors import CheckpointError
 
 # A token's number in channels of 6 bits each, below 1: every dtype holds them.
 DIGITS, BASE = 4, 64
+LEAST_SQUARE = 1e-5  # of a stream's mean square
 
 
 class Carried:
@@ -49,12 +52,24 @@ class Carried:
             prefix = "global_" if row.kind_of_layer(layer, config).full else ""
             heads = config["num_global_key_value_heads" if prefix else "num_key_value_heads"]
             self._heads[self._kinds[layer]] = (heads, config[f"{prefix}head_dim"])
-        self.width = DIGITS + sum(2 * J * H for J, H in self._heads.values())
+        # matrices [D, D] that make streams 1, 2, ..., and that lead back from them
+        self._into: list[torch.Tensor] = []
+        self._back: list[torch.Tensor] = []
+        if row.streams:
+            self._into, self._back = (
+                [reader.get(f"{name}.{i}.weight").to(device, dtype) for i in range(STREAMS - 1)]
+                for name in row.streams
+            )
+        self._first = self.hidden_size * (1 + len(self._into))  # channel of tokens
+        kept = sum(2 * J * H for J, H in self._heads.values())
+        self.width = self._first - self.hidden_size + DIGITS + kept
         inputs = row.layer_inputs
         self._inputs_ULP: torch.Tensor | None = None
         if inputs is not None:
             self._table, self._layer_width = inputs.table, config[inputs.width_key]
             self._entries = reader.entries
+            # rows of the table; later tokens have those of token 0
+            self._num_rows = config.get("vocab_size_per_layer_input") or config["vocab_size"]
             self._projection = reader.get(f"{inputs.model_projection}.weight").to(device, dtype)
             self._norm_P = reader.get(inputs.model_norm).to(device, torch.float32)
             shape = 0, layer_map.num_layers(config), self._layer_width
@@ -66,8 +81,30 @@ class Carried:
         if self._inputs_ULP is not None:
             self._add_tokens(ids_S, rows_SD)
         digits_SN = torch.stack([ids_S // BASE**i % BASE for i in range(DIGITS)], -1) / BASE
-        zeros = rows_SD.new_zeros(len(ids_S), self.width - DIGITS)
-        return torch.cat([rows_SD, digits_SN.to(rows_SD), zeros], -1)
+        streams = [
+            _as_large_as(functional.linear(rows_SD, matrix.to(rows_SD)), rows_SD)
+            for matrix in self._into
+        ]
+        made = torch.cat([rows_SD, *streams, digits_SN.to(rows_SD)], -1)
+        zeros = rows_SD.new_zeros(len(ids_S), self.hidden_size + self.width - made.shape[-1])
+        return torch.cat([made, zeros], -1)
+
+    def inputs(self, hidden_BSX: torch.Tensor) -> torch.Tensor:
+        """Return what a layer takes as its hidden states: [B, S, D], or [N, B, S, D]."""
+        if not self._into:
+            return hidden_BSX[..., : self.hidden_size]
+        return torch.stack(hidden_BSX[..., : self._first].split(self.hidden_size, -1))
+
+    def merged(self, hidden_SX: torch.Tensor) -> torch.Tensor:
+        """Return the states [S, D] that the last norm reads: the mean of all streams."""
+        first_SD, *others = hidden_SX[..., : self._first].split(self.hidden_size, -1)
+        if not others:
+            return first_SD
+        led = [
+            _as_large_as(functional.linear(each_SD, matrix.to(each_SD)), first_SD)
+            for each_SD, matrix in zip(others, self._back, strict=True)
+        ]
+        return torch.stack([first_SD, *led]).mean(0)
 
     def _add_tokens(self, ids_S: torch.Tensor, rows_SD: torch.Tensor) -> None:
         """Compute the inputs of all layers for tokens that are new, as transformers does."""
@@ -80,7 +117,8 @@ class Carried:
             raise CheckpointError(
                 self._table, "expected a float matrix", "start from the float model"
             )
-        stored = torch.cat([entry.rows(token, token + 1) for token in new])
+        rows = [token if token < self._num_rows else 0 for token in new]
+        stored = torch.cat([entry.rows(row, row + 1) for row in rows])
         stored = stored.to(self._device, self._dtype)
         rows_UD = rows_SD[list(new.values())].to(self._device, self._dtype)
         made = functional.linear(rows_UD, self._projection) * self.hidden_size**-0.5
@@ -102,7 +140,7 @@ class Carried:
         """
         found: dict[str, Any] = {"shared_kv_states": {}}
         if self._inputs_ULP is not None:
-            first = self.hidden_size
+            first = self._first
             digits = (hidden_BSX[..., first : first + DIGITS].detach() * BASE).round().long()
             ids_BS = sum(digits[..., i] * BASE**i for i in range(DIGITS))
             place_BS = self._place_V.to(ids_BS.device)[ids_BS]
@@ -118,31 +156,38 @@ class Carried:
 
     def joined(
         self,
-        output_BSD: torch.Tensor,
+        output: torch.Tensor,
         hidden_BSX: torch.Tensor,
         layer: int,
         arguments: Mapping[str, Any],
     ) -> torch.Tensor:
         """Return a layer's outputs with the carried channels, its keys and values among them."""
-        carried = hidden_BSX[..., self.hidden_size :]
+        output_BSD = torch.cat(list(output), -1) if self._into else output
+        carried = hidden_BSX[..., self._first :]
         if layer not in self._sources:
             return torch.cat([output_BSD, carried], -1)
         kind = self._kinds[layer]
         made = [x.transpose(1, 2).flatten(2) for x in arguments["shared_kv_states"][kind]]
         keys, _ = self._parts(kind)
-        start = keys.start - self.hidden_size
+        start = keys.start - self._first
         stop = start + sum(each.shape[-1] for each in made)
         parts = [output_BSD, carried[..., :start], *made, carried[..., stop:]]
         return torch.cat(parts, -1)
 
     def _parts(self, kind: str) -> tuple[slice, slice]:
         """Channels of the keys, and of the values, that layers of a kind share."""
-        start = self.hidden_size + DIGITS
+        start = self._first + DIGITS
         for each, (J, H) in self._heads.items():
             if each == kind:
                 return slice(start, start + J * H), slice(start + J * H, start + 2 * J * H)
             start += 2 * J * H
         raise AssertionError(f"no layer of kind {kind} is shared")
+
+
+def _as_large_as(x_SD: torch.Tensor, target_SD: torch.Tensor) -> torch.Tensor:
+    """Return x with the root mean square of the target in each row, as transformers does."""
+    root = target_SD.square().mean(-1, keepdim=True).sqrt()
+    return x_SD * root / x_SD.square().mean(-1, keepdim=True).clamp(min=LEAST_SQUARE).sqrt()
 
 
 def carried_of(

@@ -5,6 +5,7 @@ over the hidden states of all windows, and is dropped. Positions and masks are p
 the full model is never built. Legend: W windows, S tokens of a window, D hidden size, V vocabulary.
 """
 
+import copy
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -31,16 +32,6 @@ from formats.errors import CheckpointError, InputError, one_line
 from formats.numerics.alibi import alibi_slopes
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]  # applied to a linear's input
-
-
-# model_type -> names of transformers' modules: names of files
-OTHER_NAMES = {
-    "phimoe": {"block_sparse_moe.router.weight": "block_sparse_moe.gate.weight"},
-    "hy_v3": {
-        "mlp.gate.weight": "mlp.router.gate.weight",
-        "mlp.e_score_correction_bias": "mlp.expert_bias",
-    },
-}
 
 
 class LayerRunner:
@@ -84,22 +75,19 @@ class LayerRunner:
         self._layer_class = next(getattr(module, name) for name in classes if hasattr(module, name))
         self._mamba_factors = getattr(module, "compute_mup_vector", None)
         self._rotary = None
-        if row.streams:
-            raise InputError(
-                row.architecture,
-                "its layers read several streams of hidden states, which calibration does not run",
-                "give --recipe rtn",
-            )
+        self._by_theta: dict[float, nn.Module] = {}  # of families whose layers have own thetas
         # Layers with rotary_dim_key have tables of their own.
         if row.rotates(vars(config)) and not row.rotary_dim_key:
             # That of a model which also sees pictures has a name of its own.
             rotary = getattr(module, f"{family}RotaryEmbedding", None)
             rotary = rotary or getattr(module, f"{family}TextRotaryEmbedding")
             self._rotary = rotary(config).to(device)
+            if row.theta_key:
+                self._by_theta = _rotations(rotary, config, row.theta_key, device)
         # A CPU computes in float32; a GPU in the model's own 16 bits, with float32 statistics.
         stored = reader.entries[layer_map.embedding].dtype
         self.dtype = stored if torch.device(device).type == "cuda" else torch.float32
-        self._positions: dict[tuple[int, str], Any] = {}
+        self._positions: dict[tuple[int, str, float | None], Any] = {}
         # The embeddings of positions [S, D], of models that learn them.
         self.positions_SD: torch.Tensor | None = None
         if row.positions is not None:
@@ -148,21 +136,14 @@ class LayerRunner:
                     setattr(module, experts.module, mixture)
                 # If a module has two names, the checkpoint's name counts.
                 second = () if experts.module == own else (f"{own}.",)
-                correction, _, inside = experts.routing.correction.partition(".")
-                if inside and hasattr(mixture.gate, correction):  # ERNIE's, not in its gate
-                    setattr(mixture, correction, mixture.gate.get_submodule(correction))
-                    second = (*second, f"{own}.gate.{correction}.")
-                elif correction and hasattr(getattr(mixture, "gate", None), correction):
-                    stored[f"{own}.gate.{correction}"] = f"{experts.module}.{correction}"
-                router = experts.router.rpartition(".")[0]
-                kind = self.layer_map.family.model_type
-                if kind in OTHER_NAMES:
-                    stored |= OTHER_NAMES[kind]
-                elif hasattr(module.get_submodule(router), "weight"):  # GraniteMoE's
-                    stored[f"{router}.weight"] = f"{experts.router}.weight"
-                if kind == "hy_v3":
-                    mixture.shared_mlp = mixture.shared_experts
-                    second = (*second, f"{own}.shared_experts.")
+            modules = dict(module.named_modules())
+            for name, theirs in self.layer_map.family.names_in_transformers.items():
+                if theirs in modules:
+                    parent, _, leaf = name.rpartition(".")
+                    setattr(module.get_submodule(parent), leaf, modules[theirs])
+                    second = (*second, f"{theirs}.")
+                else:
+                    stored[theirs] = name
         built = {n: w for n, w in module.state_dict().items() if not n.startswith(second)}
         wanted = {name: stored.get(name, name) for name in built}
         missing = [name for name in wanted.values() if name not in state]
@@ -229,16 +210,20 @@ class LayerRunner:
         """
         length = hidden_BSD.shape[1]
         kind = self._kind(layer)
-        if (length, kind) not in self._positions:
+        theta = getattr(self.config, self.layer_map.family.theta_key or "-", None)
+        theta = None if theta is None else theta[layer]
+        if (length, kind, theta) not in self._positions:
             ids_1S = torch.arange(length, device=self.device)[None]
             rotary = None
-            if self._rotary is not None:
+            if theta is not None:
+                rotary = self._by_theta[theta](hidden_BSD[:1], ids_1S) if theta else None
+            elif self._rotary is not None:
                 # One rotary embedding per kind of layer (Gemma 3), or one for all.
                 accepted = inspect.signature(self._rotary.forward).parameters
                 extra = (kind,) if "layer_type" in accepted else ()
                 rotary = self._rotary(hidden_BSD[:1], ids_1S, *extra)
-            self._positions[length, kind] = (ids_1S, rotary, self._mask(length, kind))
-        position_ids, rotary, mask = self._positions[length, kind]
+            self._positions[length, kind, theta] = (ids_1S, rotary, self._mask(length, kind))
+        position_ids, rotary, mask = self._positions[length, kind, theta]
         if any(each is not None for each in media):
             if self._axis_rotary is not None:
                 rotary = self._axis_rotary(hidden_BSD, axis_positions(media, length, self.device))
@@ -255,7 +240,7 @@ class LayerRunner:
         inputs_BSD = hidden_BSD
         if self.carried is not None:
             others = self.carried.arguments(hidden_BSD, layer)
-            inputs_BSD = hidden_BSD[..., : self.carried.hidden_size]
+            inputs_BSD = self.carried.inputs(hidden_BSD)
         with torch.set_grad_enabled(grad):
             output = module(
                 inputs_BSD,
@@ -309,8 +294,8 @@ class LayerRunner:
     ) -> torch.Tensor:
         """Last norm and head, with the divisor, factor and soft cap of models that have them."""
         family, norm = self.layer_map.family, self._norm(norm_D, self._last_norm_bias)
-        hidden_SD = hidden_SD[..., : len(norm_D)]  # without what is carried
         with torch.set_grad_enabled(grad):
+            hidden_SD = hidden_SD if self.carried is None else self.carried.merged(hidden_SD)
             logits_SV = norm(hidden_SD) @ head_VD.to(self.device, self.dtype).t()
             if self._head_bias is not None:
                 logits_SV = logits_SV + self._head_bias.to(self.device, self.dtype)
@@ -375,3 +360,15 @@ class LayerRunner:
             seen_SS &= ids_S[:, None] // chunk == ids_S // chunk
         mask_SS = torch.zeros(length, length, dtype=self.dtype, device=self.device)
         return mask_SS.masked_fill_(~seen_SS, torch.finfo(self.dtype).min)[None, None]
+
+
+def _rotations(
+    rotary: type[nn.Module], config: Any, key: str, device: str
+) -> dict[float, nn.Module]:
+    """Rotary embeddings by theta, of a model that lists a theta for each layer."""
+    found = {}
+    for theta in sorted({theta for theta in getattr(config, key) if theta}):
+        own = copy.deepcopy(config)
+        own.rope_parameters = {**config.rope_parameters, "rope_theta": theta}
+        found[theta] = rotary(own).to(device)
+    return found

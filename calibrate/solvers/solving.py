@@ -84,8 +84,7 @@ class LayerContext:
     @property
     def value_heads(self) -> tuple[int, int]:
         """(number of key/value heads, query heads per key/value head)."""
-        heads = self.config["num_attention_heads"]
-        shared = self.config.get("num_key_value_heads") or heads
+        heads, shared = self.layer_map.family.heads_of_layer(self.layer, self.config)
         return shared, heads // shared
 
 

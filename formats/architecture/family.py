@@ -57,11 +57,14 @@ class Family:
     # The output of attention has a gate: q_proj makes each head's queries, then its gate; or a
     # linear of its own makes the gates, after q.
     gated_attention: bool = False
+    # Linear that reads what qkv reads, and makes a gate of each head's output. It stays in float.
+    head_gates: Projection | None = None
     sinks: str = ""  # tensor of a layer: attention sinks, one score per head
     layer_scalar: str = ""  # tensor of a layer: a factor of what it returns
     # Tensors of a layer: learned numbers of the activation or of other blocks, by their names
     # there.
     activation_tensors: Mapping[str, tuple[str, Shape]] = field(default_factory=dict)
+    value_factor_key: str = ""  # key of config.json: factor of the values
     value_norm: bool = False  # values are normed by head, without weights
     # Fields that differ in layers with full attention, by `layer_types`; sizes call the width of
     # their heads "global_head_dim".
@@ -75,6 +78,9 @@ class Family:
     # Key of config.json: keys that a query selects, by an indexer. Contexts that are no longer see
     # all of them, and need no indexer; longer ones are refused.
     selected_keys: str = ""
+    # transformers' names of modules and tensors of a layer, by those of this row, where they
+    # differ. Experts' own are left out: calibration has modules of its own for them.
+    names_in_transformers: Mapping[str, str] = field(default_factory=dict)
     unread_modules: tuple[str, ...] = ()  # modules of a layer whose tensors are not used
     float_linears: tuple[str, ...] = ()  # other linears of a layer, which are never quantized
     # Names of the matrices [hidden_size, hidden_size], numbered from 0, that make the other streams
@@ -97,6 +103,7 @@ class Family:
     window: Literal["none", "all", "layer_types"] = "none"  # layers with a sliding window
     # Layers with rotary embeddings; "windows": those with a sliding window, or all without any.
     rope: Literal["all", "none", "no_rope_layers", "windows", "position_embedding_type"] = "all"
+    theta_key: str = ""  # key of config.json: theta of each layer; 0: the layer does not rotate
     rotary_dim_key: str = ""  # key of config.json: rotated channels of a head, at theta 10,000
     interleaved_rope: Flag = False  # channels 2 i and 2 i + 1 form a pair, not i and i + half
     reversed_rope: bool = False  # pairs turn the other way
@@ -172,6 +179,14 @@ class Family:
             full=layer < len(kinds) and kinds[layer] == "full_attention",
             shared=layer >= self._first_shared(config),
         )
+
+    def heads_of_layer(self, layer: int, config: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the numbers of heads and of KV heads of a layer."""
+        kind = "global" if self.kind_of_layer(layer, config).full else "local"
+        usual = config["num_attention_heads"]
+        heads = config.get(f"num_{kind}_attention_heads") or usual
+        kv_heads = config.get(f"num_{kind}_key_value_heads")
+        return heads, kv_heads or config.get("num_key_value_heads") or usual
 
     def _first_shared(self, config: Mapping[str, Any]) -> int:
         """Return the first layer that reads keys and values of an earlier one."""
@@ -291,7 +306,10 @@ class Family:
         if blocks.state:
             yield from self.state_mixer.projections
         if blocks.attention:
-            yield from (self.qkv, *self.latent, self.o)
+            yield self.qkv
+            if self.head_gates is not None:
+                yield self.head_gates
+            yield from (*self.latent, self.o)
         if blocks.dense:
             yield from (self.gate_up, self.down)
         if blocks.experts:
@@ -316,7 +334,8 @@ class Family:
         if blocks.state:
             found = self.state_mixer.readers
         if blocks.attention:
-            found = (*found, self.qkv)
+            gates = () if self.head_gates is None else (self.head_gates,)
+            found = (*found, self.of_layer(layer, config).qkv, *gates)
         reads_mlp = is_set(self.parallel, config) or not (found or blocks.experts)
         return (*found, self.gate_up) if reads_mlp else found
 
@@ -359,8 +378,8 @@ class Family:
         if self.layer_scalar:
             shapes[self.layer_scalar] = (("one",),)
         shapes |= dict(self.activation_tensors.values())
-        if self.sinks and blocks.attention:
-            shapes[self.sinks] = (("num_attention_heads",),)
+        if (sinks := self.of_layer(layer, config).sinks) and blocks.attention:
+            shapes[sinks] = (("num_attention_heads",),)
         if blocks.experts:
             shapes |= self.experts.tensors(config)
         return shapes

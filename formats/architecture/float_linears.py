@@ -28,14 +28,13 @@ def linear_shapes(
 def kept_in_float(family: Family, config: Mapping[str, Any]) -> dict[str, str]:
     """Return full names of linears that stay in float unless asked for, with the reason."""
     found: dict[str, str] = {}
-    gates = None if family.state_mixer is None else family.state_mixer.gates
-    if gates is None:
-        return found
+    of_states = None if family.state_mixer is None else family.state_mixer.gates
     for layer in range(config[family.num_layers_key]):
-        if family.has_state(layer, config):
-            prefix = family.layer.format(i=layer)
-            names = [f"{prefix}.{linear.name}" for linear in gates.linears]
-            found |= dict.fromkeys(names, gates.float_because)
+        prefix, blocks = family.layer.format(i=layer), family.blocks(config, layer)
+        for gates, is_there in ((of_states, blocks.state), (family.head_gates, blocks.attention)):
+            if gates is not None and is_there:
+                names = [f"{prefix}.{linear.name}" for linear in gates.linears]
+                found |= dict.fromkeys(names, gates.float_because)
     return found
 
 

@@ -12,6 +12,8 @@ _NUMBERS = (
     *("shared_expert_intermediate_size", "shared_intermediate_size"),
     *("moe_shared_expert_intermediate_size", "moe_latent_size"),
     *("intermediate_size_mlp", "global_head_dim", "num_global_key_value_heads"),
+    # of layers with and without a window, in families whose layers have different heads
+    *("num_global_attention_heads", "num_local_attention_heads", "num_local_key_value_heads"),
     *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
     *("linear_key_head_dim", "linear_value_head_dim"),
     *("conv_L_cache", "shared_intermediate_size"),
@@ -75,6 +77,22 @@ def _latent_sizes(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
     }
 
 
+def _sizes_by_kind(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
+    """Return the sizes of attention in layers with and without a window: "local" and "global".
+
+    "v" is the width of values and "o" that of what o reads, where keys are wider than values.
+    """
+    found = {}
+    for kind, width in (("global", "global_head_dim"), ("local", "head_dim")):
+        heads, kv_heads = f"num_{kind}_attention_heads", f"num_{kind}_key_value_heads"
+        for name, count, dim in (
+            *(("q", heads, width), ("kv", kv_heads, width)),
+            *(("v", kv_heads, "v_head_dim"), ("o", heads, "v_head_dim")),
+        ):
+            found[f"{kind}_{name}"] = _product(sizes, count, dim)
+    return found
+
+
 def _mamba_sizes(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
     """Return the channels of Mamba-2's values, of its convolution and of its first projection."""
     inner = _product(sizes, "mamba_n_heads", "mamba_d_head")
@@ -112,10 +130,8 @@ def named_sizes(
         head_dim = found["head_dim"] = hidden // heads
     for name, count in (("q", heads), ("kv", kv_heads)):
         found[name] = count * head_dim if count and head_dim else None
-    found["global_q"], found["global_kv"] = (
-        _product(found, name, "global_head_dim")
-        for name in ("num_attention_heads", "num_global_key_value_heads")
-    )
+    found["num_global_attention_heads"] = found["num_global_attention_heads"] or heads
+    found |= _sizes_by_kind(found)
     found["wide_intermediate_size"] = found["intermediate_size"] and 2 * found["intermediate_size"]
     width, layers = found["hidden_size_per_layer_input"], config.get("num_hidden_layers")
     found["layer_inputs"] = width * layers if width and is_size(layers) else None

@@ -56,6 +56,7 @@ class Architecture:
     with_experts: str = ""
     with_window: str = ""
     with_sigmoid: str = ""  # experts are chosen by sigmoid
+    also: tuple[str, ...] = ()  # families with the same layers, which are written so
 
     def family_of(self, *, has_experts: bool, has_window: bool, by_sigmoid: bool = False) -> Family:
         """Return the family's row for a file with experts, chosen by sigmoid, or a window."""
@@ -241,6 +242,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             name="deepseek2",
             family="DeepseekV2ForCausalLM",
             with_sigmoid="DeepseekV3ForCausalLM",
+            also=("Glm4MoeLiteForCausalLM",),
             norms={**BEFORE, **OF_LATENTS},
             keys={
                 **EXPERTS,

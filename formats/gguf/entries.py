@@ -105,7 +105,7 @@ class JoinedEntry(TensorEntry):
 
     def read(self) -> torch.Tensor:
         """Read and decode the whole tensor. Raises CheckpointError."""
-        keys, values = (part.read().unflatten(0, (self.heads, -1)) for part in self._parts)
+        keys, values = (part.read().unflatten(0, (self.heads, -1)) for part in self.parts)
         return torch.cat([keys.transpose(1, 2), values], dim=1).flatten(0, 1).contiguous()
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
@@ -117,7 +117,8 @@ class JoinedEntry(TensorEntry):
         yield 0, self.read()
 
     @property
-    def _parts(self) -> tuple[GgufEntry, GgufEntry]:
+    def parts(self) -> tuple[GgufEntry, GgufEntry]:
+        """Return keys and values, as the file has them."""
         return self.keys, self.values
 
 

@@ -1,18 +1,19 @@
 """Settings that models run through transformers do not support."""
 
+from pathlib import Path
+
+from formats.architecture.stored_form import usual_config
+from formats.checkpoint import CONFIG, read_json
+from formats.gguf.folder import model_folder
 from qserve.config import EngineConfig
 from qserve.engine.state_limits import Limit, check_limits
+from qserve.model.fallback.division import check_division
 from qserve.model.fallback.support import BUILDER
 from qserve.model.model_config import ModelConfig
 
 WITHOUT_HEAD = ("ngram", "suffix")  # drafters that read tokens alone
 
 LIMITS = (
-    Limit(
-        "--tensor-parallel-size",
-        lambda config: config.tensor_parallel_size > 1,
-        "its layers are not divided over ranks",
-    ),
     Limit(
         "--prefill-context-parallel-size",
         lambda config: config.prefill_context_parallel_size > 1,
@@ -58,3 +59,6 @@ def check_fallback(config: EngineConfig, model: ModelConfig) -> None:
     if is_fallback(model):
         other = f"{model.family.architecture}, which runs through transformers"
         check_limits(LIMITS, config, other)
+        if config.tensor_parallel_size > 1:
+            raw = usual_config(read_json(Path(model_folder(config.model)) / CONFIG))
+            check_division(raw, model.family.architecture, config.tensor_parallel_size)

@@ -76,6 +76,19 @@ class ModelConfig:
             if rope is not None:
                 rope.check_length(max_model_len)
 
+    def of_layer(self, layer: int) -> "ModelConfig":
+        """Return the config with the row and the heads of a layer."""
+        values = self.values
+        heads, kv_heads = self.family.heads_of_layer(layer, values)
+        is_full = self.family.kind_of_layer(layer, values).full
+        return replace(
+            self,
+            family=self.family.of_layer(layer, values),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=values["global_head_dim"] if is_full else self.head_dim,
+        )
+
     @property
     def has_states(self) -> bool:
         """True if requests have recurrent states besides their pages."""
@@ -293,6 +306,9 @@ def _ropes(
             in_all = family.rope != "windows" or config.sliding_window is None
             rotates = in_all or window is not None
         parameters = by_type[config.layer_types[number]] if by_type else stated
+        if family.theta_key:
+            theta = getattr(config, family.theta_key)[number]
+            rotates, parameters = bool(theta), {**parameters, "rope_theta": theta or 1.0}
         if family.latent:  # all channels of the rotated part do
             parameters = {**parameters, "partial_rotary_factor": 1.0}
         is_full = family.kind_of_layer(number, vars(config)).full

@@ -24,6 +24,7 @@ from formats.in_memory.shares import (
 from formats.in_memory.slices import Rows, take_inputs, take_outputs, take_rows
 from formats.in_memory.weights import Weight
 from formats.scheme import Scheme
+from qserve.model.fallback.support import BUILDER
 from qserve.model.model_config import ModelConfig
 from qserve.parallel.communicator import Communicator
 from qserve.parallel.expert_placement import ExpertPlacement
@@ -259,7 +260,7 @@ def check_ranks(
             " layers read what other stages hold",
             "serve it on one GPU",
         )
-    if size == 1:
+    if size == 1 or family.builder == BUILDER:  # transformers' model is divided by its modules
         return
     if config.family.full_layers:
         raise InputError(

@@ -107,6 +107,7 @@ ERNIE_MOE: dict[str, Any] = {
         shared=SharedExpert(**gated("mlp.shared_experts", *NAMES, "shared_experts")),
         dense_layers_key="mlp_only_layers",
     ),
+    "names_in_transformers": {"mlp.moe_statics": "mlp.gate.moe_statics"},
     "norms": norms_before("mlp"),
     "fixed": {"use_bias": False},
     "draft_prefix": "model.mtp_",
@@ -138,6 +139,14 @@ GRANITE: dict[str, Any] = {
     "embedding_factor_key": "embedding_multiplier",
     "logits_divisor_key": "logits_scaling",
 }
+OLMO_1: dict[str, Any] = {
+    **ATTENTION_BIAS,
+    "norms": tuple(replace(norm, feeds="") for norm in USUAL["norms"]),
+    "norm_kind": "layer",
+    "norm_weights": False,
+    "norm_eps_key": "",
+    "fixed": {"clip_qkv": None},
+}
 _POST_NORM = Stated("use_post_norm", True)
 HYPERCLOVA: dict[str, Any] = {
     **ATTENTION_BIAS,
@@ -160,7 +169,17 @@ GRANITE_MOE: dict[str, Any] = {
         Router(name="router.layer", scores="softmax_of_chosen", rounded=True),
         stacks=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
     ),
+    "names_in_transformers": {
+        "block_sparse_moe.router.layer.weight": "block_sparse_moe.router.weight"
+    },
     "norms": norms_before("block_sparse_moe"),
+}
+# Granite with windows: sinks, and a theta for each layer
+GRANITE_SWA: dict[str, Any] = {
+    "sinks": "self_attn.sinks",
+    "window": "layer_types",
+    "theta_key": "layer_rope_theta",
+    "tied": True,
 }
 _INPUT, _OUTPUT = "shared_mlp.input_linear", "shared_mlp.output_linear"
 GRANITE_MOE_SHARED: dict[str, Any] = {
@@ -185,6 +204,19 @@ GRANITE_MOE_SHARED: dict[str, Any] = {
             ),
         ),
     ),
+}
+# as transformers writes it
+GRANITE_SWA_EXPERTS = replace(
+    GRANITE_MOE["experts"],
+    routing=replace(GRANITE_MOE["experts"].routing, name="router"),
+    stacks=tuple(f"block_sparse_moe.experts.{name}" for name in ("gate_up_proj", "down_proj")),
+)
+GRANITE_MOE_SWA: dict[str, Any] = {
+    **GRANITE_MOE_SHARED,
+    **GRANITE_SWA,
+    "experts": replace(GRANITE_SWA_EXPERTS, shared=GRANITE_MOE_SHARED["experts"].shared),
+    "names_in_transformers": {},
+    "tied": False,
 }
 _BLOOM_QKV, _BLOOM_UP = "self_attention.query_key_value", "mlp.dense_h_to_4h"
 BLOOM: dict[str, Any] = {

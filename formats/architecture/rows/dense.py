@@ -7,9 +7,11 @@ from formats.architecture.flags import Stated
 from formats.architecture.rows.classic_parts import (
     ERNIE,
     GRANITE,
+    GRANITE_SWA,
     HUNYUAN,
     HYPERCLOVA,
     NORMS_OF_ROTATED_HEADS,
+    OLMO_1,
 )
 from formats.architecture.rows.gemma3n import GEMMA_3N
 from formats.architecture.rows.gemma4 import GEMMA_4
@@ -141,6 +143,12 @@ DENSE = (
         rules=ConfigRules(may_be_null=("num_key_value_heads", "head_dim")),
     ),
     family_row(
+        "GraniteSWAForCausalLM",
+        "Granite with windows",
+        "granite_swa",
+        **{**GRANITE, **MLP_BIAS, **GRANITE_SWA},
+    ),
+    family_row(
         "HyperCLOVAXForCausalLM",
         "HyperCLOVA X",
         "hyperclovax",
@@ -186,6 +194,7 @@ DENSE = (
         activations=("relu2",),
     ),
     family_row("Ernie4_5ForCausalLM", "ERNIE 4.5", "ernie4_5", builder="llama", **ERNIE),
+    family_row("OlmoForCausalLM", "OLMo", "olmo", builder="llama", **OLMO_1),
     family_row("Olmo2ForCausalLM", "OLMo 2", "olmo2", builder="olmo2", **OLMO),
     family_row(
         "Olmo3ForCausalLM", "OLMo 3", "olmo3", builder="olmo2", **OLMO, window="layer_types"

@@ -9,6 +9,8 @@ from formats.architecture.rows.classic_parts import (
     ERNIE_MOE,
     GRANITE_MOE,
     GRANITE_MOE_SHARED,
+    GRANITE_MOE_SWA,
+    GRANITE_SWA_EXPERTS,
     HUNYUAN_MOE,
     LLAMA_4,
 )
@@ -32,6 +34,7 @@ from formats.architecture.rows.parts import (
     gated,
     norms_before,
 )
+from formats.architecture.rows.uneven import LAGUNA, MIMO
 from formats.architecture.rows.usual import family_row
 
 MIXTURES = (
@@ -61,6 +64,7 @@ MIXTURES = (
             "intermediate_size",
             Router(scores="sparsemixer", jitter_key="router_jitter_noise", rounded=True),
         ),
+        names_in_transformers={"block_sparse_moe.gate.weight": "block_sparse_moe.router.weight"},
         norms=norms_before("block_sparse_moe"),
         **{**LAYER_NORM, "norm_eps_key": "rms_norm_eps"},
         window="all",
@@ -116,6 +120,13 @@ MIXTURES = (
         "granitemoeshared",
         **GRANITE_MOE_SHARED,
         variants=((Equals("shared_intermediate_size", 0), {"experts": GRANITE_MOE["experts"]}),),
+    ),
+    family_row(
+        "GraniteMoeSWAForCausalLM",
+        "GraniteMoE with windows",
+        "granitemoe_swa",
+        **GRANITE_MOE_SWA,
+        variants=((Equals("shared_intermediate_size", 0), {"experts": GRANITE_SWA_EXPERTS}),),
     ),
     family_row("HunYuanMoEV1ForCausalLM", "Hunyuan MoE", "hunyuan_v1_moe", **HUNYUAN_MOE),
     family_row(
@@ -213,6 +224,7 @@ MIXTURES = (
             shared=SharedExpert(**gated("mlp.shared_experts", *NAMES, "shared_experts")),
             types_key="mlp_layer_types",
         ),
+        names_in_transformers={"mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias"},
         norms=(*norms_before("mlp"), *HEAD_NORMS),
         window="layer_types",
         rope="windows",
@@ -262,5 +274,9 @@ MIXTURES = (
         rope="windows",
         fixed={"attention_bias": False},
         config_keys={"n_shared_experts": "num_shared_experts"},
+    ),
+    family_row("LagunaForCausalLM", "Laguna", "laguna", builder="uneven", **LAGUNA),
+    family_row(
+        "MiMoV2FlashForCausalLM", "MiMo-V2-Flash", "mimo_v2_flash", builder="uneven", **MIMO
     ),
 )

@@ -280,6 +280,11 @@ HY_3 = {
         shared=SharedExpert(**gated("mlp.shared_mlp", *NAMES, "shared_experts")),
         types_key="mlp_layer_types",
     ),
+    "names_in_transformers": {
+        "mlp.router.gate.weight": "mlp.gate.weight",
+        "mlp.expert_bias": "mlp.e_score_correction_bias",
+        "mlp.shared_mlp": "mlp.shared_experts",
+    },
     "norms": (*norms_before("mlp"), *HEAD_NORMS),
     "fixed": {"mlp_bias": False},
     "config_keys": {"n_shared_experts": "num_shared_experts"},

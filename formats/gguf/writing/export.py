@@ -19,8 +19,8 @@ from formats.errors import CheckpointError
 from formats.families import FAMILIES
 from formats.gguf.architectures import Architecture
 from formats.gguf.block_types import BY_NAME, BlockType
-from formats.gguf.entries import GgufEntry
-from formats.gguf.names import linear_names, other_names
+from formats.gguf.entries import GgufEntry, JoinedEntry
+from formats.gguf.names import BOTH_UP, KEY_UP, VALUE_UP, linear_names, other_names
 from formats.gguf.rope import FREQUENCIES
 from formats.gguf.schemes import BLOCK, BLOCK_SCHEMES, fitting, name_of
 from formats.gguf.writing.container_writer import (
@@ -30,6 +30,7 @@ from formats.gguf.writing.container_writer import (
     write_gguf,
 )
 from formats.gguf.writing.encode import INTEGER_TYPES, encode_floats, encode_weight, type_of
+from formats.gguf.writing.latent import split_by_head
 from formats.gguf.writing.metadata import (
     architecture_of,
     check_states,
@@ -82,9 +83,11 @@ def export_gguf(
     target = check_file_is_free(target)
     reader = CheckpointReader(source, rounded=True, in_blocks=False)
     family, row = family_of(reader.config)
-    metadata, divisors = metadata_of(reader.config, family, row, target.stem)
     outer = {"token_embd.weight": embedding_type, "output.weight": head_type}
     export = _Export(reader, family, row, outer, exact)
+    metadata, divisors = metadata_of(
+        reader.config, family, row, target.stem, is_split=export.is_split
+    )
     tensors = export.tensors()
     if divisors is not None:
         data = struct.pack(f"<{len(divisors)}f", *divisors)
@@ -127,7 +130,7 @@ def family_of(config: Mapping[str, Any]) -> tuple[Family, Architecture]:
     family = FAMILIES.get(names[0])
     if family is None:
         raise CheckpointError(f"architecture {names[0]}", "is not known", "use a known family")
-    return family, architecture_of(family)
+    return family.variant(config), architecture_of(family)
 
 
 class _Export:
@@ -146,7 +149,13 @@ class _Export:
         block = find_block(reader.folder, reader.config)
         self._quant = QuantConfig.from_dict(block) if block else None
         self._coded = set(quantized_modules(reader.entries))
-        self._left = set(reader.entries)
+        unread = family.unread(reader.config)  # of layers for drafts
+        self._left = {name for name in reader.entries if not name.startswith(unread)}
+        # kv_b_proj of latent attention is written by head; False: some layer's is quantized
+        self._joined = linear_names(family).get(BOTH_UP, "")
+        self.is_split = bool(self._joined) and not any(
+            name.endswith(f".{self._joined}") for name in self._coded
+        )
 
     def tensors(self) -> list[NewTensor]:
         """Return all tensors, in the order of the model. Raises CheckpointError."""
@@ -171,6 +180,9 @@ class _Export:
         prefix, stem = family.layer.format(i=number), f"blk.{number}"
         single = {**self._row.norms, **linear_names(family), **other_names(family, "")}
         for theirs, ours in single.items():
+            if theirs == BOTH_UP and self.is_split:
+                found += self._halves(stem, f"{prefix}.{ours}.weight")
+                continue
             found += self._tensor(f"{stem}.{theirs}", [f"{prefix}.{ours}"], optional=True)
         if family.experts is not None:
             count = num_experts(self._reader.config) or 0
@@ -195,12 +207,39 @@ class _Export:
             names = [f"{module}.weight" for module in modules]
             found.append(self._floats(f"{name}.weight", names, stacked))
         elif modules[0] in self._reader:  # a tensor without a leaf, such as sinks
-            found.append(self._floats(name, modules, stacked))
+            leaf = ".bias" if name.endswith(".exp_probs_b") else ""
+            found.append(self._floats(f"{name}{leaf}", modules, stacked))
         elif not optional:
             raise CheckpointError(f"{modules[0]}.weight", "is missing", "take a whole checkpoint")
         if f"{modules[0]}.bias" in self._reader:
             names = [f"{module}.bias" for module in modules]
             found.append(self._floats(f"{name}.bias", names, stacked))
+        return found
+
+    def _halves(self, stem: str, name: str) -> list[NewTensor]:
+        """Return kv_b_proj in two tensors: keys, transposed, and values, each by head."""
+        if name not in self._reader:
+            raise CheckpointError(name, "is missing", "take a whole checkpoint")
+        entry, config = self._reader.entries[name], self._reader.config
+        self._left.discard(name)
+        heads, nope = config["num_attention_heads"], config["qk_nope_head_dim"]
+        latent, width = entry.shape[1], entry.shape[0] // heads - nope
+        shapes = ((KEY_UP, (heads, latent, nope)), (VALUE_UP, (heads, width, latent)))
+        found = []
+        for number, (local, shape) in enumerate(shapes):
+            kind = self._float_type(name, entry)
+            if isinstance(entry, JoinedEntry):  # of a GGUF file, whose blocks stay
+                kind = entry.parts[number].presented.stored.type
+
+            def make(number: int = number, kind: BlockType = kind) -> bytes:
+                if isinstance(entry, JoinedEntry):
+                    return _to_bytes(entry.parts[number].stored_rows())
+                part = split_by_head(self._reader.get(name), config)[number]
+                return _to_bytes(encode_floats(part.flatten(0, 1), kind))
+
+            found.append(
+                NewTensor(name=f"{stem}.{local}.weight", type=kind, shape=shape, make=make)
+            )
         return found
 
     def _codes(self, name: str, modules: list[str], stacked: bool) -> NewTensor:

@@ -15,23 +15,27 @@ from formats.gguf.container import read_gguf
 from formats.gguf.metadata import Metadata
 from formats.gguf.rope import ORIGINAL, llama3_divisors
 from formats.gguf.writing.container_writer import Value
+from formats.gguf.writing.latent import latent_metadata
 
 REMEDY = "write another format"
 # Rows whose files need more than this module writes
-NOT_WRITTEN = ("phi3", "gpt-oss", "glm4moe", "deepseek2")
+NOT_WRITTEN = ("phi3", "gpt-oss", "glm4moe")
 # config.json's keys that may differ: the file has another name or form for them
 NOT_COMPARED = {
     *("architectures", "model_type", "dtype", "hidden_act", "tie_word_embeddings"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "rope_theta", "rope_scaling"),
     *("quantization_config", "sliding_window", "partial_rotary_factor", ORIGINAL),
+    # layers for drafts only are left out
+    "num_nextn_predict_layers",
 }
 WHOLE = ("expert_count", "expert_used_count", "expert_shared_count", "leading_dense_block_count")
+WHOLE += ("expert_group_count", "expert_group_used_count", "attention.kv_lora_rank")
 
 
 def architecture_of(family: Family) -> Architecture:
     """Return the row that a family is written as. Raises CheckpointError if there is none."""
     for row in ARCHITECTURES.values():
-        names = (row.family, row.with_experts, row.with_window, row.with_sigmoid)
+        names = (row.family, row.with_experts, row.with_window, row.with_sigmoid, *row.also)
         if family.architecture in names and row.name not in NOT_WRITTEN:
             return row
     raise CheckpointError(f"architecture {family.architecture}", "is not written as GGUF", REMEDY)
@@ -49,11 +53,17 @@ def num_experts(config: Mapping[str, Any]) -> int | None:
 
 
 def metadata_of(
-    config: Mapping[str, Any], family: Family, row: Architecture, name: str
+    config: Mapping[str, Any],
+    family: Family,
+    row: Architecture,
+    name: str,
+    *,
+    is_split: bool = True,
 ) -> tuple[dict[str, Any], list[float] | None]:
     """Return the metadata without the tokenizer's, and the divisors of `rope_freqs.weight`, if any.
 
-    Raises CheckpointError for a config.json that GGUF cannot state.
+    `is_split`: as in latent_metadata. Raises CheckpointError for a config.json that GGUF cannot
+    state.
     """
     heads, width = config["num_attention_heads"], head_width(config)
     own: dict[str, Any] = {
@@ -77,6 +87,8 @@ def metadata_of(
     own |= _windows(config, row)
     rope, divisors = _rope(config, width)
     own |= rope
+    if row.is_latent:
+        own |= latent_metadata(config, is_split=is_split)
     general = {
         "general.architecture": row.name,
         "general.type": "model",

@@ -295,12 +295,7 @@ class Attention(torch.nn.Module):
 
         The result goes to the norm that follows.
         """
-        gates = (self.num_heads,) if self.is_gated else ()
-        heads = (self.num_heads, *gates, self.num_kv_heads)
-        heads = heads if self.keys_are_values else (*heads, self.num_kv_heads)
-        q, *gate, k, v = self._with_values(
-            split_heads(self.qkv_proj(x_TC, plan), heads, self.head_dim)
-        )
+        q, *gate, k, v = self._parts(x_TC, plan)
         if self._norms_whole:
             norm_q, norm_k = self.whole_norms
             of_q, of_k = (
@@ -334,6 +329,14 @@ class Attention(torch.nn.Module):
             step.exchange.exchange_(cache)
         return self._attended(q, gate[0] if gate else None, step, cache)
 
+    def _parts(self, x_TC: LinearInput, plan: LinearPlan) -> Sequence[LinearOutput]:
+        """Return queries, gates if there are any, keys and values, each [T, heads, D]."""
+        gates = (self.num_heads,) if self.is_gated else ()
+        heads = (self.num_heads, *gates, self.num_kv_heads)
+        heads = heads if self.keys_are_values else (*heads, self.num_kv_heads)
+        parts = split_heads(self.qkv_proj(x_TC, plan), heads, self.head_dim)
+        return self._with_values(parts)
+
     def _attended(
         self, q: torch.Tensor, gate: LinearOutput | None, step: StepInputs, cache: PagedKv
     ) -> LinearOutput:
@@ -341,7 +344,17 @@ class Attention(torch.nn.Module):
         output = self.o_proj.plan(q.shape[0], "norm")
         writes_limbs = isinstance(output.input, LimbForm) and gate is None
         limbs = output.input if writes_limbs else None
-        out = ops.paged_attention(
+        out = self._scored(q, step, cache, limbs)
+        if gate is not None:
+            out = out * torch.sigmoid(reduced(gate))
+            return self.o_proj(ops.in_form(out.flatten(1), output.input), output)
+        return self.o_proj(out.flatten(1) if limbs is None else out, output)
+
+    def _scored(
+        self, q: torch.Tensor, step: StepInputs, cache: PagedKv, limbs: LimbForm | None
+    ) -> Any:
+        """Return what each query finds [T, H, D], or its limbs."""
+        return ops.paged_attention(
             q,
             cache,
             step,
@@ -355,7 +368,3 @@ class Attention(torch.nn.Module):
             inputs_ready=True,
             kernel=self.kernel,
         )
-        if gate is not None:
-            out = out * torch.sigmoid(reduced(gate))
-            return self.o_proj(ops.in_form(out.flatten(1), output.input), output)
-        return self.o_proj(out.flatten(1) if limbs is None else out, output)

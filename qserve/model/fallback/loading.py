@@ -14,16 +14,21 @@ import torch
 
 from formats.checkpoint import read_json
 from formats.errors import CheckpointError, InputError, one_line
+from formats.in_memory.weights import Weight
+from formats.scheme import Scheme
 from qkernels import QuantLinear
 from qserve.model.blocks.attention import StepInputs
 from qserve.model.fallback.attention import INTERFACE, Call, attach
 from qserve.model.fallback.capture import refusal_of_graphs
 from qserve.model.fallback.decoder import FallbackDecoder, QuantizedLinear
+from qserve.model.fallback.division import Division, cut_, divide, first_layer_states
 from qserve.model.fallback.support import config_of, model_class
 from qserve.model.loading.dummy_source import DummySource
 from qserve.model.loading.weight_source import WeightSource
 from qserve.model.loading.weights import kernel_operation
 from qserve.model.model_config import ModelConfig
+from qserve.model.sharing import WHOLE, Cut
+from qserve.parallel.communicator import Communicator
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +49,12 @@ def load_fallback(
     device: torch.device,
     dtype: torch.dtype,
     kernels: Mapping[str, str],
+    communicator: Communicator | None = None,
 ) -> FallbackDecoder:
-    """Build the decoder. Raises InputError for a model that cannot run so."""
+    """Build the decoder. Raises InputError for a model that cannot run so.
+
+    `communicator`: the ranks that share each layer; the decoder holds this rank's part.
+    """
     if isinstance(source, DummySource):
         raise InputError(
             "--load-format dummy",
@@ -58,12 +67,29 @@ def load_fallback(
     logger.info(
         "%s has no implementation here; it runs through transformers", config.family.architecture
     )
+    quantized = None
     if config.quant is None:
         model = load_float(cls, raw, folder, dtype)
     else:
-        model = _load_quantized(cls, raw, source, device, dtype, kernels)
-    model = model.to(device).train(False).requires_grad_(False)
+        quantized = _Quantized(source, device, dtype, kernels)
+        model = _built(cls, raw)
+    division = None
+    if communicator is not None:
+        division = divide(
+            model,
+            config.family.architecture,
+            communicator.rank,
+            communicator.size,
+            lambda name: None if quantized is None else quantized.scheme_of(name),
+        )
+    if quantized is not None:
+        quantized.fill_(model, division)
+    model = model.train(False).requires_grad_(False)
     call = Call(config.family.architecture)
+    if division is None:
+        model = model.to(device)
+    else:
+        model = _divided(config, model, division, communicator, quantized, call, device)
     attach(model, call)
     return _proven(config, model, call, device, kernels.get("attention"))
 
@@ -92,46 +118,122 @@ def load_float(cls: Any, raw: Mapping[str, Any], folder: Path, dtype: torch.dtyp
     return model
 
 
-def _load_quantized(
-    cls: Any,
-    raw: Mapping[str, Any],
-    source: WeightSource,
-    device: torch.device,
-    dtype: torch.dtype,
-    kernels: Mapping[str, str],
-) -> Any:
-    """Build the model without values, with our linears where the file has codes."""
+def _built(cls: Any, raw: Mapping[str, Any]) -> Any:
+    """Build the model without values."""
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
-        model = cls(config_of(cls, raw))
-    for name, module in list(model.named_modules()):
-        if not source.is_quantized(name):
-            continue
-        if not isinstance(module, torch.nn.Linear):
-            kind = type(module).__name__
-            raise CheckpointError(
-                name, f"is quantized, and transformers computes it by {kind}", "quantize linears"
-            )
-        shape = (module.out_features, module.in_features)
-        weight = source.weight(name, shape).to(device)
-        bias = None
-        if module.bias is not None:
-            bias = source.tensor(f"{name}.bias", shape[:1]).to(device, dtype)
-        kernel = kernels.get(kernel_operation(weight))
-        linear = QuantLinear.for_inference(weight, bias, dtype, device, kernel)
-        model.set_submodule(name, QuantizedLinear(linear, shape[0]))
-    kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    for name, value in _stored_tensors(model):
-        if name in tied and name not in source.reader:
-            continue
-        found = source.tensor(name, tuple(value.shape))
-        target = torch.float32 if any(part in name for part in kept) else dtype
-        value.data = found.to(target) if found.is_floating_point() else found
-    model.tie_weights()
-    source.audit(tuple(tied))
+        return cls(config_of(cls, raw))
+
+
+class _Quantized:
+    """Weights of a quantized folder: our linears where the file has codes."""
+
+    def __init__(
+        self,
+        source: WeightSource,
+        device: torch.device,
+        dtype: torch.dtype,
+        kernels: Mapping[str, str],
+    ) -> None:
+        self._source, self._device, self._dtype = source, device, dtype
+        self._kernels = kernels
+        # Weights and biases of the first layer of a model that is divided, which is proven whole.
+        self._first: dict[str, tuple[Weight, torch.Tensor | None]] = {}
+
+    def scheme_of(self, name: str) -> Scheme | None:
+        """Return the scheme of a linear; None: the file has its floats."""
+        return self._source.quant.scheme_for(name) if self._source.is_quantized(name) else None
+
+    def fill_(self, model: Any, division: Division | None) -> None:
+        """Read all tensors. Linears are this rank's parts, but for those of the first layer."""
+        source = self._source
+        for name, module in list(model.named_modules()):
+            if not source.is_quantized(name):
+                continue
+            if not isinstance(module, torch.nn.Linear):
+                kind = type(module).__name__
+                raise CheckpointError(
+                    name,
+                    f"is quantized, and transformers computes it by {kind}",
+                    "quantize linears",
+                )
+            shape = (module.out_features, module.in_features)
+            weight, bias = source.weight(name, shape), None
+            if module.bias is not None:
+                bias = source.tensor(f"{name}.bias", shape[:1])
+            cut = WHOLE if division is None else division.cuts.get(name, WHOLE)
+            if cut is not WHOLE and weight.input_order is not None:
+                raise InputError(
+                    "--tensor-parallel-size",
+                    f"does not work through transformers with {name}, whose inputs are sorted"
+                    " (desc_act)",
+                    "quantize without --act-order, or serve it on one GPU",
+                )
+            if cut is not WHOLE and division.in_first_layer(name):
+                self._first[name], cut = (weight, bias), WHOLE
+            self._replace_(model, name, weight, bias, cut)
+        kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+        tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+        for name, value in _stored_tensors(model):
+            if name in tied and name not in source.reader:
+                continue
+            found = source.tensor(name, tuple(value.shape))
+            target = torch.float32 if any(part in name for part in kept) else self._dtype
+            value.data = found.to(target) if found.is_floating_point() else found
+        model.tie_weights()
+        source.audit(tuple(tied))
+
+    def cut_first_(self, model: Any, division: Division) -> None:
+        """Replace the linears of the first layer by this rank's parts."""
+        for name, (weight, bias) in self._first.items():
+            self._replace_(model, name, weight, bias, division.cuts[name])
+        self._first.clear()
+
+    def _replace_(
+        self, model: Any, name: str, weight: Weight, bias: torch.Tensor | None, cut: Cut
+    ) -> None:
+        part, device, dtype = cut.weight(weight, name).to(self._device), self._device, self._dtype
+        bias = None if bias is None else cut.bias(bias)
+        bias = None if bias is None else bias.to(device, dtype)
+        kernel = self._kernels.get(kernel_operation(part))
+        linear = QuantLinear.for_inference(part, bias, dtype, device, kernel)
+        model.set_submodule(name, QuantizedLinear(linear, part.out_features))
+
+
+def _divided(
+    config: ModelConfig,
+    model: Any,
+    division: Division,
+    communicator: Communicator,
+    quantized: _Quantized | None,
+    call: Call,
+    device: torch.device,
+) -> Any:
+    """Return this rank's part of the model on its device.
+
+    The states after the whole first layer must be those after the divided one. Raises InputError.
+    """
+    ids_T, positions_T = _text(config, torch.device("cpu") if quantized is None else device)
+    model = model if quantized is None else model.to(device)
+    given = division, ids_T, positions_T
+    want_TC = _checked(call, first_layer_states, model, *given)
+    if quantized is not None:
+        quantized.cut_first_(model, division)
+    cut_(model, division, communicator)
+    model = model.to(device)
+    given = division, ids_T.to(device), positions_T.to(device)
+    found_TC = _checked(call, first_layer_states, model, *given)
+    _compare(call, found_TC, want_TC.to(device), "divided layers' states")
     return model
+
+
+def _text(config: ModelConfig, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens of the proof, and their positions."""
+    generator = torch.Generator().manual_seed(0)
+    num_tokens = min(sum(CHUNKS), config.context.length)
+    ids_T = torch.randint(config.vocab_size, (num_tokens,), generator=generator).to(device)
+    return ids_T, torch.arange(num_tokens, device=device)
 
 
 def _stored_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -149,10 +251,8 @@ def _proven(
     config: ModelConfig, model: Any, call: Call, device: torch.device, kernel: str | None
 ) -> FallbackDecoder:
     """Find the forms of attention calls and compare with transformers. Raises InputError."""
-    generator = torch.Generator().manual_seed(0)
-    num_tokens = min(sum(CHUNKS), config.context.length)
-    ids_T = torch.randint(config.vocab_size, (num_tokens,), generator=generator).to(device)
-    positions_T = torch.arange(num_tokens, device=device)
+    ids_T, positions_T = _text(config, device)
+    num_tokens = len(ids_T)
     with torch.inference_mode():
         try:
             model.set_attn_implementation("eager")

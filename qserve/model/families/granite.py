@@ -28,7 +28,7 @@ def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
     build_mlp = moe.build_mlp if config.family.experts else llama.build_mlp
     return Layer(
         attention_norm=llama.build_norm(config, weights, "input_layernorm"),
-        attention=llama.build_attention(config, weights, scale=scale),
+        attention=llama.build_attention(config, weights, scale=scale, **weights.sinks()),
         attention_end=attention_end,
         mlp_norm=llama.build_norm(config, weights, "post_attention_layernorm"),
         mlp=build_mlp(config, weights),

@@ -47,7 +47,14 @@ def load(
             "use --dtype bfloat16",
         )
     if config.family.builder == BUILDER:
-        return load_fallback(config, source, device=device, dtype=dtype, kernels=kernels or {})
+        return load_fallback(
+            config,
+            source,
+            device=device,
+            dtype=dtype,
+            kernels=kernels or {},
+            communicator=ranks.communicator,
+        )
     sharing = Sharing(config, ranks.communicator, ranks.experts)
     config = sharing.local(config)
     weights = Weights(

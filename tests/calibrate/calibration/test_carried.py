@@ -9,18 +9,24 @@ from calibrate.calibration.layer_runner import LayerRunner
 from calibrate.float_model import FloatModel
 from calibrate.loss_gradient import layer_gradients
 
-FAMILY = "gemma4_shared"
+# with shared keys and inputs of layers; the second with several streams of hidden states, too
+FAMILIES = ("gemma4_shared", "gemma3n")
 IDS = torch.randint(3, 500, (3, 20), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.fixture
-def model(tiny_model):
-    return FloatModel(tiny_model(FAMILY))
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
 
 
 @pytest.fixture
-def theirs(tiny_model):
-    folder = tiny_model(FAMILY)
+def model(tiny_model, family):
+    return FloatModel(tiny_model(family))
+
+
+@pytest.fixture
+def theirs(tiny_model, family):
+    folder = tiny_model(family)
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
@@ -37,7 +43,7 @@ def test_inputs_of_every_linear_are_transformers(model, theirs):
                 )
             )
     with torch.no_grad():
-        theirs(IDS)
+        logits_WSV = theirs(IDS).logits
     hidden.batch = 2  # a batch of two windows, and one of one
     for layer in range(model.num_layers):
         module = runner.build(layer, model.layer(layer, "cpu"))
@@ -45,6 +51,12 @@ def test_inputs_of_every_linear_are_transformers(model, theirs):
             x = seen[f"model.layers.{layer}.{local}"].flatten(0, 1)
             torch.testing.assert_close(found.moment_KK, x.t() @ x, rtol=1e-3, atol=1e-3)
         hidden.advance(runner, module, layer)
+    norm_D, head_VD = (
+        model.get(name) for name in (model.layer_map.last_norm, model.layer_map.embedding)
+    )
+    for states_SX, want_SV in zip(hidden.states_WSD, logits_WSV, strict=True):
+        found_SV = runner.final_logits(states_SX, norm_D, head_VD)
+        torch.testing.assert_close(found_SV, want_SV, rtol=1e-3, atol=1e-3)
 
 
 def test_gradients_pass_through_shared_keys(model, theirs):
@@ -73,6 +85,7 @@ def test_gradients_pass_through_shared_keys(model, theirs):
     width = theirs.config.hidden_size
     for each in found:
         want = outputs[each.layer].grad
+        want = want[0] if want.ndim == 4 else want  # of the first stream
         torch.testing.assert_close(
             each.gradient_WSD[..., :width], want, rtol=1e-3, atol=1e-4 * float(want.abs().max())
         )

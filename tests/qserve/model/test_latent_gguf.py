@@ -10,9 +10,13 @@ import re
 import pytest
 import torch
 
+from calibrate.pipeline import quantize_checkpoint
 from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
+from formats.gguf.container import read_gguf
 from formats.gguf.folder import model_folder
+from formats.gguf.writing.export import export_gguf
+from formats.scheme import Scheme
 from qserve.model.model_config import ModelConfig
 from tests.formats.gguf.written import F32, Q8_0, blocks, write_gguf
 from tests.qserve.model.variants import TOKENS, edited, logits, model_maker, relative
@@ -255,3 +259,93 @@ def test_what_does_not_fit_is_named(model_of, tmp_path, change, words):
     file = write(model_of("v3"), tmp_path / "model.gguf", F32, change=change)
     with pytest.raises(InputError, match=words):
         logits(file)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_written_file_is_as_llama_cpp_has_it(model_of, transformers_model, tmp_path, name):
+    """Names, shapes, values and metadata of the converter's file; and it computes as its source."""
+    folder = model_of(name)
+    export_gguf(folder, tmp_path / "ours.gguf")
+    ours, theirs = (
+        read_gguf(file)
+        for file in (tmp_path / "ours.gguf", write(folder, tmp_path / "theirs.gguf", F32))
+    )
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    for key, want in theirs.tensors.items():
+        assert ours.tensors[key].shape == want.shape, key
+    assert (
+        ours.metadata.items()
+        >= {
+            **theirs.metadata,
+            "deepseek2.rope.freq_base": pytest.approx(theirs.metadata["deepseek2.rope.freq_base"]),
+        }.items()
+    )
+    found = CheckpointReader(tmp_path / "ours.gguf")
+    want = CheckpointReader(folder)
+    assert found.entries.keys() == want.entries.keys()
+    for key in want.entries:
+        assert torch.equal(found.get(key).float(), want.get(key).float()), key
+    with torch.no_grad():
+        logits_TV = transformers_model(folder)(torch.tensor([TOKENS])).logits[0]
+    assert relative(logits(tmp_path / "ours.gguf"), logits_TV) < 1e-5
+
+
+def quantized(folder, target, ignore=()):
+    quantize_checkpoint(
+        folder,
+        target,
+        scheme=Scheme.parse("w8a16-sym-g32"),
+        output_format="gptq",
+        ignore=list(ignore),
+        quality_windows=0,
+        progress=False,
+    )
+    return target
+
+
+def test_codes_of_keys_and_values_stay_in_one_tensor(model_of, tmp_path):
+    """They are packed along the latents; keys by head are stored the other way round."""
+    source = quantized(model_of("v2 lite"), tmp_path / "gptq")
+    file = tmp_path / "model.gguf"
+    export_gguf(source, file)
+    gguf = read_gguf(file)
+    assert gguf.tensors["blk.1.attn_kv_b.weight"].type.name == "Q8_0"
+    assert not any("attn_k_b" in key for key in gguf.tensors)
+    assert gguf.metadata["deepseek2.attention.head_count_kv"] == 4
+    assert relative(logits(file), logits(source)) < 1e-5
+
+
+def test_float_keys_and_values_of_a_quantized_model_are_split(model_of, tmp_path):
+    source = quantized(model_of("v3"), tmp_path / "gptq", ignore=["re:.*kv_b_proj"])
+    file = tmp_path / "model.gguf"
+    export_gguf(source, file)
+    gguf = read_gguf(file)
+    assert gguf.tensors["blk.0.attn_k_b.weight"].type.name in ("F32", "F16")
+    assert gguf.tensors["blk.0.attn_q_b.weight"].type.name == "Q8_0"
+    assert relative(logits(file), logits(source)) < 1e-5
+
+
+def test_blocks_of_a_file_stay_in_a_written_one(model_of, tmp_path):
+    file = write(model_of("v3"), tmp_path / "model.gguf", Q8_0)
+    export_gguf(file, tmp_path / "again.gguf")
+    first, again = (read_gguf(each) for each in (file, tmp_path / "again.gguf"))
+    assert again.tensors["blk.1.attn_k_b.weight"].type.name == "Q8_0"
+    assert first.tensors.keys() == again.tensors.keys()
+    assert torch.equal(logits(file), logits(tmp_path / "again.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"rope_interleave": False}, "rope_interleave: expected true"),
+        (
+            {"rope_parameters": {**YARN, "mscale": 0.5, "mscale_all_dim": 1.0}},
+            "mscale: expected mscale_all_dim, 1.0, found 0.5",
+        ),
+    ],
+)
+def test_what_gguf_cannot_state_is_named(model_of, tmp_path, changed, words):
+    folder = edited(model_of("v3"), tmp_path / "x", config=lambda config: config.update(changed))
+    with pytest.raises(InputError, match=words):
+        export_gguf(folder, tmp_path / "model.gguf")
+    assert not (tmp_path / "model.gguf").exists()

@@ -24,7 +24,7 @@ def build(config: ModelConfig, weights: Weights) -> Decoder:
 
 
 def build_layer(config: ModelConfig, weights: LayerWeights) -> AltUpLayer:
-    local, learned = gemma4.config_of_layer(config, weights.number), weights.activation_tensors()
+    local, learned = config.of_layer(weights.number), weights.activation_tensors()
     own = {name: weights.constant(value) for name, value in learned.items()}
     norm = partial(llama.build_norm, local, weights)
     return AltUpLayer(

@@ -6,8 +6,6 @@ of its own, and the last layers read keys and values of earlier ones.
 Columns of the family's row hold the kinds of layers.
 """
 
-from dataclasses import replace
-
 import torch
 
 from formats.errors import InputError
@@ -36,7 +34,7 @@ def build(config: ModelConfig, weights: Weights) -> Decoder:
 
 
 def build_layer(config: ModelConfig, weights: LayerWeights) -> ScaledLayer:
-    local = config_of_layer(config, weights.number)
+    local = config.of_layer(weights.number)
     return ScaledLayer(
         attention_norm=llama.build_norm(local, weights, "input_layernorm"),
         attention=build_attention(local, weights),
@@ -90,17 +88,4 @@ def _feed_forward(config: ModelConfig, weights: LayerWeights) -> Mlp | DenseAndE
         experts=moe.build_mlp(config, weights),
         experts_norm=experts_norm,
         experts_end=BranchEnd(experts_end),
-    )
-
-
-def config_of_layer(config: ModelConfig, layer: int) -> ModelConfig:
-    """Return the config with the heads of a layer."""
-    family = config.family
-    config = replace(config, family=family.of_layer(layer, config.values))
-    if not family.kind_of_layer(layer, config.values).full:
-        return config
-    return replace(
-        config,
-        head_dim=config.values["global_head_dim"],
-        num_kv_heads=config.values["num_global_key_value_heads"],
     )

@@ -32,21 +32,26 @@ SIZES = {
 }
 # model type -> what its config needs besides; each has something of its own
 RUN = {
-    "olmo": {},  # norms without factors
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2},
     "bitnet": {},
     "cohere2_moe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "granite_swa": {
-        "sliding_window": 9,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-    },
     "kolibri1": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "persimmon": {},
-    "flint": {},
-    "granitemoe_swa": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "flint": {},  # sinks
+    "minimax_m3_vl_text": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "modernbert-decoder": {},
+    "ctrl": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "dff": 96},
     "jetmoe": {"kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
-QUANTIZED = ["olmo", "bitnet", "granite_swa"]
+# Families with a row, which run so on request
+WITH_ROW = {
+    "olmo": {},  # norms without factors
+    "granite_swa": {
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+}
+QUANTIZED = ["bitnet", "persimmon", "flint"]
 REFUSED = {
     "bert": "hidden states differ from those of its own attention",
     "diffllama": "a layer calls attention twice",
@@ -74,9 +79,7 @@ def made(tmp_path_factory):
 
     def make(kind):
         if kind not in folders:
-            sizes = SIZES | RUN.get(kind, {}) | STATES.get(kind, {})
-            if "layer_types" in sizes:
-                sizes["layer_types"] = sizes["layer_types"][: sizes["num_hidden_layers"]]
+            sizes = SIZES | RUN.get(kind, {}) | STATES.get(kind, {}) | WITH_ROW.get(kind, {})
             torch.manual_seed(1)
             config = transformers.AutoConfig.for_model(kind, **sizes)
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -126,13 +129,14 @@ def some(names, *usual):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", some(RUN, "olmo", "aria_text", "granite_swa"))
+@pytest.mark.parametrize("kind", some([*RUN, *WITH_ROW], "aria_text", "flint", "olmo"))
 def test_tokens_equal_transformers(made, kind):
-    check(made(kind), made(kind))
+    check(made(kind), made(kind), model_impl="transformers" if kind in WITH_ROW else "auto")
 
 
 def test_pages_are_given_back_and_computed_again(made):
-    check(made("granite_swa"), made("granite_swa"), num_gpu_blocks_override=6, admission="fits")
+    small = {"num_gpu_blocks_override": 6, "admission": "fits"}
+    check(made("granite_swa"), made("granite_swa"), model_impl="transformers", **small)
 
 
 def test_a_family_with_a_row_on_request(tiny_model):
@@ -167,7 +171,7 @@ def dequantized(folder, source, target):
     return num_changed
 
 
-@pytest.mark.parametrize("kind", some(QUANTIZED, "olmo", "granite_swa"))
+@pytest.mark.parametrize("kind", some(QUANTIZED, "bitnet", "persimmon"))
 def test_quantized_tokens_equal_those_of_the_codes_values(made, kind, tmp_path, capsys):
     source = made(kind)
     arguments = ["quantize", str(source), "--scheme", "w4a16-sym", "--group-size", "32"]
@@ -177,7 +181,14 @@ def test_quantized_tokens_equal_those_of_the_codes_values(made, kind, tmp_path, 
 
 
 def test_other_recipes_need_a_row(made, tmp_path, capsys):
-    arguments = ["quantize", str(made("olmo")), "--scheme", "w4a16-sym", "-o", str(tmp_path / "q")]
+    arguments = [
+        "quantize",
+        str(made("bitnet")),
+        "--scheme",
+        "w4a16-sym",
+        "-o",
+        str(tmp_path / "q"),
+    ]
     assert main([*arguments, "--recipe", "awq"]) == 1
     assert "--recipe: " in (found := capsys.readouterr().err) and "--recipe rtn or gptq" in found
     assert main([*arguments, "--recipe", "rtn", "--override", "a=w8a16-sym"]) == 1
@@ -211,7 +222,7 @@ def test_a_bias_on_scores_is_found(made, monkeypatch, dtype):
 
     monkeypatch.setattr(modeling_olmo, "eager_attention_forward", biased)
     with pytest.raises(InputError, match="differ from those of its own attention"):
-        LLM(str(made("olmo")), device="cpu", dtype=dtype)
+        LLM(str(made("olmo")), device="cpu", dtype=dtype, model_impl="transformers")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -227,19 +238,19 @@ def test_a_state_outside_of_the_pages_is_found(made, monkeypatch, dtype):
 
     monkeypatch.setattr(modeling_olmo.OlmoMLP, "forward", shifted)
     with pytest.raises(InputError, match="differ from those of its own attention"):
-        LLM(str(made("olmo")), device="cpu", dtype=dtype)
+        LLM(str(made("olmo")), device="cpu", dtype=dtype, model_impl="transformers")
 
 
 def test_16_bit_weights_run(made):
     """Their rounding is no difference from transformers' attention."""
-    for kind in ("olmo", "aria_text", "granite_swa"):
+    for kind in ("bitnet", "aria_text", "flint"):
         LLM(str(made(kind)), device="cpu", dtype="bfloat16").close()
 
 
 def test_settings_that_do_not_work(made, tmp_path):
-    folder = str(made("olmo"))
+    folder = str(made("bitnet"))
     for settings, words in (
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size: does not work with OlmoForCausalLM"),
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size: .*BitNet.*attn_sub_norm"),
         ({"enable_lora": True}, "--enable-lora: does not work"),
         ({"load_format": "dummy"}, "--load-format dummy"),
         ({"quantization": "w4a16"}, "--quantization: does not work"),
@@ -253,17 +264,17 @@ def test_settings_that_do_not_work(made, tmp_path):
 
 
 def test_sleep_and_new_weights_are_refused_and_the_model_goes_on(made):
-    llm = LLM(str(made("olmo")), device="cpu", dtype="float32", **SETTINGS)
+    llm = LLM(str(made("bitnet")), device="cpu", dtype="float32", **SETTINGS)
     want = llm.generate(prompts()[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     for call in (lambda: llm.sleep(level=1), lambda: llm.update_weights({}), llm.weight_digests):
-        with pytest.raises(InputError, match="sleep and new weights: do not work with Olmo"):
+        with pytest.raises(InputError, match="sleep and new weights: do not work with BitNet"):
             call()
     assert llm.generate(prompts()[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == want
 
 
 def test_log_probabilities_of_a_prompt_equal_transformers(made):
     """Logits of all rows of a prompt, not only of the last one."""
-    folder, prompt = made("granite_swa"), prompts()[0]
+    folder, prompt = made("flint"), prompts()[0]
     llm = LLM(str(folder), device="cpu", dtype="float32", **SETTINGS)
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     found = llm.generate(prompt, params, use_tqdm=False)[0].prompt_logprobs
@@ -276,7 +287,7 @@ def test_log_probabilities_of_a_prompt_equal_transformers(made):
 
 def test_files_that_do_not_fit_are_refused(made, tmp_path):
     folder = tmp_path / "less"
-    shutil.copytree(made("olmo"), folder)
+    shutil.copytree(made("bitnet"), folder)
     state = load_file(folder / "model.safetensors")
     gone = state.pop("model.layers.1.mlp.up_proj.weight")
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,87 @@
+"""Latent attention in GGUF's form: metadata, and kv_b_proj by head in two tensors.
+
+llama.cpp's architecture deepseek2. Where kv_b_proj is quantized, its codes stay as they are in one
+tensor, attn_kv_b, as in older files: the part of keys would need other codes, since it is stored
+transposed. Legend: H heads, L latent, P and V widths of keys without rotation, and of values.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from formats.errors import CheckpointError
+from formats.gguf.config import SIGMOID
+from formats.gguf.writing.container_writer import Value
+
+SOFTMAX = 1  # value of expert_gating_func
+REMEDY = "write another format"
+
+
+def latent_metadata(config: Mapping[str, Any], *, is_split: bool) -> dict[str, Value]:
+    """Return the metadata of latent attention and of its experts.
+
+    `is_split`: of files with attn_k_b, whose cache has one head of latents. Raises CheckpointError
+    for a config.json that GGUF cannot state.
+    """
+    if not config.get("rope_interleave", True):
+        raise CheckpointError(
+            "config.json rope_interleave", "expected true, which GGUF takes for granted", REMEDY
+        )
+    nope, rope, values, rank = (
+        config[key]
+        for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
+    )
+    widths = {"key_length": nope + rope, "value_length": values}
+    if is_split:
+        widths = {f"{key}_mla": width for key, width in widths.items()}
+        widths |= {"key_length": rank + rope, "value_length": rank}
+    found: dict[str, int] = {f"attention.{key}": width for key, width in widths.items()}
+    found["attention.head_count_kv"] = 1 if is_split else config["num_attention_heads"]
+    found["rope.dimension_count"] = rope
+    if config.get("q_lora_rank"):
+        found["attention.q_lora_rank"] = config["q_lora_rank"]
+    found["leading_dense_block_count"] = _dense_layers(config)
+    by_sigmoid = config["model_type"] != "deepseek_v2"
+    found["expert_gating_func"] = SIGMOID if by_sigmoid else SOFTMAX
+    keys = {key: Value(type="u32", value=value) for key, value in found.items()}
+    if "norm_topk_prob" not in config:
+        keys["expert_weights_norm"] = Value(type="bool", value=by_sigmoid)
+    return keys | _yarn(config)
+
+
+def split_by_head(
+    weight: torch.Tensor, config: Mapping[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the parts of kv_b_proj [H (P + V), L]: keys [H, L, P] and values [H, V, L]."""
+    by_head = weight.unflatten(0, (config["num_attention_heads"], -1))
+    keys, values = by_head.split([config["qk_nope_head_dim"], config["v_head_dim"]], dim=1)
+    return keys.transpose(1, 2).contiguous(), values.contiguous()
+
+
+def _dense_layers(config: Mapping[str, Any]) -> int:
+    """Return the number of layers without experts, which come first. Raises CheckpointError."""
+    kinds = config.get("mlp_layer_types")
+    if not isinstance(kinds, list):
+        return config.get("first_k_dense_replace", 0)
+    count = next((i for i, kind in enumerate(kinds) if kind == "sparse"), len(kinds))
+    if "dense" in kinds[count:]:
+        raise CheckpointError(
+            "config.json mlp_layer_types", "expected dense layers before all others", REMEDY
+        )
+    return count
+
+
+def _yarn(config: Mapping[str, Any]) -> dict[str, Value]:
+    """Return DeepSeek's factor of YaRN, which files state as one tenth of mscale_all_dim."""
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    factor, every = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if scaling.get("rope_type", scaling.get("type")) != "yarn":
+        return {}
+    if factor != every or not every:
+        raise CheckpointError(
+            "config.json mscale",
+            f"expected mscale_all_dim, {every}, found {factor}: GGUF states one number",
+            REMEDY,
+        )
+    return {"rope.scaling.yarn_log_multiplier": Value(type="f32", value=0.1 * every)}

@@ -1,0 +1,213 @@
+"""Division of a model that transformers runs over ranks, where its layers are plain.
+
+Attention made of q, k, v and o is divided by heads, a feed-forward of gate, up and down (or of two
+linears) by features. All else in a layer is one-dimensional and belongs to the residual stream,
+which each rank holds whole, as it holds embeddings and head. Models with other parts are refused by
+the part's name. Attention computes with the heads that it finds in its linears' outputs.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from formats.errors import InputError
+from formats.in_memory.shares import HeadShare, share_features, share_heads
+from formats.in_memory.slices import take_rows
+from formats.scheme import Scheme
+from qserve.model.fallback.support import config_of, model_class
+from qserve.model.sharing import Cut
+from qserve.parallel.communicator import Communicator
+
+ATTENTION = ("q_proj", "k_proj", "v_proj")
+OUTPUTS = ("o_proj", "out_proj", "dense")  # of attention
+FEED_FORWARDS = ((("gate_proj", "up_proj"), "down_proj"), (("up_proj",), "down_proj"))
+FEED_FORWARDS += ((("fc1",), "fc2"), (("c_fc",), "c_proj"))
+SINKS = "sinks"  # a number for each head
+# Attributes of attention that count heads: of queries, and of keys
+HEADS = ("num_heads", "num_attention_heads")
+KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+GROUPS = "num_key_value_groups"
+SchemeOf = Callable[[str], Scheme | None]  # of a linear, by name; None: it is float
+
+
+class SummedLinear(torch.nn.Module):
+    """A linear with a part of the inputs; the result is the sum over ranks."""
+
+    def __init__(self, inner: torch.nn.Module, communicator: Communicator) -> None:
+        super().__init__()
+        self.inner, self.communicator = inner, communicator
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        return self.communicator.all_reduce(y.reshape(-1, y.shape[-1])).view(y.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """Shard of one rank of a model."""
+
+    layers: str  # name of the list of layers
+    cuts: Mapping[str, Cut]  # by linear
+    sinks: Mapping[str, tuple[int, int]]  # heads of this rank, by tensor
+    heads: Mapping[str, HeadShare]  # by attention module
+
+    def in_first_layer(self, name: str) -> bool:
+        """True for names in the first layer."""
+        return name.startswith(f"{self.layers}.0.")
+
+
+def divide(
+    model: torch.nn.Module, architecture: str, rank: int, size: int, scheme_of: SchemeOf
+) -> Division:
+    """Return the shard of a rank. Raises InputError, by name, if the layers are not plain."""
+    layers = _layers(model, architecture)
+    cuts: dict[str, Cut] = {}
+    sinks: dict[str, tuple[int, int]] = {}
+    heads: dict[str, HeadShare] = {}
+    inside: list[str] = []  # prefixes of modules that are divided
+    for name, module in _within(model, layers):
+        parts = dict(module.named_children())
+        out = next((o for o in OUTPUTS if o in parts), None)
+        if out and all(_is_linear(parts.get(each)) for each in (*ATTENTION, out)):
+            width = getattr(module, "head_dim", None)
+            q, k, v = (parts[each].out_features for each in ATTENTION)
+            if type(width) is not int or q % width or k % width or k != v:
+                raise _refused(architecture, name, "heads of one width")
+            shares = share_heads(q // width, k // width, width, size, [scheme_of(f"{name}.{out}")])
+            share = heads[name] = shares[rank]
+            rows = {"q_proj": share.heads, "k_proj": share.kv_heads, "v_proj": share.kv_heads}
+            for each, (first, last) in rows.items():
+                cuts[f"{name}.{each}"] = Cut(rows=((first * width, last * width),))
+            columns = share.heads[0] * width, share.heads[1] * width
+            cuts[f"{name}.{out}"] = Cut(columns=columns, has_bias=rank == 0)
+            if isinstance(getattr(module, SINKS, None), torch.Tensor):
+                sinks[f"{name}.{SINKS}"] = share.heads
+            inside.append(f"{name}.")
+            _check_rest(architecture, module, name, {*ATTENTION, out}, width)
+        for first, down in FEED_FORWARDS:
+            if not all(_is_linear(parts.get(each)) for each in (*first, down)):
+                continue
+            full = f"{name}.{down}"
+            share = share_features(full, parts[down].in_features, size, scheme_of(full))[rank]
+            cuts |= {f"{name}.{each}": Cut(rows=(share,)) for each in first}
+            cuts[full] = Cut(columns=share, has_bias=rank == 0)
+            if name != layers and not name.removeprefix(f"{layers}.").isdecimal():
+                inside.append(f"{name}.")
+                _check_rest(architecture, module, name, {*first, down}, 0)
+            break
+    _check_others(architecture, model, layers, cuts, inside)
+    return Division(layers=layers, cuts=cuts, sinks=sinks, heads=heads)
+
+
+def check_division(raw: Mapping[str, Any], architecture: str, size: int) -> None:
+    """Raise InputError if a model cannot be divided. Reads no weights."""
+    cls = model_class(raw)
+    with torch.device("meta"):
+        model = cls(config_of(cls, raw))
+    divide(model, architecture, 0, size, lambda name: None)
+
+
+def first_layer_states(
+    model: Any, division: Division, ids_T: torch.Tensor, positions_T: torch.Tensor
+) -> torch.Tensor:
+    """Return the states [T, C] of a model of its first layer alone, by transformers' attention."""
+    layers = model.get_submodule(division.layers)
+    model.set_submodule(division.layers, torch.nn.ModuleList([layers[0]]))
+    try:
+        model.set_attn_implementation("eager")
+        with torch.inference_mode():
+            return model.base_model(
+                input_ids=ids_T[None],
+                position_ids=positions_T[None],
+                use_cache=False,
+                return_dict=True,
+            ).last_hidden_state[0]
+    finally:
+        model.set_submodule(division.layers, layers)
+
+
+def cut_(model: torch.nn.Module, division: Division, communicator: Communicator) -> None:
+    """Replace each float linear by this rank's part, and the results of some by sums.
+
+    Linears that the division names and that are not float are parts already.
+    """
+    for name, cut in division.cuts.items():
+        linear = model.get_submodule(name)
+        if isinstance(linear, torch.nn.Linear):
+            linear.weight.data = cut.tensor(linear.weight.data).contiguous()
+            linear.out_features, linear.in_features = linear.weight.shape
+            if linear.bias is not None:
+                bias = cut.bias(linear.bias.data)
+                linear.bias = None if bias is None else torch.nn.Parameter(bias, False)
+        if cut.columns is not None:
+            model.set_submodule(name, SummedLinear(linear, communicator))
+    for name, share in division.sinks.items():
+        sinks = model.get_parameter(name)
+        sinks.data = take_rows(sinks.data, (share,)).contiguous()
+    for name, share in division.heads.items():
+        attention = model.get_submodule(name)
+        counts = {**dict.fromkeys(HEADS, share.num_heads)}
+        counts |= dict.fromkeys(KV_HEADS, share.num_kv_heads)
+        counts[GROUPS] = share.num_heads // share.num_kv_heads
+        for attribute, count in counts.items():
+            if type(getattr(attention, attribute, None)) is int:
+                setattr(attention, attribute, count)
+
+
+def _layers(model: torch.nn.Module, architecture: str) -> str:
+    """Return the name of the list of layers."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module):
+            return name
+    raise _refused(architecture, "the model", "a list of layers")
+
+
+def _within(model: torch.nn.Module, layers: str) -> Iterator[tuple[str, torch.nn.Module]]:
+    for name, module in model.named_modules():
+        if name.startswith(f"{layers}."):
+            yield name, module
+
+
+def _is_linear(module: torch.nn.Module | None) -> bool:
+    return type(module) is torch.nn.Linear
+
+
+def _check_rest(
+    architecture: str, module: torch.nn.Module, name: str, linears: set[str], width: int
+) -> None:
+    """Refuse a part of a divided module that is neither a linear nor for each head alike."""
+    for local, tensor in (*module.named_parameters(), *module.named_buffers()):
+        known = local.partition(".")[0] in linears or local == SINKS
+        if not (known or tensor.numel() == 1 or tuple(tensor.shape) == (width,)):
+            raise _refused(architecture, f"{name}.{local}")
+
+
+def _check_others(
+    architecture: str,
+    model: torch.nn.Module,
+    layers: str,
+    cuts: Mapping[str, Cut],
+    inside: list[str],
+) -> None:
+    """Refuse matrices of layers that are not divided."""
+    for name, tensor in model.named_parameters():
+        module = name.rpartition(".")[0]
+        if not name.startswith(f"{layers}.") or module in cuts or name.startswith(tuple(inside)):
+            continue
+        if tensor.ndim > 1:
+            raise _refused(architecture, name)
+    if not cuts:
+        raise _refused(architecture, "the model", "attention of q_proj, k_proj, v_proj")
+
+
+def _refused(
+    architecture: str, name: str, expected: str = "q, k, v, o, gate, up, down"
+) -> InputError:
+    return InputError(
+        "--tensor-parallel-size",
+        f"does not work with {architecture}, which runs through transformers: expected {expected},"
+        f" found {name}",
+        "serve it on one GPU",
+    )

@@ -1,0 +1,54 @@
+"""Laguna and MiMo-V2-Flash: experts, and attention whose heads differ between layers with a window
+and others.
+
+Laguna has a gate for each head, or for each channel, after attention. In MiMo keys are wider than
+values, and layers with a window have sinks. Columns of the family's row hold the rest.
+"""
+
+from typing import Any
+
+from qserve.model.blocks.layer import Layer
+from qserve.model.blocks.uneven_attention import UnevenAttention
+from qserve.model.decoder import Decoder
+from qserve.model.families import llama, moe
+from qserve.model.loading.layer_weights import LayerWeights
+from qserve.model.loading.weights import Weights
+from qserve.model.model_config import ModelConfig
+
+
+def build(config: ModelConfig, weights: Weights) -> Decoder:
+    return llama.build_decoder(config, weights, build_layer)
+
+
+def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
+    local = config.of_layer(weights.number)
+    head_norms = {
+        f"{name}_norm": weights.norm(f"self_attn.{name}_norm")
+        for name in "qk"
+        if weights.has_norm(f"self_attn.{name}_norm")
+    }
+    return Layer(
+        attention_norm=llama.build_norm(local, weights, "input_layernorm"),
+        attention=build_attention(local, weights, **head_norms, **weights.sinks()),
+        mlp_norm=llama.build_norm(local, weights, "post_attention_layernorm"),
+        mlp=moe.build_mlp(local, weights),
+    )
+
+
+def build_attention(config: ModelConfig, weights: LayerWeights, **parts: Any) -> UnevenAttention:
+    """`config`: that of the layer."""
+    family, values = config.family, config.values
+    return UnevenAttention(
+        config,
+        window=config.windows[weights.number],
+        rotary=weights.rotary,
+        qkv_proj=weights.linear(family.qkv),
+        o_proj=weights.linear(family.o),
+        kernel=weights.kernels.get("attention"),
+        is_gated=family.gated_attention,
+        gates=None if family.head_gates is None else weights.linear(family.head_gates),
+        value_dim=values.get("v_head_dim") or config.head_dim,
+        value_factor=values.get(family.value_factor_key) or 1.0,
+        **weights.kv_scales(),
+        **parts,
+    )
