@@ -250,7 +250,8 @@ class LayerRunner:
         others: dict[str, Any] = {"alibi": None} if "alibi" in accepted else {}
         if self.layer_map.family.alibi:
             others, mask = self._biases(hidden_BSD, mask, "alibi" in accepted)
-        if "prev_topk_indices" in accepted:
+        indexer = self.layer_map.family.indexer
+        if indexer is not None and not indexer.is_in(layer, self.raw_config):
             others["prev_topk_indices"] = self._all_keys(hidden_BSD)
         inputs_BSD = hidden_BSD
         if self.carried is not None:
@@ -277,7 +278,7 @@ class LayerRunner:
 
         Raises InputError for windows in which it would leave some out.
         """
-        key = self.layer_map.family.selected_keys
+        key = self.layer_map.family.indexer.count_key
         (B, S), most = hidden_BSD.shape[:2], getattr(self.config, key)
         if most < S:
             raise InputError(
@@ -365,7 +366,7 @@ class LayerRunner:
         """
         window = self.config.sliding_window if kind == "sliding_attention" else None
         chunk = self.config.attention_chunk_size if kind == "chunked_attention" else None
-        selects = self.layer_map.family.selected_keys  # an indexer reads the mask
+        selects = self.layer_map.family.indexer is not None  # an indexer reads the mask
         if not (self.eager or selects) and (window or chunk or length) >= length:
             return None
         ids_S = torch.arange(length, device=self.device)

@@ -14,6 +14,7 @@ from formats.architecture.columns import (
     Blocks,
     ConfigRules,
     DraftNames,
+    Indexer,
     LayerInputs,
     LayerKind,
     Norm,
@@ -72,10 +73,7 @@ class Family:
     shared_layers_key: str = ""
     wide_shared: Flag = False
     layer_inputs: LayerInputs | None = None  # None: layers read the residual stream alone
-    # Key of config.json: keys that a query selects, by an indexer. Contexts that are no longer see
-    # all of them, and need no indexer; longer ones are refused.
-    selected_keys: str = ""
-    unread_modules: tuple[str, ...] = ()  # modules of a layer whose tensors are not used
+    indexer: Indexer | None = None  # of layers with latent attention; None: queries see all keys
     float_linears: tuple[str, ...] = ()  # other linears of a layer, which are never quantized
     # Names of the matrices [hidden_size, hidden_size], numbered from 0, that make the other streams
     # of hidden states from embeddings, and of those that lead back; empty: there is one stream.
@@ -222,10 +220,6 @@ class Family:
         if self.draft_prefix:
             layers = (*layers, self.draft_prefix)
         count = config.get(self.num_layers_key)
-        if is_size(count) and self.unread_modules:
-            prefixes = [self.layer.format(i=i) for i in range(min(count, MAX_LAYERS))]
-            own = [f"{prefix}.{name}." for prefix in prefixes for name in self.unread_modules]
-            layers = (*layers, *own)
         if not is_size(count) or not is_size(config.get(self.shared_layers_key)):
             return layers
         # published files have them all the same
@@ -356,6 +350,8 @@ class Family:
         }
         if blocks.state:
             shapes |= self.state_mixer.tensors(config)
+        if self.indexer is not None and self.indexer.is_in(layer, config):
+            shapes |= self.indexer.tensors
         if self.layer_scalar:
             shapes[self.layer_scalar] = (("one",),)
         shapes |= dict(self.activation_tensors.values())

@@ -294,7 +294,7 @@ def _glm_lite(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**_query_rank(768)(config), **_expert_layers(config)}
 
 
-def _selecting(rank: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+def _selecting(rank: int, heads: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """Return what fills in transformers' defaults of attention that selects keys."""
 
     def derive(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -303,9 +303,30 @@ def _selecting(rank: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
             **_query_rank(rank)(config),
             **_expert_layers({**config, "first_k_dense_replace": first}),
             "index_topk": config.get("index_topk", 2048),
+            "index_n_heads": config.get("index_n_heads", heads),
+            "index_head_dim": config.get("index_head_dim", 128),
+            **_indexer_types(config),
         }
 
     return derive
+
+
+def _indexer_types(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return which layers of GLM-5 have an indexer, from the keys of its files."""
+    count, pattern = config.get("num_hidden_layers"), config.get("index_topk_pattern")
+    if config.get("indexer_types") is not None or config.get("model_type") != "glm_moe_dsa":
+        return {}
+    if isinstance(pattern, str):
+        return {"indexer_types": ["full" if kind == "F" else "shared" for kind in pattern]}
+    if isinstance(pattern, list):
+        return {"indexer_types": pattern}
+    every, first = config.get("index_topk_freq", 1), config.get("index_skip_topk_offset", 2)
+    if not (is_size(count) and type(every) is int and type(first) is int):
+        return {}
+    kinds = ("full", "shared")
+    layers = range(min(count, MAX_LAYERS))
+    own = [max(layer - first + 1, 0) % max(every, 1) for layer in layers]
+    return {"indexer_types": [kinds[bool(each)] for each in own]}
 
 
 def _minicpm3(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -438,8 +459,8 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "ernie4_5_moe": _ernie_moe,
     "deepseek_v2": _query_rank(1536),
     "deepseek_v3": _query_rank(1536),
-    "deepseek_v32": _selecting(1536),
-    "glm_moe_dsa": _selecting(2048),
+    "deepseek_v32": _selecting(1536, 64),
+    "glm_moe_dsa": _selecting(2048, 32),
     "glm4_moe_lite": _glm_lite,
     "exaone_moe": _expert_layers,
     "hy_v3": _expert_layers,
