@@ -92,8 +92,8 @@ def check_latents(config: EngineConfig, model: ModelConfig, max_model_len: int) 
     if config.batch_invariant and max_model_len > most:
         raise InputError(
             "--batch-invariant",
-            f"does not work with {model.family.architecture} in contexts of more than {most} tokens:"
-            " an indexer selects the keys of longer ones, and equal scores have no fixed order",
+            f"does not work with {model.family.architecture} in contexts of more than {most}"
+            " tokens, of which an indexer selects keys: equal scores have no fixed order",
             f"use --max-model-len {most}, or remove it",
         )
 

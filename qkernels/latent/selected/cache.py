@@ -1,4 +1,4 @@
-"""Pages of an indexer's keys beside those of latents, and the keys that it selects.
+"""Pages of latents and of an indexer's keys, and the keys that it selects.
 
 Legend: P pages, B tokens of a page, D numbers of an indexer's key, T rows of a step, S keys that a
 row sees at most.

@@ -77,7 +77,7 @@ class IndexedLatentsSpec(CacheSpec):
 
 
 class Selection:
-    """What the last layer with an indexer selected in the running step; layers after it read it."""
+    """Keys that the last layer with an indexer selected in this step, for layers after it."""
 
     def __init__(self) -> None:
         self.keys: SelectedKeys | None = None  # None: all keys
