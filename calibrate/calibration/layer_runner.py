@@ -40,6 +40,17 @@ OTHER_NAMES = {
         "mlp.gate.weight": "mlp.router.gate.weight",
         "mlp.e_score_correction_bias": "mlp.expert_bias",
     },
+    "kimi_linear": {
+        f"self_attn.forget_gate.{name}": f"self_attn.{name}"
+        for name in ("f_a_proj.weight", "f_b_proj.weight", "dt_bias", "A_log")
+    },
+}
+# model_type -> transformers' tensor, and the file's tensors that are its parts
+JOINED = {
+    "kimi_linear": (
+        "self_attn.conv1d.weight",
+        tuple(f"self_attn.{x}_conv1d.weight" for x in "qkv"),
+    ),
 }
 
 
@@ -132,7 +143,9 @@ class LayerRunner:
         with torch.device("meta"):
             module = with_linears(self._make_layer(layer))
             second: tuple[str, ...] = ()  # prefixes of names of modules that have two
-            stored: dict[str, str] = {}  # the checkpoint's names of tensors that have others here
+            kind = self.layer_map.family.model_type
+            # the checkpoint's names of tensors that have others here
+            stored: dict[str, str] = dict(OTHER_NAMES.get(kind, {}))
             if self.layer_map.has_own_linears(self.raw_config, layer):
                 experts = self.layer_map.experts
                 own = experts.module if hasattr(module, experts.module or "-") else "mlp"
@@ -155,14 +168,15 @@ class LayerRunner:
                 elif correction and hasattr(getattr(mixture, "gate", None), correction):
                     stored[f"{own}.gate.{correction}"] = f"{experts.module}.{correction}"
                 router = experts.router.rpartition(".")[0]
-                kind = self.layer_map.family.model_type
-                if kind in OTHER_NAMES:
-                    stored |= OTHER_NAMES[kind]
-                elif hasattr(module.get_submodule(router), "weight"):  # GraniteMoE's
+                has_weight = hasattr(module.get_submodule(router), "weight")  # GraniteMoE's
+                if has_weight and kind not in OTHER_NAMES:
                     stored[f"{router}.weight"] = f"{experts.router}.weight"
                 if kind == "hy_v3":
                     mixture.shared_mlp = mixture.shared_experts
                     second = (*second, f"{own}.shared_experts.")
+        joined, parts = JOINED.get(kind, ("", ()))
+        if parts and parts[0] in state:
+            state = {**state, joined: torch.cat([state[part] for part in parts])}
         built = {n: w for n, w in module.state_dict().items() if not n.startswith(second)}
         wanted = {name: stored.get(name, name) for name in built}
         missing = [name for name in wanted.values() if name not in state]

@@ -14,6 +14,7 @@ _NUMBERS = (
     *("intermediate_size_mlp", "global_head_dim", "num_global_key_value_heads"),
     *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
     *("linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_heads", "linear_head_dim"),
     *("conv_L_cache", "shared_intermediate_size"),
     *("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
     *("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
@@ -122,6 +123,7 @@ def named_sizes(
     found["layer_inputs"] = width * layers if width and is_size(layers) else None
     found["altup_squared"] = found["altup_num_inputs"] and found["altup_num_inputs"] ** 2
     found |= _latent_sizes(found)
+    found["kda"] = _product(found, "linear_num_heads", "linear_head_dim")
     found["index_q"] = _product(found, "index_n_heads", "index_head_dim")
     found["q_and_gate"] = found["q"] and 2 * found["q"]
     keys, values = (

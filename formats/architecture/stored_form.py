@@ -285,7 +285,7 @@ def _same(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _query_rank(default: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+def _query_rank(default: int | None) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """Return what fills in the width of queries' latents; null means that there are none."""
     return lambda config: {} if "q_lora_rank" in config else {"q_lora_rank": default}
 
@@ -327,6 +327,31 @@ def _indexer_types(config: Mapping[str, Any]) -> dict[str, Any]:
     layers = range(min(count, MAX_LAYERS))
     own = [max(layer - first + 1, 0) % max(every, 1) for layer in layers]
     return {"indexer_types": [kinds[bool(each)] for each in own]}
+
+
+def _kimi_linear(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the kinds of layers and the sizes of mixers, from a part of config.json."""
+    own, count = config.get("linear_attn_config"), config.get("num_hidden_layers")
+    own = own if isinstance(own, Mapping) else {}
+    found = _query_rank(None)(config)
+    for usual, key, default in (
+        ("linear_head_dim", "head_dim", 128),
+        ("linear_num_heads", "num_heads", 32),
+        ("linear_conv_kernel_dim", "short_conv_kernel_size", 4),
+    ):
+        found[usual] = own.get(key, config.get(usual, default))
+    if not is_size(count):
+        return found
+    layers, full = range(min(count, MAX_LAYERS)), own.get("full_attn_layers")
+    if config.get("layer_types") is None and isinstance(full, list):
+        # numbered from 1
+        kinds = ("linear_attention", "full_attention")
+        found["layer_types"] = [kinds[layer + 1 in full] for layer in layers]
+    if config.get("mlp_layer_types") is None:
+        first = config.get("first_k_dense_replace", 1)
+        dense = first if type(first) is int else 0
+        found["mlp_layer_types"] = [("sparse", "dense")[layer < dense] for layer in layers]
+    return found
 
 
 def _minicpm3(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -461,6 +486,7 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "deepseek_v3": _query_rank(1536),
     "deepseek_v32": _selecting(1536, 64),
     "glm_moe_dsa": _selecting(2048, 32),
+    "kimi_linear": _kimi_linear,
     "glm4_moe_lite": _glm_lite,
     "exaone_moe": _expert_layers,
     "hy_v3": _expert_layers,

@@ -99,9 +99,9 @@ def build_attention(
     )
 
 
-def score_factor(rope: RopeConfig) -> float:
+def score_factor(rope: RopeConfig | None) -> float:
     """Factor of scores: YaRN's second one, besides that of cosines and sines."""
-    if rope.type != "yarn":
+    if rope is None or rope.type != "yarn":
         return 1.0
     every = rope.parameters.get("mscale_all_dim") or 0
     return yarn_magnitude(rope.parameters["factor"], every) ** 2

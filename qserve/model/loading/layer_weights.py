@@ -124,11 +124,17 @@ class LayerWeights:
             stored = weights.source.tensor(f"{self._prefix}.{local}", weights.shape(each.shape))
             dtype = torch.float32 if each.float32 else weights.dtype
             found[each.key] = stored.to(weights.device, dtype)
-        return {**found, "conv_weight": found["conv_weight"].squeeze(1)}
+        # one convolution, or one of each part of its channels
+        convolutions = [found.pop(key) for key in list(found) if key.startswith("conv_weight")]
+        return {**found, "conv_weight": torch.cat(convolutions).squeeze(1)}
 
     def constant(self, values: torch.Tensor) -> torch.Tensor:
         """Numbers of config.json as a tensor of the activations' dtype."""
         return values.to(self._weights.device, self._weights.dtype)
+
+    def float_linear(self, weight_NK: torch.Tensor) -> FloatLinear:
+        """Linear of a float tensor, with the selected kernel."""
+        return self._weights.float_linear(weight_NK)
 
     def absorbed(self, shape: LatentShape) -> tuple[torch.Tensor, torch.Tensor]:
         """W_UK and W_UV of latent attention."""

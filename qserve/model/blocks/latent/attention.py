@@ -169,6 +169,11 @@ class LatentAttention(torch.nn.Module):
         super().__init__()
         self.indexer, self.selection = indexer, selection
         self.shape, self.scale, self.kernel, self.rotary = shape, scale, kernel, rotary
+        # Without a rotation positions do not count: one row of cosines 1 and sines 0.
+        self.rotates, half = rotary.cos_sin.shape[1] > 0, shape.rope // 2
+        table = rotary.cos_sin.new_zeros(1, 2 * half)
+        table[:, :half] = 1
+        self.register_buffer("still", None if self.rotates else table)
         self.qkv_proj, self.q_b_proj, self.o_proj = qkv_proj, q_b_proj, o_proj
         self.register_buffer("q_norm", q_norm)
         self.register_buffer("kv_norm", kv_norm)
@@ -239,12 +244,14 @@ class LatentAttention(torch.nn.Module):
         if self.query_scales is not None:
             q_THD = q_THD * self.query_scales[step.positions_T, None, None].to(q_THD.dtype)
         q_n_THP, q_r_THR = q_THD.split([shape.nope, shape.rope], dim=-1)
+        turns = (self.rotary.cos_sin, step.positions_T)
+        if not self.rotates:
+            turns = (self.still, torch.zeros_like(step.positions_T))
         q_THE = ops.rope_write_latents_(
             q_r_THR,
             made_TE,
             self.kv_norm,
-            self.rotary.cos_sin,
-            step.positions_T,
+            *turns,
             cache,
             step.slots_T,
             eps=INNER_NORM_EPS,
