@@ -588,6 +588,16 @@ TINY_FAMILIES["kimi_linear"] = (
         "mlp_layer_types": ["dense", "sparse", "sparse"],
     },
 )
+TINY_FAMILIES["minimax"] = (
+    "MiniMaxConfig",
+    {
+        **{"head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 2, "block_size": 16},
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        **{"linear_attn_alpha_factor": 1.5, "linear_attn_beta_factor": 0.8},
+        **{"full_attn_alpha_factor": 1.2, "full_attn_beta_factor": 0.7},
+        **{"mlp_alpha_factor": 0.9, "mlp_beta_factor": 1.3},
+    },
+)
 # rows of what other families have, too: a few tests run them
 ROWS = ("gpt_bigcode", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "hunyuan", "olmoe", "dots1")
 ROWS += ("granite_moe_shared", "hunyuan_moe", "falcon_rw")
@@ -610,7 +620,7 @@ ROWS += ("deepseek_v32", "glm_moe_dsa")
 STATES = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"),
     *("granite_hybrid", "granite_hybrid_moe", "falcon_h1", "nemotron_h", "nemotron_h_moe"),
-    *("bamba", "nemotron_h_latent", "kimi_linear"),
+    *("bamba", "nemotron_h_latent", "kimi_linear", "minimax"),
 )
 WITHOUT_RANKS = (*STATES, "gemma4", "gemma4_moe", "gemma4_shared", "gemma3n")  # ranks are refused
 # four linears in one matrix

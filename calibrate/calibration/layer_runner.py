@@ -101,6 +101,13 @@ class LayerRunner:
                 "its layers read several streams of hidden states, which calibration does not run",
                 "give --recipe rtn",
             )
+        stated = self.raw_config.get("rotary_dim")
+        if row.model_type == "minimax" and stated not in (None, self.raw_config.get("head_dim")):
+            raise InputError(
+                "config.json rotary_dim",
+                f"transformers rotates all of a head, not {stated} channels",
+                "give --recipe rtn",
+            )
         # Layers with rotary_dim_key have tables of their own.
         if row.rotates(vars(config)) and not row.rotary_dim_key:
             # That of a model which also sees pictures has a name of its own.
@@ -177,7 +184,12 @@ class LayerRunner:
         joined, parts = JOINED.get(kind, ("", ()))
         if parts and parts[0] in state:
             state = {**state, joined: torch.cat([state[part] for part in parts])}
-        built = {n: w for n, w in module.state_dict().items() if not n.startswith(second)}
+        tables = self.layer_map.family.masks  # computed, whether a file holds them or not
+        built = {
+            name: weight
+            for name, weight in module.state_dict().items()
+            if not name.startswith(second) and name not in tables
+        }
         wanted = {name: stored.get(name, name) for name in built}
         missing = [name for name in wanted.values() if name not in state]
         if missing:
@@ -190,7 +202,7 @@ class LayerRunner:
                     "fix config.json",
                 )
         given = {name: state[own].to(self.device, self.dtype) for name, own in wanted.items()}
-        module.load_state_dict(given, assign=True, strict=not second)
+        module.load_state_dict(given, assign=True, strict=not (second or tables))
         if any(buffer.is_meta for buffer in module.buffers()):
             self._fill_buffers(module, layer)
         if self._adapter is not None:

@@ -116,7 +116,7 @@ class Family:
     rules: ConfigRules | None = None  # None: `inspect` does not check its config and tensors
     # How files differ from the usual form (stored_form.py): their own keys of config.json by the
     # usual ones; a prefix that some leave out; weights of a layer are [inputs, outputs]; tensors
-    # of a layer that hold masks.
+    # of a layer that hold masks or other tables, which are computed.
     config_keys: Mapping[str, str] = field(default_factory=dict)
     left_out_prefix: str = ""
     transposed: bool = False

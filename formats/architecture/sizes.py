@@ -123,6 +123,7 @@ def named_sizes(
     found["layer_inputs"] = width * layers if width and is_size(layers) else None
     found["altup_squared"] = found["altup_num_inputs"] and found["altup_num_inputs"] ** 2
     found |= _latent_sizes(found)
+    found["lightning_qkv"] = found["q"] and 3 * found["q"]
     found["kda"] = _product(found, "linear_num_heads", "linear_head_dim")
     found["index_q"] = _product(found, "index_n_heads", "index_head_dim")
     found["q_and_gate"] = found["q"] and 2 * found["q"]

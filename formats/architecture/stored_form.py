@@ -20,12 +20,17 @@ from formats.families import FAMILIES
 from formats.files.tensor_entry import TensorEntry
 
 # model_type -> that of the family with the same layers
-_SAME_LAYERS = {"kimi_k2": "deepseek_v3", "internlm3": "llama", "iquestcoder": "llama"}
+_SAME_LAYERS = {
+    **{"kimi_k2": "deepseek_v3", "internlm3": "llama", "iquestcoder": "llama"},
+    **{"minimax_text_01": "minimax", "minimax_m1": "minimax"},
+}
 # architecture of code in a model's folder -> that of transformers for the same files
 _SAME_FILES = {
     "MPTForCausalLM": "MptForCausalLM",
     "InternLM3ForCausalLM": "LlamaForCausalLM",
     "IQuestCoderForCausalLM": "LlamaForCausalLM",
+    "MiniMaxText01ForCausalLM": "MiniMaxForCausalLM",
+    "MiniMaxM1ForCausalLM": "MiniMaxForCausalLM",
 }
 BLOOM_LENGTH = 2048  # of training; ALiBi has no limit
 
@@ -354,6 +359,24 @@ def _kimi_linear(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _minimax(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the kinds of layers, and the share of a head that rotates."""
+    found: dict[str, Any] = {}
+    count, kinds = config.get("num_hidden_layers"), config.get("attn_type_list")
+    if config.get("layer_types") is None and isinstance(kinds, list):
+        names = ("linear_attention", "full_attention")
+        found["layer_types"] = [names[bool(kind)] for kind in kinds[:MAX_LAYERS]]
+    elif config.get("layer_types") is None and is_size(count):
+        names = ("full_attention", "linear_attention")
+        found["layer_types"] = [names[layer % 2] for layer in range(min(count, MAX_LAYERS))]
+    rotated, head_dim, rope = (
+        config.get(key) for key in ("rotary_dim", "head_dim", "rope_parameters")
+    )
+    if is_size(rotated) and is_size(head_dim) and isinstance(rope, Mapping):
+        found["rope_parameters"] = {**rope, "partial_rotary_factor": rotated / head_dim}
+    return found
+
+
 def _minicpm3(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the divisor of logits, and the widths that transformers fills in."""
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
@@ -487,6 +510,7 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "deepseek_v32": _selecting(1536, 64),
     "glm_moe_dsa": _selecting(2048, 32),
     "kimi_linear": _kimi_linear,
+    "minimax": _minimax,
     "glm4_moe_lite": _glm_lite,
     "exaone_moe": _expert_layers,
     "hy_v3": _expert_layers,

@@ -126,11 +126,17 @@ class LayerWeights:
             found[each.key] = stored.to(weights.device, dtype)
         # one convolution, or one of each part of its channels
         convolutions = [found.pop(key) for key in list(found) if key.startswith("conv_weight")]
-        return {**found, "conv_weight": torch.cat(convolutions).squeeze(1)}
+        if convolutions:
+            found["conv_weight"] = torch.cat(convolutions).squeeze(1)
+        return found
 
     def constant(self, values: torch.Tensor) -> torch.Tensor:
         """Numbers of config.json as a tensor of the activations' dtype."""
         return values.to(self._weights.device, self._weights.dtype)
+
+    def float32_constant(self, values: torch.Tensor) -> torch.Tensor:
+        """Numbers of config.json in float32."""
+        return values.to(self._weights.device, torch.float32)
 
     def float_linear(self, weight_NK: torch.Tensor) -> FloatLinear:
         """Linear of a float tensor, with the selected kernel."""
