@@ -19,6 +19,11 @@ from qkernels.latent.ops import (
     latent_attention,
     rope_write_latents_,
 )
+from qkernels.latent.selected.ops import (
+    select_keys,
+    selected_latent_attention,
+    write_index_keys_,
+)
 from qkernels.linear.fixed_order import fixed_order_linear
 from qkernels.linear.ops import linear, linear_codes, plan_linear, prepare_weight
 from qkernels.lora.ops import lora_expand_, lora_shrink, lora_term
@@ -76,9 +81,12 @@ __all__ = [
     "rope_write_kv_",
     "rope_write_latents_",
     "sample_",
+    "select_keys",
+    "selected_latent_attention",
     "selective_scan_",
     "settle_drafts_",
     "short_conv_",
     "spread_logits",
+    "write_index_keys_",
     "write_kv_",
 ]

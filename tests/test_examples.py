@@ -13,6 +13,7 @@ COMMANDS = {
     ' --requests 4 --request-input 32 --request-output 8 --engine {"max_model_len":512}',
     "measure_kv_transfer": "--shape tiny --folder FOLDER/kv --tokens 64 --dtypes int8 --repeats 1",
     "measure_latent_attention": "--device cpu --tiny --repeats 1",
+    "measure_new_mixers": "--device cpu --tiny --repeats 1",
     "measure_lora": f"--shape tiny --max-loras 2 --max-batch 1 {FEW}",
     "measure_prefix_cache": f"--shape tiny {FEW} --requests 4 --unique-tokens 64"
     " --shared-requests 4 --system-tokens 64 --chats 2 --turns 2 --turn-tokens 32",

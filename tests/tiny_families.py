@@ -613,6 +613,28 @@ TINY_FAMILIES |= {
         },
     ),
 }
+TINY_FAMILIES["kimi_linear"] = (
+    "KimiLinearConfig",
+    {
+        **{"kv_lora_rank": 64, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 40},
+        **{"num_key_value_heads": 4, "num_experts": 8, "num_experts_per_token": 3},
+        **{"moe_intermediate_size": 32, "num_shared_experts": 2, "pad_token_id": 0},
+        **{"num_expert_group": 4, "topk_group": 2, "routed_scaling_factor": 1.8},
+        **{"linear_num_heads": 3, "linear_head_dim": 32},
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
+)
+TINY_FAMILIES["minimax"] = (
+    "MiniMaxConfig",
+    {
+        **{"head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 2, "block_size": 16},
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        **{"linear_attn_alpha_factor": 1.5, "linear_attn_beta_factor": 0.8},
+        **{"full_attn_alpha_factor": 1.2, "full_attn_beta_factor": 0.7},
+        **{"mlp_alpha_factor": 0.9, "mlp_beta_factor": 1.3},
+    },
+)
 # rows of what other families have, too: a few tests run them
 ROWS = ("gpt_bigcode", "arcee", "ernie4_5", "ernie4_5_moe", "glm", "hunyuan", "olmoe", "dots1")
 ROWS += ("granite_moe_shared", "hunyuan_moe", "falcon_rw")
@@ -636,7 +658,7 @@ ROWS += ("granite_swa", "granite_moe_swa", "olmo", "laguna", "mimo_v2")
 STATES = (
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe"),
     *("granite_hybrid", "granite_hybrid_moe", "falcon_h1", "nemotron_h", "nemotron_h_moe"),
-    *("bamba", "nemotron_h_latent"),
+    *("bamba", "nemotron_h_latent", "kimi_linear", "minimax"),
 )
 # ranks are refused
 WITHOUT_RANKS = (*STATES, "gemma4", "gemma4_moe", "gemma4_shared", "gemma3n", "laguna", "mimo_v2")

@@ -76,6 +76,13 @@ class LayerRunner:
         self._mamba_factors = getattr(module, "compute_mup_vector", None)
         self._rotary = None
         self._by_theta: dict[float, nn.Module] = {}  # of families whose layers have own thetas
+        stated = self.raw_config.get("rotary_dim")
+        if row.model_type == "minimax" and stated not in (None, self.raw_config.get("head_dim")):
+            raise InputError(
+                "config.json rotary_dim",
+                f"transformers rotates all of a head, not {stated} channels",
+                "give --recipe rtn",
+            )
         # Layers with rotary_dim_key have tables of their own.
         if row.rotates(vars(config)) and not row.rotary_dim_key:
             # That of a model which also sees pictures has a name of its own.
@@ -144,7 +151,15 @@ class LayerRunner:
                     second = (*second, f"{theirs}.")
                 else:
                     stored[theirs] = name
-        built = {n: w for n, w in module.state_dict().items() if not n.startswith(second)}
+        for joined, parts in self.layer_map.family.joined_in_transformers.items():
+            if parts[0] in state:
+                state = {**state, joined: torch.cat([state[part] for part in parts])}
+        tables = self.layer_map.family.masks  # computed, whether a file holds them or not
+        built = {
+            name: weight
+            for name, weight in module.state_dict().items()
+            if not name.startswith(second) and name not in tables
+        }
         wanted = {name: stored.get(name, name) for name in built}
         missing = [name for name in wanted.values() if name not in state]
         if missing:
@@ -157,7 +172,7 @@ class LayerRunner:
                     "fix config.json",
                 )
         given = {name: state[own].to(self.device, self.dtype) for name, own in wanted.items()}
-        module.load_state_dict(given, assign=True, strict=not second)
+        module.load_state_dict(given, assign=True, strict=not (second or tables))
         if any(buffer.is_meta for buffer in module.buffers()):
             self._fill_buffers(module, layer)
         if self._adapter is not None:
@@ -235,7 +250,8 @@ class LayerRunner:
         others: dict[str, Any] = {"alibi": None} if "alibi" in accepted else {}
         if self.layer_map.family.alibi:
             others, mask = self._biases(hidden_BSD, mask, "alibi" in accepted)
-        if "prev_topk_indices" in accepted:
+        indexer = self.layer_map.family.indexer
+        if indexer is not None and not indexer.is_in(layer, self.raw_config):
             others["prev_topk_indices"] = self._all_keys(hidden_BSD)
         inputs_BSD = hidden_BSD
         if self.carried is not None:
@@ -262,7 +278,7 @@ class LayerRunner:
 
         Raises InputError for windows in which it would leave some out.
         """
-        key = self.layer_map.family.selected_keys
+        key = self.layer_map.family.indexer.count_key
         (B, S), most = hidden_BSD.shape[:2], getattr(self.config, key)
         if most < S:
             raise InputError(
@@ -350,7 +366,7 @@ class LayerRunner:
         """
         window = self.config.sliding_window if kind == "sliding_attention" else None
         chunk = self.config.attention_chunk_size if kind == "chunked_attention" else None
-        selects = self.layer_map.family.selected_keys  # an indexer reads the mask
+        selects = self.layer_map.family.indexer is not None  # an indexer reads the mask
         if not (self.eager or selects) and (window or chunk or length) >= length:
             return None
         ids_S = torch.arange(length, device=self.device)

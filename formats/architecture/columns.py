@@ -4,7 +4,7 @@ names of MTP layers.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from formats.architecture.flags import Flag
 from formats.architecture.projection import Projection, Shape
@@ -71,6 +71,39 @@ class LayerInputs:
             f"{self.model_projection}.weight": (("layer_inputs",), ("hidden_size",)),
             self.model_norm: ((self.width_key,),),
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Indexer:
+    """Selects the keys that queries of latent attention see; never quantized here."""
+
+    module: str  # below a layer
+    queries: Projection
+    keys: Projection
+    weights: Projection  # of heads
+    norm: str  # of keys, with a bias
+    count_key: str  # key of config.json: keys that a query sees
+    # key of config.json: "full" for each layer with an indexer; empty: all layers have one
+    kinds_key: str = ""
+    interleaved: bool = False  # pairs of its rotation, whatever those of attention are
+
+    def is_in(self, layer: int | None, config: Mapping[str, Any]) -> bool:
+        """Return True if a layer has an indexer; else it sees what an earlier layer selected.
+
+        Layers that config.json does not list, for drafts, have one.
+        """
+        kinds = config.get(self.kinds_key)
+        if layer is None or not isinstance(kinds, list) or layer >= len(kinds):
+            return True
+        return kinds[layer] == "full"
+
+    @property
+    def tensors(self) -> dict[str, Shape]:
+        """Return its tensors below a layer."""
+        projections = (self.queries, self.keys, self.weights)
+        linears = [linear for each in projections for linear in each.linears]
+        norms = {f"{self.norm}.{leaf}": (("index_head_dim",),) for leaf in ("weight", "bias")}
+        return {f"{linear.name}.weight": linear.shape for linear in linears} | norms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

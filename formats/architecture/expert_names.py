@@ -39,7 +39,13 @@ def canonical_names(config: Mapping[str, Any], names: Collection[str]) -> dict[s
     # no tool renames those without a gate, or those that no module of the layer holds
     if experts is None or not (experts.gated and experts.module):
         return {}
-    renamed = {name: _canonical(experts, name) for name in names}
+    family = _family(config)
+    dense = {
+        linear.name.rpartition(".")[2]: linear.name.rpartition(".")[0]
+        for projection in (family.gate_up, family.down)
+        for linear in projection.linears
+    }
+    renamed = {name: _canonical(experts, dense, name) for name in names}
     differ = any(name != own for name, own in renamed.items())
     # two names of one tensor: the file is damaged; keep its names for the error
     return renamed if differ and len(set(renamed.values())) == len(renamed) else {}
@@ -117,8 +123,11 @@ def _leaves(experts: Experts) -> tuple[str, ...]:
     return tuple(linear.name.rpartition(".")[2] for linear in linears)
 
 
-def _canonical(experts: Experts, name: str) -> str:
-    """Return the row's name of one tensor; names outside of experts are unchanged."""
+def _canonical(experts: Experts, dense: Mapping[str, str], name: str) -> str:
+    """Return the row's name of one tensor; names outside of experts are unchanged.
+
+    `dense`: linears of a feed-forward without experts, by their last name, and its module.
+    """
     match = _EXPERT.fullmatch(name)
     if match is not None:
         place = next(row.index(match["leaf"]) for row in LEAVES if match["leaf"] in row)
@@ -127,7 +136,8 @@ def _canonical(experts: Experts, name: str) -> str:
     match = _MODULE.fullmatch(name)
     if match is None:
         return name
-    return f"{match['layer']}.{experts.module}.{match['rest']}"
+    module = dense.get(match["rest"].partition(".")[0], experts.module)
+    return f"{match['layer']}.{module}.{match['rest']}"
 
 
 def _local(match: re.Match) -> str:

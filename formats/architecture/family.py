@@ -14,6 +14,7 @@ from formats.architecture.columns import (
     Blocks,
     ConfigRules,
     DraftNames,
+    Indexer,
     LayerInputs,
     LayerKind,
     Norm,
@@ -75,12 +76,12 @@ class Family:
     shared_layers_key: str = ""
     wide_shared: Flag = False
     layer_inputs: LayerInputs | None = None  # None: layers read the residual stream alone
-    # Key of config.json: keys that a query selects, by an indexer. Contexts that are no longer see
-    # all of them, and need no indexer; longer ones are refused.
-    selected_keys: str = ""
+    indexer: Indexer | None = None  # of layers with latent attention; None: queries see all keys
     # transformers' names of modules and tensors of a layer, by those of this row, where they
     # differ. Experts' own are left out: calibration has modules of its own for them.
     names_in_transformers: Mapping[str, str] = field(default_factory=dict)
+    # transformers' tensors of a layer, and those of this row that are their parts, in order
+    joined_in_transformers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unread_modules: tuple[str, ...] = ()  # modules of a layer whose tensors are not used
     float_linears: tuple[str, ...] = ()  # other linears of a layer, which are never quantized
     # Names of the matrices [hidden_size, hidden_size], numbered from 0, that make the other streams
@@ -125,7 +126,7 @@ class Family:
     rules: ConfigRules | None = None  # None: `inspect` does not check its config and tensors
     # How files differ from the usual form (stored_form.py): their own keys of config.json by the
     # usual ones; a prefix that some leave out; weights of a layer are [inputs, outputs]; tensors
-    # of a layer that hold masks.
+    # of a layer that hold masks or other tables, which are computed.
     config_keys: Mapping[str, str] = field(default_factory=dict)
     left_out_prefix: str = ""
     transposed: bool = False
@@ -237,10 +238,6 @@ class Family:
         if self.draft_prefix:
             layers = (*layers, self.draft_prefix)
         count = config.get(self.num_layers_key)
-        if is_size(count) and self.unread_modules:
-            prefixes = [self.layer.format(i=i) for i in range(min(count, MAX_LAYERS))]
-            own = [f"{prefix}.{name}." for prefix in prefixes for name in self.unread_modules]
-            layers = (*layers, *own)
         if not is_size(count) or not is_size(config.get(self.shared_layers_key)):
             return layers
         # published files have them all the same
@@ -375,6 +372,8 @@ class Family:
         }
         if blocks.state:
             shapes |= self.state_mixer.tensors(config)
+        if self.indexer is not None and self.indexer.is_in(layer, config):
+            shapes |= self.indexer.tensors
         if self.layer_scalar:
             shapes[self.layer_scalar] = (("one",),)
         shapes |= dict(self.activation_tensors.values())

@@ -16,10 +16,12 @@ _NUMBERS = (
     *("num_global_attention_heads", "num_local_attention_heads", "num_local_key_value_heads"),
     *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
     *("linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_heads", "linear_head_dim"),
     *("conv_L_cache", "shared_intermediate_size"),
     *("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
     *("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
     *("laurel_rank", "altup_num_inputs"),
+    *("index_n_heads", "index_head_dim"),
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
 
@@ -137,6 +139,9 @@ def named_sizes(
     found["layer_inputs"] = width * layers if width and is_size(layers) else None
     found["altup_squared"] = found["altup_num_inputs"] and found["altup_num_inputs"] ** 2
     found |= _latent_sizes(found)
+    found["lightning_qkv"] = found["q"] and 3 * found["q"]
+    found["kda"] = _product(found, "linear_num_heads", "linear_head_dim")
+    found["index_q"] = _product(found, "index_n_heads", "index_head_dim")
     found["q_and_gate"] = found["q"] and 2 * found["q"]
     keys, values = (
         _product(found, f"linear_num_{x}_heads", f"linear_{x}_head_dim") for x in ("key", "value")

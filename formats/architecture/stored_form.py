@@ -20,12 +20,17 @@ from formats.families import FAMILIES
 from formats.files.tensor_entry import TensorEntry
 
 # model_type -> that of the family with the same layers
-_SAME_LAYERS = {"kimi_k2": "deepseek_v3", "internlm3": "llama", "iquestcoder": "llama"}
+_SAME_LAYERS = {
+    **{"kimi_k2": "deepseek_v3", "internlm3": "llama", "iquestcoder": "llama"},
+    **{"minimax_text_01": "minimax", "minimax_m1": "minimax"},
+}
 # architecture of code in a model's folder -> that of transformers for the same files
 _SAME_FILES = {
     "MPTForCausalLM": "MptForCausalLM",
     "InternLM3ForCausalLM": "LlamaForCausalLM",
     "IQuestCoderForCausalLM": "LlamaForCausalLM",
+    "MiniMaxText01ForCausalLM": "MiniMaxForCausalLM",
+    "MiniMaxM1ForCausalLM": "MiniMaxForCausalLM",
 }
 BLOOM_LENGTH = 2048  # of training; ALiBi has no limit
 
@@ -345,7 +350,7 @@ def _same(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _query_rank(default: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+def _query_rank(default: int | None) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """Return what fills in the width of queries' latents; null means that there are none."""
     return lambda config: {} if "q_lora_rank" in config else {"q_lora_rank": default}
 
@@ -354,7 +359,7 @@ def _glm_lite(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**_query_rank(768)(config), **_expert_layers(config)}
 
 
-def _selecting(rank: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+def _selecting(rank: int, heads: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """Return what fills in transformers' defaults of attention that selects keys."""
 
     def derive(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -363,9 +368,73 @@ def _selecting(rank: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
             **_query_rank(rank)(config),
             **_expert_layers({**config, "first_k_dense_replace": first}),
             "index_topk": config.get("index_topk", 2048),
+            "index_n_heads": config.get("index_n_heads", heads),
+            "index_head_dim": config.get("index_head_dim", 128),
+            **_indexer_types(config),
         }
 
     return derive
+
+
+def _indexer_types(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return which layers of GLM-5 have an indexer, from the keys of its files."""
+    count, pattern = config.get("num_hidden_layers"), config.get("index_topk_pattern")
+    if config.get("indexer_types") is not None or config.get("model_type") != "glm_moe_dsa":
+        return {}
+    if isinstance(pattern, str):
+        return {"indexer_types": ["full" if kind == "F" else "shared" for kind in pattern]}
+    if isinstance(pattern, list):
+        return {"indexer_types": pattern}
+    every, first = config.get("index_topk_freq", 1), config.get("index_skip_topk_offset", 2)
+    if not (is_size(count) and type(every) is int and type(first) is int):
+        return {}
+    kinds = ("full", "shared")
+    layers = range(min(count, MAX_LAYERS))
+    own = [max(layer - first + 1, 0) % max(every, 1) for layer in layers]
+    return {"indexer_types": [kinds[bool(each)] for each in own]}
+
+
+def _kimi_linear(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the kinds of layers and the sizes of mixers, from a part of config.json."""
+    own, count = config.get("linear_attn_config"), config.get("num_hidden_layers")
+    own = own if isinstance(own, Mapping) else {}
+    found = _query_rank(None)(config)
+    for usual, key, default in (
+        ("linear_head_dim", "head_dim", 128),
+        ("linear_num_heads", "num_heads", 32),
+        ("linear_conv_kernel_dim", "short_conv_kernel_size", 4),
+    ):
+        found[usual] = own.get(key, config.get(usual, default))
+    if not is_size(count):
+        return found
+    layers, full = range(min(count, MAX_LAYERS)), own.get("full_attn_layers")
+    if config.get("layer_types") is None and isinstance(full, list):
+        # numbered from 1
+        kinds = ("linear_attention", "full_attention")
+        found["layer_types"] = [kinds[layer + 1 in full] for layer in layers]
+    if config.get("mlp_layer_types") is None:
+        first = config.get("first_k_dense_replace", 1)
+        dense = first if type(first) is int else 0
+        found["mlp_layer_types"] = [("sparse", "dense")[layer < dense] for layer in layers]
+    return found
+
+
+def _minimax(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the kinds of layers, and the share of a head that rotates."""
+    found: dict[str, Any] = {}
+    count, kinds = config.get("num_hidden_layers"), config.get("attn_type_list")
+    if config.get("layer_types") is None and isinstance(kinds, list):
+        names = ("linear_attention", "full_attention")
+        found["layer_types"] = [names[bool(kind)] for kind in kinds[:MAX_LAYERS]]
+    elif config.get("layer_types") is None and is_size(count):
+        names = ("full_attention", "linear_attention")
+        found["layer_types"] = [names[layer % 2] for layer in range(min(count, MAX_LAYERS))]
+    rotated, head_dim, rope = (
+        config.get(key) for key in ("rotary_dim", "head_dim", "rope_parameters")
+    )
+    if is_size(rotated) and is_size(head_dim) and isinstance(rope, Mapping):
+        found["rope_parameters"] = {**rope, "partial_rotary_factor": rotated / head_dim}
+    return found
 
 
 def _minicpm3(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -498,8 +567,10 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "ernie4_5_moe": _ernie_moe,
     "deepseek_v2": _query_rank(1536),
     "deepseek_v3": _query_rank(1536),
-    "deepseek_v32": _selecting(1536),
-    "glm_moe_dsa": _selecting(2048),
+    "deepseek_v32": _selecting(1536, 64),
+    "glm_moe_dsa": _selecting(2048, 32),
+    "kimi_linear": _kimi_linear,
+    "minimax": _minimax,
     "glm4_moe_lite": _glm_lite,
     "exaone_moe": _expert_layers,
     "hy_v3": _expert_layers,

@@ -167,17 +167,23 @@ def check_shapes(
 def _shape_finder(family: Family, config: Mapping[str, Any]) -> Callable[[str], Shape | None]:
     """Return a function from a tensor's full name to its expected shape, of optional biases too."""
 
-    tables: dict[LayerKind, dict[str, Shape]] = {}  # by the kind of the layer
+    # by the kind of the layer, and whether it has a state
+    tables: dict[tuple[LayerKind, bool], dict[str, Shape]] = {}
 
     def find(name: str) -> Shape | None:
         match = LAYER_NUMBER.search(name)
         layer = int(match[1]) if match else None
-        kind = family.kind_of_layer(layer, config)
+        has_state = layer is not None and family.has_state(layer, config)
+        kind = family.kind_of_layer(layer, config), has_state
         shapes = tables.get(kind)
         if shapes is None:
             row = family.of_layer(layer, config)
             biases = {f"{linear.name}.bias": (linear.outputs,) for linear in row.linears}
             shapes = {**biases, **row.layer_tensors(config), **family.model_tensors}
+            if has_state:  # its linears may have names that those of attention have elsewhere
+                linears = [each for made in row.state_mixer.projections for each in made.linears]
+                shapes |= {f"{linear.name}.weight": linear.shape for linear in linears}
+                shapes |= row.state_mixer.tensors(config)
             tables[kind] = shapes
         return shapes.get(LAYER_NUMBER.split(name)[-1])
 

@@ -22,7 +22,8 @@ NO_SLOT = -1
 class StateSlots:
     """States of one layer. A slot's contents before its owner's first token are never read."""
 
-    conv_PCL: torch.Tensor  # [P, C, L]: the convolution's input at position p is in column p % L
+    # [P, C, L]: the convolution's input at position p is in column p % L; None: there is none
+    conv_PCL: torch.Tensor | None
     memory_PHKV: torch.Tensor | None = None  # float32 [P, H, K, V]; None: the convolution is all
     # the inputs of the row at position p are in row p % N; None: no row is ever rejected
     recent_PNI: torch.Tensor | None = None
@@ -40,12 +41,13 @@ class StateSlots:
         most_rows: int = 0,
         inputs: int = 0,
     ) -> "StateSlots":
-        """`memory`: H, K, V. `dtype`: of activations. `inputs`: I.
+        """`channels` 0: no convolution. `memory`: H, K, V. `dtype`: of activations. `inputs`: I.
 
         `most_rows`: rows of a verification; 0: no row is ever rejected.
         """
-        columns = taps - 1 + most_rows
-        conv_PCL = torch.zeros(num_slots, channels, columns, dtype=dtype, device=device)
+        conv_PCL, columns = None, taps - 1 + most_rows
+        if channels:
+            conv_PCL = torch.zeros(num_slots, channels, columns, dtype=dtype, device=device)
         if memory is None:
             return cls(conv_PCL=conv_PCL)
         recent_PNI = None

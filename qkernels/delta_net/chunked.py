@@ -12,26 +12,29 @@ from qkernels.causal_conv.state import SplitStep, StateStep, keep_recent_, recen
 from qkernels.delta_net import reference
 
 CHUNK = 64  # tokens
+# Where each channel keeps a share of its own, what is left between two tokens has a number for each
+# channel: few tokens bound its size.
+CHUNK_OF_CHANNELS = 16
 
 
 def delta_rule_(
     mixed_TC: torch.Tensor,
     b_TH: torch.Tensor,
-    a_TH: torch.Tensor,
+    a_TA: torch.Tensor,
     a_log_H: torch.Tensor,
-    dt_bias_H: torch.Tensor,
+    dt_bias_A: torch.Tensor,
     memory_PHKV: torch.Tensor,
     step: StateStep,
     recent_PNI: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As reference.delta_rule_."""
-    numbers = a_log_H, dt_bias_H, memory_PHKV
-    q, k, v, g, beta = reference.split_mixed(mixed_TC, b_TH, a_TH, *numbers)
+    numbers = a_log_H, dt_bias_A, memory_PHKV
+    q, k, v, g, beta = reference.split_mixed(mixed_TC, b_TH, a_TA, *numbers)
     o_THV = torch.empty_like(v)
     split = SplitStep.of(step, mixed_TC.device)
     if len(rows_B := split.rows_B):
         S_BHKV = split.gathered(memory_PHKV)
-        S_BHKV = S_BHKV * g[rows_B].exp()[:, :, None, None]
+        S_BHKV = S_BHKV * g[rows_B].exp()[..., None]
         known_BHV = (S_BHKV * k[rows_B, :, :, None]).sum(2)
         written_BHV = beta[rows_B, :, None] * (v[rows_B] - known_BHV)
         S_BHKV = S_BHKV + k[rows_B, :, :, None] * written_BHV[:, :, None]
@@ -49,7 +52,7 @@ def delta_rule_(
         is_verify = own.is_verify(recent_PNI)
         if is_verify and slot >= 0:
             memory_PHKV[slot] = S_HKV
-            inputs = reference.row_inputs(mixed_TC, b_TH, a_TH, rows, v[0].numel())
+            inputs = reference.row_inputs(mixed_TC, b_TH, a_TA, rows, v[0].numel())
             keep_recent_(recent_PNI[slot], own.start, *inputs)
         of_heads = [x[rows].transpose(0, 1) for x in (q, k, v, g, beta)]
         o_HTV, S_HKV = _chunks(*of_heads, S_HKV)
@@ -63,36 +66,45 @@ def _chunks(
     q_HTK: torch.Tensor,
     k_HTK: torch.Tensor,
     v_HTV: torch.Tensor,
-    g_HT: torch.Tensor,
+    g_HTX: torch.Tensor,
     beta_HT: torch.Tensor,
     S_HKV: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One request's outputs [H, T, V] and its state after its last token."""
-    T = q_HTK.shape[1]
-    L = min(CHUNK, T)
+    T, by_channel = q_HTK.shape[1], g_HTX.shape[2] > 1
+    L = min(CHUNK_OF_CHANNELS if by_channel else CHUNK, T)
     more = -T % L
     # Padding tokens of zeros write nothing and forget nothing.
-    q, k, v = (F.pad(x, (0, 0, 0, more)).unflatten(1, (-1, L)) for x in (q_HTK, k_HTK, v_HTV))
-    g, beta = (F.pad(x, (0, more)).unflatten(1, (-1, L)) for x in (g_HT, beta_HT))
-    total_HNL = g.cumsum(-1)  # log of what is left of the state before the chunk
-    between = total_HNL[..., :, None] - total_HNL[..., None, :]
+    q, k, v, g = (
+        F.pad(x, (0, 0, 0, more)).unflatten(1, (-1, L)) for x in (q_HTK, k_HTK, v_HTV, g_HTX)
+    )
+    beta = F.pad(beta_HT, (0, more)).unflatten(1, (-1, L))
+    total_HNLX = g.cumsum(-2)  # log of what is left of the state before the chunk
+    between = total_HNLX[..., :, None, :] - total_HNLX[..., None, :, :]
     causal_LL = torch.ones(L, L, dtype=torch.bool, device=g.device).tril()
-    left_HNLL = between.masked_fill(~causal_LL, -torch.inf).exp()
+    left_HNLLX = between.masked_fill(~causal_LL[..., None], -torch.inf).exp()
     bk = beta[..., None] * k
+
+    def products(x_HNLK: torch.Tensor) -> torch.Tensor:
+        """Products of rows with earlier keys, of which so much is left."""
+        if by_channel:
+            return (x_HNLK[..., :, None, :] * k[..., None, :, :] * left_HNLLX).sum(-1)
+        return (x_HNLK @ k.mT) * left_HNLLX[..., 0]
+
     # (1 + A) written = beta (v - what the state before the chunk says)
-    A_HNLL = (bk @ k.mT) * left_HNLL
-    read_HNLK = bk * total_HNL.exp()[..., None]
+    A_HNLL = products(bk)
+    read_HNLK = bk * total_HNLX.exp()
     solved = torch.linalg.solve_triangular(
         A_HNLL, torch.cat([beta[..., None] * v, read_HNLK], -1), upper=False, unitriangular=True
     )
     own_HNLV, old_HNLK = solved.split([v.shape[-1], k.shape[-1]], -1)
-    inner_HNLL = (q @ k.mT) * left_HNLL
-    q_old = q * total_HNL.exp()[..., None]
-    k_end = k * (total_HNL[..., -1:] - total_HNL).exp()[..., None]
-    left_end_HN = total_HNL[..., -1].exp()
+    inner_HNLL = products(q)
+    q_old = q * total_HNLX.exp()
+    k_end = k * (total_HNLX[..., -1:, :] - total_HNLX).exp()
+    left_end_HNX = total_HNLX[..., -1, :].exp()
     outputs = []
     for n in range(q.shape[1]):
         written_HLV = own_HNLV[:, n] - old_HNLK[:, n] @ S_HKV
         outputs.append(q_old[:, n] @ S_HKV + inner_HNLL[:, n] @ written_HLV)
-        S_HKV = left_end_HN[:, n, None, None] * S_HKV + k_end[:, n].mT @ written_HLV
+        S_HKV = left_end_HNX[:, n, :, None] * S_HKV + k_end[:, n].mT @ written_HLV
     return torch.cat(outputs, 1)[:, :T], S_HKV

@@ -16,9 +16,9 @@ from qkernels.gpu import device as gpu_device
 def delta_rule_(
     mixed_TC: torch.Tensor,
     b_TH: torch.Tensor,
-    a_TH: torch.Tensor,
+    a_TA: torch.Tensor,
     a_log_H: torch.Tensor,
-    dt_bias_H: torch.Tensor,
+    dt_bias_A: torch.Tensor,
     memory_PHKV: torch.Tensor,
     step: StateStep,
     recent_PNI: torch.Tensor | None = None,
@@ -28,29 +28,33 @@ def delta_rule_(
         from qkernels.delta_net import triton_recurrence
 
         return triton_recurrence.delta_rule_(
-            mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, memory_PHKV, step, recent_PNI
+            mixed_TC, b_TH, a_TA, a_log_H, dt_bias_A, memory_PHKV, step, recent_PNI
         )
 
     def run(rows, states, row):
-        return reference.delta_rule_(*rows, a_log_H, dt_bias_H, states, row)
+        return reference.delta_rule_(*rows, a_log_H, dt_bias_A, states, row)
 
     _, H, _, V = memory_PHKV.shape
     o_THV = mixed_TC.new_zeros(mixed_TC.shape[0], H, V)
     recent = RecentRows(
         recent_PNI=recent_PNI,
-        inputs_of=lambda rows: reference.row_inputs(mixed_TC, b_TH, a_TH, rows, H * V),
-        rows_of=lambda inputs_nI: reference.rows_of_inputs(inputs_nI, H, H * V),
+        inputs_of=lambda rows: reference.row_inputs(mixed_TC, b_TH, a_TA, rows, H * V),
+        rows_of=lambda inputs_nI: reference.rows_of_inputs(inputs_nI, H, H * V, len(dt_bias_A)),
     )
-    return run_rows_(run, [mixed_TC, b_TH, a_TH], memory_PHKV, step, o_THV, recent)
+    return run_rows_(run, [mixed_TC, b_TH, a_TA], memory_PHKV, step, o_THV, recent)
 
 
 def gated_rms_norm(
-    x_THV: torch.Tensor, z_THV: torch.Tensor, weight_V: torch.Tensor, eps: float
+    x_THV: torch.Tensor,
+    z_THV: torch.Tensor,
+    weight_V: torch.Tensor,
+    eps: float,
+    sigmoid: bool = False,
 ) -> torch.Tensor:
     """Implement ops.gated_rms_norm. The Triton kernel has a program for each token."""
     if gpu_device.arch(x_THV.device) != "cpu":
         from qkernels.delta_net import triton_norm
 
-        return triton_norm.gated_rms_norm(x_THV, z_THV, weight_V, eps)
+        return triton_norm.gated_rms_norm(x_THV, z_THV, weight_V, eps, sigmoid)
     rows = zip(x_THV.split(1), z_THV.split(1), strict=True)
-    return torch.cat([reference.gated_rms_norm(x, z, weight_V, eps) for x, z in rows])
+    return torch.cat([reference.gated_rms_norm(x, z, weight_V, eps, sigmoid) for x, z in rows])

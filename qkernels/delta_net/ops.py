@@ -1,7 +1,7 @@
 """The operations of the gated delta net: each checks its arguments, then runs a kernel.
 
 Legend: T tokens of a step, R requests, C channels of queries, keys and values, P slots, J key
-heads, H value heads, K key dim, V value dim, N newest rows, I inputs of a row.
+heads, H value heads, K key dim, V value dim, N newest rows, I inputs of a row, A decays of a token.
 """
 
 from typing import Any
@@ -20,9 +20,9 @@ from qkernels.errors import KernelError
 def delta_rule_(
     mixed_TC: torch.Tensor,
     b_TH: torch.Tensor,
-    a_TH: torch.Tensor,
+    a_TA: torch.Tensor,
     a_log_H: torch.Tensor,
-    dt_bias_H: torch.Tensor,
+    dt_bias_A: torch.Tensor,
     memory_PHKV: torch.Tensor,
     step: StateStep,
     recent_PNI: torch.Tensor | None = None,
@@ -32,7 +32,8 @@ def delta_rule_(
 
     `mixed` [T, 2 J K + H V] is queries, keys and values; queries and keys are scaled to length 1
     here. A token writes as much as sigmoid(b) says, and keeps exp(-exp(a_log) softplus(a +
-    dt_bias)) of what was there. `memory`, float32, is the states, changed in place. `recent`: keys,
+    dt_bias)) of what was there: one share of a head (A = H), or one of each key channel (A = H K,
+    Kimi Delta Attention). `memory`, float32, is the states, changed in place. `recent`: keys,
     values, b and a of rows that the memory may not include (StateStep); None: it includes all.
     """
     op = "delta_rule_"
@@ -48,15 +49,18 @@ def delta_rule_(
             f"expected queries and keys of {K} channels for heads that divide {H}, and {H} x {V}"
             f" values, found {C} channels",
         )
-    for name, x in (("b", b_TH), ("a", a_TH)):
-        check_tensor(f"{op} {name}", x, (T, H), (mixed_TC.dtype,), mixed_TC)
-    for name, x in (("a_log", a_log_H), ("dt_bias", dt_bias_H)):
-        check_tensor(f"{op} {name}", x, (H,), (torch.float32,), mixed_TC)
+    (A,) = expect_ndim(f"{op} dt_bias", dt_bias_A, 1)
+    if A not in (H, H * K):
+        raise KernelError(f"{op} dt_bias", f"expected {H} or {H * K} numbers, found {A}")
+    for name, x, size in (("b", b_TH, H), ("a", a_TA, A)):
+        check_tensor(f"{op} {name}", x, (T, size), (mixed_TC.dtype,), mixed_TC)
+    for name, x, size in (("a_log", a_log_H, H), ("dt_bias", dt_bias_A, A)):
+        check_tensor(f"{op} {name}", x, (size,), (torch.float32,), mixed_TC)
     check_step(op, step, mixed_TC)
-    inputs = recent_width(heads * K, H * V, H)
+    inputs = recent_width(heads * K, H * V, H, A)
     check_recent(op, recent_PNI, inputs, step, mixed_TC)
     run = _run(rows.DELTA_RULE, mixed_TC, kernel, in_features=K, head_dim=V)
-    return run(mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, memory_PHKV, step, recent_PNI)
+    return run(mixed_TC, b_TH, a_TA, a_log_H, dt_bias_A, memory_PHKV, step, recent_PNI)
 
 
 def gated_rms_norm(
@@ -65,14 +69,17 @@ def gated_rms_norm(
     weight_V: torch.Tensor,
     eps: float,
     kernel: str | None = None,
+    *,
+    sigmoid: bool = False,
 ) -> torch.Tensor:
-    """x / rms(x) * weight * silu(z) of each head of x [T, H, V]."""
+    """x / rms(x) * weight * silu(z) of each head of x [T, H, V]; with `sigmoid` * sigmoid(z)."""
     op = "gated_rms_norm"
     check_float(f"{op} x", x_THV)
     shape = expect_ndim(f"{op} x", x_THV, 3)
     check_tensor(f"{op} z", z_THV, shape, (x_THV.dtype,), x_THV)
     check_tensor(f"{op} weight", weight_V, (shape[2],), (x_THV.dtype,), x_THV)
-    return _run(rows.GATED_RMS_NORM, x_THV, kernel, head_dim=shape[2])(x_THV, z_THV, weight_V, eps)
+    run = _run(rows.GATED_RMS_NORM, x_THV, kernel, head_dim=shape[2])
+    return run(x_THV, z_THV, weight_V, eps, sigmoid)
 
 
 def _run(operation: dispatch.Operation, x: torch.Tensor, kernel: str | None, **sizes: int) -> Any:

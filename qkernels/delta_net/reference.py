@@ -1,8 +1,10 @@
 """The gated delta net in plain torch, one request and one token after the other: the definition.
 
 Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024), with the norms of
-Qwen3-Next. Legend: T tokens of a step, C channels of queries, keys and values, P slots, J key
-heads, H value heads, K key dim, V value dim.
+Qwen3-Next; and Kimi Delta Attention ("Kimi Linear", arXiv 2510.26692), which keeps another share of
+each key channel. Legend: T tokens of a step, C channels of queries, keys and values, P slots, J key
+heads, H value heads, K key dim, V value dim, A decays of a token (H, or H K), X decays of a head (1
+or K).
 """
 
 import torch
@@ -16,9 +18,9 @@ L2_EPS = 1e-6  # of the norms of queries and keys
 def delta_rule_(
     mixed_TC: torch.Tensor,
     b_TH: torch.Tensor,
-    a_TH: torch.Tensor,
+    a_TA: torch.Tensor,
     a_log_H: torch.Tensor,
-    dt_bias_H: torch.Tensor,
+    dt_bias_A: torch.Tensor,
     memory_PHKV: torch.Tensor,
     step: StateStep,
     recent_PNI: torch.Tensor | None = None,
@@ -28,8 +30,8 @@ def delta_rule_(
     S = exp(g) S;  S = S + k (beta (v - S^T k))^T;  o = S^T q. The arithmetic is in the state's
     dtype.
     """
-    numbers = a_log_H, dt_bias_H, memory_PHKV
-    q_THK, k_THK, v_THV, g_TH, beta_TH = split_mixed(mixed_TC, b_TH, a_TH, *numbers)
+    numbers = a_log_H, dt_bias_A, memory_PHKV
+    q_THK, k_THK, v_THV, g_THX, beta_TH = split_mixed(mixed_TC, b_TH, a_TA, *numbers)
     o_THV = torch.empty_like(v_THV)
     for own in requests_of(step):
         rows, slot = own.rows, own.slot
@@ -40,10 +42,10 @@ def delta_rule_(
                 S_HKV = _updated(S_HKV, k, v, g, beta)
         if own.is_verify(recent_PNI) and slot >= 0:
             memory_PHKV[slot] = S_HKV
-            inputs = row_inputs(mixed_TC, b_TH, a_TH, rows, v_THV[0].numel())
+            inputs = row_inputs(mixed_TC, b_TH, a_TA, rows, v_THV[0].numel())
             keep_recent_(recent_PNI[slot], own.start, *inputs)
         for t in range(rows.start, rows.stop):
-            S_HKV = _updated(S_HKV, k_THK[t], v_THV[t], g_TH[t], beta_TH[t])
+            S_HKV = _updated(S_HKV, k_THK[t], v_THV[t], g_THX[t], beta_TH[t])
             o_THV[t] = torch.einsum("hkv,hk->hv", S_HKV, q_THK[t])
         if slot >= 0 and not own.is_verify(recent_PNI):
             memory_PHKV[slot] = S_HKV
@@ -54,22 +56,31 @@ def _updated(
     S_HKV: torch.Tensor,
     k_HK: torch.Tensor,
     v_HV: torch.Tensor,
-    g_H: torch.Tensor,
+    g_HX: torch.Tensor,
     beta_H: torch.Tensor,
 ) -> torch.Tensor:
     """The state after a token."""
-    S_HKV = S_HKV * g_H.exp()[:, None, None]
+    S_HKV = S_HKV * g_HX.exp()[:, :, None]
     known_HV = torch.einsum("hkv,hk->hv", S_HKV, k_HK)
     written_HV = beta_H[:, None] * (v_HV - known_HV)
     return S_HKV + k_HK[:, :, None] * written_HV[:, None]
 
 
 def gated_rms_norm(
-    x_THV: torch.Tensor, z_THV: torch.Tensor, weight_V: torch.Tensor, eps: float
+    x_THV: torch.Tensor,
+    z_THV: torch.Tensor,
+    weight_V: torch.Tensor,
+    eps: float,
+    sigmoid: bool = False,
 ) -> torch.Tensor:
-    """x / rms(x) * weight * silu(z) of each head; the factor silu(z) is float32."""
+    """x / rms(x) * weight * silu(z) of each head; the factor silu(z) is float32.
+
+    `sigmoid`: the factor is sigmoid(z), and the result alone is rounded.
+    """
     wide = x_THV.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if sigmoid:
+        return (weight_V.float() * normed * z_THV.float().sigmoid()).to(x_THV.dtype)
     normed = weight_V * normed.to(x_THV.dtype)
     return (normed * F.silu(z_THV.float())).to(x_THV.dtype)
 
@@ -77,12 +88,12 @@ def gated_rms_norm(
 def split_mixed(
     mixed_TC: torch.Tensor,
     b_TH: torch.Tensor,
-    a_TH: torch.Tensor,
+    a_TA: torch.Tensor,
     a_log_H: torch.Tensor,
-    dt_bias_H: torch.Tensor,
+    dt_bias_A: torch.Tensor,
     memory_PHKV: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """q, k [T, H, K], v [T, H, V], g and beta [T, H] in the state's dtype.
+    """q, k [T, H, K], v [T, H, V], g [T, H, X] and beta [T, H] in the state's dtype.
 
     Queries and keys have length 1, apart from the scale K^-0.5 of queries. Each key head is
     repeated for its value heads, which are adjacent.
@@ -100,39 +111,40 @@ def split_mixed(
         )
         for x in (q, k)
     )
-    g_TH = -a_log_H.to(wide).exp() * F.softplus(a_TH.to(wide) + dt_bias_H.to(wide))
-    return q * K**-0.5, k, v_THV, g_TH, b_TH.to(wide).sigmoid()
+    steps_TA = F.softplus(a_TA.to(wide) + dt_bias_A.to(wide))
+    g_THX = -a_log_H.to(wide).exp()[:, None] * steps_TA.unflatten(1, (H, -1))
+    return q * K**-0.5, k, v_THV, g_THX, b_TH.to(wide).sigmoid()
 
 
-def recent_width(keys: int, values: int, heads: int) -> int:
-    """Inputs of a row that a later step may apply: I of `recent`."""
-    return keys + values + 2 * heads
+def recent_width(keys: int, values: int, heads: int, decays: int | None = None) -> int:
+    """Inputs of a row that a later step may apply: I of `recent`. `decays`: A; None: H."""
+    return keys + values + heads + (decays or heads)
 
 
 def row_inputs(
-    mixed_TC: torch.Tensor, b_TH: torch.Tensor, a_TH: torch.Tensor, rows: slice, values: int
+    mixed_TC: torch.Tensor, b_TH: torch.Tensor, a_TA: torch.Tensor, rows: slice, values: int
 ) -> tuple[torch.Tensor, ...]:
     """Inputs of rows that a later step may apply: keys, values, b and a. `values`: H V."""
     keys = (mixed_TC.shape[1] - values) // 2
-    return mixed_TC[rows, keys:], b_TH[rows], a_TH[rows]
+    return mixed_TC[rows, keys:], b_TH[rows], a_TA[rows]
 
 
 def split_recent(
     inputs_nI: torch.Tensor,
     a_log_H: torch.Tensor,
-    dt_bias_H: torch.Tensor,
+    dt_bias_A: torch.Tensor,
     memory_PHKV: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """k [n, H, K], v [n, H, V], g and beta [n, H] of the inputs that `row_inputs` returns."""
+    """k [n, H, K], v [n, H, V], g [n, H, X] and beta [n, H] of what `row_inputs` returns."""
     H, V = memory_PHKV.shape[1], memory_PHKV.shape[3]
-    rows = rows_of_inputs(inputs_nI, H, H * V)
-    return split_mixed(*rows, a_log_H, dt_bias_H, memory_PHKV)[1:]
+    rows = rows_of_inputs(inputs_nI, H, H * V, len(dt_bias_A))
+    return split_mixed(*rows, a_log_H, dt_bias_A, memory_PHKV)[1:]
 
 
 def rows_of_inputs(
-    inputs_nI: torch.Tensor, heads: int, values: int
+    inputs_nI: torch.Tensor, heads: int, values: int, decays: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """mixed, b and a of the inputs that `row_inputs` returns, with keys in the place of queries."""
-    keys = inputs_nI.shape[1] - values - 2 * heads
-    mixed_nC, b_nH, a_nH = inputs_nI.split([keys + values, heads, heads], 1)
-    return torch.cat([mixed_nC[:, :keys], mixed_nC], 1), b_nH, a_nH
+    keys = inputs_nI.shape[1] - values - heads - decays
+    mixed_nC, b_nH, a_nA = inputs_nI.split([keys + values, heads, decays], 1)
+    return torch.cat([mixed_nC[:, :keys], mixed_nC], 1), b_nH, a_nA

@@ -31,6 +31,12 @@ def delta_rule_(
     recent_PNI: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Implement ops.delta_rule_."""
+    if a_TH.shape[1] != b_TH.shape[1]:  # a share of each key channel
+        from qkernels.delta_net import triton_recurrence
+
+        return triton_recurrence.delta_rule_(
+            mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, memory_PHKV, step, recent_PNI
+        )
     mixed_TC, b_TH, a_TH = (
         x if x.stride(1) == 1 else x.contiguous() for x in (mixed_TC, b_TH, a_TH)
     )
@@ -78,10 +84,18 @@ def delta_rule_(
 
 
 @triton.jit
-def updated(state, key, value, b, a, a_log, dt_bias, EPS: tl.constexpr):
-    """The state's columns after a token."""
+def updated(
+    state, key, value, b, a, a_log, dt_bias, EPS: tl.constexpr, CHANNELS: tl.constexpr = False
+):
+    """The state's columns after a token. CHANNELS: `a` and `dt_bias` have a number of each key
+    channel.
+    """
     key = key * tl.rsqrt(tl.sum(key * key, 0) + EPS)
-    state *= tl.exp(decay_log(a, a_log, dt_bias))
+    left = tl.exp(decay_log(a, a_log, dt_bias))
+    if CHANNELS:
+        state *= left[:, None]
+    else:
+        state *= left
     written = write_share(b) * (value - tl.sum(key[:, None] * state, 0))
     return state + key[:, None] * written[None, :]
 

@@ -14,7 +14,11 @@ TILE = 4096  # numbers
 
 
 def gated_rms_norm(
-    x_THV: torch.Tensor, z_THV: torch.Tensor, weight_V: torch.Tensor, eps: float
+    x_THV: torch.Tensor,
+    z_THV: torch.Tensor,
+    weight_V: torch.Tensor,
+    eps: float,
+    sigmoid: bool = False,
 ) -> torch.Tensor:
     """Implement ops.gated_rms_norm."""
     x_THV = x_THV.contiguous()
@@ -39,6 +43,7 @@ def gated_rms_norm(
                 V=V,
                 BH=heads,
                 BV=width,
+                SIGMOID=sigmoid,
                 num_warps=4,
             )
     return y_THV
@@ -56,6 +61,7 @@ def _gated_rms_norm(
     V: tl.constexpr,
     BH: tl.constexpr,
     BV: tl.constexpr,
+    SIGMOID: tl.constexpr,
 ):
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     t = tl.program_id(0).to(tl.int64)
@@ -66,7 +72,10 @@ def _gated_rms_norm(
     weight = tl.load(weight_ptr + v, mask=v < V, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + t * H * V + of_heads, mask=mask, other=0.0).to(tl.float32)
     z = tl.load(z_ptr + t * stride_z + of_heads, mask=mask, other=0.0).to(tl.float32)
-    normed = (x * tl.rsqrt(tl.sum(x * x, 1) / V + eps)[:, None]).to(DTYPE).to(tl.float32)
-    normed = (weight[None, :] * normed).to(DTYPE).to(tl.float32)
-    y = normed * (z / (1.0 + tl.exp(-z)))
+    normed = x * tl.rsqrt(tl.sum(x * x, 1) / V + eps)[:, None]
+    if SIGMOID:
+        y = weight[None, :] * normed / (1.0 + tl.exp(-z))
+    else:
+        normed = (weight[None, :] * normed.to(DTYPE).to(tl.float32)).to(DTYPE).to(tl.float32)
+        y = normed * (z / (1.0 + tl.exp(-z)))
     tl.store(y_ptr + t * H * V + of_heads, y.to(DTYPE), mask=mask)

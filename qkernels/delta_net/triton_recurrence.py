@@ -22,16 +22,16 @@ from qkernels.gpu.launch import launch, on_device
 def delta_rule_(
     mixed_TC: torch.Tensor,
     b_TH: torch.Tensor,
-    a_TH: torch.Tensor,
+    a_TA: torch.Tensor,
     a_log_H: torch.Tensor,
-    dt_bias_H: torch.Tensor,
+    dt_bias_A: torch.Tensor,
     memory_PHKV: torch.Tensor,
     step: StateStep,
     recent_PNI: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Implement ops.delta_rule_."""
-    mixed_TC, b_TH, a_TH = (
-        x if x.stride(1) == 1 else x.contiguous() for x in (mixed_TC, b_TH, a_TH)
+    mixed_TC, b_TH, a_TA = (
+        x if x.stride(1) == 1 else x.contiguous() for x in (mixed_TC, b_TH, a_TA)
     )
     T, C = mixed_TC.shape
     _, H, K, V = memory_PHKV.shape
@@ -45,9 +45,9 @@ def delta_rule_(
             (ceil_div(V, config.columns), H, step.slots_R.shape[0]),
             mixed_TC,
             b_TH,
-            a_TH,
+            a_TA,
             a_log_H,
-            dt_bias_H,
+            dt_bias_A,
             memory_PHKV,
             o_THV,
             mixed_TC if recent_PNI is None else recent_PNI,
@@ -58,7 +58,7 @@ def delta_rule_(
             newest_rows,
             mixed_TC.stride(0),
             b_TH.stride(0),
-            a_TH.stride(0),
+            a_TA.stride(0),
             J=(C - H * V) // (2 * K),
             H=H,
             K=K,
@@ -67,6 +67,7 @@ def delta_rule_(
             EPS=L2_EPS,
             BK=config.keys,
             BV=config.columns,
+            CHANNELS=a_TA.shape[1] != H,
             num_warps=config.warps,
         )
     return o_THV
@@ -88,8 +89,12 @@ def _load_row(
     stride_a,
     b_at,
     a_at,
+    CHANNELS: tl.constexpr,
 ):
-    """query, key [BK], value [BV], b and a of one row and head. A lacking row has no query."""
+    """query, key [BK], value [BV], b and a of one row and head. A lacking row has no query.
+
+    CHANNELS: `a` [BK] has a number of each key channel.
+    """
     row, is_old = tl.cast(tl.maximum(t, 0), tl.int64), t < 0
     query_ptr, key_ptr = mixed_ptrs
     query = tl.load(query_ptr + row * stride_mixed + key, mask=in_k, other=0.0)
@@ -97,7 +102,8 @@ def _load_row(
     k = tl.load(base_ptr + key, mask=in_k, other=0.0)
     v = tl.load(base_ptr + value_at, mask=in_v, other=0.0)
     b = tl.load(tl.where(is_old, inputs_ptr + b_at, b_ptr + row * stride_b))
-    a = tl.load(tl.where(is_old, inputs_ptr + a_at, a_ptr + row * stride_a))
+    a_ptrs = tl.where(is_old, inputs_ptr + a_at, a_ptr + row * stride_a)
+    a = tl.load(a_ptrs, mask=in_k, other=0.0) if CHANNELS else tl.load(a_ptrs)
     return query, k, v, b, a
 
 
@@ -127,6 +133,7 @@ def _delta_rows(
     EPS: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):
     h, r = tl.program_id(1), tl.program_id(2)
     first = tl.load(starts_ptr + r).to(tl.int64)
@@ -148,14 +155,19 @@ def _delta_rows(
         state_mask = (k < keys_kept)[:, None] & in_v[None, :]
         were_there = (k < keys_read)[:, None] & in_v[None, :]
         state = tl.load(state_ptrs, mask=were_there, other=0.0)
-        a_log, dt_bias = tl.load(a_log_ptr + h), tl.load(dt_bias_ptr + h)
+        a_log = tl.load(a_log_ptr + h)
+        if CHANNELS:
+            a_ptr += first * stride_a + h * K + k
+            dt_bias = tl.load(dt_bias_ptr + h * K + k, mask=in_k, other=0.0)
+        else:
+            a_ptr += first * stride_a + h
+            dt_bias = tl.load(dt_bias_ptr + h)
         # In keys and values, side by side.
         key_at, value_at = h // (H // J) * K + k, J * K + h * V + v
         mixed_ptr += first * stride_mixed
-        a_ptr += first * stride_a + h
         b_ptr += first * stride_b + h
         o_ptr += (first * H + h) * V
-        INPUTS: tl.constexpr = J * K + H * V + 2 * H
+        INPUTS: tl.constexpr = J * K + H * V + H + (H * K if CHANNELS else H)
         GATES: tl.constexpr = J * K + H * V
         ring = tl.maximum(newest_rows, 1)
         recent_ptr += slot.to(tl.int64) * newest_rows * INPUTS
@@ -165,7 +177,9 @@ def _delta_rows(
         keys_new = tl.where(keeps_gates & (h % (H // J) == 0), K, 0)
         values_new, gates_new = tl.where(keeps, V, 0), tl.where(keeps_gates, 2, 0)
         gate = tl.arange(0, 2)  # b and a
-        b_at, a_at = GATES + h, GATES + H + h  # in a row of `recent`
+        b_at = GATES + h  # in a row of `recent`
+        a_at = GATES + H + (h * K + k if CHANNELS else h)
+        decays_new = tl.where(keeps_gates, K, 0)
         mixed_ptrs = mixed_ptr, mixed_ptr + J * K
         at = (position - lacking) % ring
         inputs_ptr = recent_ptr + at * INPUTS
@@ -184,6 +198,7 @@ def _delta_rows(
             stride_a,
             b_at,
             a_at,
+            CHANNELS,
         )
         for t in tl.range(-lacking, count):
             # The next row's loads depend on no sum; the last row loads itself again.
@@ -205,18 +220,23 @@ def _delta_rows(
                 stride_a,
                 b_at,
                 a_at,
+                CHANNELS,
             )
             if is_verify & (t >= 0):
                 if t == 0:
                     tl.store(state_ptrs, state, mask=state_mask)
                 tl.store(inputs_ptr + key_at, key, mask=k < keys_new)
                 tl.store(inputs_ptr + value_at, value, mask=v < values_new)
-                gates = tl.where(gate == 0, b, a)
-                tl.store(inputs_ptr + GATES + gate * H + h, gates, mask=gate < gates_new)
+                if CHANNELS:
+                    tl.store(inputs_ptr + b_at, b, mask=gates_new > 0)
+                    tl.store(inputs_ptr + a_at, a, mask=k < decays_new)
+                else:
+                    gates = tl.where(gate == 0, b, a)
+                    tl.store(inputs_ptr + GATES + gate * H + h, gates, mask=gate < gates_new)
             q, p = query.to(tl.float32), key.to(tl.float32)
             q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * SCALE
             wide_value, wide_b, wide_a = value.to(tl.float32), b.to(tl.float32), a.to(tl.float32)
-            state = updated(state, p, wide_value, wide_b, wide_a, a_log, dt_bias, EPS)
+            state = updated(state, p, wide_value, wide_b, wide_a, a_log, dt_bias, EPS, CHANNELS)
             out = tl.sum(q[:, None] * state, 0)
             o_ptrs = o_ptr + tl.cast(t, tl.int64) * (H * V) + v
             tl.store(o_ptrs, out.to(o_ptr.dtype.element_ty), mask=v < tl.where(t >= 0, V, 0))

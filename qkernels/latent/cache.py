@@ -46,6 +46,11 @@ class PagedLatents:
     def page_size(self) -> int:
         return self.pages.shape[1]
 
+    def by_slot(self) -> "PagedLatents":
+        """Return the same entries in pages of one entry, numbered by slot."""
+        scales = None if self.scales is None else self.scales.view(-1, 1, 2)
+        return PagedLatents(pages=self.pages.view(-1, 1, self.pages.shape[2]), scales=scales)
+
     def entries(self, pages_X: torch.Tensor, latent_width: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the entries [X, B, E] of pages, decoded to `dtype`."""
         if self.scales is None:

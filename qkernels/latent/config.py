@@ -89,6 +89,34 @@ def latent_boundaries(
     yield from first.values()
 
 
+def selected_boundaries(
+    *,
+    heads: int,
+    element_size: int,
+    sm_count: int,
+    most: int,
+    max_tokens: int,
+    max_context_len: int,
+    shared_bytes: int,
+) -> Iterator[tuple[int, int, int]]:
+    """Return (1, rows, keys) that launch every kernel over up to `most` selected keys of a row."""
+    first: dict[LatentConfig, tuple[int, int, int]] = {}
+    for rows in (*_powers(1, max_tokens), max_tokens):
+        keys = max(rows, most + 1)
+        config = default_latent_config(
+            num_requests=rows,
+            heads=heads,
+            element_size=element_size,
+            max_query_len=1,
+            max_context_len=most,
+            sm_count=sm_count,
+            shared_bytes=shared_bytes,
+        )
+        if keys <= max_context_len:
+            first.setdefault(config, (1, rows, keys))
+    yield from first.values()
+
+
 def expanded_boundaries(
     *,
     heads: int,

@@ -40,4 +40,10 @@ LATENT_ATTENTION = Operation(
 ROPE_WRITE_LATENTS = triton_or_reference(
     "latent", "rope_write_latents_", "triton_write", triton_latents
 )
-OPERATIONS = (LATENT_ATTENTION, ROPE_WRITE_LATENTS)
+INDEX_SCORES = triton_or_reference(
+    "latent.selected", "index_scores", "triton_scores", needs_triton_on_gpu
+)
+SELECTED_LATENT_ATTENTION = triton_or_reference(
+    "latent.selected", "selected_latent_attention", "attention", triton_latents
+)
+OPERATIONS = (LATENT_ATTENTION, ROPE_WRITE_LATENTS, INDEX_SCORES, SELECTED_LATENT_ATTENTION)

@@ -51,7 +51,7 @@ class EngineParts:
         state_limits.check_states(config, model)
         check_fallback(config, model)
         check_invariance(config, model)
-        state_limits.check_latents(config, model)
+        state_limits.check_latents(config, model, max_model_len)
         state_limits.check_adapters(config, model)
         placement = place_experts(model, config)
         stages = config.pipeline_parallel_size

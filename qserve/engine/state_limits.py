@@ -106,11 +106,20 @@ def check_limits(
             raise InputError(limit.flag, f"does not work with {other}: {limit.reason}", remedy)
 
 
-def check_latents(config: EngineConfig, model: ModelConfig) -> None:
+def check_latents(config: EngineConfig, model: ModelConfig, max_model_len: int) -> None:
     """Raise InputError for a setting that latent attention does not support."""
     if model.family.latent:
         other = f"{model.family.architecture}, which has latent attention"
         check_limits(LATENT_LIMITS, config, other)
+    indexer = model.family.indexer
+    most = max_model_len if indexer is None else model.values[indexer.count_key]
+    if config.batch_invariant and max_model_len > most:
+        raise InputError(
+            "--batch-invariant",
+            f"does not work with {model.family.architecture} in contexts of more than {most}"
+            " tokens, of which an indexer selects keys: equal scores have no fixed order",
+            f"use --max-model-len {most}, or remove it",
+        )
 
 
 def check_adapters(config: EngineConfig, model: ModelConfig) -> None:

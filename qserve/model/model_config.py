@@ -225,7 +225,7 @@ class ModelConfig:
             norm_eps=family.norm_eps(vars(config)),
             activation=activation,
             ropes=ropes,
-            context=_context(raw, config, family, ropes),
+            context=ContextLength.of(raw, config.max_position_embeddings, ropes),
             tied_head=bool(config.tie_word_embeddings),
             windows=windows,
             state_layers=tuple(
@@ -251,19 +251,6 @@ def family_of(config: Mapping[str, Any]) -> Family:
         f"expected one of {len(served)} served architectures, found {names!r:.200}",
         "`qserve families` lists them",
     )
-
-
-def _context(
-    raw: Mapping[str, Any], config: Any, family: Family, ropes: tuple[RopeConfig | None, ...]
-) -> ContextLength:
-    context = ContextLength.of(raw, config.max_position_embeddings, ropes)
-    if not family.selected_keys:
-        return context
-    most = getattr(config, family.selected_keys)
-    if context.length <= most:
-        return context
-    source = f"{family.selected_keys}: attention that selects keys is not computed"
-    return ContextLength(length=most, source=source)
 
 
 def _labels(config: Any) -> tuple[str, ...]:

@@ -51,22 +51,28 @@ class _Data:
         return replace(self, **cut, counts=counts, before=before, step=step)
 
 
-def DeltaCase(*, counts, before, J, H, K, V, dtype=torch.float32, seed=1):  # noqa: N802
-    """Requests with so many rows each behind so many tokens. Slots are in no order, some unused."""
+def DeltaCase(  # noqa: N802
+    *, counts, before, J, H, K, V, dtype=torch.float32, seed=1, by_channel=False
+):
+    """Requests with so many rows each after so many tokens. Slots are in no order, some unused.
+
+    `by_channel`: a decay for each key channel of a head, not one for the head.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def noise(*shape, scale=1.0):
         return (scale * torch.randn(*shape, generator=generator)).to(dtype)
 
     T, C, P = sum(counts), 2 * J * K + H * V, len(counts) + 3
+    decays = H * K if by_channel else H
     slots = torch.randperm(P, generator=generator)[: len(counts)].tolist()
     made = _Data(
         mixed_TC=noise(T, C),
         b_TH=noise(T, H, scale=2.0),
-        a_TH=noise(T, H),
+        a_TH=noise(T, decays),
         # Some heads forget at once, some hardly: exp(a_log) from 0.01 to 16, as models begin.
         a_log_H=torch.linspace(-4.6, 2.7, H),
-        dt_bias_H=noise(H),
+        dt_bias_H=noise(decays),
         memory_PHKV=noise(P, H, K, V),
         counts=tuple(counts),
         before=tuple(before),

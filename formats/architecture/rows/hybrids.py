@@ -15,6 +15,8 @@ from formats.architecture.rows.parts import (
     norms_before,
 )
 from formats.architecture.rows.usual import family_row
+from formats.architecture.states.kimi import KIMI_LINEAR
+from formats.architecture.states.minimax import MINIMAX
 from formats.architecture.states.parts import (
     BAMBA,
     DELTA_NET,
@@ -78,6 +80,8 @@ HYBRIDS = (
         ),
         norms=(*norms_before("mlp"), *HEAD_NORMS),
     ),
+    family_row("KimiLinearForCausalLM", "Kimi Linear", "kimi_linear", **KIMI_LINEAR),
+    family_row("MiniMaxForCausalLM", "MiniMax-Text-01 and M1", "minimax", **MINIMAX),
     family_row("Lfm2ForCausalLM", "LFM2", "lfm2", builder="hybrid.lfm2", **LFM2),
     family_row("Lfm2MoeForCausalLM", "LFM2-MoE", "lfm2_moe", builder="hybrid.lfm2", **LFM2_MOE),
     family_row(

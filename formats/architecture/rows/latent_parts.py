@@ -9,7 +9,7 @@ way of a latent of their own (`q_a_proj`, `q_b_proj`) if config.json states a q_
 from dataclasses import replace
 from typing import Any
 
-from formats.architecture.columns import Norm
+from formats.architecture.columns import Indexer, Norm
 from formats.architecture.experts import Router, SharedExpert
 from formats.architecture.flags import Equals, Stated
 from formats.architecture.projection import Projection
@@ -112,13 +112,35 @@ GLM_LITE: dict[str, Any] = {
     ),
     "fixed": {**_FIXED, "topk_method": "noaux_tc"},
 }
-_SELECTING: dict[str, Any] = {
-    "selected_keys": "index_topk",
-    "unread_modules": ("self_attn.indexer",),
-    "float_linears": tuple(f"self_attn.indexer.{name}" for name in ("wq_b", "wk", "weights_proj")),
+_INDEXER = "self_attn.indexer"
+
+
+def _of_indexer(name: str, outputs: str, inputs: str) -> Projection:
+    name = f"{_INDEXER}.{name}"
+    return Projection(name=name, members=((name, outputs),), inputs=inputs)
+
+
+INDEXER = Indexer(
+    module=_INDEXER,
+    queries=_of_indexer("wq_b", "index_q", "q_lora_rank"),
+    keys=_of_indexer("wk", "index_head_dim", "hidden_size"),
+    weights=_of_indexer("weights_proj", "index_n_heads", "hidden_size"),
+    norm=f"{_INDEXER}.k_norm",
+    count_key="index_topk",
+)
+_FLOAT = tuple(each.name for each in (INDEXER.queries, INDEXER.keys, INDEXER.weights))
+DEEPSEEK_V32: dict[str, Any] = {
+    **GLM_LITE,
+    "fixed": DEEPSEEK_V3["fixed"],
+    "indexer": INDEXER,
+    "float_linears": _FLOAT,
 }
-DEEPSEEK_V32: dict[str, Any] = {**GLM_LITE, "fixed": DEEPSEEK_V3["fixed"], **_SELECTING}
-GLM_5: dict[str, Any] = {**GLM_LITE, **_SELECTING}
+GLM_5: dict[str, Any] = {
+    **GLM_LITE,
+    "fixed": {**GLM_LITE["fixed"], "indexer_rope_interleave": True},
+    "indexer": replace(INDEXER, kinds_key="indexer_types", interleaved=True),
+    "float_linears": _FLOAT,
+}
 MISTRAL_4: dict[str, Any] = {
     **LATENT,
     "experts": experts(

@@ -1,7 +1,7 @@
 """Blocks of a layer with a state of fixed size, instead of or next to attention.
 
-The mixers are gated delta nets, short convolutions and Mamba-2 (qkernels/delta_net, causal_conv,
-mamba2). Needs no torch.
+The mixers are gated delta nets, Kimi delta attention (qkernels/delta_net), short convolutions
+(causal_conv), Mamba-2 and lightning attention (mamba2). Needs no torch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,13 @@ from formats.architecture.flags import Flag, is_set
 from formats.architecture.projection import Projection, Shape
 from formats.architecture.sizes import is_size
 
-Kind = Literal["gated delta nets", "short convolutions", "Mamba-2"]
+Kind = Literal[
+    "gated delta nets",
+    "short convolutions",
+    "Mamba-2",
+    "Kimi delta attention",
+    "lightning attention",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from qkernels import ops
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput
 from qserve.model.blocks.attention import StepInputs
@@ -116,6 +117,47 @@ class ScaledLayer(Layer):
         if self.layer_input is not None:
             sum_TC = self.layer_input(sum_TC, step.layer_input_TP)
         return sum_TC * self.factor, None
+
+
+class NormedStreamLayer(torch.nn.Module):
+    """h = norm(x), then h * alpha + attention(h) * beta; the same with the feed-forward."""
+
+    def __init__(
+        self,
+        *,
+        attention_norm: Norm,
+        attention: Mixer,
+        attention_factors: tuple[float, float],  # alpha, beta
+        mlp_norm: Norm,
+        mlp: FeedForward,
+        mlp_factors: tuple[float, float],
+    ) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = attention_norm, attention
+        self.mlp_norm, self.mlp = mlp_norm, mlp
+        self.attention_alpha, self.mlp_alpha = attention_factors[0], mlp_factors[0]
+        self.attention_end = BranchEnd(factor=attention_factors[1])
+        self.mlp_end = BranchEnd(factor=mlp_factors[1])
+
+    def forward(
+        self,
+        x_TC: BranchOutput,
+        residual_TC: torch.Tensor | None,
+        step: StepInputs,
+        cache: Cache,
+        taps: list[torch.Tensor] | None = None,
+    ) -> tuple[BranchOutput, torch.Tensor]:
+        """As Layer.forward."""
+        h_TC, sum_TC = self.attention_norm(x_TC, residual_TC, None)
+        if taps is not None:
+            taps.append(sum_TC)
+        plan = self.attention.plan(h_TC.shape[0])
+        attended = self.attention(ops.in_form(h_TC, plan.input), plan, step, cache)
+        residual_TC = h_TC * self.attention_alpha
+        h_TC, _ = self.mlp_norm(self.attention_end(attended), residual_TC, None)
+        plan = self.mlp.plan(h_TC.shape[0])
+        made = self.mlp(ops.in_form(h_TC, plan.input), plan)
+        return self.mlp_end(made), h_TC * self.mlp_alpha
 
 
 class ParallelLayer(torch.nn.Module):

@@ -14,7 +14,7 @@ from qserve.model.cache_spec import CacheSpec, StepLimits, WarmUpShape
 class StateSpec(CacheSpec):
     """A state of fixed size in each slot, and no pages."""
 
-    channels: int  # of the convolution
+    channels: int  # of the convolution; 0: there is none
     taps: int
     memory: tuple[int, int, int] | None  # sizes of the heads' states; None: there are none
     dtype: torch.dtype  # of activations

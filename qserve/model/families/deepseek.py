@@ -1,14 +1,17 @@
-"""DeepSeek-V2 and V3, Moonlight, Kimi-K2, GLM-4.7-Flash, Mistral 4, MiniCPM3: latent attention.
+"""Latent attention: DeepSeek, GLM-5, Moonlight, Kimi-K2, GLM-4.7-Flash, Mistral 4, MiniCPM3.
 
 Columns of the family's row hold what differs: the router's rule, the first layers, which have no
 experts, as all of MiniCPM3's, whose branches have a factor. config.json decides whether queries
-come from latents of their own, and whether they grow with their position.
+come from latents of their own, and whether they grow with their position. Layers of DeepSeek-V3.2
+and GLM-5 have indexers, if contexts are longer than the keys that these select.
 """
 
 import torch
 
 from formats.architecture.rows.latent_parts import KV_NORM, Q_NORM, QUERIES
+from formats.errors import InputError
 from qserve.model.blocks.latent.attention import LatentAttention, LatentShape
+from qserve.model.blocks.latent.indexer import Selection
 from qserve.model.blocks.layer import Layer
 from qserve.model.blocks.norm import BranchEnd
 from qserve.model.decoder import Decoder
@@ -20,22 +23,41 @@ from qserve.model.rope import RopeConfig, yarn_magnitude
 
 
 def build(config: ModelConfig, weights: Weights) -> Decoder:
-    scales = ministral3.query_scales(config, weights)
+    scales, selection = ministral3.query_scales(config, weights), Selection()
+    if weights.pipeline is not None:
+        check_stage(config, weights)
 
-    def build_with_scales(config: ModelConfig, layer: LayerWeights) -> Layer:
-        return build_layer(config, layer, scales)
+    def build_one(config: ModelConfig, layer: LayerWeights) -> Layer:
+        return build_layer(config, layer, scales, selection)
 
-    return llama.build_decoder(config, weights, build_with_scales)
+    return llama.build_decoder(config, weights, build_one)
+
+
+def check_stage(config: ModelConfig, weights: Weights) -> None:
+    """Raise InputError for a stage whose first layer sees the keys that one before it selects."""
+    first = weights.pipeline.layers(config.num_layers).start
+    row = config.family.indexer
+    if weights.layer(first).selects_keys and not row.is_in(first, config.values):
+        raise InputError(
+            "--pipeline-parallel-size",
+            f"layer {first}, the first of a stage, has no indexer: it sees the keys that an earlier"
+            " layer selects",
+            f"use another number, or --max-model-len {config.values[row.count_key]}",
+        )
 
 
 def build_layer(
-    config: ModelConfig, weights: LayerWeights, query_scales: torch.Tensor | None = None
+    config: ModelConfig,
+    weights: LayerWeights,
+    query_scales: torch.Tensor | None = None,
+    selection: Selection | None = None,
 ) -> Layer:
+    """`selection`: what layers without an indexer read; None: the layer is alone."""
     depth, has_experts = config.values.get("scale_depth"), config.family.experts is not None
     end = BranchEnd(factor=1.0 if depth is None else depth * config.num_layers**-0.5)
     return Layer(
         attention_norm=llama.build_norm(config, weights, "input_layernorm"),
-        attention=build_attention(config, weights, query_scales),
+        attention=build_attention(config, weights, query_scales, selection or Selection()),
         attention_end=end,
         mlp_norm=llama.build_norm(config, weights, "post_attention_layernorm"),
         mlp=(moe if has_experts else llama).build_mlp(config, weights),
@@ -44,7 +66,10 @@ def build_layer(
 
 
 def build_attention(
-    config: ModelConfig, weights: LayerWeights, query_scales: torch.Tensor | None
+    config: ModelConfig,
+    weights: LayerWeights,
+    query_scales: torch.Tensor | None,
+    selection: Selection,
 ) -> LatentAttention:
     family, values = config.family, config.values
     shape = LatentShape(
@@ -68,13 +93,15 @@ def build_attention(
         value_up=value_up,
         scale=(shape.nope + shape.rope) ** -0.5 * score_factor(config.ropes[weights.number]),
         query_scales=query_scales,
+        indexer=weights.indexer(),
+        selection=selection if weights.selects_keys else None,
         kernel=weights.kernels.get("attention"),
     )
 
 
-def score_factor(rope: RopeConfig) -> float:
+def score_factor(rope: RopeConfig | None) -> float:
     """Factor of scores: YaRN's second one, besides that of cosines and sines."""
-    if rope.type != "yarn":
+    if rope is None or rope.type != "yarn":
         return 1.0
     every = rope.parameters.get("mscale_all_dim") or 0
     return yarn_magnitude(rope.parameters["factor"], every) ** 2

@@ -1,4 +1,4 @@
-"""Matrices of latent attention that are multiplied into queries and results, in floats.
+"""Matrices of latent attention that are multiplied into queries and results, in floats; indexers.
 
 Legend: H heads of this rank, P width of a query's part without rotation, L of a latent, V of a
 value.
@@ -8,8 +8,13 @@ from typing import Any
 
 import torch
 
+from formats.architecture.columns import Indexer as IndexerRow
+from formats.architecture.projection import Projection
 from formats.architecture.rows.latent_parts import KEYS_VALUES
 from qserve.model.blocks.latent.attention import LatentShape
+from qserve.model.blocks.latent.indexer import Indexer
+from qserve.model.blocks.linear import FloatLinear, Linear
+from qserve.model.blocks.rotary import Rotary
 from qserve.model.sharing import LinearPart
 
 
@@ -32,3 +37,32 @@ def absorbed(weights: Any, prefix: str, shape: LatentShape) -> tuple[torch.Tenso
     by_head = whole_NL.to(weights.device, weights.dtype).unflatten(0, (shape.heads, -1))
     key_up, value_up = by_head.split([shape.nope, shape.value], dim=1)
     return key_up.contiguous(), value_up.transpose(1, 2).contiguous()
+
+
+def indexer(weights: Any, prefix: str, row: IndexerRow, rotary: Rotary) -> Indexer:
+    """Return the indexer of the layer with this prefix; every rank has all of it.
+
+    `weights`: as for `absorbed`.
+    """
+
+    def linear(projection: Projection) -> Linear:
+        (stored,) = projection.linears
+        outputs, inputs = weights.shape(stored.shape)
+        return weights.linear([f"{prefix}.{stored.name}"], [outputs], inputs)
+
+    def tensor(name: str, dtype: torch.dtype) -> torch.Tensor:
+        shape = weights.shape(row.tensors[name])
+        return weights.source.tensor(f"{prefix}.{name}", shape).to(weights.device, dtype)
+
+    return Indexer(
+        wq_b=linear(row.queries),
+        wk=linear(row.keys),
+        weights_proj=FloatLinear(tensor(f"{row.weights.name}.weight", torch.float32)),
+        k_norm=(
+            tensor(f"{row.norm}.weight", weights.dtype),
+            tensor(f"{row.norm}.bias", weights.dtype),
+        ),
+        rotary=rotary,
+        is_interleaved=row.interleaved,
+        most=weights.config.values[row.count_key],
+    )

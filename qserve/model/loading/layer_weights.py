@@ -20,6 +20,7 @@ from qkernels.choice import FIXED_ORDER
 from qkernels.moe.experts import PreparedExperts
 from qserve.model.blocks.gemma.layer_inputs import LayerInput
 from qserve.model.blocks.latent.attention import LatentShape
+from qserve.model.blocks.latent.indexer import Indexer
 from qserve.model.blocks.linear import (
     FloatLinear,
     GatheredInput,
@@ -29,7 +30,7 @@ from qserve.model.blocks.linear import (
 from qserve.model.blocks.moe import Router
 from qserve.model.blocks.norm import Norm
 from qserve.model.loading.expert_weights import expert_weights, routing_of
-from qserve.model.loading.latent_weights import absorbed
+from qserve.model.loading.latent_weights import absorbed, indexer
 from qserve.model.sharing import LinearPart, Sharing
 from qserve.parallel.norm import NormOverRanks
 
@@ -123,15 +124,40 @@ class LayerWeights:
             stored = weights.source.tensor(f"{self._prefix}.{local}", weights.shape(each.shape))
             dtype = torch.float32 if each.float32 else weights.dtype
             found[each.key] = stored.to(weights.device, dtype)
-        return {**found, "conv_weight": found["conv_weight"].squeeze(1)}
+        # one convolution, or one of each part of its channels
+        convolutions = [found.pop(key) for key in list(found) if key.startswith("conv_weight")]
+        if convolutions:
+            found["conv_weight"] = torch.cat(convolutions).squeeze(1)
+        return found
 
     def constant(self, values: torch.Tensor) -> torch.Tensor:
         """Numbers of config.json as a tensor of the activations' dtype."""
         return values.to(self._weights.device, self._weights.dtype)
 
+    def float32_constant(self, values: torch.Tensor) -> torch.Tensor:
+        """Numbers of config.json in float32."""
+        return values.to(self._weights.device, torch.float32)
+
+    def float_linear(self, weight_NK: torch.Tensor) -> FloatLinear:
+        """Linear of a float tensor, with the selected kernel."""
+        return self._weights.float_linear(weight_NK)
+
     def absorbed(self, shape: LatentShape) -> tuple[torch.Tensor, torch.Tensor]:
         """W_UK and W_UV of latent attention."""
         return absorbed(self._weights, self._prefix, shape)
+
+    @property
+    def selects_keys(self) -> bool:
+        """True if the family has an indexer, and contexts are longer than what it selects."""
+        row, weights = self._family.indexer, self._weights
+        return row is not None and weights.max_model_len > weights.config.values[row.count_key]
+
+    def indexer(self) -> Indexer | None:
+        """Indexer of the layer; None: it has none, or contexts need none."""
+        row = self._family.indexer
+        if not (self.selects_keys and row.is_in(self.number, self._weights.config.values)):
+            return None
+        return indexer(self._weights, self._prefix, row, self.rotary)
 
     def has_norm(self, name: str) -> bool:
         """True if the model has a norm of the family's row."""

@@ -203,8 +203,9 @@ class WeightSource:
                 self.quant.zeros,
                 self._mislabelled,
             )
-        # of layers that draft, too, whose numbers follow the model's
-        modules = [f".{module}." for module in self.family.unread_modules]
+        # not read for short contexts; of layers that draft, too, whose numbers follow the model's
+        indexer = self.family.indexer
+        modules = [] if indexer is None else [f".{indexer.module}."]
         left = {
             name
             for name in self.reader.entries.keys() - self._used

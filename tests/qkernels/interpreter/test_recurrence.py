@@ -16,7 +16,11 @@ from tests.qkernels.verify_case import MOST_ROWS, NUM_ROWS, check_steps, with_no
 # Requests that begin, that go on, that have no rows, that have no slot.
 COUNTS, BEFORE, WITHOUT_SLOT = (1, 9, 3, 0, 5), (9, 0, 2, 5, 64), 4
 CUTS = (4, 1, 1, 7, 2)  # of the rows of one request
-SIZES = {"delta": {"J": 2, "H": 4, "K": 12, "V": 20}, "mamba": {"G": 2, "H": 4, "N": 12, "D": 20}}
+SIZES = {
+    "delta": {"J": 2, "H": 4, "K": 12, "V": 20},
+    "channels": {"J": 2, "H": 4, "K": 12, "V": 20, "by_channel": True},
+    "mamba": {"G": 2, "H": 4, "N": 12, "D": 20},
+}
 
 
 def run_delta(case, states, module=delta):
@@ -27,11 +31,15 @@ def run_mamba(case, states, module=mamba):
     return case.run(module.selective_scan_, states)
 
 
-RUNS = {"delta": (run_delta, delta_reference), "mamba": (run_mamba, mamba_reference)}
+RUNS = {
+    "delta": (run_delta, delta_reference),
+    "channels": (run_delta, delta_reference),
+    "mamba": (run_mamba, mamba_reference),
+}
 
 
 def make(kind, counts, before):
-    if kind == "delta":
+    if kind != "mamba":
         return DeltaCase(counts=counts, before=before, **SIZES[kind])
     return ScanCase.make(counts, before, **SIZES[kind])
 
@@ -83,13 +91,13 @@ def test_rejected_rows_change_no_bit(device, half, poison, kind):
     run, reference = RUNS[kind]
     case = make(kind, (NUM_ROWS,), (0,)).to(half, device)
     want = run(case, states_of(case))
-    sizes = (24, 80, 4) if kind == "delta" else (80, 24, 4)
+    sizes = {"delta": (24, 80, 4), "channels": (24, 80, 4, 48), "mamba": (80, 24, 4)}[kind]
     states = torch.full_like(states_of(case), torch.nan)
     shape = len(states), 2 * MOST_ROWS, reference.recent_width(*sizes)
     recent = torch.full(shape, torch.nan, dtype=half, device=device)
 
     def step_of(rows, num_rejected, step):
-        if kind == "delta":
+        if kind != "mamba":
             made = (with_noise(x, rows, num_rejected) for x in case.rule[:3])
             return delta.delta_rule_(*made, *case.rule[3:], states, step, recent)
         made = (with_noise(x, rows, num_rejected) for x in (case.mixed_TC, case.dt_TH))

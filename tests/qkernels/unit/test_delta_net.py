@@ -2,6 +2,10 @@
 
 import pytest
 import torch
+from transformers.models.kimi_linear.modeling_kimi_linear import (
+    KimiLinearRMSNormGated,
+    recurrent_kimi_delta_attention,
+)
 from transformers.models.qwen3_next.modeling_qwen3_next import (
     Qwen3NextRMSNormGated,
     torch_recurrent_gated_delta_rule,
@@ -39,6 +43,36 @@ def test_reference_is_transformers_recurrence():
     assert_close("state", last[0], memory[case.slots[0]], 1e-6)
 
 
+def test_decay_by_channel_is_transformers_recurrence():
+    sizes = {"J": 3, "H": 3, "K": 12, "V": 20, "by_channel": True}
+    case = DeltaCase(counts=(67,), before=(0,), dtype=torch.float64, **sizes)
+    memory = case.memory_PHKV.clone()
+    o_THV = reference.delta_rule_(*case.rule, memory, case.step)
+    q, k, v = case.mixed_TC.split([36, 36, 60], 1)
+    steps = torch.nn.functional.softplus(case.a_TH + case.dt_bias_H).unflatten(1, (3, 12))
+    o, last = recurrent_kimi_delta_attention(
+        *(x.unflatten(1, (-1, size))[None].float() for x, size in ((q, 12), (k, 12), (v, 20))),
+        g=(-case.a_log_H.exp()[:, None] * steps)[None],
+        beta=case.b_TH.sigmoid()[None],
+        initial_state=None,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    assert_close("o", o[0], o_THV, 1e-6)
+    assert_close("state", last[0], memory[case.slots[0]], 1e-6)
+
+
+def test_sigmoid_norm_is_transformers():
+    norm = KimiLinearRMSNormGated(20, eps=1e-3)
+    norm.weight.data.normal_()
+    x, z = torch.randn(2, 37, 6, 20, generator=torch.Generator().manual_seed(1))
+    for dtype, limit in ((torch.float32, 1e-6), (torch.bfloat16, 0)):
+        own = [each.to(dtype) for each in (x, z, norm.weight)]
+        with torch.no_grad():
+            want = norm.to(dtype)(*own[:2])
+            assert_close("norm", want, ops.gated_rms_norm(*own, 1e-3, sigmoid=True), limit)
+
+
 def test_reference_norm_is_transformers():
     norm = Qwen3NextRMSNormGated(20, eps=1e-3)
     norm.weight.data.normal_()
@@ -47,8 +81,11 @@ def test_reference_norm_is_transformers():
         assert_close("norm", norm(x, z), ops.gated_rms_norm(x, z, norm.weight, 1e-3), 1e-6)
 
 
-def test_chunks_are_the_recurrence(case):
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_chunks_are_the_recurrence(case, by_channel):
     """Also of requests that go on in the midst of a chunk, and beside decode rows."""
+    if by_channel:
+        case = DeltaCase(counts=case.counts, before=case.before, **SIZES, by_channel=True)
     wide = case.to(torch.float64)
     want, got = wide.memory_PHKV.clone(), wide.memory_PHKV.clone()
     o_want = reference.delta_rule_(*wide.rule, want, wide.step)
@@ -101,13 +138,15 @@ def test_what_a_slot_held_before_is_not_read(module):
         ({"mixed_TC": lambda x: x[:, :-1]}, "mixed.*6 x 20 values, found 167 channels"),
         ({"b_TH": lambda x: x[:, :-1]}, r"delta_rule_ b: expected \[205, 6\]"),
         ({"a_log_H": lambda x: x.bfloat16()}, "a_log: expected torch.float32"),
+        ({"dt_bias_A": lambda x: x[:-1]}, "dt_bias: expected 6 or .* numbers, found 5"),
+        ({"a_TA": lambda x: x[:, :-1]}, r"delta_rule_ a: expected \[205, 6\]"),
         ({"memory_PHKV": lambda x: x.transpose(2, 3)}, "expected"),
     ],
 )
 def test_wrong_arguments_are_named(change, message):
     case = DeltaCase(counts=(76, 129), before=(0, 0), **SIZES)
     arguments = dict(
-        zip(("mixed_TC", "b_TH", "a_TH", "a_log_H", "dt_bias_H"), case.rule, strict=True)
+        zip(("mixed_TC", "b_TH", "a_TA", "a_log_H", "dt_bias_A"), case.rule, strict=True)
     )
     arguments["memory_PHKV"] = case.memory_PHKV
     for name, changed in change.items():
@@ -127,14 +166,15 @@ def test_states_are_multiplied_in_the_range_of_float32(arch):
     assert set(operands.values()) == {torch.float32}
 
 
+@pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("module", [reference, chunked])
-def test_rejected_rows_are_left_out(module):
-    sizes = {"J": 2, "H": 4, "K": 12, "V": 20}
+def test_rejected_rows_are_left_out(module, by_channel):
+    sizes = {"J": 2, "H": 4, "K": 12, "V": 20, "by_channel": by_channel}
     case = DeltaCase(counts=(NUM_ROWS,), before=(0,), **sizes)
     wide = case.to(torch.float64)
     want = reference.delta_rule_(*wide.rule, wide.memory_PHKV.clone(), wide.step)
     memory = torch.full_like(case.memory_PHKV, torch.nan)
-    shape = len(memory), 2 * MOST_ROWS, reference.recent_width(24, 80, 4)
+    shape = len(memory), 2 * MOST_ROWS, reference.recent_width(24, 80, 4, 48 if by_channel else 4)
     recent = torch.full(shape, torch.nan)
 
     def run(rows, num_rejected, step):

@@ -13,7 +13,7 @@ from qserve.engine.runner import model_runner
 from qserve.params.sampling_params import SamplingParams
 
 FAMILIES = ["qwen3_next", "qwen3_5", "lfm2", "granite_hybrid", "falcon_h1"]
-FAMILIES += ["nemotron_h", "nemotron_h_moe", "bamba"]
+FAMILIES += ["nemotron_h", "nemotron_h_moe", "bamba", "kimi_linear", "minimax"]
 MODES = {
     "whole": {},
     "chunked": {"max_num_batched_tokens": 11, "max_num_seqs": 4},
@@ -28,6 +28,8 @@ FEW = {
     ("lfm2", "chunked", 1),
     ("granite_hybrid", "few copies", 1),
     ("falcon_h1", "pushed out", 1),
+    ("kimi_linear", "pushed out", 1),
+    ("minimax", "chunked", 0),
 }
 CASES = [
     pytest.param(*case, marks=() if case in FEW else pytest.mark.exhaustive)

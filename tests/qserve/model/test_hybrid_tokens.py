@@ -25,7 +25,7 @@ from tests.tiny_families import DELTA, MAMBA, SHORT_CONV, TINY_FAMILIES
 DELTA_NETS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
 MAMBAS = ["granite_hybrid", "granite_hybrid_moe", "falcon_h1", "nemotron_h", "nemotron_h_moe"]
 MAMBAS.append("bamba")
-FAMILIES = [*DELTA_NETS, "lfm2", "lfm2_moe", *MAMBAS]
+FAMILIES = [*DELTA_NETS, "lfm2", "lfm2_moe", *MAMBAS, "kimi_linear", "minimax"]
 # what real checkpoints have that the usual tiny models have not
 VARIANTS = {
     "qwen 3.5 with biases, two taps, tied": (
@@ -158,6 +158,8 @@ def test_logits_equal_transformers(hybrid, name):
         ("nemotron_h_moe", "w4a16-sym-g32", "compressed-tensors"),
         ("nemotron_h_latent", "w4a16-sym-g32", "compressed-tensors"),
         ("bamba", "w4a16-sym-g32", "gptq"),
+        ("kimi_linear", "w4a16-sym-g32", "compressed-tensors"),
+        ("minimax", "w4a16-sym-g32", "compressed-tensors"),
         pytest.param("qwen3_next", "w4a16-sym-g32", "gptq", marks=pytest.mark.exhaustive),
         pytest.param("qwen3_5", "w4a16-asym-g32", "awq", marks=pytest.mark.exhaustive),
     ],

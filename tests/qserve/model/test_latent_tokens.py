@@ -4,9 +4,7 @@ test_family_tokens.py runs the usual tiny models; here is what their configs do 
 is planted wrong, Kimi-K2's files, and what is refused.
 """
 
-import json
 import random
-import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -26,7 +24,6 @@ from qserve.params.sampling_params import SamplingParams
 from tests.qserve.engine.make_step import make_step
 from tests.qserve.model.test_family_tokens import FEW_PAGES, check_greedy, count_preemptions
 from tests.qserve.model.variants import TOKENS, edited, logits, model_maker, relative
-from tests.qserve.speculation.mtp_model import make_mtp
 from tests.tiny_families import GROUPS, LATENT, YARN
 
 NO_ROPE_SCALING = {"rope_type": "default", "rope_theta": 50000.0}
@@ -372,40 +369,6 @@ def test_native_int4_of_kimi_k2_is_its_experts(model_of, transformers_model, tmp
 def test_what_latents_do_not_support_is_refused(model_of, flag, setting):
     with pytest.raises(InputError, match=f"{flag}: does not work with DeepseekV3.*latent"):
         LLM(model_of("moonlight"), device="cpu", max_model_len=64, **setting)
-
-
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
-def test_contexts_beyond_the_selected_keys_are_refused(
-    tiny_model, transformers_model, family, tmp_path
-):
-    """Up to them transformers selects all keys; with more, its indexer leaves some out."""
-    folder = shutil.copytree(tiny_model(family), tmp_path / "model")
-    config = read_json(folder / "config.json") | {"index_topk": 64}
-    (folder / "config.json").write_text(json.dumps(config))
-    words = "expected 2 to 64 .config.json: index_topk: attention that selects keys"
-    with pytest.raises(InputError, match=f"--max-model-len: {words}"):
-        LLM(folder, device="cpu", max_model_len=65)
-    llm = LLM(folder, device="cpu")
-    ids = torch.randint(3, 500, (1, 100), generator=torch.Generator().manual_seed(2))
-    with torch.no_grad():
-        want = transformers_model(folder)(ids).logits[0]
-    assert relative(llm.logits(ids[0, :64].tolist()), want[:64]) < 1e-5
-
-
-def test_mtp_layer_of_attention_that_selects_keys(tmp_path):
-    """Its indexer is not read, either."""
-    folder = make_mtp(tmp_path / "model", agreement=0.7, family="glm_moe_dsa")
-    config = read_json(folder / "config.json")
-    for key in ("mlp_layer_types", "indexer_types", "layer_types"):
-        config[key] = config[key][:3]
-    (folder / "config.json").write_text(json.dumps(config))
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
-    found = []
-    for drafter in (None, {"method": "mtp", "num_speculative_tokens": 2}):
-        llm = LLM(folder, device="cpu", max_model_len=48, speculative_config=drafter)
-        (output,) = llm.generate([[5, 9, 77, 3, 8]], params, use_tqdm=False)
-        found.append(output.outputs[0].token_ids)
-    assert found[0] == found[1]
 
 
 def test_scales_of_keys_are_not_calibrated(model_of, tmp_path):

@@ -27,11 +27,13 @@ from qkernels.latent.cache import PagedLatents, is_aligned
 from qkernels.latent.config import expanded_boundaries, latent_boundaries
 from qkernels.latent.expanded import MAX_BYTES, absorbed_heads, expanded_rows
 from qkernels.latent.fixed_order.config import segment_boundaries
+from qkernels.latent.selected.cache import IndexedLatents, SelectedKeys
 from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
 from qserve.model.blocks.attention import SplitStep, StepInputs, check_capturable
 from qserve.model.blocks.latent.adapters import LatentAdapters
-from qserve.model.blocks.linear import Linear, LinearPlan, Product, products_of
+from qserve.model.blocks.latent.indexer import IndexedLatentsSpec, Indexer, Selection
+from qserve.model.blocks.linear import FLOAT_PLAN, Linear, LinearPlan, Product, products_of
 from qserve.model.blocks.rotary import Rotary
 from qserve.model.cache_spec import CacheSpec, KvFormat, SplitRule, StepLimits, WarmUpShape
 
@@ -160,10 +162,18 @@ class LatentAttention(torch.nn.Module):
         value_up: torch.Tensor,  # W_UV [H, L, V]
         scale: float,  # of scores
         query_scales: torch.Tensor | None = None,  # float32 [positions]
+        indexer: Indexer | None = None,  # None: the layer has none
+        selection: Selection | None = None,  # None: queries see all keys
         kernel: str | None = None,  # selected or excluded by name
     ) -> None:
         super().__init__()
+        self.indexer, self.selection = indexer, selection
         self.shape, self.scale, self.kernel, self.rotary = shape, scale, kernel, rotary
+        # Without a rotation positions do not count: one row of cosines 1 and sines 0.
+        self.rotates, half = rotary.cos_sin.shape[1] > 0, shape.rope // 2
+        table = rotary.cos_sin.new_zeros(1, 2 * half)
+        table[:, :half] = 1
+        self.register_buffer("still", None if self.rotates else table)
         self.qkv_proj, self.q_b_proj, self.o_proj = qkv_proj, q_b_proj, o_proj
         self.register_buffer("q_norm", q_norm)
         self.register_buffer("kv_norm", kv_norm)
@@ -172,11 +182,23 @@ class LatentAttention(torch.nn.Module):
         self.register_buffer("query_scales", query_scales)
         self.adapters: LatentAdapters | None = None  # of kv_b_proj; --enable-lora sets it
 
-    def cache_spec(self, kv_format: KvFormat, page_size: int) -> PagedLatentsSpec:
+    def cache_spec(
+        self, kv_format: KvFormat, page_size: int
+    ) -> PagedLatentsSpec | IndexedLatentsSpec:
         """Return the spec of the layer's pages. Raises InputError for 4-bit pages."""
         kv_format.refuse_int4("latent attention has entries of 16 and 8 bits alone")
-        return PagedLatentsSpec(
+        latents = PagedLatentsSpec(
             shape=self.shape, dtype=kv_format.dtype, page_size=page_size, kernel=self.kernel
+        )
+        if self.indexer is None:
+            return latents
+        return IndexedLatentsSpec(
+            latents=latents,
+            heads=self.shape.heads,
+            page_size=page_size,
+            width=self.indexer.width,
+            dtype=self.kv_norm.dtype,
+            most=self.indexer.most,
         )
 
     def products(self) -> Iterator[Product]:
@@ -184,51 +206,82 @@ class LatentAttention(torch.nn.Module):
         yield from products_of(self.qkv_proj, None)
         if self.q_b_proj is not None:
             yield from products_of(self.q_b_proj, None)
+        if self.indexer is not None:
+            yield from products_of(self.indexer.wq_b, None)
+            yield from products_of(self.indexer.wk, None)
         yield from products_of(self.o_proj, "norm")
 
     def plan(self, rows: int) -> LinearPlan:
-        """Plan of the first linear: the form that the norm before this block outputs."""
-        return self.qkv_proj.plan(rows)
+        """Plan of the first linear: the form that the norm before this block outputs.
+
+        A tensor if an indexer reads it, too.
+        """
+        return self.qkv_proj.plan(rows) if self.indexer is None else FLOAT_PLAN
 
     def forward(
-        self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: PagedLatents
+        self,
+        x_TC: LinearInput,
+        plan: LinearPlan,
+        step: StepInputs,
+        cache: PagedLatents | IndexedLatents,
     ) -> LinearOutput:
         """Attend from the step's tokens [T, C] to all of their requests' tokens; store their
         entries.
 
         The result goes to the norm that follows.
         """
-        shape = self.shape
+        shape, read_TC, indexed = self.shape, x_TC, cache
+        if self.indexer is not None:
+            plan, cache = self.qkv_proj.plan(x_TC.shape[0]), indexed.latents
+            x_TC = ops.in_form(x_TC, plan.input)
         made = reduced(self.qkv_proj(x_TC, plan))
         q, made_TE = made.split([made.shape[1] - shape.entry, shape.entry], dim=1)
+        if self.q_b_proj is not None:
+            q = _normed(q, self.q_norm)
+        if self.indexer is not None:
+            index_q_TID = self.indexer(read_TC, q, step, indexed.keys_PBD)
         q_THD = self._queries(q)
         if self.query_scales is not None:
             q_THD = q_THD * self.query_scales[step.positions_T, None, None].to(q_THD.dtype)
         q_n_THP, q_r_THR = q_THD.split([shape.nope, shape.rope], dim=-1)
+        turns = (self.rotary.cos_sin, step.positions_T)
+        if not self.rotates:
+            turns = (self.still, torch.zeros_like(step.positions_T))
         q_THE = ops.rope_write_latents_(
             q_r_THR,
             made_TE,
             self.kv_norm,
-            self.rotary.cos_sin,
-            step.positions_T,
+            *turns,
             cache,
             step.slots_T,
             eps=INNER_NORM_EPS,
             interleaved=self.rotary.interleaved,
         )
         if step.exchange is not None:
-            step.exchange.exchange_(cache)
-        if step.split is None or self._adapters is not None:  # adapters read latents alone
-            out_THV = self._absorbed(q_n_THP, q_THE, cache, step)
+            step.exchange.exchange_(indexed)
+        if self.indexer is not None:
+            self.selection.keys = None
+            if step.max_context_len > self.indexer.most:
+                selected = self.indexer.select(read_TC, index_q_TID, step, indexed.keys_PBD)
+                self.selection.keys = selected
+        selected = None if self.selection is None else self.selection.keys
+        # adapters and selected keys read latents alone
+        if step.split is None or selected is not None or self._adapters is not None:
+            out_THV = self._absorbed(q_n_THP, q_THE, cache, step, selected)
         else:
             out_THV = self._split(q_n_THP, q_THE, cache, step.split)
         output = self.o_proj.plan(made.shape[0], "norm")
         return self.o_proj(ops.in_form(out_THV.flatten(1), output.input), output)
 
     def _absorbed(
-        self, q_n_THP: torch.Tensor, q_THE: torch.Tensor, cache: PagedLatents, step: AttentionStep
+        self,
+        q_n_THP: torch.Tensor,
+        q_THE: torch.Tensor,
+        cache: PagedLatents,
+        step: AttentionStep,
+        selected: SelectedKeys | None = None,
     ) -> torch.Tensor:
-        """Attend over entries [T, H, V]. Fills the first L numbers of `q`."""
+        """Attend over entries [T, H, V], or those selected. Fills the first L numbers of `q`."""
         absorbed_THL = q_THE[..., : self.shape.latent]
         if self.kernel == FIXED_ORDER:
             ops.fixed_order_heads(q_n_THP, self.key_up, absorbed_THL)
@@ -237,14 +290,11 @@ class LatentAttention(torch.nn.Module):
         adapters = self._adapters
         if adapters is not None:
             adapters.add_queries_(absorbed_THL, q_n_THP)
-        out_THL = ops.latent_attention(
-            q_THE,
-            cache,
-            step,
-            latent_width=self.shape.latent,
-            scale=self.scale,
-            kernel=self.kernel,
-        )
+        settings = {"latent_width": self.shape.latent, "scale": self.scale, "kernel": self.kernel}
+        if selected is None:
+            out_THL = ops.latent_attention(q_THE, cache, step, **settings)
+        else:
+            out_THL = ops.selected_latent_attention(q_THE, cache, selected, **settings)
         if self.kernel == FIXED_ORDER:
             out_THV = ops.fixed_order_heads(out_THL, self.value_up)
         else:
@@ -282,10 +332,11 @@ class LatentAttention(torch.nn.Module):
         return out_THV
 
     def _queries(self, q: torch.Tensor) -> torch.Tensor:
-        """[T, H, P + R] from the first outputs of qkv_proj."""
+        """[T, H, P + R] from the first outputs of qkv_proj, or from the normed latents that these
+        are."""
         if self.q_b_proj is not None:
             plan = self.q_b_proj.plan(q.shape[0])
-            q = reduced(self.q_b_proj(ops.in_form(_normed(q, self.q_norm), plan.input), plan))
+            q = reduced(self.q_b_proj(ops.in_form(q, plan.input), plan))
         return q.unflatten(1, (self.shape.heads, -1))
 
 

@@ -5,6 +5,8 @@ import torch
 from qkernels import ops
 from qkernels.attention.cache import AttentionStep
 from qkernels.latent.cache import PagedLatents
+from qkernels.latent.selected import triton_scores
+from qkernels.latent.selected.cache import SelectedKeys
 from tests.qkernels.compile.cards import empty
 from tests.qkernels.compile.cases.case import FP16, FP32, INT8, SM90, Case
 
@@ -53,6 +55,23 @@ def heads_product(T: int, heads: int = 16, inputs: int = 128, outputs: int = LAT
     ops.fixed_order_heads(x, empty(heads, inputs, outputs))
 
 
+def selected(rows: int, heads: int, most: int = 2048) -> None:
+    """Scores of an indexer with 64 heads, and attention over what it selects."""
+    tables = torch.zeros(rows, 8192 // PAGE, dtype=torch.int32)
+    rows_N = torch.zeros(rows, dtype=torch.int32)
+    step = (empty(8192, PAGE, 128), tables, rows_N, rows_N)
+    weights = empty(rows, 64, dtype=torch.float32)
+    triton_scores.index_scores(empty(rows, 64, 128), weights, *step, num_keys=8192)
+    chosen = torch.zeros(rows, most, dtype=torch.int32)
+    ops.selected_latent_attention(
+        empty(rows, heads, LATENT + ROPE),
+        PagedLatents(pages=empty(8192, PAGE, LATENT + ROPE)),
+        SelectedKeys(slots_TS=chosen, counts_T=rows_N),
+        latent_width=LATENT,
+        scale=1.0,
+    )
+
+
 LATENT_ATTENTION: dict[str, Case] = {
     "latent attention, decode": Case(
         run=lambda: latent_attention([1], 16), quick=SM90, product="mma"
@@ -81,6 +100,8 @@ LATENT_ATTENTION: dict[str, Case] = {
     "latent attention in fixed order, 8 bits": Case(
         run=lambda: latent_attention([1, 40], 20, codes=INT8, kernel="fixed_order"), product="mma"
     ),
+    "selected keys, decode": Case(run=lambda: selected(1, 128), product="mma"),
+    "selected keys, a prompt": Case(run=lambda: selected(500, 64), quick=SM90, product="mma"),
     "heads' products, 1 row": Case(run=lambda: heads_product(1), product="mma"),
     "heads' products, 500 rows": Case(run=lambda: heads_product(500)),
     "latent attention in float32": Case(run=lambda: latent_attention([1, 40], 16, dtype=FP32)),

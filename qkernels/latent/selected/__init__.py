@@ -1,0 +1,1 @@
+"""Latent attention over keys that an indexer selects (DeepSeek Sparse Attention)."""

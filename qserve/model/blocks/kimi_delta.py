@@ -1,0 +1,118 @@
+"""Kimi Delta Attention, a mixer over state slots: a gated delta net whose key channels each keep a
+share of their own ("Kimi Linear", arXiv 2510.26692).
+
+Legend: T tokens of the step, C hidden size, H heads, V head dim, I = H V.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from qkernels import ops
+from qkernels.causal_conv.state import StateSlots
+from qkernels.delta_net.reference import recent_width
+from qkernels.operands.forms import LinearInput
+from qkernels.operands.split_k import LinearOutput, reduced
+from qserve.model.blocks.attention import StepInputs
+from qserve.model.blocks.linear import (
+    FLOAT_PLAN,
+    FloatLinear,
+    Linear,
+    LinearPlan,
+    Product,
+    products_of,
+)
+from qserve.model.blocks.state import StateSpec, state_step
+from qserve.model.cache_spec import CacheSpec, KvFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KimiShape:
+    """Sizes of one layer's mixer."""
+
+    heads: int
+    head_dim: int  # of queries, keys and values
+    taps: int  # of the convolution
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+
+class KimiDelta(torch.nn.Module):
+    """Update and reading of one layer's state, with its projections."""
+
+    def __init__(
+        self,
+        shape: KimiShape,
+        *,
+        in_proj: Linear,  # concatenated queries, keys and values
+        low: FloatLinear,  # of x: inputs of f_b and of g_b, and b of each head
+        f_b: FloatLinear,  # makes decays of key channels
+        g_b: FloatLinear,  # makes gates of the output
+        out_proj: Linear,
+        conv_weight: torch.Tensor,  # [3 I, taps]
+        a_log: torch.Tensor,  # float32 [H]
+        dt_bias: torch.Tensor,  # float32 [I]
+        norm: torch.Tensor,  # [V]
+        eps: float,
+        kernel: str | None = None,  # of the operations on states, selected by name
+    ) -> None:
+        super().__init__()
+        self.kernel = kernel
+        self.shape, self.eps = shape, eps
+        self.in_proj, self.low, self.f_b, self.g_b = in_proj, low, f_b, g_b
+        self.out_proj = out_proj
+        self.register_buffer("conv_weight", conv_weight)
+        self.register_buffer("a_log", a_log)
+        self.register_buffer("dt_bias", dt_bias)
+        self.register_buffer("norm", norm)
+
+    def products(self) -> Iterator[Product]:
+        """Quantized products, each with the operation that consumes its result."""
+        yield from products_of(self.in_proj, None)
+        yield from products_of(self.out_proj, "norm")
+
+    def plan(self, rows: int) -> LinearPlan:
+        """The norm before this block outputs a tensor, since the gates read it, too."""
+        return FLOAT_PLAN
+
+    has_kv_scales = None
+
+    def cache_spec(self, kv_format: KvFormat, page_size: int) -> CacheSpec:
+        """Return the spec of the layer's states; neither argument changes them."""
+        shape = self.shape
+        return StateSpec(
+            channels=3 * shape.inner,
+            taps=shape.taps,
+            memory=(shape.heads, shape.head_dim, shape.head_dim),
+            dtype=self.conv_weight.dtype,
+            inputs=recent_width(shape.inner, shape.inner, shape.heads, shape.inner),
+        )
+
+    def forward(
+        self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: StateSlots
+    ) -> LinearOutput:
+        """Update the requests' states by the step's tokens, and read the states.
+
+        The result goes to the norm that follows.
+        """
+        T, shape = x_TC.shape[0], self.shape
+        rows = state_step(step)
+        own = self.in_proj.plan(T)
+        mixed = reduced(self.in_proj(ops.in_form(x_TC, own.input), own))
+        widths = [shape.head_dim, shape.head_dim, shape.heads]
+        decays_TV, gates_TV, b_TH = self.low(x_TC).split(widths, 1)
+        mixed = ops.causal_conv_(mixed, self.conv_weight, None, cache.conv_PCL, rows, self.kernel)
+        out_THV = ops.delta_rule_(
+            *(mixed, b_TH, self.f_b(decays_TV), self.a_log, self.dt_bias),
+            cache.memory_PHKV,
+            rows,
+            cache.recent_PNI,
+            self.kernel,
+        )
+        z_THV = self.g_b(gates_TV).unflatten(1, (shape.heads, shape.head_dim))
+        out_THV = ops.gated_rms_norm(out_THV, z_THV, self.norm, self.eps, self.kernel, sigmoid=True)
+        output = self.out_proj.plan(T, "norm")
+        return self.out_proj(ops.in_form(out_THV.flatten(1), output.input), output)

@@ -1,0 +1,100 @@
+"""Lightning attention (MiniMax-01, arXiv 2501.08313), a mixer over state slots: each head keeps the
+same share of its state at every token.
+
+    S = exp(-slope) S + k v^T        o = S^T q
+
+It is the recurrence of Mamba-2 with steps of 1, where B are keys, C queries and x values. Legend: T
+tokens of the step, C hidden size, H heads, D head dim, I = H D.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch.nn.functional import silu
+
+from qkernels import ops
+from qkernels.causal_conv.state import StateSlots
+from qkernels.mamba2.reference import recent_width
+from qkernels.operands.forms import LinearInput
+from qkernels.operands.split_k import LinearOutput, reduced
+from qserve.model.blocks.attention import StepInputs
+from qserve.model.blocks.linear import Linear, LinearPlan, Product, products_of
+from qserve.model.blocks.state import StateSpec, state_step
+from qserve.model.cache_spec import CacheSpec, KvFormat
+
+NORM_EPS = 1e-6  # transformers' default, whatever rms_norm_eps is
+STEP_BIAS = math.log(math.e - 1)  # its softplus is 1
+
+
+class LightningAttention(torch.nn.Module):
+    """Update and reading of one layer's state, with its projections."""
+
+    def __init__(
+        self,
+        *,
+        heads: int,
+        head_dim: int,
+        in_proj: Linear,  # concatenated values, keys, queries, and gates of the output
+        out_proj: Linear,
+        slopes: torch.Tensor,  # float32 [H]
+        norm: torch.Tensor,  # [I]
+        kernel: str | None = None,  # of the operations on states, selected by name
+    ) -> None:
+        super().__init__()
+        self.heads, self.head_dim, self.kernel = heads, head_dim, kernel
+        self.in_proj, self.out_proj = in_proj, out_proj
+        self.register_buffer("a_log", slopes.log())
+        self.register_buffer("skip", torch.zeros_like(slopes))
+        self.register_buffer("dt_bias", torch.full_like(slopes, STEP_BIAS))
+        self.register_buffer("norm", norm)
+
+    def products(self) -> Iterator[Product]:
+        """Quantized products, each with the operation that consumes its result."""
+        yield from products_of(self.in_proj, None)
+        yield from products_of(self.out_proj, "norm")
+
+    def plan(self, rows: int) -> LinearPlan:
+        """Plan of the first linear: the form that the norm before this block outputs."""
+        return self.in_proj.plan(rows)
+
+    has_kv_scales = None
+
+    def cache_spec(self, kv_format: KvFormat, page_size: int) -> CacheSpec:
+        """Return the spec of the layer's states; neither argument changes them."""
+        inner = self.heads * self.head_dim
+        return StateSpec(
+            channels=0,
+            taps=1,
+            memory=(self.heads, self.head_dim, self.head_dim),
+            dtype=self.norm.dtype,
+            inputs=recent_width(inner, inner, self.heads),
+        )
+
+    def forward(
+        self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: StateSlots
+    ) -> LinearOutput:
+        """Update the requests' states by the step's tokens, and read the states.
+
+        The result goes to the norm that follows.
+        """
+        made = reduced(self.in_proj(x_TC, plan))
+        inner = self.heads * self.head_dim
+        mixed, gate_TI = made.split([3 * inner, inner], 1)
+        out_THD = ops.selective_scan_(
+            silu(mixed),
+            made.new_zeros(made.shape[0], self.heads),
+            self.a_log,
+            self.skip,
+            self.dt_bias,
+            cache.memory_PHKV,
+            (0.0, math.inf),
+            state_step(step),
+            cache.recent_PNI,
+            self.kernel,
+        )
+        spec = ops.NormSpec(weight_C=self.norm, eps=NORM_EPS)
+        out_TI, _ = ops.norm(out_THD.flatten(1), None, spec)
+        out_TI = torch.sigmoid(gate_TI) * out_TI
+        output = self.out_proj.plan(made.shape[0], "norm")
+        return self.out_proj(ops.in_form(out_TI, output.input), output)

@@ -1,0 +1,61 @@
+"""MiniMax-Text-01 and MiniMax-M1: lightning attention, and attention in some layers; experts.
+
+Norms are in the residual stream: what a block returns is added to its own, normed input, both times
+a factor of config.json.
+"""
+
+import torch
+
+from qserve.model.blocks.layer import NormedStreamLayer
+from qserve.model.blocks.lightning import LightningAttention
+from qserve.model.decoder import Decoder
+from qserve.model.families import llama, moe
+from qserve.model.loading.layer_weights import LayerWeights
+from qserve.model.loading.weights import Weights
+from qserve.model.model_config import ModelConfig
+
+
+def build(config: ModelConfig, weights: Weights) -> Decoder:
+    return llama.build_decoder(config, weights, build_layer)
+
+
+def build_layer(config: ModelConfig, weights: LayerWeights) -> NormedStreamLayer:
+    is_linear, values = config.state_layers[weights.number], config.values
+    kind = "linear_attn" if is_linear else "full_attn"
+    mixer = (build_lightning if is_linear else llama.build_attention)(config, weights)
+    return NormedStreamLayer(
+        attention_norm=llama.build_norm(config, weights, "input_layernorm"),
+        attention=mixer,
+        attention_factors=(values[f"{kind}_alpha_factor"], values[f"{kind}_beta_factor"]),
+        mlp_norm=llama.build_norm(config, weights, "post_attention_layernorm"),
+        mlp=moe.build_mlp(config, weights),
+        mlp_factors=(values["mlp_alpha_factor"], values["mlp_beta_factor"]),
+    )
+
+
+def build_lightning(config: ModelConfig, weights: LayerWeights) -> LightningAttention:
+    family, heads, D = config.family.state_mixer, config.num_heads, config.head_dim
+    (name, _), *_ = family.inputs.members
+    # of each head its queries, keys and values; the block takes all values first, then keys
+    orders = {
+        name: [
+            (first, first + D)
+            for part in (2, 1, 0)
+            for first in range(part * D, 3 * D * heads, 3 * D)
+        ]
+    }
+    return LightningAttention(
+        heads=heads,
+        head_dim=D,
+        in_proj=weights.linear(family.inputs, orders=orders),
+        out_proj=weights.linear(family.out),
+        slopes=weights.float32_constant(slopes(heads, weights.number, config.num_layers)),
+        kernel=weights.kernels.get("states"),
+        **weights.state_tensors(),
+    )
+
+
+def slopes(heads: int, layer: int, num_layers: int) -> torch.Tensor:
+    """Return -log of what each head keeps, float32 [H]: ALiBi's slopes, less in later layers."""
+    rates_H = (2 ** (-8 / heads)) ** (torch.arange(heads, dtype=torch.float32) + 1)
+    return rates_H * (1 - layer / (num_layers - 1 + 1e-5) + 1e-5)

@@ -1,0 +1,61 @@
+"""Scores of an indexer and attention over selected keys in Triton: interpreted on a CPU, compiled
+on a GPU.
+"""
+
+import pytest
+import torch
+
+from qkernels import ops
+from qkernels.latent.selected import triton_scores
+from qkernels.latent.selected.cache import SelectedKeys
+from qkernels.latent.selected.select import rows_and_positions
+from tests.qkernels.latent_case import latent_case
+from tests.qkernels.selected_case import selected_case
+
+STEPS = {
+    "decode": ((1, 1, 1), (70, 1, 17)),
+    "chunks": ((5, 9), (5, 90)),
+    "mixed": ((1, 6, 0, 1), (33, 20, 4, 2)),
+}
+
+
+@pytest.mark.parametrize("heads, D, B", [(16, 32, 16), (5, 24, 8), (64, 128, 32)])
+@pytest.mark.parametrize("name", STEPS)
+def test_scores(name, heads, D, B, dtype, device, assert_close, tolerance):
+    counts, lengths = STEPS[name]
+    case = selected_case(counts, lengths, heads=heads, D=D, B=B, dtype=dtype, device=device)
+    requests_T, last_T = rows_and_positions(case.step, sum(counts))
+    got = triton_scores.index_scores(
+        case.q_TID,
+        case.weights_TI,
+        case.keys_PBD,
+        case.step.block_tables_RX,
+        requests_T,
+        last_T,
+        num_keys=max(lengths),
+    )
+    for scores, want in zip(got.cpu(), case.exact(), strict=True):
+        assert_close("scores", want, scores[: len(want)], tolerance(dtype))
+        assert (scores[len(want) :] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("codes", [None, torch.int8])
+@pytest.mark.parametrize("S", [5, 40])
+def test_attention_over_selected_slots(S, codes, dtype, device, assert_close, tolerance):
+    """As the reference, with counts from 1 to all."""
+    sizes = {"H": 5, "L": 48, "rope": 16, "B": 16}
+    case = latent_case((4, 3), (60, 50), **sizes, dtype=dtype, codes=codes, device=device)
+    generator = torch.Generator().manual_seed(1)
+    slots = torch.zeros(7, S, dtype=torch.int32)
+    counts = torch.tensor([1, 2, S, S, S - 1, 3, S], dtype=torch.int32)
+    tables = case.step.block_tables_RX.cpu()
+    for row, count in enumerate(counts.tolist()):
+        t = torch.randperm(50, generator=generator)[:count].sort().values
+        slots[row, :count] = tables[row // 4, t // 16] * 16 + t % 16
+    selected = SelectedKeys(slots_TS=slots.to(device), counts_T=counts.to(device))
+    settings = {"latent_width": 48, "scale": case.scale}
+    found = [
+        ops.selected_latent_attention(case.q_THE, case.cache, selected, **settings, kernel=kernel)
+        for kernel in ("triton", "reference")
+    ]
+    assert_close("out", found[1].double().cpu(), found[0], tolerance(dtype))

@@ -1,0 +1,101 @@
+"""Selection of keys by an indexer, and attention over them, in plain torch against float64."""
+
+import pytest
+import torch
+
+from qkernels import ops
+from qkernels.errors import KernelError
+from qkernels.latent.config import default_latent_config, selected_boundaries
+from qkernels.latent.selected import select
+from qkernels.latent.selected.cache import SelectedKeys
+from tests.qkernels.latent_case import latent_case
+from tests.qkernels.selected_case import selected_case
+
+STEPS = [((1, 1, 1), (70, 1, 17)), ((5, 9), (5, 40)), ((1, 6, 0, 1), (33, 20, 4, 2))]
+SIZES = {"heads": 5, "D": 24, "B": 8}
+
+
+@pytest.mark.parametrize(("counts", "lengths"), STEPS)
+@pytest.mark.parametrize("most", [1, 7, 20, 200])
+@pytest.mark.parametrize("block", [1, 3, 1000])
+def test_the_highest_scores_are_selected(counts, lengths, most, block, monkeypatch):
+    case = selected_case(counts, lengths, **SIZES, dtype=torch.float32)
+    monkeypatch.setattr(select, "MAX_BYTES", 4 * block * max(lengths))
+    step = (case.keys_PBD, case.step)
+    found = ops.select_keys(case.q_TID, case.weights_TI, *step, most=most)
+    assert found.slots_TS.shape == (sum(counts), min(most, max(lengths)))
+    requests = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).tolist()
+    for row, (request, scores) in enumerate(zip(requests, case.exact(), strict=True)):
+        count = min(most, len(scores))
+        best = scores.topk(count).indices.sort().values
+        assert found.counts_T[row] == count
+        assert found.slots_TS[row, :count].tolist() == case.slots(request, best)
+        assert not found.slots_TS[row, count:].any()
+
+
+def test_rows_of_no_request_see_one_key():
+    """A CUDA graph has more rows than the requests."""
+    case = selected_case((1, 2), (9, 8), **SIZES, dtype=torch.float32)
+    q_TID = torch.cat([case.q_TID, torch.full_like(case.q_TID, float("nan"))])
+    weights_TI = torch.cat([case.weights_TI, case.weights_TI])
+    found = ops.select_keys(q_TID, weights_TI, case.keys_PBD, case.step, most=4)
+    assert found.counts_T.tolist() == [4] * 3 + [1] * 3 and not found.slots_TS[3:].any()
+
+
+def test_keys_go_to_their_slots(dtype):
+    keys_PBD = torch.full((3, 4, 8), 7.0, dtype=dtype)
+    k_TD = torch.randn(3, 8, dtype=dtype)
+    ops.write_index_keys_(k_TD, keys_PBD, torch.tensor([5, -1, 11]))
+    want = torch.full((12, 8), 7.0, dtype=dtype)
+    want[5], want[11] = k_TD[0], k_TD[2]
+    assert torch.equal(keys_PBD.view(12, 8), want)
+    ops.write_index_keys_(k_TD, keys_PBD, torch.tensor([-1, -1, -1]))
+    assert torch.equal(keys_PBD.view(12, 8), want)
+    ops.write_index_keys_(k_TD[:0], keys_PBD, torch.tensor([], dtype=torch.int64))
+
+
+@pytest.mark.parametrize("codes", [None, torch.int8])
+def test_rows_attend_to_selected_entries_alone(codes, assert_close, tolerance):
+    sizes = {"H": 3, "L": 32, "rope": 16, "B": 8}
+    case = latent_case((1, 2), (30, 21), **sizes, dtype=torch.float32, codes=codes)
+    seen = [[3, 4, 29], [0], [1, 2, 5, 20]]  # positions that rows see
+    tables = case.step.block_tables_RX
+    slots = torch.zeros(3, 4, dtype=torch.int32)
+    want = []
+    for row, (request, positions) in enumerate(zip((0, 1, 1), seen, strict=True)):
+        t = torch.tensor(positions)
+        slots[row, : len(t)] = tables[request, t // 8] * 8 + t % 8
+        entries = case.entries[request][t].double()
+        scores = case.q_THE[row].double() @ entries.T * case.scale
+        want.append(scores.softmax(-1) @ entries[:, :32])
+    counts = torch.tensor([len(each) for each in seen], dtype=torch.int32)
+    selected = SelectedKeys(slots_TS=slots, counts_T=counts)
+    got = ops.selected_latent_attention(
+        case.q_THE, case.cache, selected, latent_width=32, scale=case.scale
+    )
+    assert_close("out", torch.stack(want), got, tolerance(torch.float32))
+
+
+def test_wrong_arguments_are_named():
+    case = selected_case((1,), (9,), **SIZES, dtype=torch.float32)
+    with pytest.raises(KernelError, match="select_keys weights: expected .1, 5., found .1, 4."):
+        ops.select_keys(case.q_TID, case.weights_TI[:, :4], case.keys_PBD, case.step, most=4)
+    with pytest.raises(KernelError, match="select_keys keys: expected .any, any, 24."):
+        ops.select_keys(case.q_TID, case.weights_TI, case.keys_PBD[..., 1:], case.step, most=4)
+    with pytest.raises(KernelError, match="write_index_keys_ slots: expected .2."):
+        ops.write_index_keys_(torch.zeros(2, 24), case.keys_PBD, torch.tensor([1]))
+
+
+def test_warm_up_reaches_every_config():
+    sizes = {"heads": 16, "element_size": 2, "sm_count": 132, "shared_bytes": 232_448}
+    shapes = list(selected_boundaries(**sizes, most=2048, max_tokens=8192, max_context_len=10**5))
+    assert all(requests == 1 and 2048 < keys >= rows for requests, rows, keys in shapes)
+    found = {
+        default_latent_config(num_requests=rows, max_query_len=1, max_context_len=2048, **sizes)
+        for rows in range(1, 8193)
+    }
+    reached = {
+        default_latent_config(num_requests=rows, max_query_len=1, max_context_len=2048, **sizes)
+        for _, rows, _ in shapes
+    }
+    assert reached == found

@@ -1,0 +1,278 @@
+"""Latent attention whose indexer selects keys (DeepSeek-V3.2, GLM-5): tokens are transformers'.
+
+Prompts are longer than what a query selects. Indexers have so many heads that no two keys have the
+score 0.
+"""
+
+import json
+import random
+import shutil
+
+import pytest
+import torch
+
+from calibrate.pipeline import quantize_checkpoint
+from formats.checkpoint import CheckpointReader, read_json
+from formats.errors import InputError
+from formats.scheme import Scheme
+from qkernels import ops
+from qkernels.latent.selected import select
+from qserve.llm import LLM
+from qserve.params.sampling_params import SamplingParams
+from tests.qserve.model.test_family_tokens import FEW_PAGES, check_greedy, count_preemptions
+from tests.qserve.model.variants import edited, model_maker, relative
+from tests.qserve.parallel.test_sharing import assert_shared_out
+from tests.qserve.speculation.mtp_model import make_mtp
+from tests.tiny_families import TINY_FAMILIES
+
+SELECTED = 12
+FEW_KEYS = {"index_topk": SELECTED, "index_n_heads": 16}
+SHARED = ["full", "shared", "full"]
+VARIANTS = {
+    "v3.2": ("DeepseekV32Config", {**TINY_FAMILIES["deepseek_v32"][1], **FEW_KEYS}),
+    "glm-5": ("GlmMoeDsaConfig", {**TINY_FAMILIES["glm_moe_dsa"][1], **FEW_KEYS}),
+    "glm-5.2": (
+        "GlmMoeDsaConfig",
+        {**TINY_FAMILIES["glm_moe_dsa"][1], **FEW_KEYS, "indexer_types": SHARED},
+    ),
+}
+IDS = torch.randint(3, 500, (1, 100), generator=torch.Generator().manual_seed(2))
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokenize=False)
+
+
+@pytest.fixture(scope="session")
+def model_of(tiny_model, tmp_path_factory):
+    """Name of a variant -> its folder."""
+    return model_maker(tiny_model, tmp_path_factory, VARIANTS)
+
+
+def logits(folder, **settings):
+    return LLM(folder, device="cpu", max_model_len=128, **settings).logits(IDS[0].tolist())
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_equal_transformers(model_of, transformers_model, name):
+    with torch.no_grad():
+        want = transformers_model(model_of(name))(IDS).logits[0]
+    assert relative(logits(model_of(name)), want) < 1e-5
+
+
+def prompts():
+    """Some begin alike; all but one are longer than what is selected."""
+    rng = random.Random(8)
+    start = [rng.randrange(3, 512) for _ in range(17)]
+    return [start + [rng.randrange(3, 512) for _ in range(n)] for n in (1, 19, 13, 4)] + [[5, 9]]
+
+
+@pytest.mark.parametrize("name", ["v3.2", "glm-5.2"])
+@pytest.mark.parametrize("scheme", [None, "w4a16-asym-g32"])
+def test_greedy_tokens(model_of, transformers_model, tmp_path, monkeypatch, name, scheme):
+    """In chunks, with too few pages, on beginnings that were there."""
+    folder = model_of(name)
+    if scheme is not None:
+        folder = tmp_path / "model"
+        quantize_checkpoint(
+            model_of(name),
+            folder,
+            scheme=Scheme.parse(scheme),
+            output_format="gptq",
+            progress=False,
+        )
+        entries = CheckpointReader(folder).entries
+        assert "model.layers.0.self_attn.indexer.wq_b.weight" in entries
+        assert "model.layers.0.self_attn.q_b_proj.qweight" in entries
+    llm = LLM(folder, device="cpu", max_model_len=64, max_num_batched_tokens=11, **FEW_PAGES)
+    preemptions = count_preemptions(llm, monkeypatch)
+    outputs = llm.generate(prompts(), GREEDY, use_tqdm=False)
+    assert preemptions
+    again = llm.generate(prompts()[1:2], GREEDY, use_tqdm=False)
+    assert again[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
+    check_greedy(transformers_model(folder), prompts(), outputs)
+
+
+def of_indexers(change):
+    def apply(decoder):
+        for layer in decoder.layers:
+            if layer.attention.indexer is not None:
+                change(layer.attention.indexer)
+
+    return apply
+
+
+def set_to(**values):
+    def change(indexer):
+        for name, value in values.items():
+            setattr(indexer, name, value)
+
+    return of_indexers(change)
+
+
+def halves_for_neighbours(indexer):
+    indexer.is_interleaved = not indexer.is_interleaved
+
+
+def reads_next(decoder):
+    """The shared layer reads what a later layer selected, in the step before."""
+    decoder.layers[1].attention.selection = decoder.layers[0].attention.selection.__class__()
+
+
+WRONG = {
+    "one key too few": set_to(most=SELECTED - 1),
+    "all keys": set_to(most=1000),
+    "pairs of the other kind": of_indexers(halves_for_neighbours),
+    "keys without the norm's bias": of_indexers(lambda each: each.k_norm_bias.zero_()),
+    "keys without the norm's weight": of_indexers(lambda each: each.k_norm_weight.fill_(1)),
+    "weights of another head": of_indexers(
+        lambda each: each.weights_proj.weight.copy_(each.weights_proj.weight.roll(1, 0))
+    ),
+    "a shared layer that sees all keys": reads_next,
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_reading_is_seen(model_of, wrong):
+    folder = model_of("glm-5.2")
+    if "norm" in wrong:  # as trained ones: not 1 and 0
+        folder = edited(folder, folder.parent / wrong, tensors=other_norms)
+    llm = LLM(folder, device="cpu", max_model_len=128)
+    right = llm.logits(IDS[0].tolist())
+    with torch.inference_mode():
+        WRONG[wrong](llm.engine.runner.decoder)
+    assert relative(llm.logits(IDS[0].tolist()), right) > 1e-3
+
+
+def other_norms(state):
+    generator = torch.Generator().manual_seed(4)
+    for name, value in state.items():
+        if "indexer.k_norm" in name:
+            state[name] = value + torch.randn(value.shape, generator=generator)
+
+
+def test_norm_of_keys_equals_transformers(model_of, transformers_model, tmp_path):
+    """With a weight and a bias that are not 1 and 0."""
+    folder = edited(model_of("v3.2"), tmp_path / "model", tensors=other_norms)
+    with torch.no_grad():
+        want = transformers_model(folder)(IDS).logits[0]
+    assert relative(logits(folder), want) < 1e-5
+
+
+def test_scores_do_not_depend_on_the_block_of_rows(model_of, monkeypatch):
+    """Few rows are scored together where contexts are long."""
+    want = logits(model_of("v3.2"))
+    monkeypatch.setattr(select, "MAX_BYTES", 4 * 128 * 7)
+    assert relative(logits(model_of("v3.2")), want) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_entries_in_8_bits(model_of, monkeypatch, kind):
+    """Keys of the indexer keep their dtype: the same keys are selected from float entries."""
+    coded = LLM(model_of("v3.2"), device="cpu", max_model_len=128, kv_cache_dtype=kind)
+    spec = coded.engine.runner.cache_specs[0]
+    assert spec.bytes_per_page == 16 * (80 + 2 * 4 + 32 * 4)
+    got = coded.logits(IDS[0].tolist())
+    write = ops.rope_write_latents_
+
+    def written(q, made, norm, cos_sin, positions, cache, *rest, **options):
+        out = write(q, made, norm, cos_sin, positions, cache, *rest, **options)
+        for part in cache.pages.split([64, 16], -1):
+            largest = 127 if kind == "int8" else 448
+            scale = (part.abs().amax(-1, keepdim=True) / largest).clamp(min=1e-30)
+            codes = part / scale
+            codes = codes.round() if kind == "int8" else codes.to(torch.float8_e4m3fn).float()
+            part.copy_(codes * scale)
+        return out
+
+    monkeypatch.setattr(ops, "rope_write_latents_", written)
+    assert relative(got, logits(model_of("v3.2"))) < 1e-5
+
+
+def test_short_contexts_need_no_indexer(model_of, transformers_model):
+    """All keys are selected: its keys take no memory, and its tensors are not read."""
+    llm = LLM(model_of("v3.2"), device="cpu", max_model_len=SELECTED)
+    assert all(layer.attention.indexer is None for layer in llm.engine.runner.decoder.layers)
+    ids = IDS[:, :SELECTED]
+    with torch.no_grad():
+        want = transformers_model(model_of("v3.2"))(ids).logits[0]
+    assert relative(llm.logits(ids[0].tolist()), want) < 1e-5
+
+
+def test_context_is_as_long_as_the_model_allows(model_of):
+    llm = LLM(model_of("v3.2"), device="cpu")
+    assert llm.engine.max_model_len == 128  # YaRN's 16 times 8
+
+
+@pytest.mark.parametrize("name", ["v3.2", "glm-5.2"])
+def test_two_ranks_select_the_same_keys(model_of, monkeypatch, name):
+    monkeypatch.setattr("tests.qserve.parallel.test_sharing.TOKENS", IDS[0, :30].tolist())
+    assert_shared_out(model_of(name), 2)
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+
+
+def test_drafts_change_no_token(model_of, transformers_model):
+    """Each row of a verification selects its own keys."""
+    llm = LLM(model_of("glm-5.2"), device="cpu", max_model_len=64, speculative_config=NGRAM)
+    texts = [[5, 9, 77, 5, 9, 77, 5, 9] * 3, [8] * 22, [3, 4, 5, 6, 3, 4, 5, 6, 3] * 2]
+    outputs = llm.generate(texts, GREEDY, use_tqdm=False)
+    check_greedy(transformers_model(model_of("glm-5.2")), texts, outputs)
+
+
+@pytest.mark.parametrize("has_indexer", [True, False])
+def test_mtp_layer_drafts(tmp_path, has_indexer):
+    """With an indexer of its own. GLM's list of layers does not name it."""
+    folder = make_mtp(tmp_path / "model", agreement=0.7, family="glm_moe_dsa", **FEW_KEYS)
+    config = read_json(folder / "config.json")
+    for key in ("mlp_layer_types", "indexer_types", "layer_types"):
+        config[key] = config[key][:3]
+    if not has_indexer:
+        config["index_topk"] = 64
+    (folder / "config.json").write_text(json.dumps(config))
+    found = []
+    for drafter in (None, {"method": "mtp", "num_speculative_tokens": 2}):
+        llm = LLM(folder, device="cpu", max_model_len=48, speculative_config=drafter)
+        (output,) = llm.generate([[5, 9, 77, 3, 8] * 4], GREEDY, use_tqdm=False)
+        found.append(output.outputs[0].token_ids)
+    assert found[0] == found[1]
+
+
+def test_pattern_of_published_files(model_of, tmp_path):
+    """GLM's files may state how often a layer has an indexer, instead of a list."""
+    source = model_of("glm-5.2")
+
+    def as_pattern(config):
+        del config["indexer_types"]
+        config["index_topk_pattern"] = "FSF"
+
+    def as_frequency(config):
+        del config["indexer_types"]
+        config.update(index_topk_freq=2, index_skip_topk_offset=1)
+
+    for number, change in enumerate((as_pattern, as_frequency)):
+        folder = edited(source, tmp_path / str(number), config=change)
+        assert torch.equal(logits(folder), logits(source))
+
+
+def test_a_missing_indexer_is_named(model_of, tmp_path):
+    folder = edited(
+        model_of("glm-5.2"),
+        tmp_path / "model",
+        tensors=lambda state: state.pop("model.layers.2.self_attn.indexer.wk.weight"),
+    )
+    with pytest.raises(InputError, match=r"layers\.2\.self_attn\.indexer\.wk"):
+        logits(folder)
+
+
+def test_what_selected_keys_do_not_support_is_refused(model_of):
+    words = f"--batch-invariant: does not work with .* contexts of more than {SELECTED}"
+    with pytest.raises(InputError, match=words):
+        logits(model_of("v3.2"), batch_invariant=True)
+    LLM(model_of("v3.2"), device="cpu", max_model_len=SELECTED, batch_invariant=True)
+
+
+def test_other_rotation_of_glm_is_refused(model_of, tmp_path):
+    folder = shutil.copytree(model_of("glm-5"), tmp_path / "model")
+    config = read_json(folder / "config.json") | {"indexer_rope_interleave": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"config\.json indexer_rope_interleave: expected"):
+        logits(folder)
