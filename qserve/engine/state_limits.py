@@ -39,11 +39,6 @@ LIMITS = (
         "pages on the host are useful only with the states at their ends",
     ),
     Limit(
-        "--tensor-parallel-size",
-        lambda config: config.tensor_parallel_size > 1,
-        "the heads of states are not sharded over ranks",
-    ),
-    Limit(
         "--prefill-context-parallel-size",
         lambda config: config.prefill_context_parallel_size > 1,
         "a state follows the tokens one after the other",
