@@ -600,6 +600,6 @@ STATES = (
     *("granite_hybrid", "granite_hybrid_moe", "falcon_h1", "nemotron_h", "nemotron_h_moe"),
     *("bamba", "nemotron_h_latent"),
 )
-WITHOUT_RANKS = (*STATES, "gemma4", "gemma4_moe", "gemma4_shared", "gemma3n")  # ranks are refused
+WITHOUT_RANKS = ("gemma4", "gemma4_moe", "gemma4_shared", "gemma3n")  # ranks are refused
 # four linears in one matrix
 WITHOUT_ADAPTERS = ("afmoe",)
