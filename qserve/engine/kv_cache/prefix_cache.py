@@ -163,6 +163,7 @@ class PrefixCache:
         """Allocate the pages of all of a request's tokens, reusing cached ones."""
         pool, table, keys = self.pool, request.block_table, self._usable_keys(request)
         there = pool.match(keys)
+        num_cached = len(there) + self._num_on_host(keys, len(there))
         num_found = self._num_usable(keys, there)
         pages = there[:num_found]
         pool.share_(table, pages)
@@ -172,7 +173,7 @@ class PrefixCache:
         request.num_inserted = num_found
         request.num_computed = num_found * pool.page_size
         if self.snapshots is not None:
-            self.snapshots.begin_(request, len(there))
+            self.snapshots.begin_(request, num_cached)
         if self.enabled and not request.facts.num_preemptions:
             request.facts = request.facts._replace(num_cached=request.num_computed)
             self._num_queries += request.num_tokens
@@ -278,9 +279,10 @@ class PrefixCache:
 
     def _num_usable(self, keys: list[bytes], pages: list[int]) -> int:
         """Number of these pages that need not be computed; `pages`: those found on the device."""
+        num_cached = len(pages) + self._num_on_host(keys, len(pages))
         if self.snapshots is not None:
-            return self.snapshots.deepest(keys[: len(pages)])
-        return max(0, len(pages) + self._num_on_host(keys, len(pages)) - self._num_unusable)
+            return self.snapshots.deepest(keys[:num_cached])
+        return max(0, num_cached - self._num_unusable)
 
     def _num_on_host(self, keys: list[bytes], start: int) -> int:
         return 0 if self.pool.host is None else self.pool.host.match(keys[start:])

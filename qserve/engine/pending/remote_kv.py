@@ -35,11 +35,11 @@ SLOT_BYTES = GIB
 logger = logging.getLogger(__name__)
 
 
-def num_slots(config: EngineConfig, page_bytes: int) -> int:
-    """Slots of the host tier that an engine needs."""
+def host_bytes(config: EngineConfig, page_bytes: int, state_bytes: int) -> int:
+    """Memory of the host tier that an engine needs."""
     if config.kv_offload_gb == 0 and config.kv_transfer is not None:
-        return max(2, SLOT_BYTES // page_bytes)
-    return int(config.kv_offload_gb * GIB) // page_bytes
+        return max(SLOT_BYTES, 2 * page_bytes, 8 * state_bytes)
+    return int(config.kv_offload_gb * GIB)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

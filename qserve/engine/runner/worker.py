@@ -28,6 +28,7 @@ from qserve.engine.runner.encoder import Encoder
 from qserve.engine.runner.memory import (
     GIB,
     LESS_MEMORY,
+    Fit,
     num_pages_in,
     num_pages_on_gpu,
     weight_bytes,
@@ -246,16 +247,20 @@ class Worker:
         ):
             self._compile_pool.compile(jobs.values(), on_done=bar.update)
 
-    def num_pages_that_fit(self, largest_step: StepInput) -> int:
-        """Number of KV pages that fit in memory. Raises InputError where none fits."""
+    def num_pages_that_fit(self, largest_step: StepInput, most_pages: int) -> Fit:
+        """Number of KV pages that fit in memory, and of snapshots of states.
+
+        `most_pages`: that can be in use. Raises InputError where none fits.
+        """
         config = self.runner.config
-        if config.kv_cache_memory is not None:
-            return num_pages_in(config.kv_cache_memory, self.runner, "--kv-cache-memory")
-        if self.runner.device.type != "cuda":
-            return num_pages_in(config.cpu_kv_cache_memory, self.runner, "--cpu-kv-cache-memory")
+        memory, flag = config.kv_cache_memory, "--kv-cache-memory"
+        if memory is None and self.runner.device.type != "cuda":
+            memory, flag = config.cpu_kv_cache_memory, "--cpu-kv-cache-memory"
+        if memory is not None:
+            return num_pages_in(memory, self.runner, flag, most_pages)
         graph_step = self._graph_step() if self._uses_graphs else None
         with phase("Measuring a largest step"), out_of_memory_is_named("measuring it", LESS_MEMORY):
-            return num_pages_on_gpu(self.runner, largest_step, graph_step)
+            return num_pages_on_gpu(self.runner, largest_step, graph_step, most_pages)
 
     def _warm_up_steps(self, shapes: Sequence[WarmUpShape]) -> list[StepInput]:
         page_size, drafting = self.runner.config.block_size, self.runner.drafting
@@ -264,9 +269,16 @@ class Worker:
             steps += [with_adapters(step) for step in steps]
         return steps
 
-    def prepare(self, num_pages: int, longest_step: int, shapes: Sequence[WarmUpShape]) -> None:
+    def prepare(
+        self,
+        num_pages: int,
+        num_snapshots: int,
+        longest_step: int,
+        shapes: Sequence[WarmUpShape],
+    ) -> None:
         """Make the KV pages, load the kernels of steps up to the longest, and capture graphs."""
         runner = self.runner
+        runner.num_snapshots = num_snapshots
         with out_of_memory_is_named(f"making {num_pages} KV pages", f"lower {self._knob_of_pages}"):
             runner.allocate_pages(num_pages)
         try:
@@ -366,12 +378,12 @@ class Worker:
         """Drop this rank's shard of an adapter from the host."""
         self.adapters.forget(number)
 
-    def offload_pages(self, num_slots: int) -> None:
-        """Allocate host memory for `num_slots` KV pages."""
+    def offload_pages(self, num_slots: int, num_states: int) -> None:
+        """Allocate host memory for `num_slots` KV pages and `num_states` snapshots of states."""
         with out_of_memory_is_named(
             f"making room for {num_slots} KV pages on the host", "lower --kv-offload-gb"
         ):
-            self.runner.offload_pages(num_slots)
+            self.runner.offload_pages(num_slots, num_states)
 
     def open_pages(self) -> int:
         """Open this rank's connector for KV pages. Returns the bytes of a page.
@@ -426,8 +438,8 @@ class Worker:
             if each is not None:
                 each.close()
 
-    def facts(self) -> tuple[str, float, int, int, int, int]:
-        """Device, GiB of weights, layers, heads, KV heads, bytes of a KV page."""
+    def facts(self) -> tuple[str, float, int, int, int, int, int]:
+        """Device, GiB of weights, layers, heads, KV heads, bytes of a KV page and of a state."""
         runner = self.runner
         model = runner.decoder.config
         return (
@@ -437,6 +449,7 @@ class Worker:
             model.num_heads,
             model.num_kv_heads,
             runner.bytes_per_page,
+            runner.bytes_per_state,
         )
 
     def launch(self, step: StepInput) -> StepHandle:

@@ -268,7 +268,6 @@ def test_pages_hold_layers_with_attention_alone(hybrid):
 
 
 LIMITS = [
-    ({"kv_offload_gb": 1.0}, "kv-offload-gb"),
     ({"pipeline_parallel_size": 2}, "pipeline-parallel-size"),
     ({"enable_lora": True}, "enable-lora"),
     ({"cpu_kv_cache_memory": 1e-5}, "cpu-kv-cache-memory.*do not hold the states.*max-num-seqs"),
