@@ -168,7 +168,7 @@ def _host_tiers(
     num_pages, num_states = split_memory(
         room, **sizes, page_size=config.block_size, share=HOST_SNAPSHOT_SHARE
     )
-    if state_bytes and not num_states:
+    if state_bytes and num_states < 2:
         raise InputError(
             "--kv-offload-gb",
             f"{room / GIB:.3g} GiB do not hold two snapshots of states of {state_bytes / GIB:.3g}"

@@ -30,9 +30,9 @@ class Limit(NamedTuple):
 
 LIMITS = (
     Limit(
-        "--kv-transfer-config",
-        lambda config: config.kv_transfer is not None,
-        "states are not sent with the pages",
+        "--kv-transfer-config with --num-state-snapshots 0",
+        lambda config: config.kv_transfer is not None and config.num_state_snapshots == 0,
+        "pages are useful only with snapshots of states",
     ),
     Limit(
         "--prefill-context-parallel-size",

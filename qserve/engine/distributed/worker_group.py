@@ -191,13 +191,21 @@ class WorkerGroup:
         with self._together("offload_pages", num_slots, num_states):
             self._ours.offload_pages(num_slots, num_states)
 
-    def open_pages(self) -> SharedPages:
-        """Open the connector of each rank for KV pages. Raises InputError."""
+    def open_pages(self) -> tuple[SharedPages, SharedPages | None]:
+        """Open the connector of each rank for KV pages, and for snapshots of states if any exist.
+
+        Raises InputError.
+        """
         with self._together("open_pages"):
-            page_bytes = [self._ours.open_pages()]
+            sizes = [self._ours.open_pages()]
         if self._rank_group is not None:
-            page_bytes += [reply[0] for reply in self._rank_group.replies()]
-        return SharedPages(self._ours.pages, self._rank_group, page_bytes)
+            sizes += [reply[0] for reply in self._rank_group.replies()]
+        page_bytes, state_bytes = zip(*sizes, strict=True)
+        pages = SharedPages(self._ours.pages, self._rank_group, page_bytes)
+        if self._ours.states is None:
+            return pages, None
+        states = SharedPages(self._ours.states, self._rank_group, state_bytes, "states")
+        return pages, states
 
     def free_unused(self) -> None:
         """Free the device's unused memory after it ran out."""

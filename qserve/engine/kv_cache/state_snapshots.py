@@ -117,6 +117,11 @@ class StateSnapshots:
         """Number of pages up to the deepest copy; 0: there is none."""
         return next((n for n in range(len(keys), 0, -1) if self.has(keys[n - 1])), 0)
 
+    def made(self, keys: Iterable[bytes]) -> list[tuple[bytes, int]]:
+        """Keys that have a copy on the device, with its slot, once a step was launched with it."""
+        found = [(key, self._slots[key]) for key in keys if key in self._slots]
+        return [(key, slot) for key, slot in found if slot not in self._saves]
+
     def begin_(self, request: Request, num_found: int) -> None:
         """Restore the state of an admitted request, if there is a copy, and plan its copies.
 

@@ -86,7 +86,8 @@ class Worker:
         # compiles; the others find the result on disk.
         self._compile_pool = None
         self.adapters: RankAdapters | None = None  # filled below with --enable-lora
-        self.pages: RankPages | None = None  # open_pages fills it
+        self.pages: RankPages | None = None  # open_pages fills both
+        self.states: RankPages | None = None
         self.replay: Replay | None = None  # prepare_replay fills it
         if self._plans_kernels and ranks.rank == 0:
             self._compile_pool = _compile_pool(config)
@@ -385,15 +386,20 @@ class Worker:
         ):
             self.runner.offload_pages(num_slots, num_states)
 
-    def open_pages(self) -> int:
-        """Open this rank's connector for KV pages. Returns the bytes of a page.
+    def open_pages(self) -> tuple[int, int]:
+        """Open this rank's connectors for KV pages and, if there are some, snapshots of states.
 
-        Raises InputError.
+        Returns the bytes of a page and of a snapshot. Raises InputError.
         """
-        copies = self.runner.page_copies
-        connector = make_connector(self.runner.config.kv_transfer, copies.page_bytes)
-        self.pages = RankPages(connector, copies, rank=self._ranks.rank, size=self._ranks.size)
-        return self.pages.page_bytes
+        copies, states = self.runner.page_copies, self.runner.state_copies
+        config, rank, size = self.runner.config.kv_transfer, self._ranks.rank, self._ranks.size
+        connector = make_connector(config, copies.page_bytes)
+        self.pages = RankPages(connector, copies, rank=rank, size=size)
+        if states is None:
+            return copies.page_bytes, 0
+        connector = make_connector(config, states.page_bytes)
+        self.states = RankPages(connector, states, rank=rank, size=size, kind="states")
+        return copies.page_bytes, states.page_bytes
 
     def match_pages(self, keys_NB: np.ndarray) -> Future:
         """Number of these pages that this rank's connector has, up to the first it lacks."""
@@ -406,6 +412,18 @@ class Worker:
     def save_pages(self, keys_NB: np.ndarray, pages: Sequence[int]) -> Future:
         """Save pages of the device."""
         return self.pages.save(keys_NB, pages)
+
+    def deepest_states(self, keys_NB: np.ndarray) -> Future:
+        """Number of keys up to the last whose snapshot this rank's connector has."""
+        return self.states.deepest(keys_NB)
+
+    def load_states(self, keys_NB: np.ndarray, slots: Sequence[int]) -> Future:
+        """Fill slots of snapshots in the host tier."""
+        return self.states.load(keys_NB, slots)
+
+    def save_states(self, keys_NB: np.ndarray, slots: Sequence[int]) -> Future:
+        """Save states of these slots of the device."""
+        return self.states.save(keys_NB, slots)
 
     def _graph_step(self) -> StepInput:
         """Step about as large as the largest CUDA graph."""

@@ -296,10 +296,11 @@ def test_drafter_with_states_is_refused(hybrid, tiny_model, tmp_path):
         LLM(folders[1], device="cpu", max_model_len=64, speculative_config=json.dumps(config))
 
 
-def test_pages_for_other_engines_are_refused(hybrid, tmp_path):
+def test_pages_for_other_engines_need_snapshots(hybrid, tmp_path):
     config = f'{{"kv_connector": "folder", "kv_role": "kv_both", "path": "{tmp_path}"}}'
-    with pytest.raises(InputError, match="kv-transfer-config"):
-        LLM(hybrid("qwen3_5"), device="cpu", max_model_len=64, kv_transfer_config=config)
+    settings = {"kv_transfer_config": config, "num_state_snapshots": 0}
+    with pytest.raises(InputError, match="kv-transfer-config with --num-state-snapshots 0"):
+        LLM(hybrid("qwen3_5"), device="cpu", max_model_len=64, **settings)
 
 
 def test_beams_are_refused(hybrid):
