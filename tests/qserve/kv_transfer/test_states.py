@@ -1,6 +1,7 @@
 """Engines of models with states exchange pages and snapshots of states."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -30,7 +31,7 @@ def cold(tiny_model):
         folder = family if "/" in str(family) else tiny_model(family)
         llm = made.setdefault(family, start(folder, num_state_snapshots=0))
         given = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = llm.generate(given, GREEDY, use_tqdm=False)
+        outputs = llm.generate(given, replace(GREEDY, detokenize=False), use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     return tokens
@@ -140,7 +141,8 @@ def test_with_drafts_and_on_ranks(size, cold, tmp_path):
             kv_transfer_config=json.dumps(transfer),
         )
         try:
-            (output,) = llm.generate([{"prompt_token_ids": PROMPT}], GREEDY, use_tqdm=False)
+            params = replace(GREEDY, detokenize=False)
+            (output,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
             assert list(output.outputs[0].token_ids) == want[0]
             assert output.num_cached_tokens == expected
             for future in list(llm.engine._remote_kv._writes):
