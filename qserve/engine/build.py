@@ -84,7 +84,7 @@ class EngineParts:
         policy: Policy,
     ) -> "EngineParts":
         num_pages = _prepare(workers, config, max_model_len)
-        host_pages, host_states = _host_tiers(workers, config)
+        host_pages, host_states = _host_tiers(workers, config, max_model_len)
         scheduler = Scheduler(
             BlockPool(num_pages, config.block_size, host_pages),
             max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
@@ -154,14 +154,14 @@ def _pick_num_pages(
 
 
 def _host_tiers(
-    workers: WorkerGroup, config: EngineConfig
+    workers: WorkerGroup, config: EngineConfig, max_model_len: int
 ) -> tuple[HostTier | None, HostTier | None]:
     """Make slots for KV pages and snapshots of states in the host's memory, if some are asked for.
 
     Raises InputError.
     """
     page_bytes, state_bytes = workers.bytes_per_page, workers.bytes_per_state
-    room = host_bytes(config, page_bytes, state_bytes)
+    room = host_bytes(config, page_bytes, state_bytes, max_model_len)
     if not room or not state_limits.finds_prefixes(config, workers.runner):
         return None, None
     sizes = {"page_bytes": page_bytes, "state_bytes": state_bytes}

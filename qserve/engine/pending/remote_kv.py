@@ -34,17 +34,23 @@ MAX_WAIT_SECONDS = 0.01  # of an engine that has nothing else to do
 MAX_UNWRITTEN_BYTES = GIB
 # Slots of the host tier without --kv-offload-gb: loaded pages pass through them.
 SLOT_BYTES = GIB
+MOST_SLOT_BYTES = 8 * GIB  # of models with states
 
 STATE = b"state "  # before a page's key: that of the snapshot at its end
 
 logger = logging.getLogger(__name__)
 
 
-def host_bytes(config: EngineConfig, page_bytes: int, state_bytes: int) -> int:
+def host_bytes(config: EngineConfig, page_bytes: int, state_bytes: int, max_model_len: int) -> int:
     """Memory of the host tier that an engine needs."""
-    if config.kv_offload_gb == 0 and config.kv_transfer is not None:
-        return max(SLOT_BYTES, 2 * page_bytes, 8 * state_bytes)
-    return int(config.kv_offload_gb * GIB)
+    if config.kv_offload_gb or config.kv_transfer is None:
+        return int(config.kv_offload_gb * GIB)
+    if not state_bytes:
+        return max(SLOT_BYTES, 2 * page_bytes)
+    # A prompt's pages are loaded together. They get half of the slots of pages at most, and pages
+    # half of the memory.
+    longest = 4 * -(-max_model_len // config.block_size) * page_bytes
+    return max(SLOT_BYTES, min(longest, MOST_SLOT_BYTES), 2 * page_bytes + 8 * state_bytes)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

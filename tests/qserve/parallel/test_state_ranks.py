@@ -141,7 +141,7 @@ def test_tokens(family, mode, size, drafts, small, tiny_model, tmp_path):
         found, num_preempted, num_cached = chats(engine)
         assert found == want
         assert bool(num_preempted) == (mode == "pushed out")
-        assert num_cached > (20 if mode == "few copies" else 100)
+        assert num_cached > (0 if mode == "few copies" else 100)
         if drafts:
             assert any(accepted for _, accepted in verified)
             assert any(accepted < drafts for drafts, accepted in verified)
