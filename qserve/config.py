@@ -107,10 +107,11 @@ class EngineConfig(HubSettings, ParallelSettings):
         "core (`serve` leaves one core to HTTP)",
         low=1,
     )
-    num_state_snapshots: int = setting(
-        32,
+    num_state_snapshots: int | None = setting(
+        None,
         "for models with recurrent layers: state snapshots on the device, from which "
-        "requests with the same prefix start; 0: no reuse",
+        "requests with the same prefix start; default: a quarter of the memory for KV pages, "
+        "at most one for 256 tokens of these; 0: no reuse",
         low=0,
         high=2**20,
     )

@@ -82,11 +82,17 @@ class HeadShare:
 
 
 def share_heads(
-    num_heads: int, num_kv_heads: int, head_dim: int, size: int, schemes: Sequence[Scheme | None]
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    size: int,
+    schemes: Sequence[Scheme | None],
+    words: tuple[str, str] = ("attention heads", "KV heads"),
 ) -> tuple[HeadShare, ...]:
     """Return each GPU's heads. `schemes` are those of the output projections.
 
-    Raises InputError if the heads cannot be divided.
+    `words`: for the heads and for the KV heads in errors. Raises InputError if the heads cannot be
+    divided.
     """
     check_heads(num_heads, num_kv_heads)
     per_kv_head = num_heads // num_kv_heads
@@ -112,8 +118,7 @@ def share_heads(
             )
     raise InputError(
         f"{FLAG} {size}",
-        f"{num_heads} attention heads of {num_kv_heads} KV heads cannot be divided over"
-        f" {size} GPUs",
+        f"{num_heads} {words[0]} of {num_kv_heads} {words[1]} cannot be divided over {size} GPUs",
         "use fewer",
     )
 

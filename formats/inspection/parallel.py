@@ -12,6 +12,7 @@ from formats.errors import InputError
 from formats.families import FAMILIES
 from formats.in_memory.dense import is_dense
 from formats.in_memory.shares import EXPERT, share_features, share_heads
+from formats.in_memory.state_shares import share_states
 from formats.inspection.linear_summary import LinearSummary
 from formats.quant_config import QuantConfig
 from formats.scheme import Scheme
@@ -65,11 +66,10 @@ def _why_not(
     family = FAMILIES.get(names[0]) if is_name else None
     if family is None:
         return "unknown: config.json names no architecture that is known here"
-    if family.state_mixer is not None:
-        return "layers with recurrent states cannot be divided over GPUs"
     if family.full_layers:
         return "layers with different heads are not divided over GPUs"
-    sizes = family.sizes(config)
+    sizes, mixer = family.sizes(config), family.state_mixer
+    state_end = None if mixer is None else f".{mixer.out.linears[0].name}"
     attention: list[Scheme | None] = []
     try:
         for linear in linears:
@@ -80,7 +80,9 @@ def _why_not(
             if quant is not None and "float" not in linear.traits:
                 scheme = quant.scheme_for(linear.name)
                 scheme = None if scheme is not None and is_dense(scheme.weight) else scheme
-            if inputs == "q":
+            if state_end is not None and linear.name.endswith(state_end):
+                share_states(mixer, sizes, linear.in_features, size, scheme, linear.name)
+            elif inputs == "q":
                 attention.append(scheme)
             elif inputs is not None:
                 share_features(linear.name, linear.in_features, size, scheme)

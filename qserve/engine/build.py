@@ -3,6 +3,7 @@
 import logging
 from dataclasses import dataclass
 
+from formats.errors import InputError
 from qserve.config import EngineConfig
 from qserve.engine import media_limits, state_limits
 from qserve.engine.distributed.worker_group import WorkerGroup
@@ -10,9 +11,10 @@ from qserve.engine.fallback_limits import check_fallback
 from qserve.engine.invariance_limits import check_invariance
 from qserve.engine.kv_cache.block_pool import BlockPool
 from qserve.engine.kv_cache.host_tier import HostTier
+from qserve.engine.kv_cache.memory_split import split_memory
 from qserve.engine.pending.pending import GrammarQueue, PendingRequests
-from qserve.engine.pending.remote_kv import RemoteKv, num_slots
-from qserve.engine.runner.memory import GIB
+from qserve.engine.pending.remote_kv import RemoteKv, host_bytes
+from qserve.engine.runner.memory import GIB, Fit
 from qserve.engine.scheduling.itl_control import ItlControl
 from qserve.engine.scheduling.policies import Policy, make_policy
 from qserve.engine.scheduling.scheduler import Scheduler
@@ -24,6 +26,9 @@ from qserve.model.model_config import ModelConfig
 from qserve.model.sharing import check_ranks, place_experts
 
 logger = logging.getLogger(__name__)
+
+UNMEASURED_SNAPSHOTS = 32  # where a flag states the number of pages, not their memory
+HOST_SNAPSHOT_SHARE = 0.5  # of the host's memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +82,14 @@ class EngineParts:
         policy: Policy,
     ) -> "EngineParts":
         num_pages = _prepare(workers, config, max_model_len)
+        host_pages, host_states = _host_tiers(workers, config, max_model_len)
         scheduler = Scheduler(
-            BlockPool(num_pages, config.block_size, _host_pages(workers, config)),
+            BlockPool(num_pages, config.block_size, host_pages),
             max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
             max_num_batched_tokens=config.max_num_batched_tokens,
             policy=policy,
             states=state_limits.make_states(config, workers.runner),
-            snapshots=state_limits.make_snapshots(config, workers.runner),
+            snapshots=state_limits.make_snapshots(config, workers.runner, host_states),
             prefix_caching=state_limits.finds_prefixes(config, workers.runner),
             pace=ItlControl(config.target_itl_ms / 1e3) if config.target_itl_ms else None,
             window=model.longest_window,
@@ -115,7 +121,8 @@ def _prepare(workers: WorkerGroup, config: EngineConfig, max_model_len: int) -> 
     """Prepare workers for steps. Returns their number of KV pages."""
     largest = largest_step(config, max_model_len, workers.runner.drafting)
     workers.compile_kernels(largest)
-    num_pages = _pick_num_pages(workers, config, max_model_len, largest)
+    fit = _pick_num_pages(workers, config, max_model_len, largest)
+    num_pages = fit.num_pages
     num_tokens = num_pages * config.block_size
     logger.info(
         "KV cache: %d tokens in %d pages, %.2f GiB (%s)",
@@ -126,26 +133,49 @@ def _prepare(workers: WorkerGroup, config: EngineConfig, max_model_len: int) -> 
     )
     text = "Maximum concurrency for %d tokens per request: %.2fx"
     logger.info(text, max_model_len, num_tokens / max_model_len)
-    workers.prepare(num_pages, min(max_model_len, config.max_num_batched_tokens, num_tokens))
+    workers.prepare(fit, min(max_model_len, config.max_num_batched_tokens, num_tokens))
     return num_pages
 
 
 def _pick_num_pages(
     workers: WorkerGroup, config: EngineConfig, max_model_len: int, largest: StepInput
-) -> int:
+) -> Fit:
+    runner = workers.runner
     if config.num_gpu_blocks_override is not None:
-        return config.num_gpu_blocks_override
-    fits = workers.num_pages_that_fit(largest)
+        of_memory = runner.chooses_snapshots
+        num_snapshots = UNMEASURED_SNAPSHOTS if of_memory else runner.num_snapshots
+        return Fit(config.num_gpu_blocks_override, num_snapshots)
     # More than this can never be in use.
-    return min(fits, config.max_num_seqs * -(-max_model_len // config.block_size))
+    most_pages = config.max_num_seqs * -(-max_model_len // config.block_size)
+    fit = workers.num_pages_that_fit(largest, most_pages)
+    return fit._replace(num_pages=min(fit.num_pages, most_pages))
 
 
-def _host_pages(workers: WorkerGroup, config: EngineConfig) -> HostTier | None:
-    """Make slots for KV pages in the host's memory if the configuration asks for some."""
-    page_bytes = workers.bytes_per_page
-    count = num_slots(config, page_bytes)
-    if not count or not state_limits.finds_prefixes(config, workers.runner):
-        return None
-    logger.info("KV pages on the host: %d, %.2f GiB", count, count * page_bytes / GIB)
-    workers.offload_pages(count)
-    return HostTier(count)
+def _host_tiers(
+    workers: WorkerGroup, config: EngineConfig, max_model_len: int
+) -> tuple[HostTier | None, HostTier | None]:
+    """Make slots for KV pages and snapshots of states in the host's memory, if some are asked for.
+
+    Raises InputError.
+    """
+    page_bytes, state_bytes = workers.bytes_per_page, workers.bytes_per_state
+    room = host_bytes(config, page_bytes, state_bytes, max_model_len)
+    if not room or not state_limits.finds_prefixes(config, workers.runner):
+        return None, None
+    sizes = {"page_bytes": page_bytes, "state_bytes": state_bytes}
+    num_pages, num_states = split_memory(
+        room, **sizes, page_size=config.block_size, share=HOST_SNAPSHOT_SHARE
+    )
+    if state_bytes and num_states < 2:
+        raise InputError(
+            "--kv-offload-gb",
+            f"{room / GIB:.3g} GiB do not hold two snapshots of states of {state_bytes / GIB:.3g}"
+            " GiB, and pages on the host are useful only with them",
+            "raise it, or remove it",
+        )
+    logger.info("KV pages on the host: %d, %.2f GiB", num_pages, num_pages * page_bytes / GIB)
+    if num_states:
+        size = num_states * state_bytes / GIB
+        logger.info("State snapshots on the host: %d, %.2f GiB", num_states, size)
+    workers.offload_pages(num_pages, num_states)
+    return HostTier(num_pages), HostTier(num_states) if num_states else None

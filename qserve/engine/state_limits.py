@@ -1,7 +1,7 @@
 """Settings that do not work together yet, or with states, latent or gated attention.
 
-A state summarizes all tokens before it. Features that share a prefix or move a request would need
-copies of it. Latents are in pages, as keys are.
+A state summarizes all tokens before it. What shares a prefix or moves a request needs copies of it.
+Latents are in pages, as keys are.
 """
 
 import logging
@@ -11,6 +11,7 @@ from typing import NamedTuple
 from formats.errors import InputError
 from qkernels.lora.config import MAX_SLICES
 from qserve.config import EngineConfig
+from qserve.engine.kv_cache.host_tier import HostTier
 from qserve.engine.kv_cache.state_slots import StatePool
 from qserve.engine.kv_cache.state_snapshots import StateSnapshots
 from qserve.engine.runner.memory import GIB
@@ -28,19 +29,9 @@ class Limit(NamedTuple):
 
 LIMITS = (
     Limit(
-        "--kv-transfer-config",
-        lambda config: config.kv_transfer is not None,
-        "states are not sent with the pages",
-    ),
-    Limit(
-        "--kv-offload-gb",
-        lambda config: config.kv_offload_gb > 0,
-        "pages on the host are useful only with the states at their ends",
-    ),
-    Limit(
-        "--tensor-parallel-size",
-        lambda config: config.tensor_parallel_size > 1,
-        "the heads of states are not sharded over ranks",
+        "--kv-transfer-config with --num-state-snapshots 0",
+        lambda config: config.kv_transfer is not None and config.num_state_snapshots == 0,
+        "pages are useful only with snapshots of states",
     ),
     Limit(
         "--prefill-context-parallel-size",
@@ -150,9 +141,7 @@ def check_states(config: EngineConfig, model: ModelConfig) -> None:
 def finds_prefixes(config: EngineConfig, runner: ModelRunner) -> bool:
     """True if requests share prefixes. A state is that of a request's last token alone, so models
     with states need snapshots."""
-    return config.enable_prefix_caching and bool(
-        not runner.has_states or config.num_state_snapshots
-    )
+    return config.enable_prefix_caching and bool(not runner.has_states or runner.num_snapshots)
 
 
 def make_states(config: EngineConfig, runner: ModelRunner) -> StatePool:
@@ -175,8 +164,14 @@ def _bytes_of_drafts(runner: ModelRunner) -> int:
     return sum(spec.bytes_per_slot - spec.with_drafts(0).bytes_per_slot for spec in specs)
 
 
-def make_snapshots(config: EngineConfig, runner: ModelRunner) -> StateSnapshots | None:
-    """Make the slots of snapshots, numbered after those of requests; None: there are none."""
+def make_snapshots(
+    config: EngineConfig, runner: ModelRunner, host: HostTier | None = None
+) -> StateSnapshots | None:
+    """Make the slots of snapshots, numbered after those of requests; None: there are none.
+
+    `host`: receives evicted ones.
+    """
     if not (runner.has_states and runner.num_snapshots):
         return None
-    return StateSnapshots(runner.num_state_slots, runner.num_snapshots, config.block_size)
+    slots = runner.num_state_slots, runner.num_snapshots
+    return StateSnapshots(*slots, config.block_size, host)

@@ -46,14 +46,22 @@ class PageMemory(Protocol):
 class RankPages:
     """Connector of one rank with the slots and pages of this rank.
 
-    Keys are uint8 [N, 32], those of the leader.
+    Keys are uint8 [N, 32], those of the leader. `kind`: states, whose snapshots have the keys of
+    the pages at whose ends they were made.
     """
 
     def __init__(
-        self, connector: KvConnector, copies: PageMemory, *, rank: int = 0, size: int = 1
+        self,
+        connector: KvConnector,
+        copies: PageMemory,
+        *,
+        rank: int = 0,
+        size: int = 1,
+        kind: str = "",
     ) -> None:
         self._connector, self._copies = connector, copies
-        self._name = f"rank {rank} of {size}".encode() if size > 1 else b""
+        name = f"rank {rank} of {size}" if size > 1 else ""
+        self._name = f"{name}{kind}".encode()
         self._loaders = ThreadPoolExecutor(LOADERS, "kv-load")
         self._writers = ThreadPoolExecutor(WRITERS, "kv-save")
 
@@ -64,6 +72,10 @@ class RankPages:
     def match(self, keys_NB: np.ndarray) -> Future:
         """Number of pages that can be loaded, up to the first that cannot."""
         return self._loaders.submit(_match, self._connector, self._own(keys_NB))
+
+    def deepest(self, keys_NB: np.ndarray) -> Future:
+        """Number of keys up to the last that can be loaded, whether or not those before it can."""
+        return self._loaders.submit(_deepest, self._connector, self._own(keys_NB))
 
     def load(self, keys_NB: np.ndarray, slots: Sequence[int]) -> Future:
         """Fill reserved slots. The future returns for each slot if it was loaded."""
@@ -93,6 +105,10 @@ def _match(connector: KvConnector, keys: Sequence[bytes]) -> int:
     except Exception as error:  # connectors may be third-party code
         logger.warning("KV pages cannot be looked up: %s", error)
         return 0
+
+
+def _deepest(connector: KvConnector, keys: Sequence[bytes]) -> int:
+    return next((n for n in range(len(keys), 0, -1) if _match(connector, keys[n - 1 : n])), 0)
 
 
 def _load(

@@ -14,6 +14,8 @@ import numpy as np
 
 from qserve.kv_transfer.rank_pages import RankPages
 
+KEY_BYTES = 32
+
 logger = logging.getLogger(__name__)
 
 
@@ -25,17 +27,29 @@ class OtherRanks(Protocol):
 
 
 class SharedPages:
-    """KV pages of one engine's ranks."""
+    """KV pages of one engine's ranks, or snapshots of their states."""
 
     def __init__(
-        self, ours: RankPages, rank_group: OtherRanks | None, page_bytes: Sequence[int]
+        self,
+        ours: RankPages,
+        rank_group: OtherRanks | None,
+        page_bytes: Sequence[int],
+        kind: str = "pages",
     ) -> None:
-        """`rank_group`: None with one rank. `page_bytes`: bytes of each rank's shard."""
+        """`rank_group`: None with one rank. `page_bytes`: bytes of each rank's shard.
+
+        `kind`: pages or states, as ranks name their calls.
+        """
         self._ours, self._rank_group, self.page_bytes = ours, rank_group, tuple(page_bytes)
+        self._kind = kind
 
     def match(self, keys: Sequence[bytes]) -> Future:
         """Number of pages that can be loaded, up to the first that cannot."""
         return self._begin("match", min, 0, _array(keys))
+
+    def deepest(self, keys: Sequence[bytes]) -> Future:
+        """Number of keys up to the last whose page can be loaded."""
+        return self._begin("deepest", min, 0, _array(keys))
 
     def load(self, keys: Sequence[bytes], slots: Sequence[int]) -> Future:
         """Fill reserved slots. The future returns for each slot if it was loaded."""
@@ -51,14 +65,16 @@ class SharedPages:
     ) -> Future:
         """Start a call on all ranks. `miss`: the result of a rank that failed."""
         theirs = (
-            [] if self._rank_group is None else self._rank_group.begin(f"{name}_pages", *values)
+            []
+            if self._rank_group is None
+            else self._rank_group.begin(f"{name}_{self._kind}", *values)
         )
         ours = getattr(self._ours, name)(*values)
         return ours if not theirs else _merged([ours, *theirs], merge, miss)
 
 
 def _array(keys: Sequence[bytes]) -> np.ndarray:
-    return np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1)
+    return np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), KEY_BYTES)
 
 
 def _in_all(loaded: list[list[bool]]) -> list[bool]:

@@ -43,7 +43,7 @@ class EngineOwner(ABC):
         num_gpu_blocks_override: int | None = None,
         cpu_kv_cache_memory: float = 1.0,
         cpu_threads: int | None = None,
-        num_state_snapshots: int = 32,
+        num_state_snapshots: int | None = None,
         enable_prefix_caching: bool = True,
         kv_offload_gb: float = 0.0,
         kv_transfer_config: str | dict[str, Any] | None = None,

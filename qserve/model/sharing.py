@@ -26,6 +26,7 @@ from formats.in_memory.weights import Weight
 from formats.scheme import Scheme
 from qserve.model.fallback.support import BUILDER
 from qserve.model.model_config import ModelConfig
+from qserve.model.state_sharing import StateShard
 from qserve.parallel.communicator import Communicator
 from qserve.parallel.expert_placement import ExpertPlacement
 from qserve.parallel.settings import ParallelSettings
@@ -135,9 +136,20 @@ class Sharing:
         return [(first * width, (first + 1) * width) for first in firsts]
 
     @property
+    def own_heads(self) -> Share:
+        """Attention heads of this rank."""
+        return (0, self._config.num_heads) if self.is_whole else self.heads.heads
+
+    @property
     def head_widths(self) -> tuple[int, ...]:
         """Channels of each rank's attention output."""
         return tuple(share.num_heads * self._config.head_dim for share in self._heads)
+
+    def state(self, layer: int) -> StateShard:
+        """This rank's shard of a layer's mixer with a state."""
+        if self.is_whole:
+            return StateShard.make(self._config, layer)
+        return StateShard.make(self._config, layer, self.communicator.size, self.communicator.rank)
 
     def local(self, config: ModelConfig) -> ModelConfig:
         """Configuration with this rank's numbers of heads."""
@@ -174,10 +186,10 @@ class Sharing:
         order_of: Callable[[str, tuple[int, int]], torch.Tensor | None],
         down: Projection | None = None,
     ) -> Cut:
-        """Shard of a linear below a layer's prefix. `down`: the linear that reads its features.
+        """Shard of a linear below a layer's prefix, outside of mixers with states.
 
-        `order_of` returns the order in which a quantized linear takes its inputs; None: natural
-        order.
+        `down`: the linear that reads its features. `order_of` returns the order in which a
+        quantized linear takes its inputs; None: natural order.
         """
         if self.is_whole:
             return WHOLE
@@ -204,6 +216,10 @@ class Sharing:
         width = self._sizes[linear.outputs[0]]
         ours = order[share[0] : share[1]]
         return Cut(rows=torch.cat([ours + width * part for part in range(len(rows))]))
+
+    def sorted_inputs(self, linear: Linear, prefix: str) -> Share:
+        """This rank's inputs of a linear that takes them in an order of its own."""
+        return self._features(linear, prefix)[self.communicator.rank]
 
     def features(self, name: str, size: str, scheme: Scheme | None) -> Share:
         """This rank's inputs of a linear with a scheme that the configuration does not name."""
@@ -271,6 +287,8 @@ def check_ranks(
     _head_shares(config, size)
     sizes = config.sizes
     for number in range(config.num_layers):
+        if config.state_layers[number]:
+            StateShard.make(config, number, size)
         prefix = config.family.layer.format(i=number)
         experts = config.family.experts
         whole = () if placement is None else experts.down.expert(0).linears
@@ -288,11 +306,14 @@ def check_ranks(
 
 
 def _linears_of_features(family: Family, layer: int, values: Mapping[str, Any]) -> Iterator[Linear]:
-    """Linears of a layer whose inputs are divided, except those of heads.
+    """Linears of a layer whose inputs are divided, except those of heads and of states.
 
     Of the experts, which are all alike, only the first one's.
     """
+    mixer = family.state_mixer
     for projection in family.projections(family.blocks(values, layer), num_experts=1):
+        if mixer is not None and projection in mixer.projections:
+            continue
         if projection.split == "inputs" and projection.inputs != "q":
             yield from projection.linears
 

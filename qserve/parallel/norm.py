@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from qkernels.rowwise.spec import NormSpec
 from qserve.parallel.communicator import Communicator
@@ -28,6 +29,40 @@ class NormOverRanks:
         if weight_N.dtype == torch.float32:  # only the product is rounded
             return (normed_MN * weight_N).to(x_MN.dtype)
         return normed_MN.to(x_MN.dtype) * weight_N
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupNormOverRanks:
+    """x * silu(z) with an RMS norm of groups, each of whose channels several ranks divide.
+
+    A rank has channels of one group. As ops.gated_group_norm, whose result it has.
+    """
+
+    communicator: Communicator
+    group: int  # of this rank's channels
+    num_groups: int
+    total: int  # channels of a group on all ranks
+    fixed_order: bool = False  # a row's bits do not depend on the number of rows
+
+    def __call__(
+        self,
+        x_MN: torch.Tensor,
+        z_MN: torch.Tensor,
+        weight_N: torch.Tensor,
+        eps: float,
+        norm_first: bool,
+    ) -> torch.Tensor:
+        wide_MN, gate_MN = x_MN.float(), functional.silu(z_MN.float())
+        if not norm_first:
+            wide_MN = wide_MN * gate_MN
+        squares_MN = wide_MN.square()
+        own_M1 = _sum_by_halves(squares_MN) if self.fixed_order else squares_MN.sum(-1, True)
+        # a column for each group: ranks of other groups add nothing to this one's
+        padding = self.group, self.num_groups - self.group - 1
+        sums_MG = self.communicator.all_reduce(functional.pad(own_M1, padding))
+        squares_M1 = sums_MG[:, self.group : self.group + 1]
+        wide_MN = weight_N.float() * (wide_MN * torch.rsqrt(squares_M1 / self.total + eps))
+        return (wide_MN * gate_MN if norm_first else wide_MN).to(x_MN.dtype)
 
 
 def _sum_by_halves(x_MN: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ class StateTensor:
     shape: Shape
     float32: bool = False  # read in float32 whatever the activations' dtype
     present: Flag = True
+    of_heads: bool = True  # its rows belong to heads or channels, which GPUs divide
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,12 @@ DELTA_NET = StateMixer(
         ),
         StateTensor(key="a_log", name="A_log", shape=_HEADS, float32=True),
         StateTensor(key="dt_bias", name="dt_bias", shape=_HEADS, float32=True),
-        StateTensor(key="norm", name="norm.weight", shape=(("linear_value_head_dim",),)),
+        StateTensor(
+            key="norm",
+            name="norm.weight",
+            shape=(("linear_value_head_dim",),),
+            of_heads=False,  # one for all heads
+        ),
     ),
 )
 

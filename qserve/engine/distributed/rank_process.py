@@ -99,7 +99,10 @@ CALLS = (
     *("place_adapter", "forget_adapter", "tap", "prepare_replay", "run_replay", "leave"),
 )
 # Calls that return a future, whose result is the reply.
-BEGUN = ("read_adapter", "match_pages", "load_pages", "save_pages", "reside")
+BEGUN = (
+    *("read_adapter", "reside", "match_pages", "load_pages", "save_pages"),
+    *("deepest_states", "load_states", "save_states"),
+)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -20,6 +20,7 @@ from qserve.engine.distributed.rank_channel import RankDiedError
 from qserve.engine.distributed.rank_group import RankGroup
 from qserve.engine.distributed.shared_residence import SharedResidence
 from qserve.engine.runner.devices import pick_device, use_device
+from qserve.engine.runner.memory import Fit
 from qserve.engine.runner.model_runner import ModelRunner
 from qserve.engine.runner.out_of_memory import ran_out
 from qserve.engine.runner.residence import Residence
@@ -45,12 +46,14 @@ class WorkerGroup:
         self._ours: Worker | None = None  # filled below
         self._rank_group: RankGroup | None = None
         self._page_bytes: tuple[int, ...] = ()  # of each rank; filled below
+        self._state_bytes: tuple[int, ...] = ()  # of a state slot of each rank
         self._shapes: list[WarmUpShape] = []  # filled by compile_kernels, used by prepare
         if config.num_ranks == 1:
             device = pick_device(config)
             use_device(device, config)
             self._ours = Worker(config, model, max_model_len, device)
             self._page_bytes = (self.runner.bytes_per_page,)
+            self._state_bytes = (self.runner.bytes_per_state,)
             return
         try:
             self._start_ranks(config, model, max_model_len)
@@ -94,8 +97,9 @@ class WorkerGroup:
         facts = [self._ours.facts(), *(reply[0] for reply in self._rank_group.replies())]
         if self._ours.runner.taps:
             self._rank_group.tell("tap", self._ours.runner.taps)
-        self._page_bytes = tuple(page_bytes for *_, page_bytes in facts)
-        for rank, (name, size, layers, heads, kv_heads, _) in enumerate(facts):
+        self._page_bytes = tuple(page_bytes for *_, page_bytes, _ in facts)
+        self._state_bytes = tuple(state_bytes for *_, state_bytes in facts)
+        for rank, (name, size, layers, heads, kv_heads, *_) in enumerate(facts):
             logger.info(
                 "Rank %d on %s: weights %.2f GiB, %d layers of %d heads and %d KV heads",
                 *(rank, name, size, layers, heads, kv_heads),
@@ -135,6 +139,11 @@ class WorkerGroup:
         return sum(self._page_bytes)
 
     @property
+    def bytes_per_state(self) -> int:
+        """Bytes of a state slot, summed over all ranks."""
+        return sum(self._state_bytes)
+
+    @property
     def num_ranks(self) -> int:
         return self._config.num_ranks
 
@@ -155,36 +164,48 @@ class WorkerGroup:
         with self._together("compile_kernels", largest_step, shapes):
             self._ours.compile_kernels(largest_step, shapes)
 
-    def num_pages_that_fit(self, largest_step: StepInput) -> int:
-        """Number of KV pages that fit on every rank. Raises InputError where none fits on one."""
-        with self._together("num_pages_that_fit", largest_step):
-            num_pages = self._ours.num_pages_that_fit(largest_step)
-        if self._rank_group is None:
-            return num_pages
-        fits = [num_pages, *(reply[0] for reply in self._rank_group.replies())]
-        logger.info("KV pages that fit on ranks 0, 1, ...: %s", ", ".join(map(str, fits)))
-        return min(fits)
+    def num_pages_that_fit(self, largest_step: StepInput, most_pages: int) -> Fit:
+        """Number of KV pages and of snapshots of states that fit on every rank.
 
-    def prepare(self, num_pages: int, longest_step: int) -> None:
+        `most_pages`: that can be in use. Raises InputError where none fits on one.
+        """
+        with self._together("num_pages_that_fit", largest_step, most_pages):
+            ours = self._ours.num_pages_that_fit(largest_step, most_pages)
+        if self._rank_group is None:
+            return ours
+        fits = [ours, *(Fit(*reply[0]) for reply in self._rank_group.replies())]
+        counts = ", ".join(str(fit.num_pages) for fit in fits)
+        logger.info("KV pages that fit on ranks 0, 1, ...: %s", counts)
+        return Fit(*map(min, zip(*fits, strict=True)))
+
+    def prepare(self, fit: Fit, longest_step: int) -> None:
         """Make the KV pages, load the kernels of steps up to the longest, and capture graphs."""
         shapes, self._shapes = self._shapes, []
-        with self._together("prepare", num_pages, longest_step, shapes):
-            self._ours.prepare(num_pages, longest_step, shapes)
+        with self._together("prepare", *fit, longest_step, shapes):
+            self._ours.prepare(*fit, longest_step, shapes)
         if self._rank_group is not None:
             self._rank_group.replies()
 
-    def offload_pages(self, num_slots: int) -> None:
-        """Allocate host memory for `num_slots` KV pages on all ranks."""
-        with self._together("offload_pages", num_slots):
-            self._ours.offload_pages(num_slots)
+    def offload_pages(self, num_slots: int, num_states: int) -> None:
+        """Allocate host memory for KV pages and snapshots of states on all ranks."""
+        with self._together("offload_pages", num_slots, num_states):
+            self._ours.offload_pages(num_slots, num_states)
 
-    def open_pages(self) -> SharedPages:
-        """Open the connector of each rank for KV pages. Raises InputError."""
+    def open_pages(self) -> tuple[SharedPages, SharedPages | None]:
+        """Open the connector of each rank for KV pages, and for snapshots of states if any exist.
+
+        Raises InputError.
+        """
         with self._together("open_pages"):
-            page_bytes = [self._ours.open_pages()]
+            sizes = [self._ours.open_pages()]
         if self._rank_group is not None:
-            page_bytes += [reply[0] for reply in self._rank_group.replies()]
-        return SharedPages(self._ours.pages, self._rank_group, page_bytes)
+            sizes += [reply[0] for reply in self._rank_group.replies()]
+        page_bytes, state_bytes = zip(*sizes, strict=True)
+        pages = SharedPages(self._ours.pages, self._rank_group, page_bytes)
+        if self._ours.states is None:
+            return pages, None
+        states = SharedPages(self._ours.states, self._rank_group, state_bytes, "states")
+        return pages, states
 
     def free_unused(self) -> None:
         """Free the device's unused memory after it ran out."""

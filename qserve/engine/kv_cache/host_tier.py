@@ -1,6 +1,7 @@
 """HostTier: pages evicted from the device, kept in host memory.
 
-It maps keys to slots and collects the copies to make, which page_copies.py executes.
+It maps keys to slots and collects the copies to make, which page_copies.py executes. Copies of
+states have a tier of their own, whose pages are slots of states.
 """
 
 from collections import OrderedDict
@@ -47,6 +48,9 @@ class HostTier:
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._slots
 
     def match(self, keys: Sequence[bytes]) -> int:
         """Number of leading `keys` that are here."""

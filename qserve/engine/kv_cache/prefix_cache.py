@@ -72,6 +72,16 @@ class Export(NamedTuple):
     request_id: str
     keys: list[bytes]
     pages: list[int]
+    states: list[tuple[bytes, int]]  # keys of snapshots, and their slots
+
+
+class Missing(NamedTuple):
+    """Keys of a prompt's pages that the device lacks, in order, and of snapshots of states."""
+
+    on_host: list[bytes]
+    elsewhere: list[bytes]  # those after them: nowhere in this engine
+    states: list[bytes]  # after the deepest snapshot here with its pages; empty without states
+    num_with_pages: int  # of these, those whose pages are here
 
 
 class PrefixCache:
@@ -163,6 +173,7 @@ class PrefixCache:
         """Allocate the pages of all of a request's tokens, reusing cached ones."""
         pool, table, keys = self.pool, request.block_table, self._usable_keys(request)
         there = pool.match(keys)
+        num_cached = len(there) + self._num_on_host(keys, len(there))
         num_found = self._num_usable(keys, there)
         pages = there[:num_found]
         pool.share_(table, pages)
@@ -172,7 +183,7 @@ class PrefixCache:
         request.num_inserted = num_found
         request.num_computed = num_found * pool.page_size
         if self.snapshots is not None:
-            self.snapshots.begin_(request, len(there))
+            self.snapshots.begin_(request, num_cached)
         if self.enabled and not request.facts.num_preemptions:
             request.facts = request.facts._replace(num_cached=request.num_computed)
             self._num_queries += request.num_tokens
@@ -203,17 +214,19 @@ class PrefixCache:
         there = [index for index in range(num_full) if table[index] != NULL_PAGE]
         if there:
             keys = [request.page_keys[index] for index in there]
-            self.exports.append(Export(request.request_id, keys, [table[i] for i in there]))
+            states = [] if self.snapshots is None else self.snapshots.made(keys)
+            pages = [table[index] for index in there]
+            self.exports.append(Export(request.request_id, keys, pages, states))
 
-    def missing(self, request: Request) -> tuple[list[bytes], list[bytes]]:
-        """Keys of pages that a waiting request may reuse and the device lacks.
-
-        Returns those on the host, then those after them that are nowhere in this engine.
-        """
+    def missing(self, request: Request) -> Missing:
+        """Keys of pages and snapshots that a waiting request may reuse and the device lacks."""
         keys = self._usable_keys(request)
         on_device = len(self.pool.match(keys))
         found = on_device + self._num_on_host(keys, on_device)
-        return keys[on_device:found], keys[found:]
+        if self.snapshots is None:
+            return Missing(keys[on_device:found], keys[found:], [], 0)
+        start = self.snapshots.deepest(keys[:found])
+        return Missing(keys[on_device:found], keys[found:], keys[start:], found - start)
 
     def take_counts(self) -> tuple[int, int]:
         """Tokens looked up and tokens found since the last call."""
@@ -278,9 +291,10 @@ class PrefixCache:
 
     def _num_usable(self, keys: list[bytes], pages: list[int]) -> int:
         """Number of these pages that need not be computed; `pages`: those found on the device."""
+        num_cached = len(pages) + self._num_on_host(keys, len(pages))
         if self.snapshots is not None:
-            return self.snapshots.deepest(keys[: len(pages)])
-        return max(0, len(pages) + self._num_on_host(keys, len(pages)) - self._num_unusable)
+            return self.snapshots.deepest(keys[:num_cached])
+        return max(0, num_cached - self._num_unusable)
 
     def _num_on_host(self, keys: list[bytes], start: int) -> int:
         return 0 if self.pool.host is None else self.pool.host.match(keys[start:])

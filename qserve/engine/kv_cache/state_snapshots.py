@@ -11,7 +11,8 @@ Copies are made:
 
 A chunk that ends at such a position is noted when it is planned. Its state is copied before the
 next step, when the host knows all its tokens (`settle`). The least recently used copy is evicted
-first.
+first. With a host tier it is stored there, and a request that starts from it loads it into its own
+slot.
 
 A verification computes rows that may be rejected, and its start may be known only after it was
 planned. Its slot can be read from any of its rows on (qkernels/causal_conv/state.py). So it is
@@ -26,6 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from qserve.engine.kv_cache.host_tier import HostTier, PageMoves
 from qserve.engine.request import Request, Status
 
 SPACING = 256  # tokens: that many are quickly recomputed
@@ -39,16 +41,25 @@ def _none() -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateMoves:
-    """Copies between state slots to make before a step; saves come first.
+    """Copies between state slots to make before a step, in this order.
 
-    The states that the previous step left in `saved_from` are saved; then requests get the states
-    that they start from.
+    Evicted copies are stored on the host. The states that the previous step left in `saved_from`
+    are saved. Then requests get the states that they start from, of the device or of the host.
     """
 
+    stored_from: np.ndarray = field(default_factory=_none)  # int64
+    stored_to: np.ndarray = field(default_factory=_none)  # on the host
     saved_from: np.ndarray = field(default_factory=_none)  # int64
     saved_to: np.ndarray = field(default_factory=_none)
     restored_from: np.ndarray = field(default_factory=_none)
     restored_to: np.ndarray = field(default_factory=_none)
+    loaded_from: np.ndarray = field(default_factory=_none)  # on the host
+    loaded_to: np.ndarray = field(default_factory=_none)
+
+    @property
+    def started(self) -> set[int]:
+        """Slots of the requests that start from a copy."""
+        return {*self.restored_to.tolist(), *self.loaded_to.tolist()}
 
 
 class _Note(NamedTuple):
@@ -81,7 +92,11 @@ class _UnkeyedCopy(NamedTuple):
 class StateSnapshots:
     """Allocates slots first_slot..first_slot + num_slots - 1."""
 
-    def __init__(self, first_slot: int, num_slots: int, page_size: int) -> None:
+    def __init__(
+        self, first_slot: int, num_slots: int, page_size: int, host: HostTier | None = None
+    ) -> None:
+        """`host`: receives evicted copies."""
+        self.host = host
         self.first_slot, self.num_slots, self.page_size = first_slot, num_slots, page_size
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._free = list(range(first_slot, first_slot + num_slots))[::-1]
@@ -96,14 +111,16 @@ class StateSnapshots:
 
     def has(self, key: bytes) -> bool:
         """Return whether there is a copy at the end of the page with this key."""
-        return key in self._slots
+        return key in self._slots or (self.host is not None and key in self.host)
 
     def deepest(self, keys: Sequence[bytes]) -> int:
         """Number of pages up to the deepest copy; 0: there is none."""
-        for count in range(len(keys), 0, -1):
-            if keys[count - 1] in self._slots:
-                return count
-        return 0
+        return next((n for n in range(len(keys), 0, -1) if self.has(keys[n - 1])), 0)
+
+    def made(self, keys: Iterable[bytes]) -> list[tuple[bytes, int]]:
+        """Keys that have a copy on the device, with its slot, once a step was launched with it."""
+        found = [(key, self._slots[key]) for key in keys if key in self._slots]
+        return [(key, slot) for key, slot in found if slot not in self._saves]
 
     def begin_(self, request: Request, num_found: int) -> None:
         """Restore the state of an admitted request, if there is a copy, and plan its copies.
@@ -112,15 +129,22 @@ class StateSnapshots:
         """
         start = request.last_snapshot = request.num_computed
         if start:
-            key = request.page_keys[start // self.page_size - 1]
-            self._slots.move_to_end(key)
-            self._restores[request.state_slot] = self._slots[key]
+            self._start_from(request.page_keys[start // self.page_size - 1], request.state_slot)
         last = (request.num_tokens - 1) // self.page_size
         stops: list[int] = []
         for end in (num_found * self.page_size, last * self.page_size):
             if request.reads_cache and end - (stops or [start])[-1] >= LEAST_GAIN:
                 stops.append(end)
         request.snapshots_at = tuple(stops)
+
+    def _start_from(self, key: bytes, slot: int) -> None:
+        """Restore a copy to a request's slot."""
+        if key in self._slots:
+            self._slots.move_to_end(key)
+            self._restores[slot] = self._slots[key]
+        else:
+            self.host.keep([key])
+            self.host.load(key, slot)
 
     def shorter(self, request: Request, start: int, count: int) -> int:
         """Shorten the next `count` tokens of a prompt to end the chunk where a copy is due."""
@@ -226,15 +250,28 @@ class StateSnapshots:
         """
         if self._free:
             return self._free.pop()
-        return self._slots.popitem(last=False)[1] if self._slots else None
+        if not self._slots:
+            return None
+        key, snapshot = self._slots.popitem(last=False)
+        # a copy that is not made yet is where it would be copied from
+        source = self._saves.pop(snapshot, snapshot)
+        if self.host is not None:
+            self.host.store(key, source)
+        return snapshot
 
     def drop(self, keys: Iterable[bytes]) -> None:
         """Remove the copies with these keys."""
         for key in keys:
-            snapshot = self._slots.pop(key, None)
-            if snapshot is not None:
-                self._saves.pop(snapshot, None)
-                self._free.append(snapshot)
+            self._drop(key)
+            if self.host is not None:
+                self.host.drop(key)
+
+    def _drop(self, key: bytes) -> None:
+        """Remove a copy from the device."""
+        snapshot = self._slots.pop(key, None)
+        if snapshot is not None:
+            self._saves.pop(snapshot, None)
+            self._free.append(snapshot)
 
     def invalidate(self, request: Request) -> None:
         """Remove the copies of a request because they are invalid."""
@@ -245,9 +282,27 @@ class StateSnapshots:
 
     def drop_all(self) -> None:
         """Remove all copies. Planned restores still happen: nothing overwrites them first."""
+        self._drop_of_device()
+        if self.host is not None:
+            self.host.drop_all()
+
+    def doubt(self, moves: StateMoves | None) -> set[int]:
+        """Remove the copies of which it is unknown whether they were made.
+
+        Returns the slots of requests that were to start from one.
+        """
+        self._drop_of_device()
+        if moves is None:
+            return set()
+        if self.host is not None:
+            self.host.forget(moves.stored_to.tolist())
+        return moves.started
+
+    def _drop_of_device(self) -> None:
         self._notes, self._verify_notes = [], []
         self._drop_unkeyed(list(self._unkeyed))
-        self.drop(list(self._slots))
+        for key in list(self._slots):
+            self._drop(key)
 
     def _drop_unkeyed(self, copies: Collection[_UnkeyedCopy]) -> None:
         self._unkeyed = [copy for copy in self._unkeyed if copy not in copies]
@@ -257,12 +312,18 @@ class StateSnapshots:
 
     def take_moves(self) -> StateMoves | None:
         """The copies to make before the next step, or None."""
-        if not self._saves and not self._restores:
+        hosted = None if self.host is None else self.host.take_moves()
+        if not self._saves and not self._restores and hosted is None:
             return None
+        hosted = hosted or PageMoves()
         saves = np.array(list(self._saves.items()), np.int64).reshape(-1, 2)
         restores = np.array(list(self._restores.items()), np.int64).reshape(-1, 2)
         self._saves, self._restores = {}, {}
         return StateMoves(
+            stored_from=hosted.stored_pages,
+            stored_to=hosted.stored_slots,
+            loaded_from=hosted.loaded_slots,
+            loaded_to=hosted.loaded_pages,
             saved_from=saves[:, 1],
             saved_to=saves[:, 0],
             restored_from=restores[:, 1],

@@ -4,6 +4,9 @@ A request whose pages are not all here waits, unqueued, while threads ask the co
 and read them into slots of the host tier; then it is queued and finds them. Steps go on meanwhile.
 What a request computed is copied off the device when a token has come of it, and written by other
 threads. Both are help, not need: what is late, refused or too much is computed, or not kept.
+
+Pages of models with states are useful only up to a snapshot of states. So their requests wait for
+the deepest snapshot with all pages before it, or for nothing.
 """
 
 import logging
@@ -31,15 +34,23 @@ MAX_WAIT_SECONDS = 0.01  # of an engine that has nothing else to do
 MAX_UNWRITTEN_BYTES = GIB
 # Slots of the host tier without --kv-offload-gb: loaded pages pass through them.
 SLOT_BYTES = GIB
+MOST_SLOT_BYTES = 8 * GIB  # of models with states
+
+STATE = b"state "  # before a page's key: that of the snapshot at its end
 
 logger = logging.getLogger(__name__)
 
 
-def num_slots(config: EngineConfig, page_bytes: int) -> int:
-    """Slots of the host tier that an engine needs."""
-    if config.kv_offload_gb == 0 and config.kv_transfer is not None:
-        return max(2, SLOT_BYTES // page_bytes)
-    return int(config.kv_offload_gb * GIB) // page_bytes
+def host_bytes(config: EngineConfig, page_bytes: int, state_bytes: int, max_model_len: int) -> int:
+    """Memory of the host tier that an engine needs."""
+    if config.kv_offload_gb or config.kv_transfer is None:
+        return int(config.kv_offload_gb * GIB)
+    if not state_bytes:
+        return max(SLOT_BYTES, 2 * page_bytes)
+    # A prompt's pages are loaded together. They get half of the slots of pages at most, and pages
+    # half of the memory.
+    longest = 4 * -(-max_model_len // config.block_size) * page_bytes
+    return max(SLOT_BYTES, min(longest, MOST_SLOT_BYTES), 2 * page_bytes + 8 * state_bytes)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -51,12 +62,32 @@ class _Fetch:
     keys: list[bytes]  # that are nowhere here; those that can be loaded, once that is known
     since: float
     match: Future | None  # None: another request fetches the first of these keys
+    states: "_StateFetch | None" = None  # of models with states
     slots: list[int] = field(default_factory=list)
     loads: list[Future] = field(default_factory=list)  # of runs of slots
 
     @property
+    def first(self) -> bytes:
+        """The first key to fetch."""
+        return self.keys[0] if self.keys else self.states.keys[0]
+
+    @property
     def futures(self) -> list[Future]:
-        return self.loads or ([] if self.match is None else [self.match])
+        if self.loads or self.match is None:
+            return self.loads
+        return [self.match] if self.states is None else [self.match, self.states.match]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _StateFetch:
+    """Snapshot of states that a request waits for."""
+
+    keys: list[bytes]  # of pages after the deepest snapshot that is here with its pages
+    num_with_pages: int  # of these, those whose pages are here
+    match: Future | None = None  # number of keys up to the deepest snapshot
+    key: bytes = b""  # of that snapshot
+    slots: list[int] = field(default_factory=list)  # one on the host
+    load: Future | None = None
 
 
 class RemoteKv:
@@ -70,14 +101,17 @@ class RemoteKv:
         scheduler: Scheduler,
         config: KvTransferConfig | None = None,
         pages: SharedPages | None = None,
+        states: SharedPages | None = None,
         *,
         model: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`model`: digest that distinguishes this model's pages (kv_transfer/model_digest.py)."""
-        self._config, self._pages = config, pages
+        self._config, self._pages, self._states = config, pages, states
         self._scheduler, self._cache = scheduler, scheduler.cache
         self._host = scheduler.pool.host
+        snapshots = scheduler.snapshots
+        self._state_host = None if snapshots is None else snapshots.host
         if config is not None:
             self._cache.model, self._cache.exports = model, [] if config.saves else None
         self._clock = clock
@@ -103,11 +137,13 @@ class RemoteKv:
         transfer = config.kv_transfer
         if transfer is None:
             return cls(scheduler)
-        pages, runner = workers.open_pages(), workers.runner
+        (pages, states), runner = workers.open_pages(), workers.runner
         page_bytes = ", ".join(map(str, pages.page_bytes))
         # A drafter's keys lie in the same pages.
         form = f"{runner.kv_format}, {runner.decoder.dtype}, {config.block_size} tokens,"
         form += f" {page_bytes} bytes, {config.speculation}"
+        if states is not None:
+            form += f", states of {', '.join(map(str, states.page_bytes))} bytes"
         if config.num_ranks > 1:
             form += f", tensor parallel {config.tensor_parallel_size}"
             form += f", stages {config.pipeline_parallel_size}"
@@ -120,7 +156,7 @@ class RemoteKv:
                 form=form,
             )
         logger.info("KV pages are exchanged through %s as %s", transfer.connector, transfer.role)
-        return cls(scheduler, transfer, pages, model=digest)
+        return cls(scheduler, transfer, pages, states, model=digest)
 
     @property
     def num_waiting(self) -> int:
@@ -151,21 +187,33 @@ class RemoteKv:
         """Look for a request's pages. Returns True if it waits for them."""
         if self._config is None or not self._config.loads:
             return False
-        beside, keys = self._cache.missing(request)
+        missing = self._cache.missing(request)
         request.page_keys = []  # they may change before it is queued
-        if not keys:
+        keys, states = missing.elsewhere, None
+        if self._states is not None:
+            states = _StateFetch(keys=missing.states, num_with_pages=missing.num_with_pages)
+        if not (keys if states is None else states.keys):
             return False
         self._scheduler.check(request)
         self._num_queries += len(keys) * self._cache.pool.page_size
-        is_fetched = any(each.keys[0] == keys[0] for each in self._fetches.values())
-        self._fetches[request] = _Fetch(
+        fetch = _Fetch(
             request=request,
-            beside=beside,
+            beside=missing.on_host,
             keys=keys,
             since=self._clock(),
-            match=None if is_fetched else self._pages.match(keys),
+            match=None,
+            states=states,
         )
+        if not any(each.first == fetch.first for each in self._fetches.values()):
+            self._match(fetch)
+        self._fetches[request] = fetch
         return True
+
+    def _match(self, fetch: _Fetch) -> None:
+        """Ask the connector for a fetch's pages and snapshots."""
+        fetch.match = self._pages.match(fetch.keys)
+        if fetch.states is not None:
+            fetch.states.match = self._states.deepest(fetch.states.keys)
 
     def remove(self, request: Request) -> bool:
         """Drop an aborted request. Returns True if it waited to be queued."""
@@ -176,8 +224,8 @@ class RemoteKv:
         if found.loads:
             self._given_up.append(found)
         if found.match is not None:
-            for fetch in self._followers(found.keys[0])[:1]:  # the others follow this one then
-                fetch.match = self._pages.match(fetch.keys)
+            for fetch in self._followers(found.first)[:1]:  # the others follow this one then
+                self._match(fetch)
         return True
 
     def _take_ready(self, wait_a_little: bool) -> list[Request]:
@@ -197,7 +245,7 @@ class RemoteKv:
                 continue
             del self._fetches[request]
             ready.append(request)
-            ready += self._follow(fetch.keys[0])
+            ready += self._follow(fetch.first)
         for request, fetch in list(self._fetches.items()):
             if self._clock() - fetch.since > PATIENCE_SECONDS:
                 logger.warning(
@@ -236,9 +284,13 @@ class RemoteKv:
             self._fill(fetch)
             return True
         count = fetch.match.result()
-        beside = [key for key in fetch.beside if self._host.match([key])]
+        if fetch.states is not None:
+            count = self._pages_to_state(fetch.states, count)
+        beside = [key for key in fetch.beside if key in self._host]
         fetch.slots = self._host.reserve(count, beside) if count else []
-        if not fetch.slots:
+        if fetch.states is not None and not self._begin_state(fetch, count):
+            return True
+        if not fetch.slots and not fetch.loads:
             return True
         for start in range(0, len(fetch.slots), RUN):
             slots = fetch.slots[start : start + RUN]
@@ -246,8 +298,54 @@ class RemoteKv:
             fetch.loads.append(self._pages.load(keys, slots))
         return False
 
+    def _pages_to_state(self, states: _StateFetch, count: int) -> int:
+        """Number of pages to load for the deepest snapshot. `count`: those that can be loaded.
+
+        Notes the snapshot, if it has all pages before it.
+        """
+        depth = states.match.result()
+        needed = max(0, depth - states.num_with_pages)
+        if not depth or needed > count:
+            return 0
+        states.key = states.keys[depth - 1]
+        return needed
+
+    def _begin_state(self, fetch: _Fetch, count: int) -> bool:
+        """Begin to load a fetch's snapshot if there is room for it and for `count` pages."""
+        states, host = fetch.states, self._state_host
+        if states.key and states.key not in host:
+            states.slots = host.reserve(1)
+        is_there = bool(states.slots) or states.key in host
+        if not states.key or not is_there or len(fetch.slots) < count:
+            if states.key:
+                logger.info(
+                    "%d KV pages of %s and their states have no room on the host: it is computed"
+                    " (--kv-offload-gb)",
+                    count,
+                    fetch.request.request_id,
+                )
+            for slot in fetch.slots:
+                self._host.give_up(slot)
+            for slot in states.slots:
+                host.give_up(slot)
+            fetch.slots, states.slots = [], []
+            return False
+        if states.slots:
+            states.load = self._states.load([states.key], states.slots)
+            fetch.loads.append(states.load)
+        return True
+
     def _fill(self, fetch: _Fetch) -> None:
-        """Insert loaded pages into the host tier."""
+        """Insert loaded pages into the host tier, and the snapshot of states after them."""
+        states = fetch.states
+        if states is not None and states.load is not None:
+            fetch.loads.remove(states.load)
+            for slot, is_there in zip(states.slots, states.load.result(), strict=True):
+                if is_there:
+                    self._state_host.fill(states.key, slot)
+                    self._note(STATE + states.key)
+                else:
+                    self._state_host.give_up(slot)
         loaded = [each for future in fetch.loads for each in future.result()]
         for key, slot, is_there in zip(fetch.keys, fetch.slots, loaded, strict=False):
             if is_there:
@@ -262,7 +360,8 @@ class RemoteKv:
         ready = []
         for fetch in self._followers(key):
             del self._fetches[fetch.request]
-            _, keys = self._cache.missing(fetch.request)
+            missing = self._cache.missing(fetch.request)
+            keys = missing.elsewhere or missing.states
             if not keys or keys[0] == key:  # all is here, or it is nowhere
                 fetch.request.page_keys = []
                 ready.append(fetch.request)
@@ -273,7 +372,7 @@ class RemoteKv:
     def _followers(self, key: bytes) -> list[_Fetch]:
         """Fetches that wait for another request's fetch, which begins at this key."""
         fetches = self._fetches.values()
-        return [each for each in fetches if each.match is None and each.keys[0] == key]
+        return [each for each in fetches if each.match is None and each.first == key]
 
     def _save(self, export: Export) -> list[Future]:
         """Copy a request's new pages off the device and begin to write them."""
@@ -299,6 +398,26 @@ class RemoteKv:
             future = self._pages.save([key for key, _ in run], [page for _, page in run])
             self._writes[future] = len(run)
             started.append(future)
+        return [*started, *self._save_states(export, most - len(pairs))]
+
+    def _save_states(self, export: Export, most: int) -> list[Future]:
+        """Copy new snapshots of a request's states off the device and begin to write them.
+
+        `most`: pages of which they may have the bytes; one more may be written.
+        """
+        started = []
+        for key, slot in export.states:
+            if STATE + key in self._known:
+                continue
+            if most <= 0:
+                logger.warning("States of %s are not saved: too many pages wait", export.request_id)
+                break
+            size = -(-sum(self._states.page_bytes) // sum(self._pages.page_bytes))
+            self._note(STATE + key)
+            future = self._states.save([key], [slot])
+            self._writes[future] = size
+            started.append(future)
+            most -= size
         return started
 
     def _hold(self, event: TokenEvent, writes: dict[str, list[Future]]) -> bool:

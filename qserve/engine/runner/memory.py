@@ -1,11 +1,13 @@
-"""Number of KV pages that fit in memory."""
+"""Number of KV pages that fit in memory, and of snapshots of states next to them."""
 
 import logging
+from typing import NamedTuple
 
 import torch
 
 from formats.errors import InputError
 from qkernels.moe.experts import PreparedExperts
+from qserve.engine.kv_cache.memory_split import split_memory
 from qserve.engine.runner.model_runner import ModelRunner
 from qserve.engine.step.step_input import StepInput
 from qserve.model.decoder import Decoder
@@ -13,11 +15,23 @@ from qserve.model.decoder import Decoder
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
+SNAPSHOT_SHARE = 0.25  # of the memory after the states of requests
 LESS_MEMORY = "lower --max-num-batched-tokens or --max-num-seqs, or use a smaller model"
 
 
-def num_pages_in(memory: float, runner: ModelRunner, flag: str) -> int:
-    """Number of KV pages that fit in `memory` GiB after the states.
+class Fit(NamedTuple):
+    """What fits in memory."""
+
+    num_pages: int
+    num_snapshots: int
+
+
+def num_pages_in(
+    memory: float, runner: ModelRunner, flag: str, most_pages: int | None = None
+) -> Fit:
+    """Number of KV pages that fit in `memory` GiB after the states of requests.
+
+    `most_pages`: that can be in use.
 
     Raises InputError, which names the flag, where none fits.
     """
@@ -29,23 +43,42 @@ def num_pages_in(memory: float, runner: ModelRunner, flag: str) -> int:
             f" {runner.num_snapshots} snapshots, {runner.bytes_of_states / GIB:.3g} GiB",
             "raise it, or lower --max-num-seqs or --num-state-snapshots",
         )
-    num_pages = int(room) // runner.bytes_per_page
-    if num_pages < 1:
+    fit = _fit(int(room), runner, most_pages)
+    if fit.num_pages < 1:
         raise InputError(
             flag,
             f"{room / GIB:.3g} GiB hold no KV page of {runner.bytes_per_page / GIB:.3g} GiB",
             "raise it, or lower --block-size",
         )
-    return num_pages
+    return fit
+
+
+def _fit(room: int, runner: ModelRunner, most_pages: int | None) -> Fit:
+    """Divide memory between pages and, unless a flag states their number, snapshots."""
+    if not runner.chooses_snapshots:
+        return Fit(room // runner.bytes_per_page, runner.num_snapshots)
+    num_pages, num_snapshots = split_memory(
+        room,
+        page_bytes=runner.bytes_per_page,
+        state_bytes=runner.bytes_per_state,
+        page_size=runner.config.block_size,
+        share=SNAPSHOT_SHARE,
+        most_pages=most_pages,
+    )
+    return Fit(num_pages, num_snapshots)
 
 
 def num_pages_on_gpu(
-    runner: ModelRunner, largest_step: StepInput, graph_step: StepInput | None = None
-) -> int:
+    runner: ModelRunner,
+    largest_step: StepInput,
+    graph_step: StepInput | None = None,
+    most_pages: int | None = None,
+) -> Fit:
     """Number of KV pages that fit next to the weights, the largest step and the CUDA graphs.
 
     Runs that step once on a few pages to see its peak, and `graph_step`, the largest that a graph
-    will hold: graphs have memory of their own. Raises InputError where nothing is left.
+    will hold: graphs have memory of their own. `most_pages`: that can be in use. Raises InputError
+    where nothing is left.
     """
     device = runner.device
     torch.cuda.empty_cache()
@@ -78,15 +111,15 @@ def num_pages_on_gpu(
         total / GIB,
         runner.config.gpu_memory_utilization,
     )
-    num_pages = int(budget - peak) // runner.bytes_per_page
-    if num_pages < 1:
+    fit = _fit(max(0, int(budget - peak)), runner, most_pages)
+    if fit.num_pages < 1:
         raise InputError(
             "--gpu-memory-utilization",
             f"weights and activations take {peak / GIB:.1f} GiB of the {budget / GIB:.1f} GiB"
             " it allows, which leaves nothing for KV pages",
             f"raise it, {LESS_MEMORY}",
         )
-    return num_pages
+    return fit
 
 
 def weight_bytes(decoder: Decoder) -> int:

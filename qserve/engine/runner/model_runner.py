@@ -67,14 +67,18 @@ class ModelRunner:
         ]
         self.caches: list[Cache] = []
         self.covered: CoveredTokens | None = None  # of states, with speculation
-        # One for each request that a step may have; then those that keep copies.
+        # One for each request that a step may have; then those that keep copies. Where memory
+        # decides their number, `prepare` of the worker sets it.
         self.num_state_slots = min(config.max_num_seqs, config.max_num_batched_tokens)
-        self.num_snapshots = config.num_state_snapshots if config.enable_prefix_caching else 0
+        self.num_snapshots = 0
+        if config.enable_prefix_caching:
+            self.num_snapshots = config.num_state_snapshots or 0
         self._under_way: LaunchedForward | None = None
         self._last_samples: torch.Tensor | None = None
         self._history = TokenHistory(config.max_num_seqs, decoder.config.vocab_size, device)
         self.graphs: StepGraphs | None = None
         self.page_copies: PageCopies | None = None
+        self.state_copies: PageCopies | None = None
         self.adapters: SlotMemory | None = None  # the workers fill it
         self.encoder: Encoder | None = None  # of media; the workers fill it
         # Auxiliary hidden states of the decoder that a drafter reads; only the first stage has one.
@@ -106,13 +110,24 @@ class ModelRunner:
     @property
     def bytes_of_states(self) -> int:
         """Bytes of all state slots of all layers, slots of snapshots included."""
-        num_slots = self.num_state_slots + self.num_snapshots
-        return num_slots * sum(spec.bytes_per_slot for spec in self.cache_specs)
+        return (self.num_state_slots + self.num_snapshots) * self.bytes_per_state
+
+    @functools.cached_property
+    def bytes_per_state(self) -> int:
+        """Bytes of one state slot of all layers."""
+        return sum(spec.bytes_per_slot for spec in self.cache_specs)
 
     @functools.cached_property
     def has_states(self) -> bool:
         """True if a layer keeps a state of each request."""
-        return any(spec.bytes_per_slot for spec in self.cache_specs)
+        return self.bytes_per_state > 0
+
+    @property
+    def chooses_snapshots(self) -> bool:
+        """True if memory decides the number of snapshots."""
+        config = self.config
+        is_asked_for = config.enable_prefix_caching and config.num_state_snapshots is None
+        return is_asked_for and self.has_states
 
     @functools.cached_property
     def chunk_sizes(self) -> tuple[int, ...]:
@@ -370,14 +385,21 @@ class ModelRunner:
     def _draw(self, logits_SV: torch.Tensor, settings: SampleSettings) -> Samples:
         return ops.sample_(logits_SV, settings, self._history.table)
 
-    def offload_pages(self, num_slots: int) -> None:
-        """Allocate host memory for `num_slots` KV pages. The device's pages exist already."""
+    def offload_pages(self, num_slots: int, num_states: int = 0) -> None:
+        """Allocate host memory for `num_slots` KV pages and `num_states` snapshots of states.
+
+        The device's pages exist already.
+        """
         drafter = [] if self.speculator is None else self.speculator.caches
         self.page_copies = PageCopies([*self.caches, *drafter], num_slots, self.device)
+        if num_states:
+            caches = self._state_caches
+            self.state_copies = PageCopies(caches, num_states, self.device, of_states=True)
 
     def _move_pages(self, step: StepInput) -> None:
         if step.state_moves is not None:
-            copy_states(self._state_caches, step.state_moves, self.device)
+            moves = step.state_moves
+            copy_states(self._state_caches, moves, self.device, self.state_copies)
         moves = step.page_moves
         if moves is None:
             return

@@ -1,8 +1,9 @@
-"""Copies of KV pages between device and host memory, and of states between slots of the device.
+"""Copies of KV pages and of states between device and host memory, and on the device.
 
-A page of all layers is one block of host memory and takes one transfer, not two for each layer. On
-a GPU transfers run on their own stream. Stored pages are first gathered into a buffer on the
-device, so steps do not wait for the transfer. A step that needs loaded pages waits for these only.
+A page of all layers is one block of host memory and takes one transfer, not two for each layer. So
+does a slot of states, which is called a page, too. On a GPU transfers run on their own stream.
+Stored pages are first gathered into a buffer on the device, so steps do not wait for the transfer.
+A step that needs loaded pages waits for these only.
 Legend: N pages of one transfer, P pages of the device, S slots, F bytes of a page in all layers.
 """
 
@@ -19,50 +20,53 @@ from qserve.engine.runner.out_of_memory import ran_out
 from qserve.engine.step.transfer import HostCopy, to_device
 from qserve.model.cache_spec import Cache
 
-
-def copy_states(caches: Sequence[Cache], moves: StateMoves, device: torch.device) -> None:
-    """Save states, then restore saved ones, in stream order before the next launch."""
-    for source, target in (
-        (moves.saved_from, moves.saved_to),
-        (moves.restored_from, moves.restored_to),
-    ):
-        if not len(target):
-            continue
-        source_N, target_N = to_device(source, device), to_device(target, device)
-        for cache in caches:
-            for tensor in cache.slot_tensors:
-                tensor[target_N] = tensor[source_N]
-
-
 logger = logging.getLogger(__name__)
 
-# A page of an 8B model is 2 MiB: the buffers on the device stay below 64 MiB.
+# A page of an 8B model is 2 MiB; a slot of states may have more than this.
+BUFFER_BYTES = 64 * 2**20  # on the device
 PAGES_AT_ONCE = 32
 
 
 class PageCopies:
     """Slots of the host tier, and copies between them and the device's pages."""
 
-    def __init__(self, caches: Sequence[Cache], num_slots: int, device: torch.device) -> None:
-        """`caches`: of all layers. Takes the memory of `num_slots` pages on the host."""
+    def __init__(
+        self,
+        caches: Sequence[Cache],
+        num_slots: int,
+        device: torch.device,
+        *,
+        of_states: bool = False,
+    ) -> None:
+        """`caches`: of all layers. Takes the memory of `num_slots` pages on the host.
+
+        `of_states`: pages are the slots of states instead.
+        """
         self._device = device
-        self._tensors = [tensor for cache in caches for tensor in cache.page_tensors]
+        tensors = [each.slot_tensors if of_states else each.page_tensors for each in caches]
+        self._tensors = [tensor for of_cache in tensors for tensor in of_cache]
         self._sizes = [each[0].numel() * each.itemsize for each in self._tensors]
         is_cuda = device.type == "cuda"
         self._slots_SF = torch.empty(
             num_slots, sum(self._sizes), dtype=torch.uint8, pin_memory=is_cuda
         )
         self._stream = torch.cuda.Stream(device) if is_cuda else None
+        at_once = BUFFER_BYTES // max(1, sum(self._sizes))
+        self._pages_at_once = min(max(1, at_once), PAGES_AT_ONCE)
 
     def store(self, moves: PageMoves) -> None:
         """Store pages before whatever is launched next. Waits only where memory ran out."""
-        for pages, slots in _batches(moves.stored_pages, moves.stored_slots):
+        for pages, slots in self._batches(moves.stored_pages, moves.stored_slots):
             self._store(pages, slots)
 
     def load(self, moves: PageMoves) -> None:
         """Load pages before whatever is launched next. Waits only where memory ran out."""
-        for pages, slots in _batches(moves.loaded_pages, moves.loaded_slots):
+        for pages, slots in self._batches(moves.loaded_pages, moves.loaded_slots):
             self._load(pages, slots)
+
+    def _batches(self, *arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
+        for start in range(0, len(arrays[0]), self._pages_at_once):
+            yield tuple(array[start : start + self._pages_at_once] for array in arrays)
 
     def read(self, pages: Sequence[int]) -> HostCopy | None:
         """Begin to copy pages to their own host memory, as they are after all launched work.
@@ -164,12 +168,36 @@ def copy_pages(caches: Sequence[Cache], moves: PageMoves, device: torch.device) 
             tensor[target] = tensor[source]
 
 
+def copy_states(
+    caches: Sequence[Cache],
+    moves: StateMoves,
+    device: torch.device,
+    host: PageCopies | None = None,
+) -> None:
+    """Make copies of states in stream order before the next launch. `host`: slots on the host."""
+    hosted = PageMoves(
+        stored_pages=moves.stored_from,
+        stored_slots=moves.stored_to,
+        loaded_slots=moves.loaded_from,
+        loaded_pages=moves.loaded_to,
+    )
+    if host is not None:
+        host.store(hosted)
+    for source, target in (
+        (moves.saved_from, moves.saved_to),
+        (moves.restored_from, moves.restored_to),
+    ):
+        if not len(target):
+            continue
+        source_N, target_N = to_device(source, device), to_device(target, device)
+        for cache in caches:
+            for tensor in cache.slot_tensors:
+                tensor[target_N] = tensor[source_N]
+    if host is not None:
+        host.load(hosted)
+
+
 def _bytes(tensor_N: torch.Tensor) -> torch.Tensor:
     """[N, bytes] of [N, ...]."""
     # flat first: the last dimension may have one entry, and any stride
     return tensor_N.contiguous().flatten().view(torch.uint8).view(len(tensor_N), -1)
-
-
-def _batches(*arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
-    for start in range(0, len(arrays[0]), PAGES_AT_ONCE):
-        yield tuple(array[start : start + PAGES_AT_ONCE] for array in arrays)

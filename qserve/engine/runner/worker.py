@@ -28,6 +28,7 @@ from qserve.engine.runner.encoder import Encoder
 from qserve.engine.runner.memory import (
     GIB,
     LESS_MEMORY,
+    Fit,
     num_pages_in,
     num_pages_on_gpu,
     weight_bytes,
@@ -85,7 +86,8 @@ class Worker:
         # compiles; the others find the result on disk.
         self._compile_pool = None
         self.adapters: RankAdapters | None = None  # filled below with --enable-lora
-        self.pages: RankPages | None = None  # open_pages fills it
+        self.pages: RankPages | None = None  # open_pages fills both
+        self.states: RankPages | None = None
         self.replay: Replay | None = None  # prepare_replay fills it
         if self._plans_kernels and ranks.rank == 0:
             self._compile_pool = _compile_pool(config)
@@ -246,16 +248,20 @@ class Worker:
         ):
             self._compile_pool.compile(jobs.values(), on_done=bar.update)
 
-    def num_pages_that_fit(self, largest_step: StepInput) -> int:
-        """Number of KV pages that fit in memory. Raises InputError where none fits."""
+    def num_pages_that_fit(self, largest_step: StepInput, most_pages: int) -> Fit:
+        """Number of KV pages that fit in memory, and of snapshots of states.
+
+        `most_pages`: that can be in use. Raises InputError where none fits.
+        """
         config = self.runner.config
-        if config.kv_cache_memory is not None:
-            return num_pages_in(config.kv_cache_memory, self.runner, "--kv-cache-memory")
-        if self.runner.device.type != "cuda":
-            return num_pages_in(config.cpu_kv_cache_memory, self.runner, "--cpu-kv-cache-memory")
+        memory, flag = config.kv_cache_memory, "--kv-cache-memory"
+        if memory is None and self.runner.device.type != "cuda":
+            memory, flag = config.cpu_kv_cache_memory, "--cpu-kv-cache-memory"
+        if memory is not None:
+            return num_pages_in(memory, self.runner, flag, most_pages)
         graph_step = self._graph_step() if self._uses_graphs else None
         with phase("Measuring a largest step"), out_of_memory_is_named("measuring it", LESS_MEMORY):
-            return num_pages_on_gpu(self.runner, largest_step, graph_step)
+            return num_pages_on_gpu(self.runner, largest_step, graph_step, most_pages)
 
     def _warm_up_steps(self, shapes: Sequence[WarmUpShape]) -> list[StepInput]:
         page_size, drafting = self.runner.config.block_size, self.runner.drafting
@@ -264,9 +270,16 @@ class Worker:
             steps += [with_adapters(step) for step in steps]
         return steps
 
-    def prepare(self, num_pages: int, longest_step: int, shapes: Sequence[WarmUpShape]) -> None:
+    def prepare(
+        self,
+        num_pages: int,
+        num_snapshots: int,
+        longest_step: int,
+        shapes: Sequence[WarmUpShape],
+    ) -> None:
         """Make the KV pages, load the kernels of steps up to the longest, and capture graphs."""
         runner = self.runner
+        runner.num_snapshots = num_snapshots
         with out_of_memory_is_named(f"making {num_pages} KV pages", f"lower {self._knob_of_pages}"):
             runner.allocate_pages(num_pages)
         try:
@@ -366,22 +379,27 @@ class Worker:
         """Drop this rank's shard of an adapter from the host."""
         self.adapters.forget(number)
 
-    def offload_pages(self, num_slots: int) -> None:
-        """Allocate host memory for `num_slots` KV pages."""
+    def offload_pages(self, num_slots: int, num_states: int) -> None:
+        """Allocate host memory for `num_slots` KV pages and `num_states` snapshots of states."""
         with out_of_memory_is_named(
             f"making room for {num_slots} KV pages on the host", "lower --kv-offload-gb"
         ):
-            self.runner.offload_pages(num_slots)
+            self.runner.offload_pages(num_slots, num_states)
 
-    def open_pages(self) -> int:
-        """Open this rank's connector for KV pages. Returns the bytes of a page.
+    def open_pages(self) -> tuple[int, int]:
+        """Open this rank's connectors for KV pages and, if there are some, snapshots of states.
 
-        Raises InputError.
+        Returns the bytes of a page and of a snapshot. Raises InputError.
         """
-        copies = self.runner.page_copies
-        connector = make_connector(self.runner.config.kv_transfer, copies.page_bytes)
-        self.pages = RankPages(connector, copies, rank=self._ranks.rank, size=self._ranks.size)
-        return self.pages.page_bytes
+        copies, states = self.runner.page_copies, self.runner.state_copies
+        config, rank, size = self.runner.config.kv_transfer, self._ranks.rank, self._ranks.size
+        connector = make_connector(config, copies.page_bytes)
+        self.pages = RankPages(connector, copies, rank=rank, size=size)
+        if states is None:
+            return copies.page_bytes, 0
+        connector = make_connector(config, states.page_bytes)
+        self.states = RankPages(connector, states, rank=rank, size=size, kind="states")
+        return copies.page_bytes, states.page_bytes
 
     def match_pages(self, keys_NB: np.ndarray) -> Future:
         """Number of these pages that this rank's connector has, up to the first it lacks."""
@@ -394,6 +412,18 @@ class Worker:
     def save_pages(self, keys_NB: np.ndarray, pages: Sequence[int]) -> Future:
         """Save pages of the device."""
         return self.pages.save(keys_NB, pages)
+
+    def deepest_states(self, keys_NB: np.ndarray) -> Future:
+        """Number of keys up to the last whose snapshot this rank's connector has."""
+        return self.states.deepest(keys_NB)
+
+    def load_states(self, keys_NB: np.ndarray, slots: Sequence[int]) -> Future:
+        """Fill slots of snapshots in the host tier."""
+        return self.states.load(keys_NB, slots)
+
+    def save_states(self, keys_NB: np.ndarray, slots: Sequence[int]) -> Future:
+        """Save states of these slots of the device."""
+        return self.states.save(keys_NB, slots)
 
     def _graph_step(self) -> StepInput:
         """Step about as large as the largest CUDA graph."""
@@ -426,8 +456,8 @@ class Worker:
             if each is not None:
                 each.close()
 
-    def facts(self) -> tuple[str, float, int, int, int, int]:
-        """Device, GiB of weights, layers, heads, KV heads, bytes of a KV page."""
+    def facts(self) -> tuple[str, float, int, int, int, int, int]:
+        """Device, GiB of weights, layers, heads, KV heads, bytes of a KV page and of a state."""
         runner = self.runner
         model = runner.decoder.config
         return (
@@ -437,6 +467,7 @@ class Worker:
             model.num_heads,
             model.num_kv_heads,
             runner.bytes_per_page,
+            runner.bytes_per_state,
         )
 
     def launch(self, step: StepInput) -> StepHandle:

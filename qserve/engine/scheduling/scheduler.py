@@ -259,13 +259,10 @@ class Scheduler:
         # A request admitted in this step that waits for a mask has no tokens in it.
         requests |= {each: None for each in self.running if not wrong.isdisjoint(each.block_table)}
         if self.snapshots is not None:
-            # It is unknown which of the copies before the step were made.
-            self.snapshots.drop_all()
+            slots = self.snapshots.doubt(plan.state_moves)
+            requests |= {each: None for each in self.running if each.state_slot in slots}
         if self.encoder is not None:
             self.encoder.reset()
-        if plan.state_moves is not None:
-            slots = set(plan.state_moves.restored_to.tolist())
-            requests |= {each: None for each in self.running if each.state_slot in slots}
         # one event per beam search, whose rows all end with the first
         return [
             self.fail(request, reason)

@@ -17,6 +17,7 @@ from qserve.model.blocks.attention import StepInputs
 from qserve.model.blocks.linear import Linear, LinearPlan, Product, products_of
 from qserve.model.blocks.state import StateSpec, state_step
 from qserve.model.cache_spec import CacheSpec, KvFormat
+from qserve.parallel.norm import GroupNormOverRanks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,7 @@ class Mamba2(torch.nn.Module):
         norm: torch.Tensor | None = None,  # [I]; None: the result is only multiplied by silu(z)
         norm_first: bool = False,  # the norm comes before that product
         factors: torch.Tensor | None = None,  # of each output of in_proj; None: all are 1
+        norm_over_ranks: GroupNormOverRanks | None = None,  # None: this rank has whole groups
         eps: float,
         kernel: str | None = None,  # of the operations on states, selected by name
     ) -> None:
@@ -64,6 +66,7 @@ class Mamba2(torch.nn.Module):
         self.kernel = kernel
         self.shape, self.eps, self.norm_first = shape, eps, norm_first
         self.in_proj, self.out_proj = in_proj, out_proj
+        self.norm_over_ranks = norm_over_ranks
         self.register_buffer("conv_weight", conv_weight)
         self.register_buffer("conv_bias", conv_bias)
         self.register_buffer("a_log", a_log)
@@ -121,14 +124,14 @@ class Mamba2(torch.nn.Module):
             cache.recent_PNI,
             self.kernel,
         )
-        out_TI = ops.gated_group_norm(
-            out_THD.flatten(1),
-            z_TI,
-            self.norm,
-            shape.groups,
-            self.eps,
-            self.norm_first,
-            self.kernel,
-        )
+        out_TI = self._normed(out_THD.flatten(1), z_TI)
         output = self.out_proj.plan(out_TI.shape[0], "norm")
         return self.out_proj(ops.in_form(out_TI, output.input), output)
+
+    def _normed(self, x_TI: torch.Tensor, z_TI: torch.Tensor) -> torch.Tensor:
+        """x * silu(z), with the norm of each group."""
+        over_ranks, settings = self.norm_over_ranks, (self.eps, self.norm_first)
+        if over_ranks is not None and self.norm is not None:
+            return over_ranks(x_TI, z_TI, self.norm, *settings)
+        groups = self.shape.groups
+        return ops.gated_group_norm(x_TI, z_TI, self.norm, groups, *settings, self.kernel)

@@ -145,8 +145,9 @@ class MoeMlp(torch.nn.Module):
         if self.before is not None:
             out_TC = ops.experts(_applied(self.before, x_TC), routes, self.experts)
             out_TC = _applied(self.after, reduced(out_TC))
-            return out_TC if shared_TC is None else out_TC + shared_TC
-        out_TC = ops.experts(x_TC, routes, self.experts, None, shared_TC)
+            out_TC = out_TC if shared_TC is None else out_TC + shared_TC
+        else:
+            out_TC = ops.experts(x_TC, routes, self.experts, None, shared_TC)
         if self.communicator is None:
             return out_TC
         return RankPartial(x=out_TC, communicator=self.communicator)

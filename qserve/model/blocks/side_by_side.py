@@ -15,6 +15,7 @@ from qserve.model.blocks.attention import Attention, StepInputs
 from qserve.model.blocks.linear import FLOAT_PLAN, LinearPlan, Product
 from qserve.model.blocks.mamba2 import Mamba2
 from qserve.model.cache_spec import Cache, CacheSpec, KvFormat, StepLimits, WarmUpShape
+from qserve.parallel.communicator import RankPartial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +103,17 @@ class SideBySide(torch.nn.Module):
 
     def forward(
         self, x_TC: LinearInput, plan: LinearPlan, step: StepInputs, cache: CachePair
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | RankPartial:
         """Run both mixers on the step's tokens, and add their results."""
-        results = []
+        results, communicator = [], None
         for mixer, own in ((self.attention, cache.pages), (self.mamba, cache.states)):
             wanted = mixer.plan(x_TC.shape[0])
-            results.append(reduced(mixer(ops.in_form(x_TC, wanted.input), wanted, step, own)))
+            result = mixer(ops.in_form(x_TC, wanted.input), wanted, step, own)
+            if isinstance(result, RankPartial):  # both are then: ranks add the sum of both
+                result, communicator = result.x, result.communicator
+            results.append(reduced(result))
         attention_TC, mamba_TC = results
-        return attention_TC * self.attention_factor + mamba_TC * self.mamba_factor
+        sum_TC = attention_TC * self.attention_factor + mamba_TC * self.mamba_factor
+        if communicator is None:
+            return sum_TC
+        return RankPartial(x=sum_TC, communicator=communicator)

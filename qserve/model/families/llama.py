@@ -7,7 +7,7 @@ matrices that are one on disk, kinds of norms, activations, feed-forwards withou
 The other families are made of the same parts: each says what it has instead of Llama's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from typing import Any
 
@@ -52,7 +52,8 @@ def build_attention(config: ModelConfig, weights: LayerWeights, **different: Any
     elif config.family.gated_attention and len(config.family.qkv.members) == 3:
         # of each head its queries and its gate; the block takes all queries first
         (name, _), *_ = config.family.qkv.members
-        orders = {name: parts_together((config.head_dim, config.head_dim), config.num_heads)}
+        heads = range(*weights.sharing.own_heads)
+        orders = {name: parts_together((config.head_dim, config.head_dim), heads)}
     return Attention(
         config,
         window=config.windows[weights.number],
@@ -68,13 +69,13 @@ def build_attention(config: ModelConfig, weights: LayerWeights, **different: Any
     )
 
 
-def parts_together(sizes: tuple[int, ...], heads: int) -> Rows:
-    """Rows that stand by head, each with parts of these sizes: one part of all heads, the next."""
+def parts_together(sizes: tuple[int, ...], heads: Iterable[int]) -> Rows:
+    """Rows that stand by head, each with parts of these sizes: one part of `heads`, the next."""
     width, starts = sum(sizes), [sum(sizes[:part]) for part in range(len(sizes))]
     return [
         (head * width + start, head * width + start + size)
         for start, size in zip(starts, sizes, strict=True)
-        for head in range(heads)
+        for head in heads
     ]
 
 

@@ -5,7 +5,6 @@ Columns of the family's row hold what differs: the router's rule, the shared exp
 without experts, norms over heads.
 """
 
-from formats.errors import InputError
 from qserve.model.blocks.layer import FeedForward, Layer
 from qserve.model.blocks.mlp import Mlp
 from qserve.model.blocks.moe import MoeMlp, SharedExpert
@@ -40,14 +39,8 @@ def build_mlp(config: ModelConfig, weights: LayerWeights) -> FeedForward:
         return llama.build_mlp(config, weights)
     shared = before = after = None
     if experts.latent:
-        if not weights.sharing.is_whole:
-            raise InputError(
-                "--tensor-parallel-size",
-                f"does not work with {config.family.architecture} with moe_latent_size: linears"
-                " before and after the experts are not divided",
-                "serve it on one GPU",
-            )
-        before, after = (weights.linear(projection) for projection in experts.latent)
+        first, last = experts.latent
+        before, after = weights.linear(first), weights.partial_linear(last)
     if experts.shared is not None:
         mlp = Mlp(
             up_proj=weights.linear(experts.shared.gate_up, down=experts.shared.down),

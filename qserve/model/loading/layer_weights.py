@@ -3,7 +3,8 @@
 Legend: N outputs, K inputs, C hidden size, E experts.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from formats.architecture.columns import ATTENTION
 from formats.architecture.flags import is_set
 from formats.architecture.projection import Projection
 from formats.errors import InputError
-from formats.in_memory.slices import Rows
+from formats.in_memory.slices import Rows, take_rows
 from formats.numerics.alibi import alibi_slopes
 from qkernels import ops
 from qkernels.choice import FIXED_ORDER
@@ -31,8 +32,9 @@ from qserve.model.blocks.moe import Router
 from qserve.model.blocks.norm import Norm
 from qserve.model.loading.expert_weights import expert_weights, routing_of
 from qserve.model.loading.latent_weights import absorbed, indexer
-from qserve.model.sharing import LinearPart, Sharing
-from qserve.parallel.norm import NormOverRanks
+from qserve.model.sharing import WHOLE, Cut, LinearPart, Sharing
+from qserve.model.state_sharing import StateShard
+from qserve.parallel.norm import GroupNormOverRanks, NormOverRanks
 
 
 class LayerWeights:
@@ -58,31 +60,78 @@ class LayerWeights:
         """Single matrix of a projection, however it is stored.
 
         `down`: the projection that reads the features of this one. `summed` False: if ranks hold
-        parts of the inputs, the caller sums over them. `orders`: other output orders of linears,
-        for models that are not divided.
+        parts of the inputs, the caller sums over them. `orders`: this rank's outputs of linears
+        that stand in another order in the checkpoint.
         """
-        linears, sharing = projection.linears, self._weights.sharing
-        shapes = [self._weights.shape(linear.shape) for linear in linears]
+        sharing = self._weights.sharing
         cuts = [
             sharing.cut(projection, linear, self._prefix, self._order_of, down)
-            for linear in linears
+            for linear in projection.linears
         ]
         if orders:
             cuts = [
                 replace(cut, rows=orders[linear.name]) if linear.name in orders else cut
-                for cut, linear in zip(cuts, linears, strict=True)
+                for cut, linear in zip(cuts, projection.linears, strict=True)
             ]
-        if orders or not sharing.is_whole:
+        widths = sharing.head_widths if projection.inputs == "q" else ()
+        has_order = bool(orders)
+        return self._made(projection, cuts, widths, has_order=has_order, summed=summed)
+
+    def state_linear(self, projection: Projection) -> Linear:
+        """Matrix of a projection of a mixer with a state: this rank's heads or channels."""
+        mixer, sharing, shard = self._family.state_mixer, self._weights.sharing, self.state_shard
+        has_order = mixer.grouped and projection is not mixer.out
+        if sharing.is_whole and not has_order:
+            cuts = [WHOLE for _ in projection.linears]
+        elif projection.split == "outputs":
+            cuts = [
+                Cut(rows=shard.rows(linear.outputs, grouped=has_order))
+                for linear in projection.linears
+            ]
+        else:
+            (linear,) = projection.linears
+            columns, rank = shard.columns, sharing.communicator.rank
+            if self._order_of(linear.name, self._weights.shape(linear.shape)) is not None:
+                columns = sharing.sorted_inputs(linear, self._prefix)
+            cuts = [Cut(columns=columns, has_bias=rank == 0)]
+        widths = () if sharing.is_whole else shard.widths
+        return self._made(projection, cuts, widths, has_order=has_order)
+
+    def partial_linear(self, projection: Projection) -> Linear:
+        """Whole matrix on each rank, whose input is a rank's part of a sum."""
+        cuts = [WHOLE for _ in projection.linears]
+        sharing = self._weights.sharing
+        if not sharing.is_whole and sharing.communicator.rank:
+            cuts = [Cut(has_bias=False) for _ in cuts]
+        return self._made(projection, cuts, summed=False)
+
+    def _made(
+        self,
+        projection: Projection,
+        cuts: Sequence[Cut],
+        widths: tuple[int, ...] = (),
+        *,
+        has_order: bool = False,
+        summed: bool = True,
+    ) -> Linear:
+        """Matrix of these shards of a projection's linears.
+
+        `widths`: input channels that each rank makes, if a matrix with sorted inputs gathers them.
+        `has_order`: the shards have another order of outputs.
+        """
+        linears, sharing = projection.linears, self._weights.sharing
+        shapes = [self._weights.shape(linear.shape) for linear in linears]
+        if has_order or not sharing.is_whole:
             for linear, shape, cut in zip(linears, shapes, cuts, strict=True):
                 order = None if cut.columns is None else self._order_of(linear.name, shape)
                 part = LinearPart.of(cut, order)
                 self._weights.parts[f"{self._prefix}.{linear.name}"] = part
         gathered = None
-        if not sharing.is_whole and projection.inputs == "q":
+        if not sharing.is_whole and projection.split == "inputs" and widths:
             order = self._order_of(linears[0].name, shapes[0])
             if order is not None:
                 ours = order[slice(*cuts[0].columns)]
-                gathered = GatheredInput(widths=sharing.head_widths, order_K=ours)
+                gathered = GatheredInput(widths=widths, order_K=ours)
         made = self._weights.linear(
             [f"{self._prefix}.{linear.name}" for linear in linears],
             [n for n, _ in shapes],
@@ -122,6 +171,8 @@ class LayerWeights:
         weights, mixer, found = self._weights, self._family.state_mixer, {}
         for local, each in mixer.present(weights.config.values):
             stored = weights.source.tensor(f"{self._prefix}.{local}", weights.shape(each.shape))
+            if not weights.sharing.is_whole and each.of_heads:
+                stored = take_rows(stored, self.state_shard.rows(each.shape[0]))
             dtype = torch.float32 if each.float32 else weights.dtype
             found[each.key] = stored.to(weights.device, dtype)
         # one convolution, or one of each part of its channels
@@ -129,6 +180,26 @@ class LayerWeights:
         if convolutions:
             found["conv_weight"] = torch.cat(convolutions).squeeze(1)
         return found
+
+    @functools.cached_property
+    def state_shard(self) -> StateShard:
+        """This rank's shard of the layer's mixer with a state."""
+        return self._weights.sharing.state(self.number)
+
+    def group_norm_over_ranks(self) -> GroupNormOverRanks | None:
+        """Norm of groups whose heads several ranks divide; None: each rank has whole groups."""
+        sharing, split = self._weights.sharing, self.state_shard.split_group
+        if split is None:
+            return None
+        group, num_groups = split
+        sizes, mixer = self._weights.config.sizes, self._family.state_mixer
+        return GroupNormOverRanks(
+            communicator=sharing.communicator,
+            group=group,
+            num_groups=num_groups,
+            total=sizes[mixer.out.inputs] // num_groups,
+            fixed_order=self.kernels.get("states") == FIXED_ORDER,
+        )
 
     def constant(self, values: torch.Tensor) -> torch.Tensor:
         """Numbers of config.json as a tensor of the activations' dtype."""

@@ -60,6 +60,8 @@ def test_the_pages_leave_room_for_the_table(monkeypatch):
         encoder=None,
         cache_specs=[],
         media_buffers=lambda: SimpleNamespace(nbytes=5),
+        chooses_snapshots=False,
+        num_snapshots=0,
     )
     runner.sample = lambda: runner
     for name in ("empty_cache", "reset_peak_memory_stats"):
@@ -74,8 +76,9 @@ def test_the_pages_leave_room_for_the_table(monkeypatch):
     step = make_step([4], width=5)
     for table in (3 * 8 * 4, 0):
         runner.bytes_to_come = ModelRunner.bytes_to_come.fget(runner)
-        assert num_pages_on_gpu(runner, step) == 3 * GIB - table - SLICE_BYTES
+        assert num_pages_on_gpu(runner, step).num_pages == 3 * GIB - table - SLICE_BYTES
         graphs = GIB // 2  # what the step of a graph takes beyond what was there
-        assert num_pages_on_gpu(runner, step, step) == 3 * GIB - table - SLICE_BYTES - graphs - 5
+        with_graph = num_pages_on_gpu(runner, step, step)
+        assert with_graph.num_pages == 3 * GIB - table - SLICE_BYTES - graphs - 5
         history.table = torch.zeros(3, 8, dtype=torch.int32)
     assert allocated == [5] * 4, "as many as the step writes to"

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qserve.engine.kv_cache import state_snapshots
+from qserve.engine.kv_cache.host_tier import HostTier
 from qserve.engine.kv_cache.state_slots import StatePool
 from qserve.engine.kv_cache.state_snapshots import StateSnapshots
 from qserve.engine.request import Status
@@ -34,6 +35,7 @@ class States:
 
     def __init__(self, scheduler):
         self.left, self.rows = {}, RequestRows(scheduler.max_num_seqs)
+        self.host, self.num_loaded = {}, 0
         self.scheduler, self.schedule = scheduler, scheduler.schedule
         scheduler.schedule = self.checked
 
@@ -48,13 +50,16 @@ class States:
         step = StepInput.build(plan, page_size=PAGE, rows=self.rows)
         if step.state_moves is not None:
             moves = step.state_moves
-            for source, target in (
-                (moves.saved_from, moves.saved_to),
-                (moves.restored_from, moves.restored_to),
+            for sources, source, targets, target in (
+                (self.left, moves.stored_from, self.host, moves.stored_to),
+                (self.left, moves.saved_from, self.left, moves.saved_to),
+                (self.left, moves.restored_from, self.left, moves.restored_to),
+                (self.host, moves.loaded_from, self.left, moves.loaded_to),
             ):
                 assert len(set(target.tolist())) == len(target), "no order is told"
-                found = [self.left.get(slot) for slot in source.tolist()]
-                self.left.update(zip(target.tolist(), found, strict=True))
+                found = [sources.get(slot) for slot in source.tolist()]
+                targets.update(zip(target.tolist(), found, strict=True))
+            self.num_loaded += len(moves.loaded_to)
         for chunk, slot in zip(plan.chunks, step.state_slots_R.tolist(), strict=True):
             tokens = chunk.request.token_ids
             if chunk.start:
@@ -64,16 +69,16 @@ class States:
             self.left[slot] = tokens, chunk.end
 
 
-def simulate(num_snapshots=8, depth=0, num_seqs=4, **settings):
+def simulate(num_snapshots=8, depth=0, num_seqs=4, host=None, **settings):
     settings = {"num_pages": 64, "page_size": PAGE, "budget": 64} | settings
     scheduler = make_scheduler(
         max_num_seqs=num_seqs,
         states=StatePool(num_seqs),
-        snapshots=StateSnapshots(num_seqs, num_snapshots, PAGE),
+        snapshots=StateSnapshots(num_seqs, num_snapshots, PAGE, host),
         **settings,
     )
-    States(scheduler)
     simulation = Simulation(scheduler, depth, count(1000))
+    simulation.states = States(scheduler)
     simulation.check_shares = no_shares
     return simulation
 
@@ -95,14 +100,16 @@ def run(simulation, *requests):
 def test_random_schedules_begin_from_their_own_tokens(data):
     """Chats with common starts, chunks, too few pages, aborts, resets, steps in flight."""
     draw = data.draw
-    most = draw(st.integers(1, 4))
+    most, with_host = draw(st.integers(1, 4)), draw(st.booleans())
+    host = HostTier(draw(st.integers(1, 5))) if with_host else None
     scheduler = make_scheduler(
         draw(st.integers(16, 40)),
         PAGE,
         most,
         budget=most + draw(st.integers(0, 24)),
+        num_slots=draw(st.integers(1, 30)) if with_host else 0,
         states=StatePool(most),
-        snapshots=StateSnapshots(most, draw(st.integers(1, 5)), PAGE),
+        snapshots=StateSnapshots(most, draw(st.integers(1, 5)), PAGE, host),
     )
     simulation = Simulation(scheduler, draw(st.sampled_from([0, 1])), iter(lambda: 1, None))
     simulation.check_shares = no_shares
@@ -184,6 +191,38 @@ def test_pages_without_a_copy_are_computed_and_a_copy_without_pages_is_no_use():
     assert run(simulation, make_request("d", [*PREFIX, 1])) == [len(PREFIX)]
     scheduler.pool.invalidate_all()
     assert run(simulation, make_request("e", [*PREFIX, 1])) == [0]
+
+
+def test_an_evicted_copy_comes_back_from_the_host():
+    """With its pages, which are on the device or on the host."""
+    simulation = simulate(num_snapshots=1, num_pages=12, num_slots=20, host=HostTier(3))
+    snapshots = simulation.scheduler.snapshots
+    run(simulation, make_request("a", [*PREFIX, 1]), make_request("b", list(range(33))))
+    assert len(snapshots) == 1 and len(snapshots.host) == 1
+    assert run(simulation, make_request("c", [*PREFIX, 1])) == [len(PREFIX)]
+    assert simulation.states.num_loaded == 1 and simulation.scheduler.pool.host.num_loaded > 0
+    assert run(simulation, make_request("d", list(range(33)))) == [32]
+
+
+def test_of_a_copy_on_the_host_nothing_is_left_after_a_reset():
+    simulation = simulate(num_snapshots=1, num_slots=20, host=HostTier(3))
+    run(simulation, make_request("a", [*PREFIX, 1]), make_request("b", list(range(33))))
+    simulation.scheduler.reset_prefix_cache()
+    assert len(simulation.scheduler.snapshots.host) == 0
+    assert run(simulation, make_request("c", [*PREFIX, 1])) == [0]
+
+
+def test_a_copy_that_was_to_be_stored_with_a_failed_step_is_lost():
+    simulation = simulate(num_snapshots=1, num_slots=20, host=HostTier(3))
+    scheduler = simulation.scheduler
+    run(simulation, make_request("a", [*PREFIX, 1]))
+    scheduler.add(make_request("b", list(range(33))))
+    simulation.step()
+    plan = scheduler.schedule()
+    assert len(plan.state_moves.stored_to) == 1 and len(scheduler.snapshots.host) == 1
+    scheduler.fail_step(plan, "no memory")
+    assert len(scheduler.snapshots.host) == 0
+    assert run(simulation, make_request("c", [*PREFIX, 1])) == [0]
 
 
 def make_keys(scheduler, tokens):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from qserve.engine.kv_cache import state_snapshots
 from qserve.llm import LLM
 from qserve.params.sampling_params import SamplingParams
 from tests.qserve.model.test_hybrid_tokens import FAMILIES, MODES, prompts
@@ -46,3 +47,29 @@ def test_graphs_and_eager_steps_agree(tiny_model, mode):
     eager = tokens(folder, enforce_eager=True)
     assert alike(tokens(folder, **MODES[mode]), eager)
     assert tokens(folder) == tokens(folder), "a run repeats to the token"
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "granite_hybrid"])
+def test_copies_on_the_host_have_the_same_bits(tiny_model, family, monkeypatch):
+    """An engine with one snapshot, which others evict, and one that keeps all on the device."""
+    monkeypatch.setattr(state_snapshots, "LEAST_GAIN", 16)
+    found, starts = [], [[(7 * n + 31 * j) % 500 + 3 for j in range(50)] for n in range(3)]
+    for settings in ({}, {"num_state_snapshots": 1, "kv_offload_gb": 0.1}):
+        llm = LLM(
+            tiny_model(family),
+            **{"device": "cuda", "dtype": "float32", "max_model_len": 256, "max_num_seqs": 1},
+            **{"num_gpu_blocks_override": 20, **settings},
+        )
+        texts = []
+        for turn in range(3):
+            for number, start in enumerate(starts):
+                prompt = start + [number + turn] * 16 * turn
+                (output,) = llm.generate([prompt], PARAMS, use_tqdm=False)
+                texts.append((output.outputs[0].token_ids, output.num_cached_tokens))
+        found.append(texts)
+        if settings:
+            assert llm.engine.scheduler.snapshots.host.num_loaded > 3
+    cached = [count for _, count in found[1]]
+    assert max(cached[3:]) > 0
+    same = [a for a, b in zip(*found, strict=True) if a[1] == b[1]]
+    assert len(same) > 3 and all(each in found[1] for each in same)

@@ -1,11 +1,14 @@
 """Models whose layers have states begin from copies of them: the tokens are those without."""
 
 import random
+from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 
+from formats.errors import InputError
 from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
 from qserve.engine.kv_cache import state_snapshots
@@ -19,6 +22,10 @@ MODES = {
     "chunked": {"max_num_batched_tokens": 11, "max_num_seqs": 4},
     "pushed out": {"num_gpu_blocks_override": 20, "admission": "fits", "max_num_seqs": 4},
     "few copies": {"num_state_snapshots": 4, "max_num_seqs": 3},
+}
+EVICTED = {
+    **{"num_state_snapshots": 2, "num_gpu_blocks_override": 40, "max_num_seqs": 3},
+    "kv_offload_gb": 0.01,
 }
 # The others where there is time.
 FEW = {
@@ -108,20 +115,62 @@ def test_the_same_tokens(tiny_model, without, name, mode, steps_in_flight):
     assert num_cached > (20 if mode == "few copies" else 200)
 
 
-@pytest.mark.parametrize("wrong", ["saved_to", "restored_to"])
+@pytest.mark.parametrize("wrong", ["saved_to", "restored_to", "stored_to", "loaded_to"])
 def test_a_copy_that_is_not_made_is_seen(tiny_model, without, monkeypatch, wrong):
     """By NaN, which no request has written over."""
     copy = model_runner.copy_states
 
-    def copies_less(caches, moves, device):
-        others = {"saved_from", "saved_to", "restored_from", "restored_to"} - {
-            wrong,
-            wrong.replace("_to", "_from"),
-        }
-        kept = {name: getattr(moves, name) for name in others}
-        copy(caches, state_snapshots.StateMoves(**kept), device)
+    def copies_less(caches, moves, device, host):
+        none = np.zeros(0, np.int64)
+        without = {wrong: none, wrong.replace("_to", "_from"): none}
+        copy(caches, replace(moves, **without), device, host)
 
     monkeypatch.setattr(model_runner, "copy_states", copies_less)
     with pytest.raises(AssertionError, match="NaN|=="):
-        found, *_ = chats(make_engine(tiny_model("qwen3_5")))
+        found, *_ = chats(make_engine(tiny_model("qwen3_5"), **EVICTED))
         assert found == without("qwen3_5")
+
+
+@pytest.mark.parametrize(
+    ("name", "in_flight"),
+    [
+        ("qwen3_5", 1),
+        *(
+            pytest.param(name, number, marks=pytest.mark.exhaustive)
+            for name in FAMILIES
+            for number in (0, 1)
+            if (name, number) != ("qwen3_5", 1)
+        ),
+    ],
+)
+def test_copies_on_the_host(tiny_model, without, name, in_flight):
+    """Few copies and pages fit on the device: most come back from the host."""
+    engine = make_engine(tiny_model(name), in_flight, **EVICTED)
+    loaded, load = [], engine.runner.state_copies.load
+
+    def counted(moves):
+        loaded.extend(moves.loaded_slots)
+        load(moves)
+
+    engine.runner.state_copies.load = counted
+    found, _, num_cached = chats(engine)
+    assert found == without(name)
+    assert len(loaded) > 3 and num_cached > 200
+    assert engine.scheduler.pool.host.num_loaded > 5
+
+
+def test_memory_decides_how_many_copies_there_are(tiny_model):
+    """With pages they fill what there is."""
+    free = {"num_gpu_blocks_override": None, "max_num_seqs": 4}
+    engine = make_engine(tiny_model("qwen3_5"), cpu_kv_cache_memory=0.0003, **free)
+    runner = engine.runner
+    num_slots = 4 + runner.num_snapshots
+    assert num_slots > 4 and runner.caches[0].memory_PHKV.shape[0] == num_slots
+    pages = engine.scheduler.pool.num_pages * runner.bytes_per_page
+    held, room = pages + num_slots * runner.bytes_per_state, 0.0003 * 2**30
+    assert room - runner.bytes_per_state < held <= room
+
+
+def test_too_little_memory_on_the_host_is_refused(tiny_model):
+    with pytest.raises(InputError, match="kv-offload-gb: .* do not hold two snapshots"):
+        make_engine(tiny_model("qwen3_5"), kv_offload_gb=0.00001)

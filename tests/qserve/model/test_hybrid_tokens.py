@@ -256,8 +256,6 @@ def test_pages_hold_layers_with_attention_alone(hybrid):
 
 
 LIMITS = [
-    ({"kv_offload_gb": 1.0}, "kv-offload-gb"),
-    ({"tensor_parallel_size": 2}, "tensor-parallel-size"),
     ({"pipeline_parallel_size": 2}, "pipeline-parallel-size"),
     ({"enable_lora": True}, "enable-lora"),
     ({"cpu_kv_cache_memory": 1e-5}, "cpu-kv-cache-memory.*do not hold the states.*max-num-seqs"),
@@ -286,10 +284,11 @@ def test_drafter_with_states_is_refused(hybrid, tiny_model, tmp_path):
         LLM(folders[1], device="cpu", max_model_len=64, speculative_config=json.dumps(config))
 
 
-def test_pages_for_other_engines_are_refused(hybrid, tmp_path):
+def test_pages_for_other_engines_need_snapshots(hybrid, tmp_path):
     config = f'{{"kv_connector": "folder", "kv_role": "kv_both", "path": "{tmp_path}"}}'
-    with pytest.raises(InputError, match="kv-transfer-config"):
-        LLM(hybrid("qwen3_5"), device="cpu", max_model_len=64, kv_transfer_config=config)
+    settings = {"kv_transfer_config": config, "num_state_snapshots": 0}
+    with pytest.raises(InputError, match="kv-transfer-config with --num-state-snapshots 0"):
+        LLM(hybrid("qwen3_5"), device="cpu", max_model_len=64, **settings)
 
 
 def test_beams_are_refused(hybrid):

@@ -7,7 +7,7 @@ import torch
 
 from calibrate.layer_map import find_layer_map
 from formats.checkpoint import CheckpointReader
-from formats.errors import CheckpointError, InputError
+from formats.errors import CheckpointError
 from qkernels import ops
 from qkernels.mamba2 import reference
 from qserve.llm import LLM
@@ -153,9 +153,3 @@ def test_unknown_kind_of_layer_is_refused(tiny_model, tmp_path):
     folder = edited(tiny_model("nemotron_h"), tmp_path / "x", config=with_unknown)
     with pytest.raises(CheckpointError, match="kind of layer 2: expected .*mlp, moe, found 'X'"):
         find_layer_map(CheckpointReader(folder).config)
-
-
-@pytest.mark.parametrize("name", ["falcon_h1", "nemotron_h"])
-def test_ranks_do_not_work_with_states(tiny_model, name):
-    with pytest.raises(InputError, match="does not work with .*, whose layers have states"):
-        LLM(tiny_model(name), device="cpu", max_model_len=64, tensor_parallel_size=2)

@@ -29,7 +29,7 @@ KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts
 FAMILIES = [
     family
     for family, (_, config) in TINY_FAMILIES.items()
-    if any(key in config for key in KEYS) and family not in WITHOUT_RANKS
+    if any(config.get(key) for key in KEYS) and family not in WITHOUT_RANKS
 ]
 FEW = ("gpt_oss", "qwen2_moe")
 

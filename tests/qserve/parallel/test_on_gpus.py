@@ -13,6 +13,7 @@ from qserve.llm import LLM
 from qserve.lora.request import LoRARequest
 from qserve.params.sampling_params import SamplingParams
 from tests.adapters import write_adapter
+from tests.qserve.speculation.hybrid_mtp_model import make_hybrid_mtp
 
 pytestmark = [
     pytest.mark.gpu,
@@ -97,6 +98,38 @@ def test_sleep_and_new_weights(quantized_5m, many, tmp_path):
     found = [each.token_ids for each in answers(llm)]
     llm.close()
     assert found == [each.token_ids for each in answers(many(other, 2))] != before
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_next", "qwen3_5_moe", "granite_hybrid", "falcon_h1", "lfm2", "nemotron_h_moe"]
+)
+def test_states(family, tiny_model, many):
+    """Granite's norm of one group is over both GPUs, within the graphs."""
+    settings = {"dtype": "bfloat16"}
+    alone, two = (many(tiny_model(family), ranks, **settings) for ranks in (1, 2))
+    ids = [(7 * j) % 500 + 3 for j in range(200)]
+    want, found = alone.logits(ids).float(), two.logits(ids).float()
+    # a tiny random model turns a last bit of 8 into some percent
+    assert (found - want).norm() / want.norm() < 0.1
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)
+    prompts = [ids[:90], ids[:90] + [5] * 20, ids[:130], ids[:90] + [6] * 40]
+    runs = []
+    for _ in range(2):
+        two.reset_prefix_cache()
+        outputs = two.generate(prompts, params, use_tqdm=False)
+        runs.append([each.outputs[0].token_ids for each in outputs])
+    assert runs[0] == runs[1]
+    assert two.generate([ids[:130]], params, use_tqdm=False)[0].num_cached_tokens == 128
+
+
+def test_the_models_own_layer_for_drafts(many, tmp_path):
+    folder = make_hybrid_mtp(tmp_path / "mtp", "qwen3_5", 0.9)
+    config = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
+    two = many(folder, 2, dtype="bfloat16", speculative_config=json.dumps(config))
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)
+    two.generate([[5 + n] * 20 for n in range(6)], params, use_tqdm=False)
+    verifies, _, *accepted = two.engine.scheduler.speculation.take_counts()
+    assert 0 < accepted[0] <= verifies
 
 
 def test_sampled_tokens_repeat(quantized_5m, many):

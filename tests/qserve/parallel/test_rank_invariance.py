@@ -48,6 +48,16 @@ def test_requests_have_the_same_bits_on_two_ranks(quantized_5m, many):
     assert facts(llm, prompts[::-1])[::-1] == alone
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["granite_hybrid", "qwen3_next"])
+def test_states_on_ranks(family, tiny_model, many):
+    """Four ranks norm two groups of Mamba-2 together."""
+    llm = many(tiny_model(family), 4, batch_invariant=True, **SMALL)
+    prompts = make_prompts(8)
+    alone = [facts(llm, [prompt])[0] for prompt in prompts]
+    assert facts(llm, prompts) == alone
+
+
 def facts(llm, prompts):
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=3, detokenize=False)
     given = [{"prompt_token_ids": prompt} for prompt in prompts]

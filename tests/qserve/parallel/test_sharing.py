@@ -28,7 +28,7 @@ from tests.qserve.parallel.shared_out import (
     relative_error,
 )
 
-FEW = ("olmo2", "phi3", "gpt_oss", "deepseek_v3")
+FEW = ("olmo2", "phi3", "gpt_oss", "deepseek_v3", "qwen3_next", "granite_hybrid", "lfm2")
 
 
 def rank_logits(folder, communicator=None, **settings):

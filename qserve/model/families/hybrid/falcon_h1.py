@@ -43,7 +43,7 @@ def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
 
 
 def build_mamba(config: ModelConfig, weights: LayerWeights) -> Mamba2:
-    values, shape = config.values, granite.mamba_shape(config)
+    values, shape = config.values, granite.mamba_shape(config, weights)
     of_groups = shape.groups * shape.state
     sizes = torch.tensor([shape.inner, shape.inner, of_groups, of_groups, shape.heads])
     of_parts = torch.tensor(values["ssm_multipliers"]) * values["ssm_in_multiplier"]

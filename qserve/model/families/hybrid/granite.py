@@ -44,9 +44,10 @@ def build_mamba(
     """`shape`: None for that of config.json. `different`: what differs from Granite's."""
     family = config.family.state_mixer
     return Mamba2(
-        shape or mamba_shape(config),
-        in_proj=weights.linear(family.inputs),
-        out_proj=weights.linear(family.out),
+        shape or mamba_shape(config, weights),
+        in_proj=weights.state_linear(family.inputs),
+        out_proj=weights.state_linear(family.out),
+        norm_over_ranks=weights.group_norm_over_ranks(),
         eps=config.norm_eps,
         kernel=weights.kernels.get("states"),
         **weights.state_tensors(),
@@ -54,14 +55,16 @@ def build_mamba(
     )
 
 
-def mamba_shape(config: ModelConfig, step_limits: tuple[float, float] | None = None) -> MambaShape:
-    """`step_limits`: None for those of config.json."""
-    values = config.values
+def mamba_shape(
+    config: ModelConfig, weights: LayerWeights, step_limits: tuple[float, float] | None = None
+) -> MambaShape:
+    """Sizes on this rank. `step_limits`: None for those of config.json."""
+    values, shard = config.values, weights.state_shard
     least, most = step_limits or values["time_step_limit"] or (0.0, math.inf)
     return MambaShape(
-        heads=values["mamba_n_heads"],
+        heads=shard.num_heads,
         head_dim=values["mamba_d_head"],
-        groups=values["mamba_n_groups"],
+        groups=shard.num_groups,
         state=values["mamba_d_state"],
         taps=values["mamba_d_conv"],
         step_limits=(least, most),

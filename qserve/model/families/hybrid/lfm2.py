@@ -38,8 +38,8 @@ def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
 def build_short_conv(config: ModelConfig, weights: LayerWeights) -> ShortConv:
     family = config.family.state_mixer
     return ShortConv(
-        in_proj=weights.linear(family.inputs),
-        out_proj=weights.linear(family.out),
+        in_proj=weights.state_linear(family.inputs),
+        out_proj=weights.state_linear(family.out),
         kernel=weights.kernels.get("states"),
         **weights.state_tensors(),
     )

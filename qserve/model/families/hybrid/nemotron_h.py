@@ -23,7 +23,7 @@ def build_layer(config: ModelConfig, weights: LayerWeights) -> LoneLayer:
     blocks = config.family.blocks(config.values, weights.number)
     if blocks.state:
         limits = config.values["time_step_min"], math.inf
-        block = granite.build_mamba(config, weights, granite.mamba_shape(config, limits))
+        block = granite.build_mamba(config, weights, granite.mamba_shape(config, weights, limits))
     elif blocks.attention:
         block = llama.build_attention(config, weights)
     elif blocks.experts:

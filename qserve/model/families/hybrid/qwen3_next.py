@@ -4,7 +4,6 @@ Columns of the family's row hold what differs: how the nets' projections are sto
 Norms are stored without their 1, but for that inside of a net; a quarter of a head rotates.
 """
 
-from formats.errors import InputError
 from qserve.model.blocks.delta_net import DeltaNet, DeltaShape
 from qserve.model.blocks.layer import Layer
 from qserve.model.decoder import Decoder
@@ -38,40 +37,25 @@ def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
 
 
 def build_delta_net(config: ModelConfig, weights: LayerWeights) -> DeltaNet:
-    family, shape = config.family.state_mixer, delta_shape(config)
-    orders = {}
-    if family.grouped:
-        ratio = shape.value_heads // shape.key_heads
-        wide = ratio * shape.value_dim
-        inputs = (shape.key_dim, shape.key_dim, wide, wide)
-        orders = {
-            family.inputs.name: llama.parts_together(inputs, shape.key_heads),
-            family.gates.name: llama.parts_together((ratio, ratio), shape.key_heads),
-        }
+    family = config.family.state_mixer
     return DeltaNet(
-        shape,
-        in_proj=weights.linear(family.inputs, orders=orders),
-        gates=weights.linear(family.gates, orders=orders),
-        out_proj=weights.linear(family.out),
+        delta_shape(config, weights),
+        in_proj=weights.state_linear(family.inputs),
+        gates=weights.state_linear(family.gates),
+        out_proj=weights.state_linear(family.out),
         eps=config.norm_eps,
         kernel=weights.kernels.get("states"),
         **weights.state_tensors(),
     )
 
 
-def delta_shape(config: ModelConfig) -> DeltaShape:
-    values = config.values
-    shape = DeltaShape(
-        key_heads=values["linear_num_key_heads"],
-        value_heads=values["linear_num_value_heads"],
+def delta_shape(config: ModelConfig, weights: LayerWeights) -> DeltaShape:
+    """Sizes on this rank."""
+    values, shard = config.values, weights.state_shard
+    return DeltaShape(
+        key_heads=shard.num_groups,
+        value_heads=shard.num_heads,
         key_dim=values["linear_key_head_dim"],
         value_dim=values["linear_value_head_dim"],
         taps=values["linear_conv_kernel_dim"],
     )
-    if shape.value_heads % shape.key_heads:
-        raise InputError(
-            "config.json linear_num_value_heads",
-            f"expected a multiple of linear_num_key_heads, {shape.key_heads}, found"
-            f" {shape.value_heads}",
-        )
-    return shape

@@ -1,0 +1,68 @@
+"""Tensor-parallel shards of mixers with states.
+
+A delta net is divided by value heads, with the key heads that they read, and Mamba-2 by heads, with
+their groups. Several GPUs hold the same key head or group where there are fewer of them than GPUs.
+A short convolution is divided by channels.
+"""
+
+from collections.abc import Mapping
+
+from formats.architecture.states.mixer import Kind, StateMixer
+from formats.errors import InputError
+from formats.in_memory.shares import HeadShare, share_features, share_heads
+from formats.scheme import Scheme
+
+# For each kind, names of the sizes of heads and of groups of heads, and words for both.
+HEADS: dict[Kind, tuple[str, str, tuple[str, str]]] = {
+    "gated delta nets": (
+        *("linear_num_value_heads", "linear_num_key_heads"),
+        ("value heads", "key heads"),
+    ),
+    "Mamba-2": ("mamba_n_heads", "mamba_n_groups", ("Mamba-2 heads", "groups")),
+}
+
+WHOLE: tuple[Kind, ...] = ("Kimi delta attention", "lightning attention")  # on one GPU
+
+
+def share_states(
+    mixer: StateMixer,
+    sizes: Mapping[str, int | None],
+    inputs: int,
+    size: int,
+    scheme: Scheme | None,
+    name: str,
+) -> tuple[HeadShare, ...]:
+    """Return each GPU's heads and groups of a layer; of a short convolution its channels.
+
+    `inputs`: of the layer's output projection, `name` with `scheme`. Raises InputError if they
+    cannot be divided.
+    """
+    if mixer.kind in WHOLE:
+        raise InputError(
+            f"--tensor-parallel-size {size}",
+            f"does not work with {mixer.kind}, which is not divided",
+            "use --pipeline-parallel-size",
+        )
+    if mixer.kind not in HEADS:
+        shares = share_features(name, inputs, size, scheme)
+        return tuple(HeadShare(heads=share, kv_heads=share) for share in shares)
+    check_states(mixer, sizes)
+    heads, groups, words = HEADS[mixer.kind]
+    width = inputs // sizes[heads]
+    return share_heads(sizes[heads], sizes[groups], width, size, [scheme], words)
+
+
+def check_states(mixer: StateMixer, sizes: Mapping[str, int | None]) -> None:
+    """Raise InputError unless each group has the same number of heads."""
+    if mixer.kind not in HEADS:
+        return
+    heads, groups, _ = HEADS[mixer.kind]
+    missing = [name for name in (heads, groups) if not sizes[name]]
+    if missing:
+        raise InputError(f"config.json {missing[0]}", "is missing", "copy it from the float model")
+    if sizes[heads] % sizes[groups]:
+        raise InputError(
+            f"config.json {heads}",
+            f"expected a multiple of {groups}, {sizes[groups]}, found {sizes[heads]}",
+            "copy both from the float model",
+        )

@@ -1,0 +1,128 @@
+"""Shard of a layer's mixer with a state on one rank.
+
+Its heads, with their key heads or groups, or its channels. Sizes of the family's row that count
+channels of the mixer are made of blocks with a part for each head or for each group. A rank has its
+heads' parts of each block. Legend: N outputs, K inputs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from formats.architecture.states.mixer import StateMixer
+from formats.in_memory.shares import HeadShare, Share
+from formats.in_memory.slices import Rows
+from formats.in_memory.state_shares import HEADS, check_states, share_states
+from qserve.model.model_config import ModelConfig
+
+HEAD, GROUP = "head", "group"
+# For each size, blocks of its channels: a part for each head or group, and the part's size.
+_BLOCKS = {
+    "linear_num_value_heads": ((HEAD, "one"),),
+    "delta_v": ((HEAD, "linear_value_head_dim"),),
+    "delta_qkv": (
+        (GROUP, "linear_key_head_dim"),
+        (GROUP, "linear_key_head_dim"),
+        (HEAD, "linear_value_head_dim"),
+    ),
+    "mamba_n_heads": ((HEAD, "one"),),
+    "mamba_inner": ((HEAD, "mamba_d_head"),),
+    "mamba_conv": ((HEAD, "mamba_d_head"), (GROUP, "mamba_d_state"), (GROUP, "mamba_d_state")),
+    "mamba_in": (
+        (HEAD, "mamba_d_head"),
+        (HEAD, "mamba_d_head"),
+        (GROUP, "mamba_d_state"),
+        (GROUP, "mamba_d_state"),
+        (HEAD, "one"),
+    ),
+    # a short convolution, whose channels are its heads
+    "hidden_size": ((HEAD, "one"),),
+    "short_conv_in": ((HEAD, "one"),) * 3,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateShard:
+    """Heads and groups of this rank. `shares`: those of all ranks, in order."""
+
+    mixer: StateMixer
+    config: ModelConfig
+    shares: tuple[HeadShare, ...]
+    rank: int = 0
+
+    @classmethod
+    def make(cls, config: ModelConfig, layer: int, size: int = 1, rank: int = 0) -> "StateShard":
+        """Divide a layer's mixer over `size` ranks. Raises InputError if that is not possible."""
+        mixer, sizes = config.family.state_mixer, config.sizes
+        if size > 1:
+            name = f"{config.family.layer.format(i=layer)}.{mixer.out.linears[0].name}"
+            scheme = None if config.quant is None else config.quant.scheme_for(name)
+            inputs = sizes[mixer.out.inputs]
+            shares = share_states(mixer, sizes, inputs, size, scheme, name)
+        else:
+            check_states(mixer, sizes)
+            heads, groups = _counts(mixer, config)
+            shares = (HeadShare(heads=(0, heads), kv_heads=(0, groups)),)
+        return cls(mixer=mixer, config=config, shares=shares, rank=rank)
+
+    @property
+    def own(self) -> HeadShare:
+        return self.shares[self.rank]
+
+    @property
+    def num_heads(self) -> int:
+        return self.own.num_heads
+
+    @property
+    def num_groups(self) -> int:
+        return self.own.num_kv_heads
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Channels of each rank's result."""
+        ((_, part),) = _BLOCKS[self.mixer.out.inputs]
+        return tuple(share.num_heads * self.config.sizes[part] for share in self.shares)
+
+    @property
+    def columns(self) -> Share:
+        """This rank's inputs of the output projection."""
+        ((start, stop),) = self.rows((self.mixer.out.inputs,))
+        return start, stop
+
+    @property
+    def split_group(self) -> tuple[int, int] | None:
+        """The number of this rank's group, and of all groups, if ranks divide a group's heads."""
+        groups = _counts(self.mixer, self.config)[1]
+        return (self.own.kv_heads[0], groups) if len(self.shares) > groups else None
+
+    def rows(self, outputs: Sequence[str], *, grouped: bool = False) -> Rows:
+        """This rank's rows of a tensor whose rows are these sizes, in the order of the blocks.
+
+        `grouped`: the tensor has the rows of each group together.
+        """
+        sizes, (heads, groups) = self.config.sizes, _counts(self.mixer, self.config)
+        blocks = [(kind, sizes[part]) for size in outputs for kind, part in _BLOCKS[size]]
+        ratio, rows, offset = heads // groups, [], 0
+        group_width = sum(width * (ratio if kind == HEAD else 1) for kind, width in blocks)
+        for kind, width in blocks:
+            count = ratio if kind == HEAD else 1  # in each group
+            first, last = self.own.heads if kind == HEAD else self.own.kv_heads
+            if grouped:
+                starts = [
+                    number // count * group_width + offset + number % count * width
+                    for number in range(first, last)
+                ]
+                rows += [(start, start + width) for start in starts]
+                offset += count * width
+            else:
+                rows.append((offset + first * width, offset + last * width))
+                offset += groups * count * width
+        return rows
+
+
+def _counts(mixer: StateMixer, config: ModelConfig) -> tuple[int, int]:
+    """Heads and groups of all ranks."""
+    sizes = config.sizes
+    if mixer.kind not in HEADS:
+        return sizes[mixer.out.inputs], sizes[mixer.out.inputs]
+    heads, groups, _ = HEADS[mixer.kind]
+    return sizes[heads], sizes[groups]

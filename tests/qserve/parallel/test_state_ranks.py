@@ -1,0 +1,149 @@
+"""Ranks that divide models with states: logits and tokens are one rank's."""
+
+import json
+
+import pytest
+
+from formats.errors import InputError
+from formats.inspection.inspect import inspect_checkpoint
+from formats.quant_config import BLOCK
+from qserve.engine.kv_cache import state_snapshots
+from qserve.model.model_config import ModelConfig
+from qserve.model.sharing import check_ranks
+from tests.conftest import make_tiny
+from tests.qserve.model.test_hybrid_prefixes import MODES, chats, make_engine
+from tests.qserve.model.test_variants import reorder
+from tests.qserve.model.variants import edited
+from tests.qserve.parallel.test_sharing import assert_shared_out
+from tests.qserve.speculation.hybrid_mtp_model import make_hybrid_mtp
+from tests.tiny_families import STATES, TINY_FAMILIES
+
+exhaustive = pytest.mark.exhaustive
+FEW = [("qwen3_5", 4), ("lfm2", 4), ("granite_hybrid", 4)]
+REST = [(family, size) for family in STATES for size in (2, 4) if (family, size) not in FEW]
+
+
+@pytest.mark.parametrize(
+    ("family", "size"), [*FEW, *(pytest.param(*each, marks=exhaustive) for each in REST)]
+)
+def test_four_bits(family, size, written):
+    """Heads of 24 and channels of 16 end inside of groups of 32 inputs; four ranks divide two
+    groups of Mamba-2, and two key heads."""
+    layout = "gptq" if family in ("granite_hybrid", "falcon_h1", "lfm2") else "compressed-tensors"
+    assert_shared_out(written("w4a16-sym-g32", layout, family), size)
+
+
+def test_shards_have_their_own_heads(tiny_model):
+    """Specs of states, too: a rank's slots hold its heads alone."""
+    decoders = assert_shared_out(tiny_model("qwen3_next"), 2)
+    nets = [decoder.layers[0].attention for decoder in decoders]
+    assert [(net.shape.key_heads, net.shape.value_heads) for net in nets] == [(1, 2), (1, 2)]
+    specs = [net.cache_spec(None, 16) for net in nets]
+    assert all(spec.memory == (2, 16, 24) and spec.channels == 2 * 16 + 48 for spec in specs)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_norm_over_ranks_comes_before_or_after_the_gate(tmp_path, first):
+    """One group of Mamba-2: all ranks together norm it."""
+    name, values = TINY_FAMILIES["falcon_h1"]
+    values = {**values, "mamba_n_groups": 1, "mamba_norm_before_gate": first}
+    decoders = assert_shared_out(make_tiny(tmp_path / "one", name, values), 2)
+    mixer = decoders[0].layers[0].attention.mamba
+    assert mixer.norm_over_ranks is not None and mixer.norm_first == first
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("lfm2", "conv.out_proj"), ("lfm2", "conv.in_proj"), ("granite_hybrid", "mamba.out_proj")],
+)
+def test_act_order(family, name, written, tmp_path):
+    """What a rank reads in another order than it is made is gathered."""
+    folder = edited(
+        written("w4a16-sym-g32", "gptq", family),
+        tmp_path / "x",
+        lambda state: reorder(state, f"model.layers.0.{name}"),
+        config=lambda c: c[BLOCK].update(desc_act=True),
+    )
+    decoders = assert_shared_out(folder, 2)
+    assert (decoders[0].layers[0].attention.out_proj.order is None) == name.endswith("in_proj")
+
+
+def test_a_bias_after_the_latent_is_added_once(tmp_path):
+    name, values = TINY_FAMILIES["nemotron_h_latent"]
+    biased = {**values, "mlp_bias": True}
+    state_of = edited(
+        make_tiny(tmp_path / "latent", name, biased),
+        tmp_path / "biased",
+        lambda state: [value.add_(0.5) for name, value in state.items() if name.endswith("bias")],
+    )
+    assert_shared_out(state_of, 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "message"),
+    [
+        ("qwen3_5", {"linear_num_value_heads": 2}, "2 value heads of 2 key heads cannot"),
+        ("granite_hybrid", {"mamba_n_groups": 8}, "8 Mamba-2 heads of 8 groups cannot"),
+    ],
+)
+def test_what_cannot_be_divided_is_named(tmp_path, family, changed, message):
+    name, values = TINY_FAMILIES[family]
+    enough = {"num_attention_heads": 12, "num_key_value_heads": 12}
+    if family == "granite_hybrid":
+        enough |= {"hidden_size": 96, "mamba_d_head": 24}
+    folder = make_tiny(tmp_path / "x", name, {**values, **enough, **changed})
+    size = 4 if family == "qwen3_5" else 12
+    with pytest.raises(InputError, match=f"--tensor-parallel-size {size}: {message}"):
+        check_ranks(ModelConfig.from_folder(folder), size, 1)
+    if size == 4:
+        assert message in inspect_checkpoint(folder).parallel[size]
+        assert not inspect_checkpoint(folder).parallel[2]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Copies of a few tokens are worth while."""
+    monkeypatch.setattr(state_snapshots, "SPACING", 8)
+    monkeypatch.setattr(state_snapshots, "LEAST_GAIN", 4)
+
+
+MTP = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
+
+
+@pytest.mark.parametrize(
+    ("family", "mode", "size", "drafts"),
+    [
+        ("qwen3_5", "pushed out", 2, True),
+        *(
+            pytest.param(*each, marks=exhaustive)
+            for each in [
+                ("qwen3_next", "chunked", 2, True),
+                ("qwen3_5_moe", "few copies", 4, True),
+                ("granite_hybrid", "pushed out", 2, False),
+                ("lfm2", "chunked", 2, False),
+                ("falcon_h1", "few copies", 2, False),
+                ("nemotron_h_moe", "pushed out", 4, False),
+                ("qwen3_next", "pushed out", 4, False),
+            ]
+        ),
+    ],
+)
+def test_tokens(family, mode, size, drafts, small, tiny_model, tmp_path):
+    """In chunks, preempted, from copies of states; with drafts of the sharded MTP layer."""
+    folder = make_hybrid_mtp(tmp_path / "mtp", family, 0.5) if drafts else tiny_model(family)
+    want, *_ = chats(make_engine(folder, num_state_snapshots=0))
+    settings = {"speculative_config": json.dumps(MTP)} if drafts else {}
+    engine = make_engine(folder, 1, tensor_parallel_size=size, **MODES[mode], **settings)
+    verified = []
+    if drafts:
+        engine.scheduler.speculation.observe = lambda *counts: verified.append(counts)
+    try:
+        found, num_preempted, num_cached = chats(engine)
+        assert found == want
+        assert bool(num_preempted) == (mode == "pushed out")
+        assert num_cached > (0 if mode == "few copies" else 100)
+        if drafts:
+            assert any(accepted for _, accepted in verified)
+            assert any(accepted < drafts for drafts, accepted in verified)
+    finally:
+        engine.close()
