@@ -30,7 +30,8 @@ from calibrate.heads.eagle3 import Eagle3Module, start_from_target, step_losses
 from calibrate.heads.fit import in_16_bits
 from calibrate.heads.target import Target
 from formats.checkpoint import CONFIG, CheckpointReader, read_json
-from formats.heads.config import EAGLE3, SPECULATORS, EagleConfig, usual_taps
+from formats.heads.config import EAGLE3, EagleConfig, usual_taps
+from formats.heads.layers_config import SPECULATORS
 from formats.heads.save import LAYOUTS, save_eagle3
 
 # of the target's config.json: what the head's layer has in common with its layers
