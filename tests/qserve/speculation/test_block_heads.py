@@ -6,6 +6,7 @@ Legend: S tokens of the text, K drafts, C hidden size, D head dim.
 import pytest
 import torch
 
+from calibrate.heads.block import BlockModule
 from formats.errors import CheckpointError, InputError
 from qserve.speculation.config import guess_method
 from qserve.speculation.heads import block
@@ -196,6 +197,36 @@ def test_verified_rows_replace_what_drafts_wrote(config, target, ids, tmp_path):
     twice.step(ids, 0, 9, num_drafts=K, last=8, given=[1, 2, 3])
     _, found = twice.step(ids, 9, S - 9, num_drafts=K, last=S - 10)
     torch.testing.assert_close(torch.cat(found), torch.cat(expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["dflash of speculators", "some layers slide", "recurrent", "an embedding of mask tokens"],
+)
+def test_training_sees_what_drafting_does(case, target, ids, tmp_path):
+    """A block of training, whose tokens are the text's, drafts as the engine after them."""
+    config, how = CASES[case]
+    made = write_head(tmp_path, config, **{**how, "extra": (*NORMS, *how.get("extra", ()))})
+    drafter = opened(tmp_path, target)
+    given = ids[S + 1 : S + 1 + K].tolist()
+    _, found = Text(target, drafter).step(ids, 0, S, num_drafts=K, last=S - 1, given=given)
+
+    embedding = made.pop("embed_tokens.weight", target.embedding.weight)
+    made.setdefault("lm_head.weight", target.head.weight)
+    module = BlockModule(drafter.head.config, embedding)
+    module.mask_embedding = made.pop("mask_embedding", None)
+    offsets = made.pop("d2t", None)
+    module.load_state_dict(made)
+    states = states_of(target, ids)
+    taps = torch.cat([states[tap] for tap in drafter.taps], -1)
+    # rows after the anchor have other states, which must not affect it
+    taps = torch.cat([taps, torch.full((K + 1, taps.shape[1]), 9.0)])
+    with torch.no_grad():
+        expected = module(ids[None, : S + K + 1], taps[None], torch.tensor([4, S]), K)[0, 1]
+    found = torch.cat(found)
+    if offsets is not None:
+        found = found[:, offsets + torch.arange(len(offsets))]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_heads_that_do_not_fit_are_refused(target, tmp_path):

@@ -6,6 +6,7 @@ Legend: S tokens of the text, K drafts.
 import pytest
 import torch
 
+from calibrate.heads.parallel import ParallelModule
 from formats.errors import CheckpointError
 from qserve.speculation.heads import parallel
 from tests.qserve.speculation.head_steps import HEAD, Text, context_of, load_target, write_head
@@ -98,6 +99,33 @@ def test_verified_rows_replace_what_drafts_wrote(target, ids, tmp_path):
     twice.step(ids, 0, 9, num_drafts=K, last=8, given=[1, 2, 3, 4])
     _, found = twice.step(ids, 9, S - 9, num_drafts=K, last=S - 10)
     torch.testing.assert_close(torch.cat(found), torch.cat(expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_sees_what_drafting_does(case, target, ids, tmp_path):
+    config, how = CASES[case]
+    made = write_head(tmp_path, config, **how)
+    drafter = parallel.build(context_of(tmp_path, target, K, "peagle"))
+    _, found = Text(target, drafter).step(ids, 0, S, num_drafts=K, last=S - 1)
+    found = torch.cat(found)
+
+    module = ParallelModule(
+        drafter.head.config, made.pop("embed_tokens.weight", target.embedding.weight)
+    )
+    offsets = made.pop("d2t", None)
+    made["mask_hidden"] = made.get("mask_hidden", torch.zeros(1, 1, 3 * 64)).flatten()
+    module.load_state_dict(made)
+    states = states_of(target, ids)
+    taps = torch.cat([states[tap] for tap in drafter.taps], -1)
+    # rows after the last one have other states, which must not affect it
+    taps = torch.cat([taps, torch.full((K + 1, taps.shape[1]), 9.0)])
+    anchors = torch.tensor([4, S - 1])
+    with torch.no_grad():
+        first, *others = module.parallel(ids[None, : S + K + 1], taps[None], anchors, K)
+    expected = torch.stack([first[0, S - 1], *(each[0, 1] for each in others)])
+    if offsets is not None:
+        found = found[:, offsets + torch.arange(len(offsets))]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_masks_that_do_not_fit_are_refused(target, tmp_path):
