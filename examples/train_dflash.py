@@ -5,19 +5,21 @@
 
 Blocks begin at random places of the texts, and the head learns the target's distribution of all
 their tokens at once from its states before the block. With --markov-rank the head is DSpark's,
-whose drafts also depend on the token before. The embedding and the output matrix are the target's.
+whose drafts also depend on the token before. The embedding is the target's, and so is the output
+matrix, unless --draft-vocab keeps the most frequent tokens.
 
 The folder holds `original/` (z-lab, DeepSpec) and `speculators/` (vLLM).
 examples/measure_acceptance.py measures the head in the engine.
 """
 
 import argparse
+import math
 from functools import partial
 from pathlib import Path
 
 import torch
 from head_training import add_flags, chosen_device, read_windows, train, weights_of, write_result
-from train_eagle3 import SHARED
+from train_eagle3 import SHARED, draft_vocabulary, tables_of
 
 from calibrate.heads.block import BlockModule, block_losses, even_anchors, start_from_target
 from calibrate.heads.fit import in_16_bits
@@ -41,9 +43,11 @@ def main() -> None:
         )
     windows_WS, held_WS = read_windows(arguments, target)
     config = head_config(arguments, target)
+    draft_ids = draft_vocabulary(windows_WS, config)
+    draft_ids = None if draft_ids is None else draft_ids.to(target.device)
     head = BlockModule(config, target.embedding.float())
-    start_from_target(head, {"lm_head": target.head, "norm": target.last_norm})
-    head.lm_head.requires_grad_(False)
+    start_from_target(head, {"lm_head": target.head, "norm": target.last_norm}, draft_ids)
+    head.lm_head.requires_grad_(draft_ids is not None)
     head.to(target.device)
     head.embedding = [target.embedding]
 
@@ -64,11 +68,14 @@ def main() -> None:
                     seen.logits_BSV,
                     anchors_A,
                     num_drafts=config.most_drafts,
+                    draft_ids_U=draft_ids,
                 )
             )
 
     markov = head.markov_head if config.markov_rank else None
     tables = () if markov is None else (markov.markov_w1.weight, markov.markov_w2.weight)
+    if draft_ids is not None:
+        tables += (head.lm_head.weight,)
     trained = train(
         head,
         losses,
@@ -80,7 +87,9 @@ def main() -> None:
         decay=arguments.decay,
     )
     tensors = weights_of(head.state_dict())
-    del tensors["lm_head.weight"]  # the target's
+    if draft_ids is None:
+        del tensors["lm_head.weight"]  # the target's
+    tensors |= tables_of(draft_ids, config)
     verifier = {
         **read_json(Path(arguments.model) / CONFIG),
         "num_hidden_layers": num_layers,
@@ -108,7 +117,7 @@ def head_config(arguments: argparse.Namespace, target: Target) -> BlockConfig:
         layout=SPECULATORS,
         values=values,
         target_hidden_size=values["hidden_size"],
-        draft_vocab_size=values["vocab_size"],
+        draft_vocab_size=min(arguments.draft_vocab or math.inf, values["vocab_size"]),
         stated_taps=target.taps,
         block_size=arguments.block,
         mask_token_id=values["vocab_size"] - 1 if mask is None else mask,
@@ -135,6 +144,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--decay", type=float, default=0.8, help="weight of each draft's loss")
     made.add_argument("--states", type=int, default=5, help="states of the target that it reads")
     made.add_argument("--taps", type=int, nargs="+", help="layers before the states, instead")
+    made.add_argument(
+        "--draft-vocab", type=int, default=0, help="tokens that the head can draft; 0: all"
+    )
     made.add_argument("--intermediate-size", type=int, default=0, help="0: the target's")
     made.add_argument(
         "--mask-token", type=int, help="id that no text has; default: that of padding, or the last"

@@ -39,7 +39,7 @@ from calibrate.heads.target import Seen, Target
 from formats.checkpoint import CONFIG, CheckpointReader, read_json
 from formats.errors import InputError
 from formats.heads.config import EAGLE3, PEAGLE, EagleConfig, usual_taps
-from formats.heads.layers_config import SPECULATORS
+from formats.heads.layers_config import SPECULATORS, LayersConfig
 from formats.heads.save import LAYOUTS, save_eagle3
 
 # of the target's config.json: what the head's layer has in common with its layers
@@ -125,12 +125,6 @@ def main() -> None:
         outputs=(head.lm_head.weight,),
         measured=partial(losses, num_steps=arguments.eval_steps),
     )
-    tables = {}
-    if draft_ids is not None:
-        in_draft = torch.zeros(config.vocab_size, dtype=torch.bool)
-        in_draft[draft_ids.cpu()] = True
-        offsets = draft_ids.cpu() - torch.arange(len(draft_ids))
-        tables = {"d2t": offsets, "t2d": in_draft}
     tensors = weights_of(head.state_dict())
     if arguments.parallel:
         tensors["mask_hidden"] = tensors["mask_hidden"].view(1, 1, -1)
@@ -143,7 +137,7 @@ def main() -> None:
         save_eagle3(
             Path(arguments.output) / layout,
             config,
-            {**tensors, **tables},
+            {**tensors, **tables_of(draft_ids, config)},
             layout=layout,
             verifier=verifier,
         )
@@ -189,12 +183,21 @@ def chosen_taps(stated: list[int] | None, num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({1, num_layers // 2, num_layers - 1}))
 
 
-def draft_vocabulary(windows_WS: torch.Tensor, config: EagleConfig) -> torch.Tensor | None:
+def draft_vocabulary(windows_WS: torch.Tensor, config: LayersConfig) -> torch.Tensor | None:
     """The most frequent tokens in ascending order; None: the head has all."""
     if config.draft_vocab_size == config.vocab_size:
         return None
     counts = torch.bincount(windows_WS.flatten(), minlength=config.vocab_size)
     return counts.topk(config.draft_vocab_size).indices.sort().values
+
+
+def tables_of(draft_ids: torch.Tensor | None, config: LayersConfig) -> dict[str, torch.Tensor]:
+    """Tables of the draft vocabulary in a head's file; {}: it has all tokens."""
+    if draft_ids is None:
+        return {}
+    in_draft = torch.zeros(config.vocab_size, dtype=torch.bool)
+    in_draft[draft_ids.cpu()] = True
+    return {"d2t": draft_ids.cpu() - torch.arange(len(draft_ids)), "t2d": in_draft}
 
 
 def parser() -> argparse.ArgumentParser:

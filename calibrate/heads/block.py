@@ -188,13 +188,16 @@ def even_anchors(length: int, num_drafts: int, most: int) -> torch.Tensor:
     return torch.linspace(min(1, last), last, min(most, max(1, last))).long()
 
 
-def start_from_target(head: BlockModule, tensors: Mapping[str, torch.Tensor]) -> None:
+def start_from_target(
+    head: BlockModule, tensors: Mapping[str, torch.Tensor], draft_ids_U: torch.Tensor | None = None
+) -> None:
     """Initialize with the target's output matrix and last norm, and layers with a small output.
 
-    `tensors`: the target's lm_head [V, C] and norm [C].
+    `tensors`: the target's lm_head [V, C] and norm [C]. `draft_ids_U` None: all tokens.
     """
+    rows = tensors["lm_head"] if draft_ids_U is None else tensors["lm_head"][draft_ids_U]
     with torch.no_grad():
-        head.lm_head.weight.copy_(tensors["lm_head"])
+        head.lm_head.weight.copy_(rows)
         head.norm.weight.copy_(tensors["norm"])
         for layer in head.layers:
             for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):

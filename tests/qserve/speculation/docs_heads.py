@@ -23,7 +23,7 @@ CONFIGS = {
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 12,
     },
-    "dspark": {**LAYERS, **BLOCK, "architectures": ["Qwen3DSparkModel"], "markov_rank": 16},
+    "dspark": {**LAYERS, **BLOCK, "architectures": ["Qwen3DSparkModel"], "markov_rank": 32},
     "peagle": {
         **LAYERS,
         "draft_vocab_size": 8192,
