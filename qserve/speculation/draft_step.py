@@ -85,12 +85,13 @@ class DraftStep:
             max_context_len=self.max_context_len,
         )
 
-    def block(self, tokens_BD: torch.Tensor, *, is_causal: bool) -> Batch:
+    def block(self, tokens_BD: torch.Tensor, *, is_causal: bool, fold: int = 1) -> Batch:
         """A step of B rows per request that drafts, row by row: the newest token's first.
 
         Each row is a request of its own with one row, so that a row can see keys after its own:
-        without `is_causal`, those of the whole block. A row without a slot in the request's pages
-        is not written.
+        without `is_causal`, those of the whole block. Then `fold` rows, which see the same keys,
+        are one request and read them once. A row without a slot in the request's pages is not
+        written.
         """
         B, D = tokens_BD.shape
         positions_BD, slots_BD, lengths_BD = (each[:B] for each in self.places)
@@ -98,18 +99,20 @@ class DraftStep:
         is_new_BD = positions_BD[1:] > positions_BD[:-1]
         slots_BD = torch.cat([slots_BD[:1], torch.where(is_new_BD, slots_BD[1:], -1)])
         if not is_causal:
-            lengths_BD = lengths_BD[-1].expand(B, D)
-        starts = torch.arange(B * D + 1, dtype=torch.int32, device=tokens_BD.device)
+            lengths_BD = lengths_BD[-1].expand(B // fold, D)
+        num_requests = lengths_BD.numel()
+        starts = torch.arange(num_requests + 1, dtype=torch.int32, device=tokens_BD.device)
         return Batch(
             token_ids_T=tokens_BD.flatten(),
             positions_T=positions_BD.flatten(),
             slots_T=slots_BD.flatten(),
-            block_tables_RX=self.tables_DX.repeat(B, 1),
+            block_tables_RX=self.tables_DX.repeat(num_requests // D, 1),
             query_starts_R1=starts,
             context_lengths_R=lengths_BD.flatten().contiguous(),
             logits_rows_S=starts[:-1],
             max_query_len=1,
             max_context_len=self.max_context_len,
+            folded_rows=fold,
         )
 
     def draw_all(self, logits_KDV: torch.Tensor) -> torch.Tensor:

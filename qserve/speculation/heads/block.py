@@ -16,6 +16,7 @@ from formats.heads import tensors as names
 from formats.heads.block_config import BlockConfig
 from qkernels import ops
 from qkernels.attention.cache import PagedKv
+from qkernels.attention.config import DECODE_MAX_ROWS
 from qkernels.operands.split_k import split_heads
 from qserve.engine.step.device_step import Batch
 from qserve.model.blocks.attention import Attention
@@ -95,8 +96,9 @@ class BlockHead(torch.nn.Module):
         rest = self.mask.expand(num_rows - 1, len(tokens_D), -1)
         x_BDC = torch.cat([first_1DC, rest]) * self.config.embedding_factor
         tokens_BD = tokens_D.expand(num_rows, -1)
+        fold = folded_rows(num_rows, self.config.num_heads // self.config.num_kv_heads)
         steps = {
-            is_causal: step.block(tokens_BD, is_causal=is_causal)
+            is_causal: step.block(tokens_BD, is_causal=is_causal, fold=1 if is_causal else fold)
             for is_causal in {each.is_causal for each in self.config.attentions}
         }
         x, residual = x_BDC.flatten(0, 1), None
@@ -121,6 +123,12 @@ class BlockHead(torch.nn.Module):
             tokens_D = step.draw(self.output.spread(logits[index] + bias_DU), index)
             drafts.append(tokens_D)
         return torch.stack(drafts, 1)
+
+
+def folded_rows(num_rows: int, group: int) -> int:
+    """Rows of a block that attention computes as one: their heads are those of a decode at most."""
+    fits = [n for n in range(1, num_rows + 1) if num_rows % n == 0 and n * group <= DECODE_MAX_ROWS]
+    return max(fits, default=1)
 
 
 class BlockDrafter:

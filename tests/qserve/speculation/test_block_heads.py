@@ -180,6 +180,16 @@ def test_head_follows_the_equations(case, target, ids, tmp_path):
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("most", [1, 4, 7])
+def test_rows_that_attention_computes_as_one(most, target, ids, tmp_path, monkeypatch):
+    """4 rows of 2 query heads for each KV head: one row at a time, two at a time."""
+    write_head(tmp_path, DFLASH, extra=NORMS)
+    expected = drafted(target, tmp_path, ids)
+    monkeypatch.setattr(block, "DECODE_MAX_ROWS", most)
+    assert block.folded_rows(4, 2) == (1 if most == 1 else 2)
+    torch.testing.assert_close(drafted(target, tmp_path, ids), expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("reading", WRONG)
 def test_wrong_readings_are_told_apart(reading, target, ids, tmp_path):
     made = write_head(tmp_path, DFLASH, extra=NORMS)
