@@ -37,7 +37,8 @@ def write_head(folder: Path, shape: str, bits: int, device: str) -> None:
     from bench_shapes import SHAPES
 
     from calibrate.heads.quantize import quantize_head
-    from formats.heads.config import EAGLE3, SPECULATORS, EagleConfig, usual_taps
+    from formats.heads.config import EAGLE3, EagleConfig, usual_taps
+    from formats.heads.layers_config import SPECULATORS
     from formats.heads.save import save_eagle3
     from formats.heads.tensors import linears, required
     from formats.scheme import Scheme

@@ -1,11 +1,16 @@
 """Train an EAGLE-3 draft head for a model, and write it in both layouts that servers read.
 
     python examples/train_eagle3.py MODEL --data texts.jsonl --output head
+    python examples/train_eagle3.py MODEL --data texts.jsonl --parallel 8 --output head
 
 The target's own continuations of the texts are sampled first, then the head is trained on texts and
 continuations by the training-time test: each step takes the state that the step before made. At the
 end it prints the share of held-out positions where each step's likeliest token is the target's;
 examples/measure_acceptance.py measures the head in the engine.
+
+With --eagle31 the head is EAGLE-3.1's: each state is normed, and the normed state recurs. With
+--parallel it is P-EAGLE's, which makes all drafts in one pass: rows of mask tokens follow random
+places of the texts.
 
 The folder holds `original/` (SafeAILab, SGLang) and `speculators/` (vLLM).
 """
@@ -26,11 +31,15 @@ from head_training import (
     write_result,
 )
 
+from calibrate.heads.block import even_anchors
 from calibrate.heads.eagle3 import Eagle3Module, start_from_target, step_losses
 from calibrate.heads.fit import in_16_bits
-from calibrate.heads.target import Target
+from calibrate.heads.parallel import ParallelModule, parallel_losses
+from calibrate.heads.target import Seen, Target
 from formats.checkpoint import CONFIG, CheckpointReader, read_json
-from formats.heads.config import EAGLE3, SPECULATORS, EagleConfig, usual_taps
+from formats.errors import InputError
+from formats.heads.config import EAGLE3, PEAGLE, EagleConfig, usual_taps
+from formats.heads.layers_config import SPECULATORS, LayersConfig
 from formats.heads.save import LAYOUTS, save_eagle3
 
 # of the target's config.json: what the head's layer has in common with its layers
@@ -48,6 +57,8 @@ def main() -> None:
     taps = chosen_taps(arguments.taps, num_layers)
     target = Target(arguments.model, device=chosen_device(arguments), taps=taps)
     pictures = None
+    if target.has_vision and arguments.parallel:
+        raise InputError("--parallel", "does not train for vision-language models", "remove it")
     if target.has_vision:
         pictures, windows_WS, held_WS = read_pictured_windows(arguments, target)
         ids_WS = pictures.ids_WS[windows_WS[:, 0]]
@@ -58,10 +69,30 @@ def main() -> None:
     draft_ids = draft_vocabulary(ids_WS, config)
     draft_ids = None if draft_ids is None else draft_ids.to(target.device)
 
-    head = Eagle3Module(config, target.embedding.float())
+    made = ParallelModule if arguments.parallel else Eagle3Module
+    head = made(config, target.embedding.float())
     start_from_target(head, {"lm_head": target.head, "norm": target.last_norm}, draft_ids)
     head.to(target.device)
     head.embedding = [target.embedding]
+
+    def of_drafts(ids_BS: torch.Tensor, seen: Seen) -> list:
+        count, most = ids_BS.shape[1] - 1, arguments.parallel
+        if torch.is_grad_enabled():
+            anchors_A = torch.randint(0, count - most, (arguments.anchors,))
+        else:
+            anchors_A = even_anchors(count, most, 4 * arguments.anchors)
+        with in_16_bits(target.device):
+            return list(
+                parallel_losses(
+                    head,
+                    ids_BS,
+                    seen.taps_BSF,
+                    seen.logits_BSV,
+                    anchors_A.to(target.device),
+                    num_drafts=most,
+                    draft_ids_U=draft_ids,
+                )
+            )
 
     def losses(ids_BS: torch.Tensor, num_steps: int = arguments.steps) -> list:
         if pictures is None:
@@ -70,6 +101,8 @@ def main() -> None:
             chosen = pictures.of(ids_BS[:, 0].tolist())
             ids_BS, seen = chosen.ids_WS, chosen.seen(target)
         ids_BS = ids_BS.to(target.device)
+        if arguments.parallel:
+            return of_drafts(ids_BS, seen)
         with in_16_bits(target.device):
             return list(
                 step_losses(
@@ -92,13 +125,9 @@ def main() -> None:
         outputs=(head.lm_head.weight,),
         measured=partial(losses, num_steps=arguments.eval_steps),
     )
-    tables = {}
-    if draft_ids is not None:
-        in_draft = torch.zeros(config.vocab_size, dtype=torch.bool)
-        in_draft[draft_ids.cpu()] = True
-        offsets = draft_ids.cpu() - torch.arange(len(draft_ids))
-        tables = {"d2t": offsets, "t2d": in_draft}
     tensors = weights_of(head.state_dict())
+    if arguments.parallel:
+        tensors["mask_hidden"] = tensors["mask_hidden"].view(1, 1, -1)
     verifier = {
         **read_json(Path(arguments.model) / CONFIG),
         "num_hidden_layers": num_layers,
@@ -108,7 +137,7 @@ def main() -> None:
         save_eagle3(
             Path(arguments.output) / layout,
             config,
-            {**tensors, **tables},
+            {**tensors, **tables_of(draft_ids, config)},
             layout=layout,
             verifier=verifier,
         )
@@ -116,18 +145,20 @@ def main() -> None:
 
 
 def head_config(arguments: argparse.Namespace, target: Target) -> EagleConfig:
-    """A head whose layer is as wide as the target's."""
+    """A head whose layers are as wide as the target's."""
     stated, num_layers = target.config.to_dict(), target.config.num_hidden_layers
     values = {key: stated[key] for key in SHARED if stated.get(key) is not None}
-    values |= {"model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu"}
+    values |= {"model_type": "llama", "num_hidden_layers": arguments.layers, "hidden_act": "silu"}
     values |= {"tie_word_embeddings": False, "dtype": "bfloat16"}
     if target.axes:  # also if the target's config leaves them to its class
         ropes = values.get("rope_parameters") or values.get("rope_scaling") or {}
         values["rope_parameters"] = {**ropes, **target.axes}
     if arguments.intermediate_size:
         values["intermediate_size"] = arguments.intermediate_size
+    mask = target.tokenizer.pad_token_id
     return EagleConfig(
-        kind=EAGLE3,
+        kind=PEAGLE if arguments.parallel else EAGLE3,
+        mask_token_id=values["vocab_size"] - 1 if mask is None else mask,
         layout=SPECULATORS,
         values=values,
         target_hidden_size=values["hidden_size"],
@@ -135,9 +166,9 @@ def head_config(arguments: argparse.Namespace, target: Target) -> EagleConfig:
         num_taps=len(target.taps),
         stated_taps=() if target.taps == usual_taps(num_layers) else target.taps,
         norm_before_residual=True,
-        norm_output=False,
+        norm_output=arguments.eagle31,
         norm_before_fc=False,
-        fc_norm=False,
+        fc_norm=arguments.eagle31,
         image_embeddings=arguments.image_inputs == "embeddings" if target.has_vision else None,
     )
 
@@ -152,12 +183,21 @@ def chosen_taps(stated: list[int] | None, num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({1, num_layers // 2, num_layers - 1}))
 
 
-def draft_vocabulary(windows_WS: torch.Tensor, config: EagleConfig) -> torch.Tensor | None:
+def draft_vocabulary(windows_WS: torch.Tensor, config: LayersConfig) -> torch.Tensor | None:
     """The most frequent tokens in ascending order; None: the head has all."""
     if config.draft_vocab_size == config.vocab_size:
         return None
     counts = torch.bincount(windows_WS.flatten(), minlength=config.vocab_size)
     return counts.topk(config.draft_vocab_size).indices.sort().values
+
+
+def tables_of(draft_ids: torch.Tensor | None, config: LayersConfig) -> dict[str, torch.Tensor]:
+    """Tables of the draft vocabulary in a head's file; {}: it has all tokens."""
+    if draft_ids is None:
+        return {}
+    in_draft = torch.zeros(config.vocab_size, dtype=torch.bool)
+    in_draft[draft_ids.cpu()] = True
+    return {"d2t": draft_ids.cpu() - torch.arange(len(draft_ids)), "t2d": in_draft}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -177,6 +217,14 @@ def parser() -> argparse.ArgumentParser:
         choices=("embeddings", "placeholders"),
         default="embeddings",
         help="what the head of a vision-language model reads at the positions of images",
+    )
+    made.add_argument("--layers", type=int, default=1)
+    made.add_argument("--eagle31", action="store_true", help="train an EAGLE-3.1 head")
+    made.add_argument(
+        "--parallel", type=int, default=0, help="more than 0: a P-EAGLE head of so many drafts"
+    )
+    made.add_argument(
+        "--anchors", type=int, default=32, help="places of a window with mask rows, with --parallel"
     )
     made.add_argument("--intermediate-size", type=int, default=0, help="0: the target's")
     return made

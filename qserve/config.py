@@ -212,7 +212,8 @@ class EngineConfig(HubSettings, ParallelSettings):
         None,
         'draft tokens and verify several in a step: {"method": "ngram", '
         '"num_speculative_tokens": 4}; other methods are suffix, mtp, and with "model": '
-        "FOLDER or hub name draft_model, eagle, eagle3, medusa; the keys are vLLM's",
+        "FOLDER or hub name draft_model, eagle, eagle3, peagle, medusa, dflash, dspark; the keys "
+        "are vLLM's",
     )
     spec_acceptance: str = setting(
         "exact",

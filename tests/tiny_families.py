@@ -661,6 +661,15 @@ STATES = (
     *("bamba", "nemotron_h_latent", "kimi_linear", "minimax"),
 )
 # ranks are refused
-WITHOUT_RANKS = ("kimi_linear", "minimax", "gemma4", "gemma4_moe", "gemma4_shared", "gemma3n", "laguna", "mimo_v2")
+WITHOUT_RANKS = (
+    "kimi_linear",
+    "minimax",
+    "gemma4",
+    "gemma4_moe",
+    "gemma4_shared",
+    "gemma3n",
+    "laguna",
+    "mimo_v2",
+)
 # four linears in one matrix
 WITHOUT_ADAPTERS = ("afmoe",)

@@ -16,6 +16,7 @@ from torch.nn import functional
 from formats.architecture.rope_types import axes_of_pairs, one_axis
 from formats.heads import tensors as names
 from formats.heads.config import ROPE_KEYS, EagleConfig
+from formats.heads.layers_config import LayersConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +63,12 @@ class Attention(nn.Module):
         x: torch.Tensor,
         cos_sin: tuple[torch.Tensor, torch.Tensor],
         past: list[tuple[torch.Tensor, torch.Tensor]],
+        seen_SS: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x [B, S, inputs].
 
-        `past`: keys and values [B, H, S, D] of earlier steps; this step's are appended.
+        `past`: keys and values [B, H, S, D] of earlier steps; this step's are appended. `seen`:
+        keys that each row of a single step sees; None: those before it.
         """
         B, S, _ = x.shape
         q, k, v = (
@@ -78,7 +81,9 @@ class Attention(nn.Module):
         shared = self.num_heads // self.num_kv_heads
         k, v = (each.repeat_interleave(shared, 1) for each in (k, v))
         past.append((k, v))
-        if len(past) == 1:
+        if seen_SS is not None:
+            out = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen_SS)
+        elif len(past) == 1:
             out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
             out = _with_own_steps(q, past)
@@ -112,7 +117,7 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 class Mlp(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: EagleConfig, biases: frozenset[str]) -> None:
+    def __init__(self, config: LayersConfig, biases: frozenset[str]) -> None:
         super().__init__()
         C, inner = config.hidden_size, config.intermediate_size
         self.gate_proj = nn.Linear(C, inner, bias="gate_proj" in biases)
@@ -143,6 +148,7 @@ class Layer(nn.Module):
         embedded_BSC: torch.Tensor,
         cos_sin: tuple[torch.Tensor, torch.Tensor],
         past: list[tuple[torch.Tensor, torch.Tensor]],
+        seen_SS: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if self.is_first:
             normed = self.hidden_norm(state_BSC)
@@ -150,7 +156,7 @@ class Layer(nn.Module):
             residual = normed if self.norm_before_residual else state_BSC
         else:
             x, residual = self.input_layernorm(state_BSC), state_BSC
-        residual = residual + self.self_attn(x, cos_sin, past)
+        residual = residual + self.self_attn(x, cos_sin, past, seen_SS)
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
 
@@ -182,7 +188,7 @@ class Eagle3Module(nn.Module):
         self.lm_head = nn.Linear(C, config.draft_vocab_size, bias=False)
         # Plain attributes: neither trained nor saved.
         self.embedding = [embedding_VC]
-        self._rotary = [_rotary(config)]
+        self._rotary = [rotary_of(config)]
 
     def fused(self, taps_BSF: torch.Tensor) -> torch.Tensor:
         """Project the target's concatenated states [B, S, F] to the head's first
@@ -227,6 +233,12 @@ class Eagle3Module(nn.Module):
             if self.config.norm_output:
                 state_BSC = normed_BSC
 
+    def rotary(
+        self, like: torch.Tensor, positions_1S: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of positions of one axis [1, S, D], in the dtype of `like`."""
+        return self._rotary[0].to(like.device)(like, positions_1S)
+
     def _cos_sin(
         self, step: int, like_BSF: torch.Tensor, positions_3BS: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -252,7 +264,8 @@ class Eagle3Module(nn.Module):
         return cos_BSD, sin_BSD
 
 
-def _rotary(config: EagleConfig) -> nn.Module:
+def rotary_of(config: LayersConfig) -> nn.Module:
+    """Rotary embedding of a head, by transformers."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

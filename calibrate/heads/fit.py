@@ -1,7 +1,8 @@
 """Training loop of draft heads: Muon and AdamW, warm-up and cosine schedule, a time limit.
 
 Matrices are trained by Muon (Jordan et al. 2024), which needs far fewer tokens for them than AdamW.
-AdamW trains norms, biases, and output matrices, which start from the target's.
+AdamW trains norms, biases, and output matrices, which start from the target's. On a CPU, where
+Muon's products in bfloat16 take seconds, AdamW trains all.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ class FitSettings:
 
     epochs: int = 1
     batch: int = 32  # windows per step
-    rate: float = 3e-3  # peak rate of Muon; decays to a twentieth
+    rate: float = 3e-3  # peak rate of Muon; decays to a twentieth. AdamW on a CPU: a quarter
     output_rate: float = 3e-4  # peak rate of AdamW for output matrices
     warm_up: float = 0.03  # fraction of training in which the rate rises
     decay: float = 0.8  # weight of step j's loss is decay^j
@@ -90,12 +91,15 @@ def _text(accuracy: list[float]) -> str:
 def _optimizers(
     module: torch.nn.Module, outputs: tuple[torch.nn.Parameter, ...], settings: FitSettings
 ) -> list[torch.optim.Optimizer]:
-    """Muon for matrices, AdamW for the rest, each with its peak rate in "highest"."""
+    """Muon for matrices on a GPU, AdamW for the rest, each with its peak rate in "highest"."""
     is_output = {id(each) for each in outputs}
     trained = [each for each in module.parameters() if each.requires_grad]
     matrices = [each for each in trained if each.ndim == 2 and id(each) not in is_output]
     vectors = [each for each in trained if each.ndim < 2]
     made: list[torch.optim.Optimizer] = []
+    on_cpu = []
+    if not trained[0].is_cuda:
+        matrices, on_cpu = [], matrices
     if matrices:
         made.append(
             torch.optim.Muon(
@@ -107,6 +111,7 @@ def _optimizers(
     groups = [
         {"params": vectors, "highest": settings.rate, "weight_decay": 0.0},
         {"params": list(outputs), "highest": settings.output_rate, "weight_decay": 0.0},
+        {"params": on_cpu, "highest": settings.rate / 4, "weight_decay": 0.01},
     ]
     groups = [group for group in groups if group["params"]]
     if groups:

@@ -28,7 +28,8 @@ from calibrate.texts.data import DEFAULT_SAMPLES, CalibrationData, read_calibrat
 from calibrate.texts.pictured import ChatReader
 from formats.checkpoint import CheckpointReader, CheckpointWriter
 from formats.errors import CheckpointError, InputError
-from formats.heads.config import EAGLE3
+from formats.heads.block_config import DFLASH, DSPARK
+from formats.heads.config import EAGLE3, PEAGLE
 from formats.heads.folder import HeadFolder
 from formats.hub.fetch import local_path
 from formats.hub.selection import DRAFTER
@@ -40,6 +41,7 @@ from formats.scheme import Scheme
 from formats.table import size_text, text_table
 
 DEFAULT_LENGTH = 512
+WITH_TAPS = (EAGLE3, PEAGLE, DFLASH, DSPARK)  # kinds that read states between layers
 JUDGED = 8  # one window in this many is held out for evaluation
 
 
@@ -199,7 +201,7 @@ def _check_dynamic(plan: Plan) -> None:
 
 def _open(folder: HeadFolder, target: str | Path, device: str) -> HeadModule:
     taps: tuple[int, ...] = ()
-    if folder.config.kind == EAGLE3:
+    if folder.config.kind in WITH_TAPS:
         config = CheckpointReader(target).config
         taps = folder.config.taps(find_layer_map(config).num_layers(config))
     return HeadModule(folder, Target(target, device=device, taps=taps))

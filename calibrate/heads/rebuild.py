@@ -7,16 +7,21 @@ from collections.abc import Iterator
 
 import torch
 
+from calibrate.heads.block import BlockModule, block_losses, even_anchors
 from calibrate.heads.eagle3 import Eagle3Module, step_losses
 from calibrate.heads.medusa import MedusaModule, head_losses
+from calibrate.heads.parallel import ParallelModule, parallel_losses
 from calibrate.heads.pictured import PicturedWindows
 from calibrate.heads.target import Target
 from formats.errors import InputError
 from formats.heads import tensors as names
-from formats.heads.config import EAGLE3, MEDUSA
+from formats.heads.block_config import DFLASH, DSPARK, BlockConfig
+from formats.heads.config import EAGLE3, MEDUSA, PEAGLE
 from formats.heads.folder import HeadFolder
 
 NUM_STEPS = 3  # of a chain; their states calibrate the head along with the target's
+NUM_DRAFTS = 7  # of a block, at most
+NUM_ANCHORS = 32  # blocks of a window
 
 
 class HeadModule:
@@ -34,7 +39,13 @@ class HeadModule:
             offsets_U = tensors.pop(names.TO_TARGET).long()
             self.draft_ids_U = offsets_U + torch.arange(len(offsets_U), device=offsets_U.device)
         tensors.pop(names.IN_DRAFT, None)
-        make = {EAGLE3: self._eagle3, MEDUSA: self._medusa}.get(folder.config.kind)
+        make = {
+            EAGLE3: self._eagle3,
+            PEAGLE: self._eagle3,
+            MEDUSA: self._medusa,
+            DFLASH: self._block,
+            DSPARK: self._block,
+        }.get(folder.config.kind)
         if make is None:
             raise InputError(
                 str(folder.folder),
@@ -62,24 +73,55 @@ class HeadModule:
         if self.folder.config.kind == MEDUSA:
             yield from head_losses(self.module, seen.last_BSC.to(self.dtype), seen.logits_BSV)
             return
-        yield from step_losses(
+        taps_BSF, kind = seen.taps_BSF.to(self.dtype), self.folder.config.kind
+        if kind == EAGLE3:
+            yield from step_losses(
+                self.module,
+                ids_BS,
+                taps_BSF,
+                seen.logits_BSV,
+                num_steps=NUM_STEPS,
+                draft_ids_U=self.draft_ids_U,
+                images=seen.images,
+            )
+            return
+        num_drafts = NUM_DRAFTS
+        if isinstance(self.folder.config, BlockConfig):
+            num_drafts = min(NUM_DRAFTS, self.folder.config.most_drafts)
+        # the row of the last draft and its token lie within the window
+        num_drafts = max(1, min(num_drafts, ids_BS.shape[1] - 3))
+        anchors_A = even_anchors(ids_BS.shape[1] - 1, num_drafts, NUM_ANCHORS)
+        yield from (parallel_losses if kind == PEAGLE else block_losses)(
             self.module,
             ids_BS,
-            seen.taps_BSF.to(self.dtype),
+            taps_BSF,
             seen.logits_BSV,
-            num_steps=NUM_STEPS,
+            anchors_A.to(ids_BS.device),
+            num_drafts=num_drafts,
             draft_ids_U=self.draft_ids_U,
-            images=seen.images,
         )
 
     def _eagle3(self, tensors: dict[str, torch.Tensor]) -> Eagle3Module:
+        embedding, config = tensors.pop(names.EMBEDDING, self.target.embedding), self.folder.config
+        tensors.setdefault("lm_head.weight", self.target.head)
+        made = ParallelModule if config.kind == PEAGLE else Eagle3Module
+        module = made(config, embedding, _present(tensors))
+        if config.kind == PEAGLE:  # files without it have zeros
+            zeros_F = torch.zeros(names.fc_inputs(config))
+            tensors[names.MASK_HIDDEN] = tensors.get(names.MASK_HIDDEN, zeros_F).flatten()
+        module.load_state_dict(tensors)
+        return module
+
+    def _block(self, tensors: dict[str, torch.Tensor]) -> BlockModule:
         embedding = tensors.pop(names.EMBEDDING, self.target.embedding)
         tensors.setdefault("lm_head.weight", self.target.head)
-        parts = [name.split(".") for name in tensors]
-        present = {part[-2] for part in parts if part[-1] == "bias"}
-        present |= {part[-2] for part in parts if part[-2] in ("q_norm", "k_norm")}
-        module = Eagle3Module(self.folder.config, embedding, frozenset(present))
+        for leaf in ("weight", "bias"):
+            tensors.pop(f"{names.CONFIDENCE}.{leaf}", None)
+        mask_C = tensors.pop(names.MASK_EMBEDDING, None)
+        module = BlockModule(self.folder.config, embedding, _present(tensors))
         module.load_state_dict(tensors)
+        if mask_C is not None and self.folder.config.kind == DFLASH:
+            module.mask_embedding = mask_C.flatten()
         return module
 
     def _medusa(self, tensors: dict[str, torch.Tensor]) -> MedusaModule:
@@ -88,3 +130,10 @@ class HeadModule:
         module = MedusaModule(last, config.num_heads, config.num_layers)
         module.heads.load_state_dict(tensors)
         return module
+
+
+def _present(tensors: dict[str, torch.Tensor]) -> frozenset[str]:
+    """Biases and per-head norms, by the last part of their module's name."""
+    parts = [name.split(".") for name in tensors if "." in name]
+    present = {part[-2] for part in parts if part[-1] == "bias"}
+    return frozenset(present | {part[-2] for part in parts if part[-2] in ("q_norm", "k_norm")})

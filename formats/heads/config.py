@@ -1,7 +1,8 @@
-"""config.json of a draft head, in the published layouts of EAGLE-3, EAGLE and Medusa.
+"""config.json of a draft head, in the published layouts of EAGLE-3, P-EAGLE, EAGLE and Medusa.
 
 "original" is flat: a Llama config with `draft_vocab_size` (SafeAILab, SpecForge). "speculators" is
-nested: the layers' config is below `transformer_layer_config`.
+nested: the layers' config is below `transformer_layer_config`. block_config.py reads those of heads
+that draft a block.
 """
 
 from collections.abc import Mapping
@@ -9,28 +10,34 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from formats.errors import CheckpointError
+from formats.heads.block_config import DFLASH, DFLASH2, DSPARK, BlockConfig, read_block_config
+from formats.heads.layers_config import (
+    KIND_KEY,
+    ORIGINAL,
+    SPECULATORS,
+    LayersConfig,
+    flag,
+    layers_of,
+    numbers,
+    whole,
+)
 
-EAGLE3, EAGLE, MEDUSA = "eagle3", "eagle", "medusa"
-ORIGINAL, SPECULATORS = "original", "speculators"
+EAGLE3, PEAGLE, EAGLE, MEDUSA = "eagle3", "peagle", "eagle", "medusa"
 NUM_TAPS = 3
-NESTED, KIND_KEY = "transformer_layer_config", "speculators_model_type"
 TAPS_KEY = "eagle_aux_hidden_state_layer_ids"
+# the token of rows whose token is not known yet: speculators' key, then those of flat configs
+MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 IMAGES_KEY = "image_embeddings"
 ROPE_KEYS = ("rope_parameters", "rope_scaling")
 # Heads of AngelSlim, which saw an image as embeddings of its placeholder token.
 PLACEHOLDER_ARCHITECTURE = "Eagle3LlamaForCausalLM"
-LAYER_TYPES = ("llama", "qwen2", "qwen3", "mistral")  # Llama's layers, some with QK norms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EagleConfig:
-    """An EAGLE or EAGLE-3 head: the sizes of its layers, and the target's states that they read."""
+class EagleConfig(LayersConfig):
+    """An EAGLE, EAGLE-3 or P-EAGLE head: its layers, and the target's states that they read."""
 
-    kind: Literal["eagle3", "eagle"]
-    layout: Literal["original", "speculators"]
-    values: Mapping[str, Any]  # config of the layers, in the keys of a Llama model
-    target_hidden_size: int
-    draft_vocab_size: int
+    kind: Literal["eagle3", "peagle", "eagle"]
     num_taps: int  # auxiliary hidden states of the target per token; EAGLE: 1
     stated_taps: tuple[int, ...]  # layer ids as config.json counts them; empty: not stated
     norm_before_residual: bool
@@ -39,38 +46,12 @@ class EagleConfig:
     fc_norm: bool  # a norm for each auxiliary hidden state
     # trained with the embeddings of images instead of their placeholder token's; None: not stated
     image_embeddings: bool | None = None
+    mask_token_id: int = 0  # P-EAGLE: the token of rows whose token is not known yet
 
     @property
-    def hidden_size(self) -> int:
-        return self.values["hidden_size"]
-
-    @property
-    def vocab_size(self) -> int:
-        return self.values["vocab_size"]
-
-    @property
-    def intermediate_size(self) -> int:
-        return self.values["intermediate_size"]
-
-    @property
-    def num_layers(self) -> int:
-        return self.values.get("num_hidden_layers", 1)
-
-    @property
-    def num_heads(self) -> int:
-        return self.values["num_attention_heads"]
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.values.get("num_key_value_heads") or self.num_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.values.get("head_dim") or self.hidden_size // self.num_heads
-
-    @property
-    def norm_eps(self) -> float:
-        return self.values.get("rms_norm_eps", 1e-6)
+    def is_eagle3(self) -> bool:
+        """True for EAGLE-3's layers, which P-EAGLE has as well."""
+        return self.kind in (EAGLE3, PEAGLE)
 
     @property
     def reads_images(self) -> bool:
@@ -127,9 +108,6 @@ class MedusaConfig:
     kind: Literal["medusa"] = "medusa"
 
 
-HeadConfig = EagleConfig | MedusaConfig
-
-
 def usual_taps(num_layers: int) -> tuple[int, ...]:
     """Return EAGLE-3's default auxiliary hidden states, as numbers of layers before them."""
     return (2, num_layers // 2, num_layers - 3)
@@ -143,75 +121,75 @@ def head_kind(config: Mapping[str, Any]) -> str | None:
     names = " ".join(map(str, names)).lower() if isinstance(names, list) else ""
     if "medusa_num_heads" in config:
         return MEDUSA
-    if "eagle3" in names or "draft_vocab_size" in config:
+    for kind in (DSPARK, DFLASH2, DFLASH):
+        if kind in names:
+            return kind
+    if "dflash_config" in config:
+        return DFLASH
+    is_eagle3 = "eagle3" in names or "draft_vocab_size" in config
+    if "peagle" in names or (is_eagle3 and any(config.get(key) is not None for key in MASK_KEYS)):
+        return PEAGLE
+    if is_eagle3:
         return EAGLE3
     return EAGLE if "eagle" in names else None
+
+
+HeadConfig = EagleConfig | MedusaConfig | BlockConfig
 
 
 def read_head_config(config: Mapping[str, Any], kind: str) -> HeadConfig:
     """Read the config.json of a head. Raises CheckpointError, naming the key."""
     if kind == MEDUSA:
         return MedusaConfig(
-            num_heads=_whole(config, "medusa_num_heads", 5),
-            num_layers=_whole(config, "medusa_num_layers", 1),
+            num_heads=whole(config, "medusa_num_heads", 5),
+            num_layers=whole(config, "medusa_num_layers", 1),
         )
-    if kind not in (EAGLE3, EAGLE):
+    if kind in (DFLASH, DSPARK):
+        return read_block_config(config, kind)
+    if kind not in (EAGLE3, PEAGLE, EAGLE):
+        known = ", ".join((EAGLE3, PEAGLE, EAGLE, MEDUSA, DFLASH, DSPARK))
         raise CheckpointError(
-            f"config.json {KIND_KEY}", f"expected {EAGLE3}, found {kind!r}", "use another head"
+            f"config.json {KIND_KEY if KIND_KEY in config else 'architectures'}",
+            f"expected a head of kind {known}, found {kind!r}",
+            "use another head",
         )
-    nested = config.get(NESTED)
-    layout = SPECULATORS if KIND_KEY in config else ORIGINAL
-    if layout == SPECULATORS and not isinstance(nested, dict):
-        raise CheckpointError(f"config.json {NESTED}", f"expected an object, found {nested!r:.80}")
-    values = dict(nested) if layout == SPECULATORS else dict(config)
-    values.setdefault("num_hidden_layers", 1)
-    values.setdefault("model_type", "llama")
-    if values["model_type"] not in LAYER_TYPES:
-        raise CheckpointError(
-            "config.json model_type",
-            f"expected a head of {', '.join(LAYER_TYPES)} layers, found {values['model_type']!r}",
-        )
-    for key in ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"):
-        _whole(values, key)
-    for key in ("num_hidden_layers", "num_key_value_heads", "head_dim"):
-        if values.get(key) is not None:
-            _whole(values, key)
-    if values.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(
-            "config.json hidden_act", f"expected 'silu', found {values['hidden_act']!r}"
-        )
-    sections = _axes(values).get("mrope_section", [])
+    inner = config.get("eagle_config")
+    stated = {**(inner if isinstance(inner, dict) else {}), **config}
+    layers = layers_of(config, stated)
+    sections = _axes(layers["values"]).get("mrope_section", [])
     if not isinstance(sections, list) or not all(type(each) is int for each in sections):
         raise CheckpointError(
             "config.json mrope_section", f"expected three numbers, found {sections!r:.80}"
         )
-    inner = config.get("eagle_config")
-    stated = {**(inner if isinstance(inner, dict) else {}), **config}
-    if kind == EAGLE and layout == SPECULATORS:
+    is_nested = layers["layout"] == SPECULATORS
+    if kind == EAGLE and is_nested:
         raise CheckpointError(
             f"config.json {KIND_KEY}", "EAGLE is read only in its original layout, found eagle"
         )
-    taps = _taps(stated)
+    taps = numbers(stated, TAPS_KEY)
     num_taps = len(taps) or NUM_TAPS
     if stated.get("num_aux_hidden_states") is not None:
-        num_taps = _whole(stated, "num_aux_hidden_states")
+        num_taps = whole(stated, "num_aux_hidden_states")
     return EagleConfig(
+        **layers,
         kind=kind,
-        layout=layout,
-        values=values,
-        target_hidden_size=_whole(stated, "target_hidden_size", values["hidden_size"]),
-        draft_vocab_size=_whole(stated, "draft_vocab_size", values["vocab_size"]),
         num_taps=1 if kind == EAGLE else num_taps,
         stated_taps=taps,
         # speculators did not write the key before it was a choice; its heads of that time norm
-        norm_before_residual=_flag(stated, "norm_before_residual", layout == SPECULATORS),
-        norm_output=_flag(stated, "norm_output", False),
-        norm_before_fc=_flag(stated, "norm_before_fc", False),
-        fc_norm=_flag(stated, "fc_norm", False),
+        norm_before_residual=flag(stated, "norm_before_residual", is_nested and kind == EAGLE3),
+        norm_output=flag(stated, "norm_output", False),
+        norm_before_fc=flag(stated, "norm_before_fc", False),
+        fc_norm=flag(stated, "fc_norm", False),
         image_embeddings=None
         if stated.get(IMAGES_KEY) is None
-        else _flag(stated, IMAGES_KEY, False),
+        else flag(stated, IMAGES_KEY, False),
+        mask_token_id=_mask(stated) if kind == PEAGLE else 0,
     )
+
+
+def _mask(config: Mapping[str, Any]) -> int:
+    key = next((key for key in MASK_KEYS if config.get(key) is not None), MASK_KEYS[0])
+    return whole(config, key, least=0)
 
 
 def _axes(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -219,28 +197,3 @@ def _axes(values: Mapping[str, Any]) -> Mapping[str, Any]:
     ropes = [values.get(key) for key in ROPE_KEYS]
     found = [each for each in ropes if isinstance(each, Mapping) and each.get("mrope_section")]
     return found[0] if found else {}
-
-
-def _taps(config: Mapping[str, Any]) -> tuple[int, ...]:
-    found = config.get(TAPS_KEY) or []
-    if not isinstance(found, list) or not all(type(each) is int for each in found):
-        raise CheckpointError(f"config.json {TAPS_KEY}", f"expected numbers, found {found!r:.80}")
-    return tuple(found)
-
-
-def _whole(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if type(value) is not int or value < 1:
-        raise CheckpointError(
-            f"config.json {key}", f"expected a number of 1 or more, found {value!r:.80}"
-        )
-    return value
-
-
-def _flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
-    value = config.get(key)
-    value = default if value is None else value
-    if type(value) is not bool:
-        raise CheckpointError(f"config.json {key}", f"expected true or false, found {value!r:.80}")
-    return value

@@ -14,12 +14,14 @@ import torch
 from formats.checkpoint import CONFIG, CheckpointReader, TensorEntry, read_header, read_json
 from formats.errors import CheckpointError, one_line
 from formats.heads import tensors as names
+from formats.heads.block_config import DFLASH, DSPARK
 from formats.heads.config import (
     EAGLE,
     EAGLE3,
     MEDUSA,
+    PEAGLE,
+    EagleConfig,
     HeadConfig,
-    MedusaConfig,
     head_kind,
     read_head_config,
 )
@@ -117,12 +119,14 @@ class HeadFolder:
         kind = head_kind(self.raw) or _kind_of(self._names)
         if kind is None:
             raise CheckpointError(
-                str(self.folder), "is not a draft head", f"known: {EAGLE3}, {EAGLE}, {MEDUSA}"
+                str(self.folder),
+                "is not a draft head",
+                f"known: {EAGLE3}, {PEAGLE}, {EAGLE}, {MEDUSA}, {DFLASH}, {DSPARK}",
             )
         config = read_head_config(self.raw, kind)
-        if not isinstance(config, MedusaConfig) and self.has("fc_norm.0.weight"):
+        if isinstance(config, EagleConfig) and self.has("fc_norm.0.weight"):
             config = replace(config, fc_norm=True)  # older configs lack this key
-        if not isinstance(config, MedusaConfig) and self.has("input_norm.weight"):
+        if isinstance(config, EagleConfig) and self.has("input_norm.weight"):
             config = replace(config, norm_before_fc=True)
         return config
 
@@ -179,7 +183,12 @@ def is_head_folder(folder: str | Path) -> bool:
 def _kind_of(found: Collection[str]) -> str | None:
     """Return the kind by canonical tensor names, because EAGLE's configs are often plain Llama
     ones."""
-    for name, kind in ((STATE_NORM, EAGLE3), ("fc.weight", EAGLE), ("0.0.linear.weight", MEDUSA)):
+    for name, kind in (
+        (STATE_NORM, EAGLE3),
+        (names.HIDDEN_NORM, DFLASH),
+        ("fc.weight", EAGLE),
+        ("0.0.linear.weight", MEDUSA),
+    ):
         if name in found or name.replace(".weight", ".qweight") in found:
             return kind
     return None

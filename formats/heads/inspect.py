@@ -8,7 +8,8 @@ import torch
 
 from formats.errors import InputError
 from formats.heads import tensors as names
-from formats.heads.config import EagleConfig
+from formats.heads.block_config import BlockConfig
+from formats.heads.config import PEAGLE, EagleConfig, MedusaConfig
 from formats.heads.folder import HeadFolder
 from formats.inspection.findings import how_many
 from formats.inspection.linear_summary import LinearSummary, float_linear
@@ -115,12 +116,23 @@ def _linear(head: HeadFolder, name: str) -> LinearSummary:
 
 def _facts(head: HeadFolder) -> tuple[str, ...]:
     config = head.config
-    if not isinstance(config, EagleConfig):
+    if isinstance(config, MedusaConfig):
         return (f"{config.num_heads} heads of {config.num_layers} residual blocks",)
     lines = [
         f"{config.layout} layout, {config.num_layers} layers of {config.hidden_size}, draft"
         f" vocabulary {config.draft_vocab_size} of {config.vocab_size}"
     ]
+    if config.stated_taps:
+        lines.append(f"states that config.json names: {list(config.stated_taps)}")
+    lines += _block_facts(config) if isinstance(config, BlockConfig) else _eagle_facts(config)
+    for part, name in (("embedding", names.EMBEDDING), ("output matrix", names.HEAD)):
+        if not head.has_linear(name.removesuffix(".weight")):
+            lines.append(f"{part}: the model's")
+    return tuple(lines)
+
+
+def _eagle_facts(config: EagleConfig) -> list[str]:
+    lines = []
     set_here = [
         name
         for name in ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
@@ -128,13 +140,22 @@ def _facts(head: HeadFolder) -> tuple[str, ...]:
     ]
     if set_here:
         lines.append(f"set: {', '.join(set_here)}")
-    if config.stated_taps:
-        lines.append(f"states that config.json names: {list(config.stated_taps)}")
+    if config.kind == PEAGLE:
+        lines.append(f"drafts in one pass; mask token {config.mask_token_id}")
     if config.image_embeddings is not None or config.axis_pairs:
         seen = "their embeddings" if config.reads_images else "embeddings of the placeholder token"
         axes = f"; positions of three axes {list(config.axis_pairs)}" if config.axis_pairs else ""
         lines.append(f"images: {seen}{axes}")
-    for part, name in (("embedding", names.EMBEDDING), ("output matrix", names.HEAD)):
-        if not head.has_linear(name.removesuffix(".weight")):
-            lines.append(f"{part}: the model's")
-    return tuple(lines)
+    return lines
+
+
+def _block_facts(config: BlockConfig) -> list[str]:
+    lines = [
+        f"drafts up to {config.most_drafts} tokens in one pass; mask token {config.mask_token_id}"
+    ]
+    windows = sorted({each.window for each in config.attentions if each.window is not None})
+    if windows:
+        lines.append(f"some layers see {', '.join(map(str, windows))} tokens")
+    if config.markov_rank:
+        lines.append(f"{config.markov_type} Markov head of rank {config.markov_rank}")
+    return lines

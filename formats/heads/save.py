@@ -9,16 +9,16 @@ import torch
 from formats.checkpoint import CheckpointWriter
 from formats.errors import CheckpointError
 from formats.heads import tensors as names
-from formats.heads.config import (
-    IMAGES_KEY,
-    NESTED,
-    ORIGINAL,
-    SPECULATORS,
-    TAPS_KEY,
-    EagleConfig,
-    MedusaConfig,
+from formats.heads.block_config import (
+    DFLASH,
+    FLAT_TAPS_KEY,
+    INNER,
+    NESTED_TAPS_KEY,
+    BlockConfig,
 )
+from formats.heads.config import IMAGES_KEY, PEAGLE, TAPS_KEY, EagleConfig, MedusaConfig
 from formats.heads.folder import HeadFolder
+from formats.heads.layers_config import NESTED, ORIGINAL, SPECULATORS
 
 DEFAULT_DRAFT_TOKENS = 3
 CONFIG_VERSION = "0.9.0"  # version of speculators whose keys these are
@@ -42,27 +42,79 @@ def eagle3_config(config: EagleConfig, layout: str, verifier: Mapping[str, Any])
     if config.image_embeddings is not None:
         flags[IMAGES_KEY] = config.image_embeddings
     values = {**config.values, "num_hidden_layers": config.num_layers}
+    if config.kind == PEAGLE:
+        flags["mask_token_id"] = config.mask_token_id
     if layout == ORIGINAL:
+        if config.kind == PEAGLE:
+            flags["ptd_token_id"] = flags.pop("mask_token_id")
         stated = {"eagle_config": {TAPS_KEY: [tap - 1 for tap in taps]}} if taps else {}
         return {**values, "architectures": ["LlamaForCausalLMEagle3"], **flags, **stated}
+    architecture = "PEagleDraftModel" if config.kind == PEAGLE else "Eagle3DraftModel"
     return {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
+        **_speculators(config.kind, architecture, DEFAULT_DRAFT_TOKENS, verifier),
+        NESTED: values,
+        TAPS_KEY: taps,
+        **flags,
+    }
+
+
+def block_config(config: BlockConfig, layout: str, verifier: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json of a DFlash or DSpark head. `verifier`: as for `eagle3_config`.
+
+    `config.stated_taps` counts the layers before a state, as speculators does.
+    """
+    is_dflash = config.kind == DFLASH
+    shared: dict[str, Any] = {
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+    }
+    sizes: dict[str, Any] = {
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "sample_from_anchor": config.samples_anchor,
+    }
+    if not is_dflash:
+        sizes |= {
+            "markov_rank": config.markov_rank,
+            "markov_head_type": config.markov_type,
+            "enable_confidence_head": bool(config.confidence_inputs),
+            "confidence_head_with_markov": config.confidence_inputs > config.hidden_size,
+        }
+    values = {**config.values, "num_hidden_layers": config.num_layers}
+    taps = list(config.stated_taps)
+    if layout == ORIGINAL:
+        shared[FLAT_TAPS_KEY] = [tap - 1 for tap in taps]
+        flat = {**values, "num_target_layers": verifier.get("num_hidden_layers"), **sizes}
+        if is_dflash:
+            return {**flat, "architectures": ["DFlashDraftModel"], INNER: shared}
+        return {**flat, "architectures": ["Qwen3DSparkModel"], **shared}
+    architecture = "DFlashDraftModel" if is_dflash else "DSparkDraftModel"
+    return {
+        **_speculators(config.kind, architecture, config.most_drafts, verifier),
+        NESTED: values,
+        NESTED_TAPS_KEY: taps,
+        **shared,
+        **sizes,
+    }
+
+
+def _speculators(
+    kind: str, architecture: str, num_drafts: int, verifier: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Keys that speculators writes for every kind."""
+    return {
+        "architectures": [architecture],
+        "speculators_model_type": kind,
         "speculators_version": CONFIG_VERSION,
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {"proposal_type": "greedy", "speculative_tokens": DEFAULT_DRAFT_TOKENS}
-            ],
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_drafts}],
             "verifier": {
                 "name_or_path": str(verifier.get("name_or_path", "")),
                 "architectures": verifier.get("architectures", []),
             },
         },
-        NESTED: values,
-        TAPS_KEY: taps,
-        **flags,
     }
 
 
@@ -88,6 +140,23 @@ def save_eagle3(
                 "readers of a flat config would take them for the usual ones, counted otherwise",
                 "choose others",
             )
+        writer.publish()
+
+
+def save_block(
+    folder: str | Path,
+    config: BlockConfig,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    layout: str,
+    verifier: Mapping[str, Any],
+) -> None:
+    """Write a DFlash or DSpark head as a new folder, and read it back. Raises CheckpointError."""
+    with CheckpointWriter(folder) as writer:
+        for name, tensor in tensors.items():
+            writer.add(name, tensor)
+        writer.seal(block_config(config, layout, verifier), side_files_from=writer.staging)
+        HeadFolder(writer.staging)
         writer.publish()
 
 

@@ -2,13 +2,14 @@
 
 Canonical names are those of the speculators layout: `layers.0.` instead of `midlayer.`, no `model.`
 prefix, `fc_norm.0` to `.2` instead of `aux_norm_low` to `_high`. Legend: C hidden size, I
-intermediate size, V vocabulary, F what `fc` reads.
+intermediate size, V vocabulary, F what `fc` reads, R rank of the Markov head.
 """
 
 from collections.abc import Mapping
 
 from formats.architecture.family import DERIVED
-from formats.heads.config import EAGLE3, EagleConfig, HeadConfig, MedusaConfig
+from formats.heads.block_config import BlockConfig
+from formats.heads.config import PEAGLE, EagleConfig, HeadConfig, MedusaConfig
 
 Shape = tuple[int, ...]
 FIRST_LAYER = "layers.0"
@@ -23,6 +24,12 @@ RENAMED = (
 )
 EMBEDDING, HEAD, NORM = "embed_tokens.weight", "lm_head.weight", "norm.weight"
 TO_TARGET, IN_DRAFT = "d2t", "t2d"
+MASK_HIDDEN = "mask_hidden"  # P-EAGLE: the states [F] of rows whose token is not known yet
+MASK_EMBEDDING = "mask_embedding"  # of mask tokens, instead of the table's row
+HIDDEN_NORM = "hidden_norm.weight"  # of the output of `fc`
+MARKOV_IN, MARKOV_OUT = "markov_head.markov_w1", "markov_head.markov_w2"
+MARKOV_STEPS = {"gated": "markov_head.gate_proj", "rnn": "markov_head.joint_proj"}
+CONFIDENCE = "confidence_head.proj"
 
 
 def canonical(name: str) -> str:
@@ -57,7 +64,7 @@ def linears(config: HeadConfig) -> dict[str, Shape]:
     found: dict[str, Shape] = {"fc": (C, fc_inputs(config))}
     for layer in range(config.num_layers):
         attention, mlp = f"layers.{layer}.self_attn", f"layers.{layer}.mlp"
-        ins = 2 * C if config.kind == EAGLE3 and layer == 0 else C
+        ins = 2 * C if layer == 0 and _is_eagle3(config) else C
         found |= {
             f"{attention}.q_proj": (q, ins),
             f"{attention}.k_proj": (kv, ins),
@@ -67,16 +74,31 @@ def linears(config: HeadConfig) -> dict[str, Shape]:
             f"{mlp}.up_proj": (inner, C),
             f"{mlp}.down_proj": (C, inner),
         }
-    if config.kind == EAGLE3:
+    if isinstance(config, BlockConfig) or config.is_eagle3:
         found["lm_head"] = (config.draft_vocab_size, C)
     else:
         found["lm_head"] = (config.vocab_size, target)
+    return {**found, **_markov_linears(config)}
+
+
+def _is_eagle3(config: HeadConfig) -> bool:
+    return isinstance(config, EagleConfig) and config.is_eagle3
+
+
+def _markov_linears(config: HeadConfig) -> dict[str, Shape]:
+    if not isinstance(config, BlockConfig) or not config.markov_rank:
+        return {}
+    C, R = config.hidden_size, config.markov_rank
+    steps = {"gated": (R, C + R), "rnn": (3 * R, 2 * R + C)}
+    found: dict[str, Shape] = {MARKOV_OUT: (config.draft_vocab_size, R)}
+    if config.markov_type in steps:
+        found[MARKOV_STEPS[config.markov_type]] = steps[config.markov_type]
     return found
 
 
-def fc_inputs(config: EagleConfig) -> int:
+def fc_inputs(config: EagleConfig | BlockConfig) -> int:
     """Return the inputs of `fc`: all auxiliary hidden states, or EAGLE's embedding and state."""
-    if config.kind == EAGLE3:
+    if isinstance(config, BlockConfig) or config.is_eagle3:
         return config.num_taps * config.target_hidden_size
     return config.hidden_size + config.target_hidden_size
 
@@ -91,14 +113,22 @@ def required(config: HeadConfig) -> dict[str, Shape]:
         }
     C, F = (config.hidden_size,), fc_inputs(config)
     found: dict[str, Shape] = {}
+    is_block, is_eagle3 = isinstance(config, BlockConfig), _is_eagle3(config)
     for layer in range(config.num_layers):
         prefix = f"layers.{layer}"
-        if config.kind == EAGLE3 and layer == 0:
+        if is_eagle3 and layer == 0:
             found[f"{prefix}.hidden_norm.weight"] = C
-        if config.kind == EAGLE3 or layer > 0:
+        if is_block or is_eagle3 or layer > 0:
             found[f"{prefix}.input_layernorm.weight"] = C
         found[f"{prefix}.post_attention_layernorm.weight"] = C
-    if config.kind == EAGLE3:
+    if is_block:
+        found |= {NORM: C, HIDDEN_NORM: C}
+        if config.markov_rank:
+            found[f"{MARKOV_IN}.weight"] = (config.vocab_size, config.markov_rank)
+            if config.markov_type in MARKOV_STEPS:
+                name = MARKOV_STEPS[config.markov_type]
+                found[f"{name}.bias"] = _markov_linears(config)[name][:1]
+    if is_eagle3:
         found[NORM] = C
         if config.norm_before_fc:
             found["input_norm.weight"] = (F,)
@@ -124,6 +154,12 @@ def optional(config: HeadConfig) -> dict[str, Shape]:
         TO_TARGET: (config.draft_vocab_size,),
         IN_DRAFT: (vocab,),
     }
+    if isinstance(config, BlockConfig):
+        found[MASK_EMBEDDING] = ()
+        found[f"{CONFIDENCE}.weight"] = (1, config.confidence_inputs or config.hidden_size)
+        found[f"{CONFIDENCE}.bias"] = (1,)
+    elif config.kind == PEAGLE:
+        found[MASK_HIDDEN] = ()
     for name, shape in linears(config).items():
         if name.startswith("layers."):
             found[f"{name}.bias"] = shape[:1]
@@ -137,7 +173,8 @@ def may_be_missing(config: HeadConfig) -> frozenset[str]:
     """Return matrices that may be missing, because the target's are used."""
     if isinstance(config, MedusaConfig):
         return frozenset()
-    shares = config.kind != EAGLE3 or config.draft_vocab_size == config.vocab_size
+    has_own = isinstance(config, BlockConfig) or config.is_eagle3
+    shares = not has_own or config.draft_vocab_size == config.vocab_size
     return frozenset({"lm_head"} if shares else ())
 
 

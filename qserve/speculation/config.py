@@ -10,9 +10,13 @@ from typing import Any
 from formats.errors import InputError
 
 FLAG = "--speculative-config"
-METHODS = ("ngram", "suffix", "mtp", "draft_model", "eagle", "eagle3", "medusa")
+METHODS = (
+    *("ngram", "suffix", "mtp", "draft_model", "eagle", "eagle3", "peagle", "medusa"),
+    *("dflash", "dspark"),
+)
 # mtp works with and without: the served model's layer, or another's
 WITHOUT_MODEL, WITH_MODEL = METHODS[:2], METHODS[3:]
+PARALLEL = ("peagle", "dflash", "dspark")  # drafts of one pass
 MAX_TOKENS = 128
 DEFAULT_TOKENS = 3
 LEVELS = (1, 3, 5, 7)  # depths of adaptive speculation, up to num_speculative_tokens
@@ -24,11 +28,10 @@ NOT_HERE = {
     "revision": "write it into model: ORG/NAME@REVISION",
     "attention_backend": "see --kernel attention=NAME",
     "disable_padded_drafter_batch": "drafters always run padded; remove it",
-    "parallel_drafting": "drafters of this kind are not supported",
     "use_heterogeneous_vocab": "use a drafter with the model's tokenizer",
     "draft_lm_head_quantization": "quantize the drafter's folder: qserve quantize",
     "enable_adaptive_verification": "see adaptive",
-    "dspark_draft_topk": "drafters of this kind are not supported",
+    "dspark_draft_topk": "drafts are drawn from all tokens; remove it",
 }
 REJECTION_METHODS = {"exact": "exact", "standard": "rejection", "synthetic": "synthetic"}
 SAMPLE_METHODS = ("coupled", "greedy")
@@ -113,6 +116,20 @@ class SpeculativeConfig:
                 expected = f"expected one of {', '.join(REJECTION_METHODS)}, found {method!r}"
                 raise InputError(f"{FLAG} rejection_sample_method", expected)
             found["acceptance"] = REJECTION_METHODS[method]
+        # vLLM's name for heads that draft in one pass; here the folder says it
+        parallel = found.pop("parallel_drafting", None)
+        if parallel is not None and type(parallel) is not bool:
+            raise InputError(
+                f"{FLAG} parallel_drafting", f"expected true or false, found {parallel!r}"
+            )
+        if parallel and found.get("method", "eagle3") == "eagle3":
+            found["method"] = "peagle"
+        if parallel and found.get("method") not in PARALLEL:
+            raise InputError(
+                f"{FLAG} parallel_drafting",
+                f"is for method {', '.join(PARALLEL)}, found {found.get('method')}",
+                "remove it",
+            )
         if acceptance != "exact" and found.setdefault("acceptance", acceptance) != acceptance:
             raise InputError(
                 f"--spec-acceptance {acceptance}",
@@ -272,18 +289,20 @@ def guess_method(model: str | None) -> str:
         values = {}
     if not isinstance(values, dict):
         values = {}
+    from formats.heads.config import head_kind
+
+    found = head_kind(values)
+    if found in METHODS:
+        return found
     architectures = " ".join(map(str, values.get("architectures") or ()))
     said = f"{values.get('speculators_model_type', '')} {values.get('model_type', '')}"
     said = f"{said} {architectures}".lower()
-    if "medusa_num_heads" in values or "medusa" in said:
-        return "medusa"
-    if "eagle3" in said or "draft_vocab_size" in values:
-        return "eagle3"
-    if "eagle" in said:
-        return "eagle"
-    name = Path(model).name.lower()
-    for method in ("eagle3", "eagle", "medusa"):
-        if method in name.replace("eagle-3", "eagle3"):
+    for method in ("medusa", "eagle3", "eagle"):
+        if method in said:
+            return method
+    name = Path(model).name.lower().replace("eagle-3", "eagle3").replace("p-eagle", "peagle")
+    for method in ("peagle", "eagle3", "eagle", "medusa", "dflash", "dspark"):
+        if method in name:
             return method
     from formats.heads.folder import kind_of_folder  # loads torch
 

@@ -23,6 +23,7 @@ class DraftModelDrafter:
 
     taps: tuple[int, ...] = ()
     looks_ahead = reads_images = False
+    places_after = 0
 
     def __init__(self, decoder: Decoder, vocab_size: int) -> None:
         """`vocab_size`: the target's, which may have more or fewer rows of padding."""

@@ -1,7 +1,7 @@
 """DraftStep: inputs of a device drafter for one step.
 
 Legend: T tokens of the step, C hidden size, D requests that draft, X longest block table, K drafts,
-V vocabulary.
+B rows of a block, V vocabulary.
 """
 
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ class DraftStep:
     last_rows_D: torch.Tensor  # int64, of T: the row before each request's newest token
     tables_DX: torch.Tensor  # int32: block tables of the requests that draft
     starts_D1: torch.Tensor  # int32: 0, 1 .. D
-    places: DraftPlaces  # of the rows after last_rows_D
+    places: DraftPlaces  # of the rows after last_rows_D: K, and the drafter's places_after
     num_drafts: int  # K
     max_context_len: int  # upper bound of the keys, drafts included
     caches: list[Cache]  # of the drafter's layers
@@ -84,6 +84,40 @@ class DraftStep:
             max_query_len=1,
             max_context_len=self.max_context_len,
         )
+
+    def block(self, tokens_BD: torch.Tensor, *, is_causal: bool, fold: int = 1) -> Batch:
+        """A step of B rows per request that drafts, row by row: the newest token's first.
+
+        Each row is a request of its own with one row, so that a row can see keys after its own:
+        without `is_causal`, those of the whole block. Then `fold` rows, which see the same keys,
+        are one request and read them once. A row without a slot in the request's pages is not
+        written.
+        """
+        B, D = tokens_BD.shape
+        positions_BD, slots_BD, lengths_BD = (each[:B] for each in self.places)
+        # positions end at the last one of a request: its slot belongs to the first row there
+        is_new_BD = positions_BD[1:] > positions_BD[:-1]
+        slots_BD = torch.cat([slots_BD[:1], torch.where(is_new_BD, slots_BD[1:], -1)])
+        if not is_causal:
+            lengths_BD = lengths_BD[-1].expand(B // fold, D)
+        num_requests = lengths_BD.numel()
+        starts = torch.arange(num_requests + 1, dtype=torch.int32, device=tokens_BD.device)
+        return Batch(
+            token_ids_T=tokens_BD.flatten(),
+            positions_T=positions_BD.flatten(),
+            slots_T=slots_BD.flatten(),
+            block_tables_RX=self.tables_DX.repeat(num_requests // D, 1),
+            query_starts_R1=starts,
+            context_lengths_R=lengths_BD.flatten().contiguous(),
+            logits_rows_S=starts[:-1],
+            max_query_len=1,
+            max_context_len=self.max_context_len,
+            folded_rows=fold,
+        )
+
+    def draw_all(self, logits_KDV: torch.Tensor) -> torch.Tensor:
+        """Sample all drafts of each request, int64 [D, K]. See `draw`."""
+        return self.draws.draw_all(logits_KDV).T.contiguous()
 
     def draw(self, logits_DV: torch.Tensor, index: int) -> torch.Tensor:
         """Sample draft number `index` (0 is the first) of each request from its logits, int64 [D].

@@ -46,6 +46,9 @@ class DeviceDrafter(Protocol):
     looks_ahead: bool
     # Whether it reads the embeddings of images instead of their placeholder token's.
     reads_images: bool
+    # Rows that it runs after those of the newest token and of all drafts but the last: DraftStep
+    # has places for them.
+    places_after: int
 
     def propose(self, step: DraftStep) -> torch.Tensor:
         """Draft step.num_drafts tokens per request, int64 [D, K], in the model's vocabulary.
@@ -84,6 +87,9 @@ DEVICE_DRAFTERS = {
     "draft_model": "qserve.speculation.draft_model:build",
     "eagle": "qserve.speculation.heads.eagle:build",
     "eagle3": "qserve.speculation.heads.eagle3:build",
+    "peagle": "qserve.speculation.heads.parallel:build",
+    "dflash": "qserve.speculation.heads.block:build",
+    "dspark": "qserve.speculation.heads.block:build",
     "medusa": "qserve.speculation.heads.medusa:build",
     "mtp": "qserve.speculation.heads.mtp:build",
 }

@@ -27,9 +27,19 @@ class Draws:
 
     def draw(self, logits_DV: torch.Tensor, index: int) -> torch.Tensor:
         """Sample draft number `index`: token ids, int64 [D]."""
+        return self._draw(logits_DV, self.words_KDP[index], 1)
+
+    def draw_all(self, logits_KDV: torch.Tensor) -> torch.Tensor:
+        """Sample drafts 0 .. K - 1, whose logits are known together: token ids, int64 [K, D]."""
+        K, D, _ = logits_KDV.shape
+        words_KDP = self.words_KDP[:K].flatten(0, 1)
+        return self._draw(logits_KDV.flatten(0, 1), words_KDP, K).view(K, D)
+
+    def _draw(
+        self, logits_DV: torch.Tensor, words_DP: torch.Tensor, num_drafts: int
+    ) -> torch.Tensor:
         if self.is_greedy:
             return logits_DV.argmax(-1)
-        words_DP = self.words_KDP[index]
         settings = SampleSettings(
             words_SP=words_DP,
             bias_E=words_DP.new_empty(0),
@@ -39,6 +49,6 @@ class Draws:
             invalid_token=0,
         )
         if self.kept is not None:
-            self.kept.append(probabilities(logits_DV, settings))
+            self.kept.extend(probabilities(logits_DV, settings).chunk(num_drafts))
             settings = settings.of_rows(salted(words_DP, DRAFT_SALT))
         return ops.sample_(logits_DV, settings, None).tokens_S

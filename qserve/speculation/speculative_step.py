@@ -44,6 +44,12 @@ class State:
     draft_shares: torch.Tensor | None = None
     synthetic_shares_K: torch.Tensor | None = None  # with `synthetic`: acceptance rates
 
+    def num_places(self, num_drafts: int) -> int:
+        """Rows after a step that the drafter may run, to make so many drafts."""
+        if not num_drafts or self.drafter is None:
+            return num_drafts
+        return num_drafts + self.drafter.places_after
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
@@ -254,7 +260,7 @@ def settle_(
         None if settings is None else settings.words_SP,
         chunks,
         state.tables,
-        num_drafts=num_drafts,
+        num_drafts=state.num_places(num_drafts),
         page_size=state.page_size,
         max_model_len=state.max_model_len,
         passes_DK=passes_DK,
@@ -279,7 +285,7 @@ def propose(
     tables_DX = batch.block_tables_RX[: len(found.rows_R)]
     if len(found.chunk_D) < len(found.rows_R):
         tables_DX = tables_DX[found.chunk_D]
-    longest = min(batch.max_context_len + num_drafts, state.max_model_len)
+    longest = min(batch.max_context_len + state.num_places(num_drafts), state.max_model_len)
     step = DraftStep(
         batch=batch,
         hidden_TC=outputs.hidden_TC,

@@ -14,8 +14,9 @@ from calibrate.heads.pictured import answer_windows
 from calibrate.heads.quantize import quantize_head
 from calibrate.heads.target import Target
 from calibrate.texts.data import CalibrationData
-from formats.heads.config import EAGLE3, SPECULATORS, EagleConfig, read_head_config
+from formats.heads.config import EAGLE3, EagleConfig, read_head_config
 from formats.heads.folder import HeadFolder
+from formats.heads.layers_config import SPECULATORS
 from formats.heads.save import save_eagle3
 from formats.scheme import Scheme
 from qserve import cli

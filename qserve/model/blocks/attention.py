@@ -82,6 +82,9 @@ class StepInputs(AttentionStep):
     rope_positions_T: torch.Tensor | None = None  # positions of rotations; None: positions_T
     split: SplitStep | None = None  # None: chunks are too short for it (SplitRule)
     layer_input_TP: torch.Tensor | None = None  # of the layer that runs (LayerInputs)
+    # Rows that see the same keys, as further heads of one row of attention: row b * R + r of each
+    # so many times R rows belongs to request r of R.
+    folded_rows: int = 1
     exchange: KvExchange | None = None  # of tokens that ranks divide; None: each has all
 
 
@@ -341,12 +344,19 @@ class Attention(torch.nn.Module):
         self, q: torch.Tensor, gate: LinearOutput | None, step: StepInputs, cache: PagedKv
     ) -> LinearOutput:
         """Return o_proj of what rotated queries find among the keys of the cache."""
-        output = self.o_proj.plan(q.shape[0], "norm")
-        writes_limbs = isinstance(output.input, LimbForm) and gate is None
+        output, fold = self.o_proj.plan(q.shape[0], "norm"), step.folded_rows
+        takes_limbs = isinstance(output.input, LimbForm)
+        writes_limbs = takes_limbs and gate is None and fold == 1
+        if fold > 1:
+            assert self.sinks is None and self.slopes is None
+            q = fold_rows(q, self.num_kv_heads, fold)
         limbs = output.input if writes_limbs else None
         out = self._scored(q, step, cache, limbs)
+        if fold > 1:
+            out = unfold_rows(out, self.num_kv_heads, fold)
         if gate is not None:
             out = out * torch.sigmoid(reduced(gate))
+        if takes_limbs and not writes_limbs or gate is not None:
             return self.o_proj(ops.in_form(out.flatten(1), output.input), output)
         return self.o_proj(out.flatten(1) if limbs is None else out, output)
 
@@ -368,3 +378,18 @@ class Attention(torch.nn.Module):
             inputs_ready=True,
             kernel=self.kernel,
         )
+
+
+def fold_rows(q_THD: torch.Tensor, num_kv_heads: int, fold: int) -> torch.Tensor:
+    """Queries of `fold` rows of a request as heads of one row, [T / fold, fold * H, D]."""
+    _, heads, head_dim = q_THD.shape
+    requests = len(q_THD) // fold
+    q = q_THD.view(fold, requests, num_kv_heads, heads // num_kv_heads, head_dim)
+    return q.permute(1, 2, 0, 3, 4).reshape(requests, fold * heads, head_dim)
+
+
+def unfold_rows(out_RHD: torch.Tensor, num_kv_heads: int, fold: int) -> torch.Tensor:
+    """The inverse of `fold_rows`."""
+    requests, heads, head_dim = out_RHD.shape
+    out = out_RHD.view(requests, num_kv_heads, fold, heads // (num_kv_heads * fold), head_dim)
+    return out.permute(2, 0, 1, 3, 4).reshape(fold * requests, heads // fold, head_dim)

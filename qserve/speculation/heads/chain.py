@@ -44,6 +44,7 @@ class ChainDrafter:
     """Drafts a chain. See DeviceDrafter."""
 
     looks_ahead = True
+    places_after = 0
 
     def __init__(
         self,

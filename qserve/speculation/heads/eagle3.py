@@ -1,7 +1,6 @@
 """The EAGLE-3 head (arXiv 2503.01840), made of the decoder's blocks; it drafts a chain.
 
-Legend: T rows, C hidden size, F input of `fc`, D requests that draft, V vocabulary, U draft
-vocabulary.
+Legend: T rows, C hidden size, F input of `fc`, D requests that draft, V vocabulary.
 """
 
 import logging
@@ -11,7 +10,8 @@ from torch.nn import functional
 
 from formats.errors import InputError
 from formats.heads import tensors as names
-from formats.heads.config import EAGLE3, EagleConfig
+from formats.heads.config import EAGLE3, PEAGLE, EagleConfig
+from formats.heads.folder import HeadFolder
 from qkernels import ops
 from qkernels.attention.cache import PagedKv
 from qserve.model.blocks.attention import Attention, StepInputs
@@ -23,6 +23,7 @@ from qserve.model.blocks.rotary import Rotary
 from qserve.speculation.draft_step import DraftStep
 from qserve.speculation.drafter import BuildContext
 from qserve.speculation.heads.chain import ChainDrafter
+from qserve.speculation.heads.draft_vocabulary import DraftOutput
 from qserve.speculation.heads.loading import HeadWeights, ImageInputs, check_fits, open_head
 
 logger = logging.getLogger(__name__)
@@ -84,22 +85,14 @@ class Eagle3Head(torch.nn.Module):
         first: FirstLayer,
         others: list[Layer],
         norm: Norm,
-        head: Linear,
-        target_ids_U: torch.Tensor | None,  # None: draft ids are the target's
+        output: DraftOutput,
     ) -> None:
         super().__init__()
         self.config = config
-        self.fc, self.first, self.norm, self.head = fc, first, norm, head
+        self.fc, self.first, self.norm, self.output = fc, first, norm, output
         self.others = torch.nn.ModuleList(others)
         self.fc_norms = torch.nn.ModuleList(fc_norms)
         self.register_buffer("embedding", embedding_VC)
-        columns_V = None  # the draft id of each of the target's tokens
-        if target_ids_U is not None:
-            columns_V = target_ids_U.new_full((config.vocab_size,), -1, dtype=torch.int32)
-            columns_V[target_ids_U] = torch.arange(
-                len(target_ids_U), dtype=torch.int32, device=columns_V.device
-            )
-        self.register_buffer("columns", columns_V)
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
@@ -135,10 +128,7 @@ class Eagle3Head(torch.nn.Module):
 
     def logits(self, read_DC: torch.Tensor) -> torch.Tensor:
         """Logits [D, V] over the target's vocabulary, -inf for tokens that the head lacks."""
-        logits_DU = self.head(read_DC)
-        if self.columns is None:
-            return logits_DU
-        return ops.spread_logits(logits_DU, self.columns)
+        return self.output.spread(self.output(read_DC))
 
 
 def build(context: BuildContext) -> ChainDrafter:
@@ -147,14 +137,7 @@ def build(context: BuildContext) -> ChainDrafter:
     config = folder.config
     check_fits(config, context)
     taps = config.taps(context.target.config.num_layers)
-    logger.info(
-        "EAGLE-3 head %s: %s layout, %d draft tokens, states before layers %s%s",
-        folder.folder,
-        config.layout,
-        config.draft_vocab_size,
-        ", ".join(map(str, taps)),
-        f" (config.json states {list(config.stated_taps)})" if config.stated_taps else "",
-    )
+    log_head(folder, taps)
     weights = HeadWeights(folder, context)
     rotary = weights.rotary(config)
     images = ImageInputs.of(config, context, rotary)
@@ -163,6 +146,20 @@ def build(context: BuildContext) -> ChainDrafter:
         taps,
         reads_images=images.reads_images,
         ropes=images.ropes,
+    )
+
+
+def log_head(folder: HeadFolder, taps: tuple[int, ...]) -> None:
+    """Log what a head of EAGLE-3's layers reads."""
+    config: EagleConfig = folder.config
+    logger.info(
+        "%s head %s: %s layout, %d draft tokens, states before layers %s%s",
+        "P-EAGLE" if config.kind == PEAGLE else "EAGLE-3",
+        folder.folder,
+        config.layout,
+        config.draft_vocab_size,
+        ", ".join(map(str, taps)),
+        f" (config.json states {list(config.stated_taps)})" if config.stated_taps else "",
     )
 
 
@@ -205,12 +202,7 @@ def load_head(weights: HeadWeights, config: EagleConfig, rotary: Rotary) -> Eagl
             for number in range(1, config.num_layers)
         ],
         norm=Norm(weights.tensor(names.NORM), eps),
-        head=(
-            weights.linear("lm_head")
-            if weights.folder.has_linear("lm_head")
-            else weights.context.target.head
-        ),
-        target_ids_U=weights.target_ids(config),
+        output=DraftOutput.load(weights, config),
     )
     weights.audit()
     return head

@@ -16,8 +16,9 @@ from formats.errors import CheckpointError, InputError
 from formats.families import FAMILIES
 from formats.heads import tensors as names
 from formats.heads.config import ROPE_KEYS as AXES_KEYS
-from formats.heads.config import EagleConfig, HeadConfig
+from formats.heads.config import EagleConfig
 from formats.heads.folder import HeadFolder
+from formats.heads.layers_config import LayersConfig
 from formats.quant_config import QuantConfig
 from qserve.model.axis_ropes import AxisRopes
 from qserve.model.blocks.attention import Attention
@@ -91,7 +92,9 @@ class HeadWeights:
             bias=self.has(f"{members[0]}.bias"),
         )
 
-    def attention(self, config: EagleConfig, layer: int, rotary: Rotary) -> Attention:
+    def attention(
+        self, config: LayersConfig, layer: int, rotary: Rotary, window: int | None = None
+    ) -> Attention:
         prefix = f"layers.{layer}.self_attn"
         norms = {
             f"{each}_norm": self.tensor(f"{prefix}.{each}_norm.weight")
@@ -100,7 +103,7 @@ class HeadWeights:
         }
         return Attention(
             config,
-            window=None,
+            window=window,
             rotary=rotary,
             qkv_proj=self.linear(*(f"{prefix}.{each}_proj" for each in "qkv")),
             o_proj=self.linear(f"{prefix}.o_proj"),
@@ -116,7 +119,7 @@ class HeadWeights:
             activation="silu",
         )
 
-    def rotary(self, config: EagleConfig) -> Rotary:
+    def rotary(self, config: LayersConfig) -> Rotary:
         """Rotary embedding of all served positions; a head's own limit is its training length."""
         stated = {key: config.values[key] for key in ROPE_KEYS if config.values.get(key)}
         stated |= {key: one_axis(stated[key]) for key in AXES_KEYS if key in stated}
@@ -144,7 +147,7 @@ class HeadWeights:
             return self.tensor(names.EMBEDDING)
         return self.context.target.embedding.whole_table()
 
-    def target_ids(self, config: EagleConfig) -> torch.Tensor | None:
+    def target_ids(self, config: LayersConfig) -> torch.Tensor | None:
         """The target's id of each draft id, int64 [U]; None: they are the same."""
         self.skip(names.IN_DRAFT)
         if not self.has(names.TO_TARGET):
@@ -221,8 +224,8 @@ class ImageInputs:
         return cls(reads_images=reads_images, ropes=ropes)
 
 
-def check_fits(config: HeadConfig, context: BuildContext) -> None:
-    """Raise CheckpointError if an EAGLE head was made for another model."""
+def check_fits(config: LayersConfig, context: BuildContext) -> None:
+    """Raise CheckpointError if a head was made for another model."""
     target = context.target.config
     for key, found, expected in (
         ("target_hidden_size", config.target_hidden_size, target.hidden_size),

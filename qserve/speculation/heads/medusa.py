@@ -36,6 +36,7 @@ class MedusaDrafter:
 
     looks_ahead, taps, attentions = False, (), ()
     reads_images = False
+    places_after = 0
 
     def __init__(self, heads: list[MedusaHead]) -> None:
         self.heads = heads

@@ -16,6 +16,7 @@ from qserve.engine.distributed import executors
 from qserve.engine.distributed.rank_channel import RankDiedError
 from tests.qserve.parallel.engines import SMALL, make_prompts, start, tokens
 from tests.qserve.parallel.test_sharing import SCHEMES
+from tests.qserve.speculation.docs_heads import write_docs_head
 
 WAIT_SECONDS = 60  # a guard against hanging, never reached
 exhaustive = pytest.mark.exhaustive
@@ -117,12 +118,15 @@ def test_pages_on_the_host(tensor, stages, tiny_model, many):
 
 
 @exhaustive
-@pytest.mark.parametrize("drafter", ["ngram", "eagle3"])
-def test_speculation(drafter, docs_5m, many):
+@pytest.mark.parametrize("drafter", ["ngram", "eagle3", "dflash"])
+def test_speculation(drafter, docs_5m, many, tmp_path):
     """Host drafts reach every rank; a head drafts on each of them, with the target's own tables."""
     config = {"method": "ngram", "num_speculative_tokens": 4}
     if drafter == "eagle3":
         config = {"model": str(docs_5m.parent / "docs-5m-eagle3"), "num_speculative_tokens": 3}
+    if drafter == "dflash":
+        head = write_docs_head(tmp_path, "dflash")
+        config = {"model": str(head), "num_speculative_tokens": 3}
     prompts = [prompt * 2 for prompt in make_prompts(6)]
     want = tokens(start(docs_5m), prompts)
     assert tokens(many(docs_5m, 2, speculative_config=json.dumps(config)), prompts) == want

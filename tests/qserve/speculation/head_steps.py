@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from formats.checkpoint import CheckpointReader
 from formats.heads import tensors as names
-from formats.heads.config import EagleConfig, read_head_config
+from formats.heads.config import HeadConfig, head_kind, read_head_config
 from qkernels.drafts.reference import draft_places
 from qserve.engine.step.device_step import Batch
 from qserve.model.cache_spec import KvFormat
@@ -59,7 +59,7 @@ def load_target(folder, ranks=ALONE):
 
 def write_head(folder: Path, config: dict, *, first="midlayer", without=(), extra=()) -> dict:
     """A random head of a config.json. Returns its tensors by canonical name."""
-    kind = "eagle3" if "draft_vocab_size" in config else "eagle"
+    kind = head_kind(config) or "eagle"
     config = {"architectures": ["LlamaForCausalLMEagle3"], **config} if kind == "eagle3" else config
     read = read_head_config(config, kind)
     made = random_tensors(read, extra)
@@ -72,7 +72,7 @@ def write_head(folder: Path, config: dict, *, first="midlayer", without=(), extr
     return made
 
 
-def random_tensors(config: EagleConfig, extra=()) -> dict:
+def random_tensors(config: HeadConfig, extra=()) -> dict:
     """Every tensor that the head must have, and those optional ones that `extra` names."""
     generator = torch.Generator().manual_seed(7)
     shapes = {f"{name}.weight": shape for name, shape in names.linears(config).items()}
@@ -80,6 +80,10 @@ def random_tensors(config: EagleConfig, extra=()) -> dict:
     if config.kind == "eagle":
         del shapes["lm_head.weight"]
     shapes |= {n: s for n, s in names.optional(config).items() if n in extra}
+    if names.MASK_HIDDEN in extra:
+        shapes[names.MASK_HIDDEN] = (1, 1, names.fc_inputs(config))
+    if names.MASK_EMBEDDING in extra:
+        shapes[names.MASK_EMBEDDING] = (config.hidden_size,)
     made = {}
     for name, shape in shapes.items():
         noise = torch.randn(shape, generator=generator)
@@ -107,6 +111,11 @@ def context_of(folder, target, count=3, method="eagle3", **more) -> BuildContext
     )
 
 
+def nothing(taps=()):
+    """A drafter without layers; its `propose` is missing."""
+    return type("Nothing", (), {"attentions": (), "places_after": 0, "taps": taps})
+
+
 class Recorded:
     """Draws that are given, or the likeliest; keeps the logits."""
 
@@ -118,6 +127,9 @@ class Recorded:
         if index < len(self.given):
             return torch.full((len(logits_DV),), self.given[index])
         return logits_DV.argmax(-1)
+
+    def draw_all(self, logits_KDV):
+        return torch.stack([self.draw(each, index) for index, each in enumerate(logits_KDV)])
 
 
 class Text:
@@ -173,12 +185,12 @@ class Text:
                     rows[drafting],
                     tables_DX,
                     torch.full((len(drafting),), len(PAGES) * PAGE),
-                    num_drafts=num_drafts,
+                    num_drafts=num_drafts + self.drafter.places_after if num_drafts else 0,
                     page_size=PAGE,
                     max_model_len=MAX_LEN,
                 ),
                 num_drafts=num_drafts,
-                max_context_len=min(start + count + num_drafts, len(PAGES) * PAGE),
+                max_context_len=min(start + count + num_drafts + 1, len(PAGES) * PAGE),
                 caches=self.own,
                 draws=draws,
             )

@@ -11,6 +11,7 @@ class Prophet:
     taps = ()
     attentions = ()
     looks_ahead = reads_images = False
+    places_after = 0
     share = 0.25  # of drafts that are wrong
 
     def __init__(self, texts):

@@ -17,7 +17,11 @@ def parse(**keys):
     ("keys", "message"),
     [
         ({"method": "ngram", "num_speculative_token": 3}, "mean num_speculative_tokens"),
-        ({"method": "ngram", "parallel_drafting": True}, "parallel_drafting is a key of vLLM"),
+        (
+            {"method": "ngram", "parallel_drafting": True},
+            "is for method peagle, dflash",
+        ),
+        ({"method": "eagle3", "parallel_drafting": 1}, "expected true or false, found 1"),
         ({"method": "lookahead"}, "expected one of ngram, suffix, mtp, draft_model"),
         ({"method": "eagle3"}, "requires a drafter"),
         ({"method": "ngram", "model": "x"}, "takes no model"),

@@ -12,6 +12,7 @@ import pytest
 
 from qserve.params.handling import Handling
 from qserve.speculation import drafter as drafters
+from tests.qserve.speculation.docs_heads import CONFIGS, write_docs_head
 from tests.qserve.speculation.drafters import ERRING, Oracle
 from tests.qserve.speculation.traces import KINDS, make_engine, make_params
 
@@ -30,7 +31,7 @@ ENGINES = (
     {"max_num_batched_tokens": 6},
     {"target_itl_ms": 5.0},
 )
-DRAFTERS = ("oracle", "ngram", "suffix", "erring", "eagle3")
+DRAFTERS = ("oracle", "ngram", "suffix", "erring", "eagle3", "dflash", "peagle")
 
 
 def make_crowd(rng, count):
@@ -117,7 +118,7 @@ def assert_same(name, got, want):
     "seed",
     [seed if seed == 3 else pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(16)],
 )
-def test_their_texts_are_those_without_drafts(docs_5m, monkeypatch, seed):
+def test_their_texts_are_those_without_drafts(docs_5m, monkeypatch, seed, tmp_path):
     rng = random.Random(seed)
     kind, settings = DRAFTERS[seed % len(DRAFTERS)], ENGINES[seed % len(ENGINES)]
     crowd = make_crowd(rng, 10)
@@ -141,6 +142,8 @@ def test_their_texts_are_those_without_drafts(docs_5m, monkeypatch, seed):
         monkeypatch.setitem(drafters.DEVICE_DRAFTERS, "draft_model", ERRING)
     if kind == "eagle3":
         config["model"] = str(docs_5m.parent / "docs-5m-eagle3")
+    if kind in CONFIGS:
+        config["model"] = str(write_docs_head(tmp_path, kind))
     engine = make_engine(
         docs_5m, rng.randint(0, 1), speculative_config=json.dumps(config), **settings
     )

@@ -9,7 +9,14 @@ import torch
 from calibrate.heads.eagle3 import Eagle3Module
 from formats.errors import CheckpointError, InputError
 from qserve.speculation.heads import eagle3
-from tests.qserve.speculation.head_steps import HEAD, Text, context_of, load_target, write_head
+from tests.qserve.speculation.head_steps import (
+    HEAD,
+    Text,
+    context_of,
+    load_target,
+    nothing,
+    write_head,
+)
 
 S, K = 13, 3
 EAGLE3 = {**HEAD, "draft_vocab_size": 512}
@@ -59,8 +66,8 @@ def reference(t, config, states, ids, embedding, head, **wrong):
     if config.get("norm_before_fc"):
         x = norm(x, t["input_norm.weight"])
     state = x @ t["fc.weight"].T + t.get("fc.bias", 0)
-    shift = wrong.get("token_shift", 1)
-    tokens, positions = ids[shift : S + shift], torch.arange(S)
+    shift, rows = wrong.get("token_shift", 1), len(states[0])
+    tokens, positions = ids[shift : rows + shift], torch.arange(rows)
     heads = config["num_attention_heads"]
     dim = config.get("head_dim") or config["hidden_size"] // heads
     angles = config["rope_theta"] ** (-torch.arange(0, dim, 2) / dim)
@@ -156,7 +163,7 @@ def drafted(target, folder, ids):
 
 
 def states_of(target, ids):
-    text = Text(target, type("Nothing", (), {"attentions": (), "taps": (0, 1, 2, 3)}))
+    text = Text(target, nothing((0, 1, 2, 3)))
     caught = []
     text.drafter.propose = lambda step: caught.append(step.taps)
     text.step(ids, 0, S, num_drafts=0)
@@ -192,7 +199,7 @@ def test_taps_are_states_between_layers(target, ids):
     states = states_of(target, ids)
     assert torch.equal(states[0], target.embedding(ids[:S], torch.arange(S)))
     last = norm(states[3], target.norm.weight, target.norm.eps)
-    text = Text(target, type("Nothing", (), {"attentions": (), "taps": ()}))
+    text = Text(target, nothing())
     seen = []
     text.drafter.propose = lambda step: seen.append(step.hidden_TC)
     text.step(ids, 0, S, num_drafts=0)

@@ -11,6 +11,7 @@ import pytest
 from qserve.params.sampling_params import SamplingParams
 from qserve.speculation import drafter as drafters
 from qserve.speculation import graphs
+from tests.qserve.speculation.docs_heads import CONFIGS, write_docs_head
 from tests.qserve.speculation.drafters import ERRING
 from tests.qserve.speculation.traces import make_engine, make_requests, run
 
@@ -116,3 +117,25 @@ def test_up_to_the_last_position(docs_5m, replayed, name, speculates):
     # one by one: a step runs in no graph where one of its requests does not fit
     assert {name: found for each in requests for name, found in run(engine, [each]).items()} == want
     assert bool(replayed) == speculates  # those with drafts
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_heads_that_draft_in_one_pass(docs_5m, replayed, kind, name, tmp_path):
+    """Rows of a block up to the last position, where pages and places for them end."""
+    head = {"model": str(write_docs_head(tmp_path, kind)), "num_speculative_tokens": 4}
+    head["adaptive"] = False  # its drafts are refused
+    settings = LENGTHS[name] | {"max_num_batched_tokens": 16}
+    limit = LENGTHS[name]["max_model_len"]
+    requests = [
+        (f"{length}", list(range(300, 300 + length)), SamplingParams(**GREEDY))
+        for length in (3, 30, 55, 62, 100)
+        if length < limit
+    ]
+    want = run(make_engine(docs_5m, max_model_len=limit), requests)
+    engine = make_engine(docs_5m, 1, speculative_config=json.dumps(head), **settings)
+    engine.runner.capture_graphs(6, engine.max_model_len)
+    assert run(engine, requests) == want
+    assert {name: found for each in requests for name, found in run(engine, [each]).items()} == want
+    assert any(key.count > 1 for key, _ in replayed)

@@ -8,6 +8,7 @@ import torch
 from formats.heads.config import MedusaConfig
 from formats.heads.save import save_medusa
 from qserve.speculation.config import guess_method
+from tests.qserve.speculation.docs_heads import CONFIGS, write_docs_head
 from tests.qserve.speculation.head_steps import write_head
 from tests.qserve.speculation.traces import make_engine, make_requests, run
 
@@ -26,7 +27,7 @@ FEW_PAGES = {"num_gpu_blocks_override": 34, "admission": "fits"}
 
 @pytest.fixture(scope="module")
 def heads(docs_5m, tmp_path_factory):
-    """Kind -> folder. EAGLE's and Medusa's are random; their KV heads are not the model's."""
+    """Kind -> folder. All but EAGLE-3's are random; their KV heads are not the model's."""
     folder = tmp_path_factory.mktemp("heads")
     write_head(folder / "eagle", EAGLE)
     generator = torch.Generator().manual_seed(2)
@@ -40,6 +41,7 @@ def heads(docs_5m, tmp_path_factory):
         "eagle3": docs_5m.parent / "docs-5m-eagle3",
         "eagle": folder / "eagle",
         "medusa": folder / "medusa",
+        **{kind: write_docs_head(folder / kind, kind) for kind in CONFIGS},
     }
 
 
@@ -54,9 +56,7 @@ def compare(docs_5m, head, requests, seed, steps_in_flight, count=3, **settings)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "kind", ["eagle3", "medusa", pytest.param("eagle", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "eagle", *CONFIGS])
 def test_all_kinds_of_requests(kind, docs_5m, heads):
     assert guess_method(str(heads[kind])) == kind
     verifies, drafts, *accepted = compare(docs_5m, heads[kind], make_requests(5, 4), 5, 1)
@@ -68,7 +68,7 @@ def test_all_kinds_of_requests(kind, docs_5m, heads):
 # Each setting meets each kind once, with a number of drafts that the others do not have there.
 TRACES = [
     (kind, settings, 1 + (i + j) % 3, (i + j) % 2)
-    for i, kind in enumerate(("eagle3", "eagle", "medusa"))
+    for i, kind in enumerate(("eagle3", "eagle", "medusa", *CONFIGS))
     for j, settings in enumerate(
         (
             FEW_PAGES,

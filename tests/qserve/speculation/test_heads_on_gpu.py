@@ -6,6 +6,7 @@ import pytest
 
 from qserve.llm import LLM
 from qserve.params.sampling_params import SamplingParams
+from tests.qserve.speculation.docs_heads import CONFIGS, write_docs_head
 
 pytestmark = pytest.mark.gpu
 
@@ -38,3 +39,14 @@ def test_a_quantized_head_drafts_in_bf16(count, docs_5m):
     assert drafts >= verifies > 0
     # on the CPU half of the first drafts are accepted
     assert accepted[0] > 0.3 * verifies
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_drafts_of_one_pass_in_graphs(kind, docs_5m, tmp_path):
+    """Random heads: none of their drafts is accepted but by chance, and texts stay the same."""
+    head = {"model": str(write_docs_head(tmp_path, kind)), "num_speculative_tokens": 5}
+    want, _ = greedy(docs_5m)
+    found, (verifies, drafts, *_) = greedy(docs_5m, {**head, "adaptive": False})
+    same = sum(a == b for a, b in zip(want, found, strict=True))
+    assert same >= 0.7 * len(want)
+    assert drafts > 4 * verifies > 0

@@ -11,11 +11,18 @@ from tests.qserve.model.test_hybrid_prefixes import chats, make_engine
 from tests.qserve.model.variants import edited
 from tests.qserve.speculation.head_steps import HEAD, load_target, write_head
 from tests.qserve.speculation.hybrid_mtp_model import make_hybrid_mtp
+from tests.qserve.speculation.test_block_heads import DFLASH, DSPARK
 from tests.qserve.speculation.test_eagle3_head import EAGLE3, S, drafted, reference
 
 FAMILIES = ["qwen3_5", "lfm2", "falcon_h1", "qwen3_next"]
 EAGLE = {**HEAD, "architectures": ["LlamaForCausalLMEagle"], "max_position_embeddings": 256}
-KINDS = {"eagle3": {**EAGLE3, "max_position_embeddings": 256}, "eagle": EAGLE}
+KINDS = {
+    "eagle3": {**EAGLE3, "max_position_embeddings": 256},
+    "eagle": EAGLE,
+    "peagle": {**EAGLE3, "ptd_token_id": 500},
+    "dflash": DFLASH,
+    "dspark": DSPARK,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +73,9 @@ def test_eagle3_reads_the_states_between_layers(tiny_model, tmp_path, family):
         ("eagle3", "granite_hybrid", 1),
         ("eagle", "lfm2", 0),
         ("eagle", "qwen3_next", 1),
+        ("peagle", "qwen3_5", 1),
+        ("dflash", "qwen3_next", 1),
+        ("dspark", "qwen3_5", 0),
     ],
 )
 def test_tokens_with_heads_are_those_without(tiny_model, tmp_path, kind, family, in_flight):

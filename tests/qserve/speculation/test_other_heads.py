@@ -10,7 +10,14 @@ from safetensors.torch import save_file
 from formats.errors import CheckpointError, InputError
 from qserve.speculation.config import guess_method
 from qserve.speculation.heads import eagle, medusa
-from tests.qserve.speculation.head_steps import HEAD, Text, context_of, load_target, write_head
+from tests.qserve.speculation.head_steps import (
+    HEAD,
+    Text,
+    context_of,
+    load_target,
+    nothing,
+    write_head,
+)
 from tests.qserve.speculation.test_eagle3_head import norm
 
 S, K = 11, 3
@@ -29,7 +36,7 @@ def ids():
 @pytest.fixture(scope="module")
 def hidden(target, ids):
     """The input of the target's output matrix [S, C]."""
-    text = Text(target, type("Nothing", (), {"attentions": (), "taps": ()}))
+    text = Text(target, nothing())
     seen = []
     text.drafter.propose = lambda step: seen.append(step.hidden_TC)
     text.step(ids, 0, S, num_drafts=0)

@@ -12,10 +12,16 @@ from formats.layouts import decode_linear, layout_of, tensor_names
 from formats.scheme import Scheme
 from qserve.speculation.drafter import DEVICE_DRAFTERS, build_device_drafter
 from tests.qserve.speculation.head_steps import HEAD, Text, context_of, load_target, write_head
+from tests.qserve.speculation.test_block_heads import DFLASH, DSPARK, NORMS
 from tests.qserve.speculation.test_other_heads import write_medusa
 
 S, K = 9, 3
 EAGLE3 = {**HEAD, "draft_vocab_size": 512, "num_hidden_layers": 2}
+IN_ONE_PASS = {
+    "dflash": (DFLASH, NORMS),
+    "dspark": ({**DSPARK, "markov_rank": 32, "markov_head_type": "gated"}, NORMS),
+    "peagle": ({**EAGLE3, "ptd_token_id": 500}, ("mask_hidden",)),
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +51,14 @@ def dequantized(codes: HeadFolder, folder) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["w4a16-sym", "w8a8"])
-@pytest.mark.parametrize("kind", ["eagle3", "eagle", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "medusa", *IN_ONE_PASS])
 def test_codes_are_the_weights_that_draft(kind, scheme, target, tmp_path):
     assert kind in DEVICE_DRAFTERS
     if kind == "medusa":
         write_medusa(tmp_path / "source", "medusa_lm_head.pt")
     else:
-        write_head(tmp_path / "source", EAGLE3 if kind == "eagle3" else HEAD)
+        config, extra = IN_ONE_PASS.get(kind, (EAGLE3 if kind == "eagle3" else HEAD, ()))
+        write_head(tmp_path / "source", config, extra=extra)
     quantize_head(
         tmp_path / "source",
         tmp_path / "codes",

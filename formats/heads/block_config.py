@@ -1,0 +1,161 @@
+"""config.json of a head that drafts a block in one pass: DFlash and DSpark.
+
+"original" is flat, a Qwen3 config with `dflash_config` (z-lab) or with the same keys at the top
+level (DeepSpec). "speculators" is nested, as for EAGLE-3.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from formats.errors import CheckpointError
+from formats.heads.layers_config import ORIGINAL, LayersConfig, flag, layers_of, numbers, whole
+
+DFLASH, DSPARK = "dflash", "dspark"
+DFLASH2 = "dflash2"  # known by name, not served
+FLAT_TAPS_KEY, NESTED_TAPS_KEY = "target_layer_ids", "aux_hidden_state_layer_ids"
+INNER = "dflash_config"
+MARKOV_TYPES = ("vanilla", "gated", "rnn")
+DEFAULT_BLOCK = {DFLASH: 16, DSPARK: 7}
+SLIDING = "sliding_attention"
+# keys that change what the layers compute, and the only value that is served
+PLAIN_KEYS = {
+    "is_neox_style": True,
+    "attention_sink_bias": False,
+    "add_swa_attention_sink_bias": False,
+    "use_aux_hidden_state": True,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockAttention:
+    """Keys that the rows of a block see in one layer."""
+
+    is_causal: bool  # the rows before it in the block; False: the whole block
+    window: int | None  # keys before the block as well; None: all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockConfig(LayersConfig):
+    """A DFlash or DSpark head: its layers, its block, and the target's states that they read."""
+
+    kind: Literal["dflash", "dspark"]
+    stated_taps: tuple[int, ...]  # layer ids as config.json counts them
+    block_size: int  # rows that it was trained with: the newest token, then mask tokens
+    mask_token_id: int
+    samples_anchor: bool  # the row of the newest token predicts the first draft
+    attentions: tuple[BlockAttention, ...]  # of each layer
+    markov_rank: int = 0  # DSpark: rank of the bias by the token before; 0: none
+    markov_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    confidence_inputs: int = 0  # DSpark: inputs of the confidence head, which is not run; 0: none
+    embedding_factor: float = 1.0
+    logits_factor: float = 1.0
+    logits_cap: float = 0.0  # 0: none
+
+    @property
+    def num_taps(self) -> int:
+        """Number of auxiliary hidden states of the target per token."""
+        return len(self.stated_taps)
+
+    @property
+    def most_drafts(self) -> int:
+        """Largest number of drafts of a block."""
+        return self.block_size if self.samples_anchor else self.block_size - 1
+
+    def taps(self, num_target_layers: int) -> tuple[int, ...]:
+        """Return the auxiliary hidden states that the head reads, as numbers of layers before them.
+
+        A flat config names the layer whose output the state is, -1 for the embedding. Raises
+        CheckpointError for states that the target does not have.
+        """
+        taps = self.stated_taps
+        if self.layout == ORIGINAL:
+            taps = tuple(tap + 1 for tap in taps)
+        if not all(0 <= tap <= num_target_layers for tap in taps):
+            raise CheckpointError(
+                f"config.json {FLAT_TAPS_KEY if self.layout == ORIGINAL else NESTED_TAPS_KEY}",
+                f"expected states of a target of {num_target_layers} layers, found"
+                f" {list(self.stated_taps)}",
+                "is this the model that the head was trained for?",
+            )
+        return taps
+
+
+def read_block_config(config: Mapping[str, Any], kind: str) -> BlockConfig:
+    """Read the config.json of a DFlash or DSpark head. Raises CheckpointError, naming the key."""
+    inner = config.get(INNER)
+    if inner is not None and not isinstance(inner, dict):
+        raise CheckpointError(f"config.json {INNER}", f"expected an object, found {inner!r:.80}")
+    stated = {**config, **(inner or {})}
+    layers = layers_of(config, stated)
+    is_flat = layers["layout"] == ORIGINAL
+    for key, served in PLAIN_KEYS.items():
+        if stated.get(key, served) != served:
+            raise CheckpointError(
+                f"config.json {key}",
+                f"expected {served}, found {stated[key]!r}",
+                "use another head",
+            )
+    taps_key = FLAT_TAPS_KEY if is_flat else NESTED_TAPS_KEY
+    taps = numbers(stated, taps_key)
+    if not taps:
+        raise CheckpointError(f"config.json {taps_key}", "is missing: the states that it reads")
+    rank = whole(stated, "markov_rank", 0 if is_flat else 256, least=0) if kind == DSPARK else 0
+    markov = stated.get("markov_head_type", MARKOV_TYPES[0])
+    if markov not in MARKOV_TYPES:
+        expected = f"expected one of {', '.join(MARKOV_TYPES)}"
+        raise CheckpointError("config.json markov_head_type", f"{expected}, found {markov!r}")
+    confidence = 0
+    if kind == DSPARK and flag(stated, "enable_confidence_head", not is_flat):
+        with_markov = flag(stated, "confidence_head_with_markov", not is_flat)
+        confidence = layers["values"]["hidden_size"] + (rank if with_markov else 0)
+    return BlockConfig(
+        **layers,
+        kind=kind,
+        stated_taps=taps,
+        block_size=whole(stated, "block_size", DEFAULT_BLOCK[kind]),
+        mask_token_id=whole(stated, "mask_token_id", least=0),
+        samples_anchor=flag(stated, "sample_from_anchor", kind == DSPARK),
+        attentions=_attentions(
+            {**layers["values"], **stated}, layers["values"]["num_hidden_layers"]
+        ),
+        markov_rank=rank,
+        markov_type=markov,
+        confidence_inputs=confidence,
+        embedding_factor=_factor(stated, "input_embedding_scale", 1.0),
+        logits_factor=_factor(stated, "output_multiplier", _factor(stated, "logit_scale", 1.0)),
+        logits_cap=_factor(stated, "final_logit_softcapping", 0.0),
+    )
+
+
+def _attentions(config: Mapping[str, Any], num_layers: int) -> tuple[BlockAttention, ...]:
+    """Return what each layer sees. Layers with a window are causal unless config.json says not."""
+    types = config.get("layer_types") or []
+    everywhere = flag(config, "use_swa", False) and SLIDING not in types
+    window = config.get("swa_window_size", config.get("sliding_window"))
+    is_causal = config.get("is_causal", config.get("causal"))
+    if config.get("sliding_window_non_causal"):
+        is_causal = False
+    found = []
+    for layer in range(num_layers):
+        slides = everywhere or (layer < len(types) and types[layer] == SLIDING)
+        if slides and (type(window) is not int or window < 1):
+            raise CheckpointError(
+                "config.json sliding_window", f"expected a number of 1 or more, found {window!r}"
+            )
+        of_type = layer < len(types) and types[layer] == SLIDING
+        found.append(
+            BlockAttention(
+                is_causal=of_type if is_causal is None else bool(is_causal),
+                window=window if slides else None,
+            )
+        )
+    return tuple(found)
+
+
+def _factor(config: Mapping[str, Any], key: str, default: float) -> float:
+    value = config.get(key)
+    value = default if value is None else value
+    if type(value) not in (int, float):
+        raise CheckpointError(f"config.json {key}", f"expected a number, found {value!r:.80}")
+    return float(value)
