@@ -99,6 +99,8 @@ MUST_NOT_LOAD = {
     # neither side of the pipe to the engine needs torch before the engine does
     "qserve.engine.ipc.client": {"torch", "starlette"},
     "qserve.engine.ipc.process": {"torch", "starlette", "uvicorn", "prometheus_client"},
+    # the server starts the engine's process after these imports
+    "qserve.server.serve": {"torch", "triton", "transformers"},
 }
 
 
