@@ -216,6 +216,7 @@ class ModelRunner:
         longest, speculator = self.config.max_seq_len_to_capture, self.speculator
         self.graphs = StepGraphs(
             self._captured,
+            warm_up=self.sample().forward_logits,
             counts=(1,) if speculator is None else speculator.row_counts,
             max_rows=0 if speculator is None else speculator.max_rows,
             max_num_seqs=max_num_seqs,
