@@ -94,7 +94,9 @@ MUST_NOT_LOAD = {
     "calibrate.pipeline": {"qkernels", "qserve", "starlette", "huggingface_hub"},
     "qserve": {"torch", "transformers", "starlette"},
     "qserve.cli": {"torch", "transformers", "starlette", "huggingface_hub"},
-    "qserve.llm": {"starlette", "uvicorn", "pydantic.main", "prometheus_client", "calibrate"},
+    "qserve.llm": {
+        *("starlette", "uvicorn", "pydantic.main", "prometheus_client", "calibrate", "jinja2"),
+    },
     "qserve.engine.engine": {"starlette", "transformers"},  # which takes seconds (filled_config.py)
     # neither side of the pipe to the engine needs torch before the engine does
     "qserve.engine.ipc.client": {"torch", "starlette"},

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,7 @@ from tqdm import tqdm
 
 from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
+from qkernels.gpu.cache_keys import hash_compiler
 from qkernels.gpu.device import INTERPRETED
 from qkernels.gpu.launch import recorded_launches
 from qserve.config import EngineConfig
@@ -89,6 +91,8 @@ class Worker:
         self.adapters: RankAdapters | None = None  # filled below with --enable-lora
         self.pages: RankPages | None = None  # open_pages fills it
         self.replay: Replay | None = None  # prepare_replay fills it
+        if self._plans_kernels:
+            threading.Thread(target=hash_compiler, name="compiler", daemon=True).start()
         if self._plans_kernels and ranks.rank == 0:
             self._compile_pool = _compile_pool(config)
         try:
