@@ -67,6 +67,7 @@ OPERATIONS = {
         *("linear.ops", "linear.prepared", "linear.rows", "rowwise.ops"),
         *("wna16.layout", "wna16.prepack", "wna16.sm90_k_step", "wna16.triton_gemm"),
         *("wna16.unpack.fp4", "wna16.unpack.fp4_layout", "wna16.unpack.words"),
+        *("w4a8.layout", "w4a8.prepack", "w4a8.triton_gemm"),
     },
     "linear": {
         *("lora.term", "rowwise.ops", "rowwise.reference"),
