@@ -110,6 +110,7 @@ def main() -> None:
             max_model_len=arguments.max_model_len or min(8192, longest + arguments.output),
         )
         start_s = time.perf_counter() - started
+        llm.capture_graphs()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     weights = "float" if arguments.float else arguments.scheme
     print(

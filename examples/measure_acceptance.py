@@ -44,6 +44,7 @@ def main() -> None:
             max_num_seqs=arguments.batch,
             speculative_config=None if drafter is None else json.dumps(drafter),
         )
+        llm.capture_graphs()
         for temperature in arguments.temperature:
             params = SamplingParams(
                 temperature=temperature,

@@ -39,6 +39,7 @@ def measure(shape: str, scheme: str | None, arguments: argparse.Namespace) -> di
     with tempfile.TemporaryDirectory() as folder:
         write_config(Path(folder), shape, scheme)
         llm = LLM(folder, load_format="dummy", enable_prefix_caching=False)
+        llm.capture_graphs()
         for length in arguments.lengths:
             count = max(1, arguments.tokens // length)
             texts_per_s(llm, min(count, 16), length, seed=0)

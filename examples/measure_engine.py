@@ -86,6 +86,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, float | str]:
         started = time.perf_counter()
         llm = LLM(folder, load_format="dummy", max_num_seqs=256, **json.loads(arguments.engine))
         ready_s = time.perf_counter() - started
+        llm.capture_graphs()
     found = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "torch": torch.__version__,

@@ -305,6 +305,7 @@ def main() -> None:
         if arguments.tower:
             settings["mm_encoder_quantization"] = arguments.tower
         llm = LLM(name, load_format="dummy", max_num_seqs=64, max_model_len=8192, **settings)
+        llm.capture_graphs()
         show("engine", {**results, **settings})
         for part in arguments.parts:
             results[part] = (

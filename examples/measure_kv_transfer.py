@@ -67,6 +67,7 @@ def make(arguments: argparse.Namespace, folder: str | None, dtype: str) -> LLM:
             kv_offload_gb=8,
             kv_transfer_config=None if folder is None else json.dumps(transfer),
         )
+    llm.capture_graphs()
     llm.generate([[5] * 64] * 2, SamplingParams(max_tokens=4, detokenize=False), use_tqdm=False)
     return llm
 

@@ -83,6 +83,8 @@ def measure_steps(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
         write_config(Path(folder), arguments.shape, "w4a16-sym")
         plain = LLM(folder, **settings)
         llm = LLM(folder, enable_lora=True, **adapted, **settings)
+        plain.capture_graphs()
+        llm.capture_graphs()
     with tempfile.TemporaryDirectory() as folder:
         loras = write_adapters(Path(folder), arguments.shape, arguments.max_loras, arguments.rank)
         step_ms(llm, len(loras), 8, 2, loras, random.Random(0))  # reads them

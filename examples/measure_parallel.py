@@ -158,6 +158,7 @@ def measure(arguments: argparse.Namespace, shape: str, settings: dict) -> None:
             "device": arguments.device,
         }
         llm = LLM(folder, **common | settings | json.loads(arguments.engine))
+        llm.capture_graphs()
     is_cuda = llm.engine.runner.device.type == "cuda"
     name = torch.cuda.get_device_name() if is_cuda else "CPU"
     tell(device=name, torch=torch.__version__, ready_s=time.perf_counter() - started)

@@ -103,6 +103,7 @@ def engine(arguments: argparse.Namespace, **settings: object) -> Iterator[LLM]:
             gpu_memory_utilization=arguments.gpu_memory_utilization,
             **settings,
         )
+    llm.capture_graphs()
     llm.generate([[5] * 64] * 4, SamplingParams(max_tokens=4, detokenize=False), use_tqdm=False)
     yield llm
 

@@ -106,7 +106,9 @@ def make_llm(arguments: argparse.Namespace, folder: str, head: str):
         }
     length = arguments.input + arguments.output + 64
     settings |= {"max_num_seqs": max(8, *arguments.batch), "max_model_len": length}
-    return LLM(folder, load_format="dummy", **settings)
+    llm = LLM(folder, load_format="dummy", **settings)
+    llm.capture_graphs()
+    return llm
 
 
 def seconds(llm, batch: int, num_input: int, num_output: int) -> float:

@@ -62,6 +62,13 @@ class LLM(LLMControl, EngineOwner):
         """Stop the processes that this object has started: other ranks, grammar checks."""
         self.engine.close()
 
+    def capture_graphs(self) -> None:
+        """Capture all CUDA graphs now; else each is captured when a step first needs it.
+
+        For measurements: no step waits for a capture after it.
+        """
+        self.llm_engine.capture_graphs()
+
     def get_tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer. It is loaded here: prompts of token ids need none."""
         return self.llm_engine.get_tokenizer()

@@ -67,6 +67,7 @@ OPERATIONS = {
         *("linear.ops", "linear.prepared", "linear.rows", "rowwise.ops"),
         *("wna16.layout", "wna16.prepack", "wna16.sm90_k_step", "wna16.triton_gemm"),
         *("wna16.unpack.fp4", "wna16.unpack.fp4_layout", "wna16.unpack.words"),
+        *("w4a8.layout", "w4a8.prepack", "w4a8.triton_gemm"),
     },
     "linear": {
         *("lora.term", "rowwise.ops", "rowwise.reference"),
@@ -94,11 +95,15 @@ MUST_NOT_LOAD = {
     "calibrate.pipeline": {"qkernels", "qserve", "starlette", "huggingface_hub"},
     "qserve": {"torch", "transformers", "starlette"},
     "qserve.cli": {"torch", "transformers", "starlette", "huggingface_hub"},
-    "qserve.llm": {"starlette", "uvicorn", "pydantic.main", "prometheus_client", "calibrate"},
+    "qserve.llm": {
+        *("starlette", "uvicorn", "pydantic.main", "prometheus_client", "calibrate", "jinja2"),
+    },
     "qserve.engine.engine": {"starlette", "transformers"},  # which takes seconds (filled_config.py)
     # neither side of the pipe to the engine needs torch before the engine does
     "qserve.engine.ipc.client": {"torch", "starlette"},
     "qserve.engine.ipc.process": {"torch", "starlette", "uvicorn", "prometheus_client"},
+    # the server starts the engine's process after these imports
+    "qserve.server.serve": {"torch", "triton", "transformers"},
 }
 
 

@@ -16,9 +16,8 @@ from formats.architecture.projection import Projection
 from formats.architecture.text_part import text_name
 from formats.checkpoint import TensorEntry, read_header
 from formats.errors import CheckpointError, one_line
-from formats.peft.lora_config import LoraConfig
+from formats.peft.lora_config import WEIGHTS, LoraConfig
 
-WEIGHTS = "adapter_model.safetensors"
 PICKLE = "adapter_model.bin"
 PREFIX = "base_model.model."
 ENDS = {".lora_A.weight": "A", ".lora_B.weight": "B"}

@@ -13,6 +13,7 @@ from formats.files.json_file import fits_float32, read_json
 from formats.patterns import StepBudget, regex
 
 ADAPTER_CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
 MAX_RANK = 1024  # far above ranks in use
 # PEFT writes the full name of each linear where ranks differ: 880 for 126 layers.

@@ -35,6 +35,7 @@ MOE_SHAPES = {
 }
 MOE_M = (1, 2, 4, 8, 16, 32, 64, 128, 512, 4096)
 MOST_CALLS = 16  # each of other tokens
+OF_8_BIT_INPUTS = ("moe_w8a8", "moe_fp8", "moe_fp8_block", "moe_w4a8", "moe_w4a8_fp8")
 SM90_VARIANTS = frozenset(name for name in NAMES if name.startswith("sm90_"))
 
 Make = Callable[[int, int, int], ExpertMatrix]  # of N, K and a seed
@@ -46,6 +47,15 @@ def _packed(N: int, K: int, seed: int) -> ExpertMatrix:
 
 def _fp4(kind: str) -> Make:
     return partial(random_fp4, kind)
+
+
+def _w4a8(scheme: str) -> Make:
+    parsed = Scheme.parse(scheme)
+
+    def make(N: int, K: int, seed: int) -> ExpertMatrix:
+        return with_activation(_packed(N, K, seed), parsed, None)
+
+    return make
 
 
 def _int8(N: int, K: int, seed: int) -> ExpertMatrix:
@@ -149,12 +159,12 @@ def _case(
         m=m,
         num_bytes=int(read * num_bytes) + 2 * E * C + 2 * m * C * 2,
         operations=2 * m * k * 3 * C * inner,
-        operation_rate=2 if op in ("moe_w8a8", "moe_fp8", "moe_fp8_block") else 1,
+        operation_rate=2 if op in OF_8_BIT_INPUTS else 1,
         calls=[lambda x=x: layer.run(x, zeros_MC) for x in xs],
         want=_want(xs[0], routes[0], weights),
         values=lambda normed_and_total: normed_and_total[1],
         # between the products the kernels round to bfloat16, some to 8 bits
-        allowed_error=7e-2 if bits == 8 else 1.5e-2,
+        allowed_error=7e-2 if bits == 8 or op in OF_8_BIT_INPUTS else 1.5e-2,
         baselines=others,
         tuned=(TUNED, tuned_problem(layer.prepared.problem, m)) if has_tiles else None,
     )
@@ -190,6 +200,8 @@ OPS: dict[str, BenchedOp] = {
     "moe_w4a16": _op("moe_w4a16", _packed, 4),
     "moe_mxfp4": _op("moe_mxfp4", _fp4("mxfp4"), 4),
     "moe_nvfp4": _op("moe_nvfp4", _fp4("nvfp4"), 4),
+    "moe_w4a8": _op("moe_w4a8", _w4a8("w4a8"), 4),
+    "moe_w4a8_fp8": _op("moe_w4a8_fp8", _w4a8("w4a8-fp8"), 4),
     "moe_w8a8": _op("moe_w8a8", _int8, 8),
     "moe_fp8": _op("moe_fp8", _float8("w8a8-fp8"), 8),
     "moe_fp8_block": _op(

@@ -12,7 +12,7 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 
 import triton
@@ -46,7 +46,9 @@ class CompilePool:
         self._num_workers = min(num_cores(), MAX_WORKERS) if num_workers is None else num_workers
         target = triton.runtime.driver.active.get_current_target()
         self._target = [target.backend, str(target.arch), str(target.warp_size)]
-        self._index = (folder or Path(triton.knobs.cache.dir)) / f"qserve-{self._version()}.json"
+        self.folder = folder or Path(triton.knobs.cache.dir)
+        self.version = self._version()
+        self._index = self.folder / f"qserve-{self.version}.json"
         self._done = self._read_index()
         self._processes: list[subprocess.Popen] = []
         if not self._done:
@@ -83,7 +85,17 @@ class CompilePool:
 
     def missing(self, jobs: Iterable[str]) -> int:
         """How many of the jobs the index does not name."""
-        return sum(digest(job) not in self._done for job in set(jobs))
+        return len(self.digests(jobs) - self._done)
+
+    @staticmethod
+    def digests(jobs: Iterable[str]) -> set[str]:
+        """Short names of jobs."""
+        return set(map(digest, jobs))
+
+    @property
+    def done(self) -> Set[str]:
+        """Digests of the compiled jobs."""
+        return self._done
 
     @property
     def num_processes(self) -> int:

@@ -42,7 +42,8 @@ class ExpertWeights:
 class ExpertStack:
     """One product of all experts in one weight: expert e has the outputs from e N on."""
 
-    kind: Literal["packed", "codes", "float"]
+    # packed: few bits, 16-bit inputs; w4a8: 4 bits, 8-bit inputs; codes: 8 bits on both sides
+    kind: Literal["packed", "w4a8", "codes", "float"]
     tensors: dict[str, torch.Tensor]
     spec: QuantSpec | None  # None: float
     activation: ActivationSpec | None

@@ -10,11 +10,14 @@ from qkernels.moe.config import fits
 from qkernels.moe.variants import NAMES, ON_REQUEST, VARIANTS, Layer
 from qkernels.problem import (
     HALF_DTYPES,
+    QUANTIZE_MAX_INPUTS,
     Problem,
     has_float8_products,
     needs_triton,
     needs_triton_on_gpu,
+    refuses_activation,
 )
+from qkernels.w4a8 import layout as w4a8
 from qkernels.wna16.layout import MIN_K_STEP, k_step
 
 
@@ -36,8 +39,13 @@ def triton_experts(problem: Problem) -> str | None:
         return None
     if activation is None:
         return _refuses_packed(problem)
+    if spec.bits == 4:
+        return _refuses_w4a8(problem)
     if spec.bits != 8 or not spec.symmetric or spec.type != activation.type:
-        return f"takes symmetric int8 or float8 on both sides, not {spec} and {activation}"
+        return (
+            "takes symmetric int8 or float8 on both sides, or symmetric 4-bit weights, not"
+            f" {spec} and {activation}"
+        )
     if spec.type == "float" and not has_float8_products():
         return "this GPU has no float8 products"
     if activation.per == "group":
@@ -62,12 +70,34 @@ def _refuses_packed(problem: Problem) -> str | None:
     return None
 
 
+def _refuses_w4a8(problem: Problem) -> str | None:
+    spec, activation = problem.spec, problem.activation
+    if spec.type != "int" or not spec.symmetric:
+        return f"takes symmetric 4-bit integer weights with 8-bit inputs, not {spec}"
+    reason = refuses_activation(activation)
+    if reason is not None:
+        return reason
+    for size in (problem.out_features, problem.in_features):
+        group = spec.group_length(size)
+        if group % w4a8.MIN_K_STEP or size % group:
+            return f"takes groups divisible by {w4a8.MIN_K_STEP}, not {group} of {size}"
+        if size > QUANTIZE_MAX_INPUTS:
+            return f"holds a row in registers: at most {QUANTIZE_MAX_INPUTS} inputs, not {size}"
+    if activation.type == "int":
+        return None
+    if problem.device == "cuda" and not has_float8_products():
+        return "this GPU has no float8 products"
+    if parse_choice(problem.requested).only == FIXED_ORDER:
+        return "adds float8 products in an order that depends on the number of tokens"
+    return None
+
+
 def explain_variants(problem: Problem) -> list[tuple[str, str]]:
     """(variant, how many tokens it takes or why none)."""
     spec, activation = problem.spec, problem.activation
     weight_only = spec is not None and activation is None
     layer = Layer(
-        kind="float" if spec is None else "packed" if weight_only else "codes",
+        kind="float" if spec is None else "packed" if weight_only else _kind_of_codes(spec.bits),
         spec=spec,
         num_experts=1,  # which variant refuses a layer depends on none of the zeros and ones
         top_k=1,
@@ -84,6 +114,10 @@ def explain_variants(problem: Problem) -> list[tuple[str, str]]:
         (each.name, choice.explained(each.name, each.refuses(layer), each.tokens))
         for each in (*VARIANTS, ON_REQUEST)
     ]
+
+
+def _kind_of_codes(bits: int) -> str:
+    return "w4a8" if bits == 4 else "codes"
 
 
 def fixed_order_on_cpu(problem: Problem) -> str | None:

@@ -4,7 +4,7 @@ The rows of gate and up alternate, eight of one and eight of the other. A thread
 fragment holds rows r and r + 8 of sixteen, so it has a gate and the up that belongs to it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,6 +18,8 @@ from formats.in_memory.weights import Weight, merge
 from qkernels import dispatch
 from qkernels.linear.rows import LINEAR
 from qkernels.moe.experts import ExpertMatrix, ExpertStack, is_packed, shape_of, spec_of
+from qkernels.w4a8 import layout as w4a8
+from qkernels.w4a8.prepack import prepacked_tensors
 from qkernels.wna16.layout import kernel_spec
 
 PAIR_ROWS = 8  # of gate, and then of up
@@ -74,6 +76,8 @@ def stack(
         if is_packed(on_device[0]) and activation is None:
             kind, tensors = "packed", _prepacked(on_device, dtype)
             spec = kernel_spec(spec, K)
+        elif isinstance(on_device[0], PackedWeight) and spec.bits == 4:
+            kind, tensors = "w4a8", _prepacked_w4a8(on_device)
         else:
             kind, tensors = "codes", _codes(_merged(on_device))
     return ExpertStack(
@@ -91,11 +95,28 @@ def _prepacked(
     matrices: Sequence[PackedWeight | Fp4Weight], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """As one prepacked weight, made of a few experts at a time to spare memory."""
-    N, K = shape_of(matrices[0])
     module = dispatch.module_of(LINEAR, f"w{matrices[0].spec.bits}a16")
+    return _together(matrices, lambda few: module.prepare_weight(few, dtype).tensors)
+
+
+def _prepacked_w4a8(matrices: Sequence[PackedWeight]) -> dict[str, torch.Tensor]:
+    """As one prepacked weight of W4A8, and the inputs' static scale if there is one."""
+    first = matrices[0]
+    block_k = w4a8.k_step(first.spec.group_length(first.in_features))
+    tensors = _together(matrices, lambda few: prepacked_tensors(few, block_k))
+    if first.input_scale is not None:
+        tensors["input_scale"] = first.input_scale
+    return tensors
+
+
+def _together(
+    matrices: Sequence[Weight], prepack: Callable[[Weight], dict[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """Tensors of all matrices under each other, made of a few at a time."""
+    N, K = shape_of(matrices[0])
     at_once = max(1, CODES_AT_ONCE // (N * K))
     parts = [
-        module.prepare_weight(_merged(matrices[first : first + at_once]), dtype).tensors
+        prepack(_merged(matrices[first : first + at_once]))
         for first in range(0, len(matrices), at_once)
     ]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

@@ -23,7 +23,7 @@ from qkernels.moe.experts import (
 from qkernels.moe.routing import Glu, Routes
 from qkernels.moe.stack import SCALE_INPUTS, stack
 from qkernels.moe.tiles_triton import ExpertsTile
-from qkernels.moe.triton_packed import experts_packed
+from qkernels.moe.triton_packed import experts_packed, experts_w4a8
 from qkernels.moe.triton_pairs import sort_pairs, sum_pairs
 from qkernels.moe.triton_plain import experts_plain
 from qkernels.moe.triton_wanted import wanted_experts, wanted_pairs
@@ -31,6 +31,7 @@ from qkernels.moe.tuned import measured_plan
 from qkernels.moe.variants import layer_of, plan_experts
 from qkernels.operands.split_k import LinearOutput, SplitKPartials
 from qkernels.rowwise import ops as rowwise
+from qkernels.w4a8 import layout as w4a8
 from qkernels.wna16.layout import TILE_N, k_step
 from qkernels.wna16.prepack import VALUE_OF_ZERO
 from qkernels.wna16.unpack.fp4_layout import fp4_words
@@ -230,11 +231,43 @@ def _product(
         )
         return
     dtype, x_scales = x.dtype, None
-    if weight.kind == "codes":
+    if weight.activation is not None:
         x, x_scales = rowwise.quantize_input(
             x, weight.activation, weight.tensors.get("input_scale")
         )
         x_scales = x_scales.contiguous()
+    if weight.kind == "w4a8":
+        group = weight.spec.group_length(K)
+        block_k = w4a8.k_step(group)
+        launch(
+            experts_w4a8,
+            grid,
+            x,
+            x_scales,
+            weight.tensors["packed"],
+            scales,
+            weight.bias_EN,
+            *lists,
+            shares_Mk,
+            y,
+            *sizes,
+            DTYPE=TRITON_DTYPE[dtype],
+            ROW_PAIRS=row_pairs,
+            STEPS_PER_GROUP=0 if group == K else group // block_k,
+            FACTOR=w4a8.code_factor(weight.activation.type),
+            INTEGERS=weight.activation.type == "int",
+            BM=config.block_m,
+            BN=config.block_n,
+            BK=block_k,
+            TILE_N=w4a8.TILE_N,
+            SPLIT=config.split,
+            STAGES=config.stages,
+            PDL=pdl,
+            USE_PTX=uses_ptx(x.device),
+            TILE=tile,
+            **options,
+        )
+        return
     matrix = weight.tensors["codes" if weight.kind == "codes" else "weight"]
     blocks = scales is not None and scales.ndim == 2
     block_k = SCALE_INPUTS if blocks else PLAIN_BLOCK_K[matrix.element_size()]
@@ -266,7 +299,7 @@ def _product(
 
 
 def _num_experts(weight: ExpertStack) -> int:
-    if weight.kind == "packed":
+    if "packed" in weight.tensors:
         return weight.tensors["packed"].shape[0] * TILE_N // weight.out_features
     return weight.tensors["codes" if weight.kind == "codes" else "weight"].shape[0] // (
         weight.out_features

@@ -1,9 +1,15 @@
-"""Products of experts with 4- or 8-bit weights or 4-bit floats, and 16-bit activations, in Triton.
+"""Products of experts with packed weights in Triton: with 16-bit or with 8-bit activations.
 
-One matrix holds all experts, prepacked as of a single linear (wna16/prepack.py): an expert's tiles
-of 64 outputs follow the one's before. The inner loop is that of wna16/triton_gemm.py: the weight is
-operand A; a scale multiplies the sums of a K step, or weights are scaled (4-bit floats). Rows of x
-are gathered.
+One matrix holds all experts, prepacked as of a single linear: an expert's tiles of 64 outputs
+follow the one's before. The weight is operand A. Rows of x are gathered.
+
+- `experts_packed`: 4- or 8-bit weights or 4-bit floats, and 16-bit activations. The layout is that
+  of wna16/prepack.py, the inner loop that of wna16/triton_gemm.py: a scale multiplies the sums of a
+  K step, or weights are scaled (4-bit floats).
+- `experts_w4a8`: 4-bit weights and 8-bit activations. The layout is that of w4a8/layout.py, the
+  inner loop that of w4a8/triton_gemm.py: codes are expanded to int8 or e4m3. The sum of a group is
+  an integer, or a float8 product's sum, and enters the float32 total by the group's scale; codes
+  with a scale for each output are summed as integers to the end.
 
 Legend: K inputs, N outputs of an expert, G groups; BM pairs, BN outputs, BK inputs of a tile.
 """
@@ -12,6 +18,7 @@ import triton
 import triton.language as tl
 
 from qkernels.moe.tiles_triton import clear_part, find_pairs, store_pairs
+from qkernels.w4a8.triton_gemm import expanded_weights
 from qkernels.wna16.triton_gemm import prefetch_groups
 from qkernels.wna16.unpack.fp4 import fp4_weights, prefetch_scales
 from qkernels.wna16.unpack.words import unpack
@@ -121,5 +128,91 @@ def experts_packed(
             bias = tl.load(bias_ptr + expert * N + tile_n * BN + row).to(tl.float32)
             total += tl.where(split == 0, bias, 0.0)[:, None]
         store_pairs(total, y_ptr, shares_ptr, pair, valid, tile_n, split, P, N, DTYPE, BN, BM, TILE)
+    elif TILE.partial and TILE.parts:
+        clear_part(ids_ptr, y_ptr, block, tile_n, split, P, N, E, BN, TILE)
+
+
+@triton.jit(do_not_specialize=["P"])
+def experts_w4a8(
+    x_ptr,  # codes [rows, K]
+    x_scales_ptr,  # [rows]
+    packed_ptr,  # [E N/64, K/BK, 64, BK/2]
+    scales_ptr,  # [E N/64, G, 64]; without groups float32 [E N]
+    bias_ptr,  # [E, N] or None
+    ids_ptr,  # [P]
+    sorted_ptr,  # [P], or None where ids are few
+    counts_ptr,  # [E], or None
+    shares_ptr,  # [P]
+    y_ptr,
+    P,
+    N,
+    K,
+    E,
+    DTYPE: tl.constexpr,  # of activations
+    ROW_PAIRS: tl.constexpr,  # pairs that share a row of x
+    STEPS_PER_GROUP: tl.constexpr,  # 0: a scale for each output, not for groups
+    FACTOR: tl.constexpr,  # how many times its value a code is in the product
+    INTEGERS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    TILE_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+    USE_PTX: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    PRODUCT: tl.constexpr = tl.int32 if INTEGERS else tl.float32
+    TO_THE_END: tl.constexpr = INTEGERS and STEPS_PER_GROUP == 0
+    SUM: tl.constexpr = tl.int32 if TO_THE_END else tl.float32
+    block, tile_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if PDL:
+        # the kernel before computes which experts are active
+        tl.extra.cuda.gdc_wait()
+    expert, pair, valid = find_pairs(ids_ptr, sorted_ptr, counts_ptr, block, P, E, BM, TILE)
+    if tl.sum(valid.to(tl.int32), 0) > 0:
+        row = tl.arange(0, BN)
+        steps = K // BK
+        first = split * steps // SPLIT
+        last = (split + 1) * steps // SPLIT
+        stored_tile = (expert * (N // BN) + tile_n) * (BN // TILE_N) + row // TILE_N
+        stored_row = row % TILE_N
+        x_row = (pair // ROW_PAIRS).to(tl.int64)
+        x_ptrs = x_ptr + x_row[None, :] * K + (first * BK + tl.arange(0, BK))[:, None]
+        packed_rows = (stored_tile.to(tl.int64) * steps + first) * TILE_N + stored_row
+        packed_ptrs = packed_ptr + packed_rows[:, None] * (BK // 2) + tl.arange(0, BK // 2)[None, :]
+        if STEPS_PER_GROUP > 0:
+            groups = steps // STEPS_PER_GROUP
+            scale_ptrs = scales_ptr + stored_tile * groups * TILE_N + stored_row
+        zero = tl.zeros((), tl.float32).to(x_ptr.dtype.element_ty)
+        total = tl.zeros((BN, BM), SUM)
+        for step in tl.range(first, last, num_stages=STAGES):
+            x = tl.load(x_ptrs, mask=valid[None, :], other=zero)
+            packed = tl.load(packed_ptrs, eviction_policy="evict_first")
+            weights = expanded_weights(packed, INTEGERS, BN, BK, USE_PTX)
+            if TO_THE_END:
+                total = tl.dot(weights, x, total, out_dtype=tl.int32)
+            else:
+                # the tensor core keeps 14 bits of a float8 sum: it is added in float32 each step
+                product = tl.dot(weights, x, out_dtype=PRODUCT).to(tl.float32)
+                if STEPS_PER_GROUP > 0:
+                    scale = tl.load(scale_ptrs + step // STEPS_PER_GROUP * TILE_N).to(tl.float32)
+                    factor = tl.broadcast_to((scale / FACTOR)[:, None], BN, BM)
+                    total = tl.fma(product, factor, total)
+                else:
+                    total += product
+            x_ptrs += BK
+            packed_ptrs += TILE_N * (BK // 2)
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
+        x_scales = tl.load(x_scales_ptr + x_row, mask=valid, other=0.0)
+        sums = total.to(tl.float32) * x_scales[None, :]
+        if STEPS_PER_GROUP == 0:
+            sums *= tl.load(scales_ptr + stored_tile * TILE_N + stored_row)[:, None]
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + expert * N + tile_n * BN + row).to(tl.float32)
+            sums += tl.where(split == 0, bias, 0.0)[:, None]
+        store_pairs(sums, y_ptr, shares_ptr, pair, valid, tile_n, split, P, N, DTYPE, BN, BM, TILE)
     elif TILE.partial and TILE.parts:
         clear_part(ids_ptr, y_ptr, block, tile_n, split, P, N, E, BN, TILE)

@@ -24,7 +24,7 @@ ANY = KernelChoice()
 class Layer:
     """A layer's experts, and the GPU they are on."""
 
-    kind: Literal["packed", "codes", "float"]
+    kind: Literal["packed", "w4a8", "codes", "float"]
     spec: QuantSpec | None
     num_experts: int  # that a token chooses from: pairs are divided over all of them
     top_k: int

@@ -22,11 +22,16 @@ def prepacked(
     float32 [N], divided by the factor of codes, which is a power of two.
     """
     packed = packed if device is None else packed.to(device)
+    tensors = prepacked_tensors(packed, block_k)
+    workspace(packed.device)
+    return PreparedWeight.of(packed, kernel=kernel, tensors=tensors, dtype=dtype, rounds_input=True)
+
+
+def prepacked_tensors(packed: PackedWeight, block_k: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of `prepacked`."""
     type = packed.activation.type
     if packed.scales_NG.shape[1] == 1:
         scales = (packed.scales_NG.float() / code_factor(type)).flatten().contiguous()
     else:
         scales = tiles_of_scales(packed.scales_NG)
-    tensors = {"packed": tiles_of_codes(packed.codes(), type, block_k), "scales": scales}
-    workspace(packed.device)
-    return PreparedWeight.of(packed, kernel=kernel, tensors=tensors, dtype=dtype, rounds_input=True)
+    return {"packed": tiles_of_codes(packed.codes(), type, block_k), "scales": scales}

@@ -157,7 +157,7 @@ def _expanded(packed, INTEGERS: tl.constexpr, USE_PTX: tl.constexpr):
 
 
 @triton.jit
-def _weights(
+def expanded_weights(
     packed, INTEGERS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, USE_PTX: tl.constexpr
 ):
     """Packed codes [BN, BK / 2] to operand A [BN, BK] in the order of the inputs."""
@@ -239,7 +239,7 @@ def _w4a8(
             x_ptrs += BK
         packed = tl.load(packed_ptrs, eviction_policy="evict_first")
         packed_ptrs += TILE_N * (BK // 2)
-        weights = _weights(packed, INTEGERS, BN, BK, USE_PTX)
+        weights = expanded_weights(packed, INTEGERS, BN, BK, USE_PTX)
         if INTEGERS and STEPS_PER_GROUP == 0:
             total = tl.dot(weights, x, total, out_dtype=tl.int32)
         else:

@@ -263,7 +263,7 @@ class Engine:
         self.scheduler.reset_prefix_cache()
 
     def use_idle_time(self) -> bool:
-        """Do up to 0.1 s of deferred start-up work. Returns False where none is left."""
+        """Do up to 0.05 s of deferred start-up work. Returns False where none is left."""
         return not self.operations.is_sleeping and self.workers.capture_next()
 
     def watch_ranks(self, on_death: Callable[[Exception], None]) -> None:

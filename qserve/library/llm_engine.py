@@ -42,15 +42,21 @@ class LLMEngine:
         self._builders: dict[str, OutputBuilder] = {}
         self._choices: dict[str, tuple[OutputBuilder, int]] = {}  # by the engine's id
         self._failure = ""
-        if self.engine.use_idle_time():  # else the first request would wait for it
-            with phase("Capturing the other CUDA graphs"):
-                while self.engine.use_idle_time():
-                    pass
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> "LLMEngine":
         """Load the model, under vLLM's name of the constructor."""
         return cls(engine_args)
+
+    def capture_graphs(self) -> None:
+        """Capture all CUDA graphs now; else each is captured when a step first needs it.
+
+        A capture takes about as long as Python takes to launch a step, 20 ms for 32 layers.
+        """
+        if self.engine.use_idle_time():
+            with phase("Capturing the other CUDA graphs"):
+                while self.engine.use_idle_time():
+                    pass
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer. It is loaded here: prompts of token ids need none."""

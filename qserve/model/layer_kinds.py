@@ -30,8 +30,13 @@ def sample_of_layers(decoder: Decoder) -> tuple[Decoder, list[int]]:
     return sample, numbers
 
 
+def launch_kind(value: object) -> object:
+    """Key that is equal for values with equal launches. Its repr is the same in every process."""
+    return _kind(value, ())
+
+
 def _kind(value: object, path: tuple[int, ...]) -> object:
-    """Key that is equal for values with equal launches. `path`: ids of the enclosing objects."""
+    """`launch_kind`. `path`: ids of the enclosing objects."""
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), tuple(value.stride()), value.dtype
     if isinstance(value, COUNTED):

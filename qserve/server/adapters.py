@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from formats.errors import InputError
-from formats.peft.lora import WEIGHTS
-from formats.peft.lora_config import ADAPTER_CONFIG
+from formats.peft.lora_config import ADAPTER_CONFIG, WEIGHTS
 from qserve.lora.request import LoRARequest
 from qserve.server.http.clients import Turns
 

@@ -22,7 +22,7 @@ from qserve.server.observability.tracing import Tracing
 from qserve.server.prepare.media import IN_OTHER_PROCESSES, MediaAccess
 from qserve.server.prepare.preparation import Preparation
 from qserve.server.prepare.worker import WorkerClient
-from qserve.server.prepare.worker_messages import Setup
+from qserve.server.prepare.worker_messages import LoadTokenizer, Setup
 from qserve.server.service import Service
 from qserve.server.store.store import ResponseStore
 from qserve.text.tokenizer import Tokenizer
@@ -53,13 +53,11 @@ class HostedModel:
     ) -> "HostedModel":
         """Load the model. Raises InputError."""
         metrics = Metrics(config.model_names(engine_config.model)[0], config.metrics_prefix)
-        tokenizer, client = await load(engine_config, config, engine, metrics)
-        preparation = None
+        tokenizer, client, preparation = await load(engine_config, config, engine, metrics)
         try:
             metrics.describe_cache(engine_config)
             if engine_config.enable_lora:
                 metrics.describe_adapters(engine_config.max_loras)
-            preparation = start_preparation(client, tokenizer, config)
             service = make_service(
                 client,
                 tokenizer,
@@ -77,8 +75,7 @@ class HostedModel:
             )
         except BaseException:
             await client.close()
-            if preparation is not None:
-                await preparation.close()
+            await preparation.close()
             raise
         watch = asyncio.create_task(metrics.watch_loop())
         return cls(service=service, client=client, preparation=preparation, watch=watch)
@@ -98,8 +95,8 @@ class HostedModel:
 
 async def load(
     config: EngineConfig, server: ServerConfig, engine: str, metrics: Metrics
-) -> tuple[Tokenizer, Engines]:
-    """Load the tokenizer here and the model in its process or processes, in parallel."""
+) -> tuple[Tokenizer, Engines, Preparation]:
+    """Load the tokenizer, here and in worker processes, and the model in its own, in parallel."""
     starting = asyncio.create_task(
         start_engines(
             config,
@@ -112,13 +109,21 @@ async def load(
             check=server.check,
         )
     )
+    setup: asyncio.Future[Setup] = asyncio.get_running_loop().create_future()
+    preparation = None
     try:
         tokenizer = await asyncio.to_thread(_load_tokenizer, config.model, config.tokenizer)
-        return tokenizer, await starting
+        preparation = start_preparation(tokenizer, server, setup)
+        client = await starting
+        setup.set_result(make_setup(client, tokenizer, server))
+        preparation.take_media(start_media_workers(client, tokenizer, server, setup.result()))
+        return tokenizer, client, preparation
     except BaseException:
         starting.cancel()
         with contextlib.suppress(asyncio.CancelledError, InputError):
             await (await starting).close()
+        if preparation is not None:
+            await preparation.close()
         raise
 
 
@@ -130,14 +135,36 @@ def _load_tokenizer(folder: str, files: str | None) -> Tokenizer:
     return Tokenizer(folder, files)
 
 
-def start_preparation(client: Engines, tokenizer: Tokenizer, config: ServerConfig) -> Preparation:
-    """Start the worker processes: one, one more if the model has a chat template, and those that
-    take images if the model does.
+def start_preparation(
+    tokenizer: Tokenizer, config: ServerConfig, setup: asyncio.Future[Setup]
+) -> Preparation:
+    """Start the worker processes of texts: one, and one more if the model has a chat template.
+
+    They wait for `setup`.
     """
+    load, arguments = _of_workers(tokenizer, config)
+    renderer = WorkerClient(load, setup, arguments) if tokenizer.has_chat_template else None
+    return Preparation(WorkerClient(load, setup, arguments), renderer)
+
+
+def start_media_workers(
+    client: Engines, tokenizer: Tokenizer, config: ServerConfig, setup: Setup
+) -> list[WorkerClient]:
+    """Start the worker processes that take images, if the model does."""
+    load, arguments = _of_workers(tokenizer, config)
+    access = MediaAccess.of(client, config)
+    return access.workers(load, setup, config.num_media_workers, arguments)
+
+
+def _of_workers(tokenizer: Tokenizer, config: ServerConfig) -> tuple[LoadTokenizer, list[str]]:
+    load = LoadTokenizer(folder=tokenizer.folder, tokenizer_folder=tokenizer.files)
+    return load, logs.arguments(config.log_level, config.log_format)
+
+
+def make_setup(client: Engines, tokenizer: Tokenizer, config: ServerConfig) -> Setup:
+    """Facts of a running engine that worker processes of texts need."""
     parsers, access = chosen_parsers(tokenizer, config), MediaAccess.of(client, config)
-    setup = Setup(
-        folder=tokenizer.folder,
-        tokenizer_folder=tokenizer.files,
+    return Setup(
         names=config.model_names(tokenizer.folder),
         defaults=load_defaults(tokenizer.folder),
         max_model_len=client.max_model_len,
@@ -148,7 +175,3 @@ def start_preparation(client: Engines, tokenizer: Tokenizer, config: ServerConfi
         structured_output_strict=config.structured_output_strict,
         without_media=access.refusal if access.limits is None else IN_OTHER_PROCESSES,
     )
-    arguments = logs.arguments(config.log_level, config.log_format)
-    renderer = WorkerClient(setup, arguments) if tokenizer.has_chat_template else None
-    media = access.workers(setup, config.num_media_workers, arguments)
-    return Preparation(WorkerClient(setup, arguments), renderer, media)

@@ -8,9 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.meta
 from tokenizers import Tokenizer as Backend
 
 from formats.errors import InputError, one_line
@@ -24,27 +21,10 @@ from qserve.text.token_bytes import is_byte_level, spelled_bytes
 REPLACEMENT = "\ufffd"  # decoders emit it for bytes that are not a character, or not yet
 # Names that transformers passes to a template besides the parameters of apply_chat_template.
 TEMPLATE_GLOBALS = {"messages", "raise_exception", "strftime_now"}
-RENDER_ERRORS = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    LookupError,
-    TypeError,
-    ValueError,
-)
 
 
 class TextError(InputError):
     """A tokenizer cannot be loaded, or a text or conversation cannot be tokenized."""
-
-
-class _Generation(jinja2.ext.Extension):
-    """Render the contents of transformers' own tag {% generation %}."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class Tokenizer:
@@ -192,7 +172,9 @@ class Tokenizer:
     @functools.cached_property
     def template_settings(self) -> frozenset[str]:
         """Names that the chat template reads and a request may set, such as enable_thinking."""
-        return self._template_names() - self.reserved_settings - {*jinja2.Environment().globals}
+        from qserve.text.template_names import DEFAULTS  # imports jinja2
+
+        return self._template_names() - self.reserved_settings - DEFAULTS
 
     @functools.cached_property
     def reserved_settings(self) -> frozenset[str]:
@@ -246,12 +228,13 @@ class Tokenizer:
 
     def _template_names(self, tools: list[dict] | None = None) -> frozenset[str]:
         """The names that the chat template reads."""
-        environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", _Generation])
+        from qserve.text.template_names import names_read  # imports jinja2
+
         try:
-            tree = environment.parse(self._tokenizer.get_chat_template(tools=tools))
-        except (jinja2.TemplateError, ValueError, RecursionError, MemoryError):
+            template = self._tokenizer.get_chat_template(tools=tools)
+        except ValueError:  # there is none, or none of several is the default
             return frozenset()
-        return frozenset(jinja2.meta.find_undeclared_variables(tree))
+        return names_read(template)
 
     def render_chat(
         self,
@@ -276,6 +259,8 @@ class Tokenizer:
                     "is not read by the model's chat template",
                     f"remove it; the template reads: {known}",
                 )
+        from qserve.text.template_names import RENDER_ERRORS  # imports jinja2
+
         try:
             return self._tokenizer.apply_chat_template(
                 messages,

@@ -20,11 +20,13 @@ def texts(outputs):
     return [[completion.text for completion in output.outputs] for output in outputs]
 
 
-def test_what_a_start_leaves_for_idle_time_is_done_at_once(quantized_5m, monkeypatch):
-    """Else the first call would capture CUDA graphs between its steps."""
+def test_graphs_are_captured_when_asked_for(quantized_5m, monkeypatch):
+    """A start leaves them to the steps that need them; a measurement asks for all."""
     pieces = [True] * 3
     monkeypatch.setattr(Engine, "use_idle_time", lambda _: bool(pieces) and pieces.pop())
-    LLM(quantized_5m, device="cpu", num_gpu_blocks_override=8, admission="fits")
+    llm = LLM(quantized_5m, device="cpu", num_gpu_blocks_override=8, admission="fits")
+    assert len(pieces) == 3
+    llm.capture_graphs()
     assert not pieces
 
 

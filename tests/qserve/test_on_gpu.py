@@ -8,6 +8,7 @@ import torch
 from calibrate.texts.evaluate import perplexity
 from qkernels import QuantLinear
 from qserve.engine.engine import Engine
+from qserve.engine.runner.graphs.cuda_graphs import StepGraphs
 from qserve.llm import LLM
 from qserve.params.sampling_params import SamplingParams
 
@@ -44,6 +45,46 @@ def test_graphs_and_steps_in_flight_change_no_token(quantized_5m):
     pairs = list(zip(with_graphs, greedy(without), strict=True))
     assert sum(a == b for a, b in pairs) >= 0.8 * len(pairs)
     assert all(a[0] == b[0] for a, b in pairs)
+
+
+@pytest.mark.parametrize("steps_in_flight", [0, 1])
+def test_whole_graphs_draw_the_same_tokens(quantized_5m, monkeypatch, steps_in_flight):
+    """Requests that end one by one, are drawn differently, and at times need masks or penalties."""
+    kinds = (
+        {"temperature": 0},
+        {"temperature": 1.0, "seed": 3},
+        {"temperature": 0.9, "top_k": 20, "top_p": 0.8, "min_p": 0.01, "seed": 4},
+    )
+    others = ({"logprobs": 1}, {"logit_bias": {5: 4.0}}, {"presence_penalty": 0.5}, {"n": 3})
+    whole = {"ignore_eos": True, "detokenize": False}
+    llm = make(quantized_5m)
+    llm.engine._max_in_flight = steps_in_flight
+    replays = []
+    replay = StepGraphs.replay_whole
+
+    def counted(graphs, key, *rest):
+        replays.append(key.num_requests)
+        return replay(graphs, key, *rest)
+
+    monkeypatch.setattr(StepGraphs, "replay_whole", counted)
+
+    def tokens():
+        found = []
+        for count in (1, 2, 3, 8, 9):
+            params = [
+                SamplingParams(max_tokens=5 + 7 * i, **kinds[i % 3], **whole) for i in range(count)
+            ]
+            if count < 8:  # one of them alone is in no whole graph, while it runs
+                params.append(SamplingParams(max_tokens=9, seed=1, **others[count % 4], **whole))
+            outputs = llm.generate(PROMPTS[: len(params)], params, use_tqdm=False)
+            found += [[each.token_ids for each in output.outputs] for output in outputs]
+        return found
+
+    with_whole = tokens()
+    assert set(replays) == {1, 2, 4, 8} and len(replays) > 100
+    replays.clear()
+    llm.engine.runner.graphs.whole = None
+    assert tokens() == with_whole and not replays
 
 
 def test_a_run_repeats_to_the_token(quantized_5m):

@@ -27,6 +27,7 @@ def bench_latency(model: str, engine: EngineConfig, settings: LatencySettings) -
     engine = local_config(engine)
     check_input_len(engine, settings.input_len, settings.output_len)
     llm = LLM(**dataclasses.asdict(engine))
+    llm.capture_graphs()
     random = np.random.default_rng(engine.seed)
     shape = (settings.batch_size, settings.input_len)
     prompts = random.integers(0, min(MOST_ID, llm.engine.vocab_size), shape).tolist()

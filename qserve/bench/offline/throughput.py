@@ -28,6 +28,7 @@ def bench_throughput(
     """Run `bench throughput`. Prompts share no prefix unless the data set says so."""
     engine = local_config(engine)
     llm = LLM(**dataclasses.asdict(engine))
+    llm.capture_graphs()
     text = TokenText(
         engine.tokenizer or data.tokenizer or engine.model,
         data.random_vocab_size or llm.engine.vocab_size,

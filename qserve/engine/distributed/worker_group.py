@@ -154,6 +154,11 @@ class WorkerGroup:
 
     def compile_kernels(self, largest_step: StepInput) -> None:
         """Compile in parallel the kernels of steps up to the largest (CUDA only)."""
+        if self._rank_group is None:
+            known = self._ours.known_shapes()
+            if known is not None:
+                self._shapes = known
+                return
         shapes = self._ours.warm_up_shapes()
         if self._rank_group is not None:
             self._rank_group.tell("warm_up_shapes")

@@ -233,6 +233,7 @@ class ModelRunner:
         longest, speculator = self.config.max_seq_len_to_capture, self.speculator
         self.graphs = StepGraphs(
             self._captured,
+            warm_up=self.sample().forward_logits,
             counts=(1,) if speculator is None else speculator.row_counts,
             max_rows=0 if speculator is None else speculator.max_rows,
             max_num_seqs=max_num_seqs,
@@ -248,6 +249,7 @@ class ModelRunner:
             chunk_sizes=self.chunk_sizes,
             media=self.media_buffers(),
             in_step=self._ranks.are_many,
+            with_whole=speculator is None and self.device.type == "cuda",
         )
         if speculator is not None:
             speculator.use_graphs(self.graphs)
@@ -275,10 +277,17 @@ class ModelRunner:
             return graphs is not None
         return speculator is not None and speculator.can_capture_next
 
+    @torch.inference_mode()
     def launch(self, step: StepInput) -> StepHandle:
         """Start a step on the device. Does not wait for it."""
-        self.launch_forward(step)
-        return self.launch_sampling(step)
+        key = self.graph_key_for(step, whole=True)
+        if key is None:
+            self.launch_forward(step)
+            return self.launch_sampling(step)
+        self._move_pages(step)
+        tokens = self.graphs.replay_whole(key, step, self._last_samples)
+        self._last_samples = self.graphs.whole.samples_R
+        return StepHandle(tokens=tokens)
 
     @torch.inference_mode()
     def launch_forward(self, step: StepInput) -> None:
@@ -320,14 +329,14 @@ class ModelRunner:
             done.record()
         self._under_way = LaunchedForward(outputs, logits_SV, prompts, pools, drafting, done)
 
-    def graph_key_for(self, step: StepInput) -> GraphKey | None:
-        """Key of the CUDA graph that the step runs in, or None."""
+    def graph_key_for(self, step: StepInput, *, whole: bool = False) -> GraphKey | None:
+        """Key of the graph of a step's forward pass, or of the whole step; None: there is none."""
         needs_hidden = step.prompt_rows is not None or step.pool_rows is not None
         if self.graphs is None or needs_hidden or self._splits(step):
             return None
         if self._is_divided(step):
             return None
-        return self.graphs.key_for(step)
+        return self.graphs.key_for(step, whole=whole)
 
     def _splits(self, step: StepInput) -> bool:
         """True for a step that is faster divided (split_step.py) than whole in a CUDA graph."""

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,7 @@ from tqdm import tqdm
 
 from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
+from qkernels.gpu.cache_keys import hash_compiler
 from qkernels.gpu.device import INTERPRETED
 from qkernels.gpu.launch import recorded_launches
 from qserve.config import EngineConfig
@@ -38,6 +40,7 @@ from qserve.engine.runner.out_of_memory import out_of_memory_is_named
 from qserve.engine.runner.rank_residence import RankResidence
 from qserve.engine.runner.replay import Replay
 from qserve.engine.runner.residence import Residence
+from qserve.engine.runner.start_record import StartRecord, start_key
 from qserve.engine.runner.step_handle import StepHandle
 from qserve.engine.runner.warm_up import warm_up_step, with_adapters
 from qserve.engine.start_phases import phase
@@ -85,10 +88,13 @@ class Worker:
         # Where no kernel was compiled yet, its processes start while the model is loaded. One rank
         # compiles; the others find the result on disk.
         self._compile_pool = None
+        self._record: StartRecord | None = None  # known_shapes fills it
         self.adapters: RankAdapters | None = None  # filled below with --enable-lora
         self.pages: RankPages | None = None  # open_pages fills both
         self.states: RankPages | None = None
         self.replay: Replay | None = None  # prepare_replay fills it
+        if self._plans_kernels:
+            threading.Thread(target=hash_compiler, name="compiler", daemon=True).start()
         if self._plans_kernels and ranks.rank == 0:
             self._compile_pool = _compile_pool(config)
         try:
@@ -214,7 +220,23 @@ class Worker:
         """Warm-up shapes that launch every kernel of this rank (CUDA only)."""
         if self.runner.device.type != "cuda":
             return []
-        return self.runner.warm_up_shapes(self._max_num_seqs, self._max_model_len)
+        with phase("Finding the shapes of warm-up steps"):
+            return self.runner.warm_up_shapes(self._max_num_seqs, self._max_model_len)
+
+    def known_shapes(self) -> list[WarmUpShape] | None:
+        """Warm-up shapes of an earlier start, if all of their kernels are compiled, else None.
+
+        `compile_kernels` writes what the next start finds here.
+        """
+        pool = self._compile_pool
+        if pool is None:
+            return None
+        key = start_key(self.runner, self._max_model_len, pool.version)
+        self._record = StartRecord(pool.folder, key)
+        shapes = self._record.read(pool.done)
+        if shapes is not None:
+            pool.close()
+        return shapes
 
     def compile_kernels(self, largest_step: StepInput, shapes: Sequence[WarmUpShape]) -> None:
         """Compile in parallel the kernels of steps up to the largest (CUDA only).
@@ -247,6 +269,8 @@ class Worker:
             tqdm(total=missing, desc="Compiling kernels", disable=None if missing else True) as bar,
         ):
             self._compile_pool.compile(jobs.values(), on_done=bar.update)
+        if self._record is not None and not self._compile_pool.missing(jobs.values()):
+            self._record.write(shapes, self._compile_pool.digests(jobs.values()))
 
     def num_pages_that_fit(self, largest_step: StepInput, most_pages: int) -> Fit:
         """Number of KV pages that fit in memory, and of snapshots of states.

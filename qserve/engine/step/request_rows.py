@@ -43,6 +43,7 @@ class RequestRows:
         self.has_rope_shifts = False  # some request had one
         # it has penalties, and its counts are not filled yet
         self.needs_history_N = np.zeros(num_rows, bool)
+        self._is_plain = [False] * num_rows  # neither bias, mask, penalties nor adapter
         self._num_pages_N = np.zeros(num_rows, np.int64)
         self._sampled_N = np.zeros(num_rows, np.int64)
         self._owners: list[Request | None] = [None] * num_rows
@@ -60,6 +61,18 @@ class RequestRows:
         for index in np.flatnonzero(num_pages != self._num_pages_N[rows]):
             self._add_pages(rows[index], requests[index].block_table)
         return rows
+
+    def are_plain(self, requests: list[Request]) -> bool:
+        """Update the rows of running requests. Returns whether words alone say how all are drawn.
+
+        And none has an adapter. For a few requests it is faster than `rows_of`.
+        """
+        for request in requests:
+            if request.row < 0:
+                self._enter(request)
+            if len(request.block_table) != self._num_pages_N[request.row]:
+                self._add_pages(request.row, request.block_table)
+        return all(self._is_plain[request.row] for request in requests)
 
     def take_sampled(self, rows_S: np.ndarray) -> None:
         """Record the rows that the newest step samples, in order. A request's last row counts."""
@@ -113,6 +126,10 @@ class RequestRows:
         )
         self.needs_history_N[row] = request.params.has_penalties
         self.adapter_slots_N[row] = request.adapter_slot
+        self._is_plain[row] = not (
+            self._has_bias_N[row] or self.has_mask_N[row] or request.params.has_penalties
+        )
+        self._is_plain[row] &= request.adapter_slot < 0
         self.state_slots_N[row] = request.state_slot
         self.rope_shifts_N[row] = request.rope_shift
         self.has_rope_shifts |= request.rope_positions is not None

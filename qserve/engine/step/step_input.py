@@ -25,6 +25,8 @@ from qserve.multimodal.media import MediaItem
 from qserve.multimodal.positions import positions_of
 from qserve.params.sampling_params import SamplingParams
 
+FEW_DECODES = 8
+
 
 def step_masks(
     requests: list[Request],
@@ -176,6 +178,8 @@ class StepInput:
 
         `is_split`: grammar masks may be added after the launch.
         """
+        if _is_few_decodes(plan, rows):
+            return cls._of_few_decodes(plan, page_size=page_size, rows=rows)
         requests, starts, counts, num_sampled = map(list, zip(*plan.chunks, strict=True))
         rows_R = rows.rows_of(requests)
         starts_R, counts_R = np.array(starts, np.int64), np.array(counts, np.int64)
@@ -267,6 +271,46 @@ class StepInput:
             ),
         )
 
+    @classmethod
+    def _of_few_decodes(cls, plan: StepPlan, *, page_size: int, rows: RequestRows) -> "StepInput":
+        """`build` for a step of `_is_few_decodes`, by numbers: arrays are slower for so few."""
+        token_ids, starts, slots, pending, indices = [], [], [], [], []
+        for index, (request, start, _, _) in enumerate(plan.chunks):
+            is_known = start < len(request.token_ids)
+            token_ids.append(request.token_ids[start] if is_known else 0)
+            if not is_known:
+                pending.append(index)
+            page, offset = divmod(start, page_size)
+            slots.append(request.block_table[page] * page_size + offset)
+            starts.append(start)
+            indices.append(request.row)
+        rows_R = np.array(indices, np.int64)
+        positions, pending_R = np.array(starts, np.int64), np.array(pending, np.int64)
+        width = table_width(max([len(chunk[0].block_table) for chunk in plan.chunks]))
+        words = rows.words_NP[rows_R]
+        words[:, POSITION] = positions + 1
+        pending_row = rows.sampled_rows(rows_R[pending_R])
+        rows.take_sampled(rows_R)
+        count = len(starts)
+        return cls(
+            token_ids_T=np.array(token_ids, np.int64),
+            positions_T=positions,
+            slots_T=np.array(slots, np.int64),
+            block_tables_RX=rows.tables_NX[rows_R, :width],
+            query_starts_R1=np.arange(count + 1, dtype=np.int32),
+            context_lengths_R=(positions + 1).astype(np.int32),
+            logits_rows_S=np.arange(count),
+            state_slots_R=rows.state_slots_N[rows_R],
+            max_query_len=1,
+            max_context_len=max(starts) + 1,
+            pending_index=pending_R,
+            pending_row=pending_row,
+            sample_words_SP=words,
+            sample_bias_E=np.zeros(0, np.int64),
+            page_moves=plan.moves,
+            state_moves=plan.state_moves,
+        )
+
     def with_masks(
         self, plan: StepPlan, rows: RequestRows, late: Collection[Request] = ()
     ) -> "StepInput":
@@ -356,6 +400,19 @@ class StepInput:
             block_tables_RX=np.zeros((num_requests, width), np.int32),
             max_context_len=max_context_len,
         )
+
+
+def _is_few_decodes(plan: StepPlan, rows: RequestRows) -> bool:
+    """True for a few decodes without drafts, media, masks, biases, penalties and adapters.
+
+    Updates the rows of their requests.
+    """
+    chunks = plan.chunks
+    if len(chunks) > FEW_DECODES or plan.drafting is not None or plan.media is not None:
+        return False
+    if rows.has_rope_shifts or any(chunk[2] != 1 or chunk[3] != 1 for chunk in chunks):
+        return False
+    return rows.are_plain([chunk[0] for chunk in chunks])
 
 
 def _token_ids(chunks: tuple[Chunk, ...]) -> tuple[np.ndarray, list[bool]]:

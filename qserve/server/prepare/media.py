@@ -1,5 +1,6 @@
 """Images and videos of requests on one server: the limits, or why they are refused."""
 
+import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -8,7 +9,7 @@ import msgspec
 from qserve.multimodal.reader import MediaReader
 from qserve.multimodal.settings import MediaLimits, MediaSettings
 from qserve.server.prepare.worker import WorkerClient
-from qserve.server.prepare.worker_messages import Setup
+from qserve.server.prepare.worker_messages import LoadTokenizer, Setup
 from qserve.server.requests.served_model import TEXT_ONLY
 from qserve.text.tokenizer import Tokenizer
 
@@ -41,12 +42,15 @@ class MediaAccess(NamedTuple):
             return cls(None, f"reads text only on this server: {engine.no_vision}")
         return cls(None)
 
-    def workers(self, setup: Setup, number: int, arguments: Sequence[str]) -> list[WorkerClient]:
+    def workers(
+        self, load: LoadTokenizer, setup: Setup, number: int, arguments: Sequence[str]
+    ) -> list[WorkerClient]:
         """Start the processes that read images; none if images are refused."""
         if self.limits is None:
             return []
-        own = msgspec.structs.replace(setup, media=self.limits, media_kinds=self.kinds)
-        return [WorkerClient(own, arguments) for _ in range(number)]
+        own = asyncio.get_running_loop().create_future()
+        own.set_result(msgspec.structs.replace(setup, media=self.limits, media_kinds=self.kinds))
+        return [WorkerClient(load, own, arguments) for _ in range(number)]
 
     def reader(self, tokenizer: Tokenizer) -> MediaReader | None:
         """A reader for this process; None: images are refused."""

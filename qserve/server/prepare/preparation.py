@@ -58,10 +58,15 @@ class Preparation:
 
         `media` take bodies with images or videos, one each.
         """
-        self._worker, self._renderer, self._media = worker, renderer, media
-        self._idle, self._seen = list(media), Turns(max(1, len(media)))
+        self._worker, self._renderer = worker, renderer
+        self.take_media(media)
         self._threads = ThreadPoolExecutor(NUM_THREADS, "preparation")
         self._short, self._long, self._rendered = Turns(NUM_THREADS), Turns(1), Turns(1)
+
+    def take_media(self, workers: Sequence[Worker]) -> None:
+        """Give bodies with images or videos to these workers, one each. Before the first body."""
+        self._media, self._idle = workers, list(workers)
+        self._seen = Turns(max(1, len(workers)))
 
     async def prepare(
         self, client: str, model: ServedModel, route: str, body: bytes | bytearray, arrival: Arrival

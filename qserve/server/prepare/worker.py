@@ -18,6 +18,7 @@ from qserve.server.prepare.worker_messages import (
     Answered,
     Failed,
     FromWorker,
+    LoadTokenizer,
     Prepare,
     Setup,
     decode,
@@ -60,9 +61,14 @@ class _Child:
 class WorkerClient:
     """A worker process, started by the constructor and restarted when it ends."""
 
-    def __init__(self, setup: Setup, arguments: Sequence[str] = ()) -> None:
-        """`arguments`: extra command-line arguments of the process."""
-        self._setup, self._arguments = setup, arguments
+    def __init__(
+        self, load: LoadTokenizer, setup: asyncio.Future[Setup], arguments: Sequence[str] = ()
+    ) -> None:
+        """The process loads its tokenizer, then waits for `setup`.
+
+        `arguments`: extra command-line arguments of the process.
+        """
+        self._load, self._setup, self._arguments = load, setup, arguments
         self._current = asyncio.create_task(self._start())
 
     async def ready(self) -> None:
@@ -78,8 +84,8 @@ class WorkerClient:
     ) -> Job | bytes:
         """Return the job of a body, or the whole answer; one call at a time. Raises ApiError."""
         seconds = CPU_SECONDS + CPU_SECONDS_PER_MIB * len(body) / 2**20
-        if self._setup.media is not None and any(each in body for each in VIDEO_TYPES):
-            limits = self._setup.media
+        limits = (await asyncio.shield(self._setup)).media
+        if limits is not None and any(each in body for each in VIDEO_TYPES):
             seconds += limits.max_videos * limits.video_seconds * NUM_THREADS
         message = Prepare(route=route, arrival=arrival, adapters=dict(adapters), seconds=seconds)
         child = None
@@ -106,7 +112,7 @@ class WorkerClient:
                 )
                 remedy = (
                     "Shorten it; if it is short, the model's chat template does not terminate."
-                    if self._setup.media is None
+                    if limits is None
                     else "Send fewer or smaller images or videos."
                 )
                 raise ApiError(
@@ -131,7 +137,8 @@ class WorkerClient:
             "qserve.server.prepare.worker_process", *self._arguments
         )
         try:
-            writer.write(encode(self._setup))
+            writer.write(encode(self._load))
+            writer.write(encode(await asyncio.shield(self._setup)))
             async with asyncio.timeout(START_SECONDS):
                 decode(await frames.read(reader), FromWorker)
         except BaseException:

@@ -10,11 +10,16 @@ from qserve.server.requests.job import Arrival, Job
 from qserve.server.requests.served_model import TEXT_ONLY
 
 
-class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """To the worker, once at the start: a ServedModel without its tokenizer."""
+class LoadTokenizer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """To the worker, first: load the tokenizer while the engine loads the model."""
 
     folder: str
     tokenizer_folder: str | None = None  # default: folder
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """To the worker, second, when the model is loaded: a ServedModel without its tokenizer."""
+
     names: tuple[str, ...]
     defaults: dict[str, float]
     max_model_len: int
@@ -59,7 +64,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     param: str | None
 
 
-ToWorker = Setup | Prepare
+ToWorker = LoadTokenizer | Setup | Prepare
 FromWorker = Loaded | Prepared | Answered | Failed
 
 _encoder = msgspec.msgpack.Encoder()

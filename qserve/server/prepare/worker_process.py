@@ -44,7 +44,9 @@ def main(argv: list[str] | None = None) -> int:
     # The server recognizes an exceeded time limit by the exit code.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     try:
-        model = _load(decode(frames.receive(connection), ToWorker))
+        load = decode(frames.receive(connection), ToWorker)
+        tokenizer = Tokenizer(load.folder, load.tokenizer_folder)
+        model = _served(tokenizer, decode(frames.receive(connection), ToWorker))
         _limit_memory()
         connection.sendall(encode(Loaded()))
         while True:
@@ -71,10 +73,10 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
-def _load(setup: Setup) -> ServedModel:
-    tokenizer, media = Tokenizer(setup.folder, setup.tokenizer_folder), None
+def _served(tokenizer: Tokenizer, setup: Setup) -> ServedModel:
+    media = None
     if setup.media is not None:
-        media = MediaReader(setup.folder, tokenizer.encode, setup.media, setup.media_kinds)
+        media = MediaReader(tokenizer.folder, tokenizer.encode, setup.media, setup.media_kinds)
         media.load()  # its address space is not counted as that of a body
     return ServedModel(
         names=setup.names,

@@ -235,6 +235,10 @@ SCHEMES = {
     "w8a8-fp8": 3e-2,
     "w8a8-fp8-block": 3e-2,
     "w8a8-static": 6e-3,
+    "w4a8-g32": 6e-3,
+    "w4a8-channel": 6e-3,
+    "w4a8-fp8-g32": 3e-2,
+    "w4a8-fp8-channel": 3e-2,
     None: 2e-3,
 }
 

@@ -43,3 +43,16 @@ def test_it_is_settled_once():
     update = jit.DependenciesFinder._update_hash
     settle_cache_keys()
     assert jit.DependenciesFinder._update_hash is update
+
+
+def test_the_compilers_part_is_computed_where_triton_looks_for_it():
+    """In a thread; Triton's own call then returns at once."""
+    from triton.runtime import cache
+
+    from qkernels.gpu.cache_keys import hash_compiler
+
+    hash_compiler()
+    before = cache.triton_key.cache_info()
+    assert cache.triton_key()
+    assert cache.triton_key.cache_info().hits == before.hits + 1
+    assert cache.triton_key.cache_info().misses == before.misses

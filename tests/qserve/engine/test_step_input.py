@@ -12,6 +12,7 @@ from qkernels.sampling.words import BIAS_END, BIAS_START, SampleRow
 from qserve.engine.kv_cache.block_pool import BlockPool
 from qserve.engine.request import Request, Status
 from qserve.engine.scheduling.scheduler import Chunk, Scheduler, StepPlan
+from qserve.engine.step import step_input
 from qserve.engine.step.request_rows import RequestRows
 from qserve.engine.step.step_input import StepInput
 from qserve.params.sampling_params import ParameterError, SamplingParams
@@ -207,3 +208,48 @@ def test_a_step_survives_the_trip_to_another_process(num_steps):
 def test_out_of_range_parameters_are_refused(field, value):
     with pytest.raises(ParameterError, match=field):
         SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_few_decodes_are_built_as_many_are(seed, monkeypatch):
+    """Steps of a few requests take a path of their own, to the same arrays."""
+    kinds = ({}, {"temperature": 0.8, "top_p": 0.9, "top_k": 3}, {"logprobs": 2}, {"min_tokens": 1})
+
+    def steps(most_few):
+        draw = np.random.default_rng(seed + 100)
+        monkeypatch.setattr(step_input, "FEW_DECODES", most_few)
+        rows = RequestRows(4)
+        requests = [request(range(2, 4 + i), **kinds[i * (seed > 3)]) for i in range(4)]
+        for each in requests:
+            each.block_table = draw.permutation(40)[:3].tolist()
+        for number in range(14):
+            chosen = [each for each in requests if draw.random() < 0.7] or requests[:1]
+            if number == 9:
+                requests[1].status = Status.FINISHED
+                requests[1] = request([5, 6, 7])
+                chosen = requests
+            chunks = []
+            for each in chosen:
+                start = len(each.token_ids) - 1
+                if draw.random() < 0.5:  # its token is in flight
+                    start += 1
+                each.block_table += [int(draw.integers(40))] * (start // 4 >= len(each.block_table))
+                chunks.append(Chunk(request=each, start=start, count=1, num_sampled=1))
+            yield StepInput.build(StepPlan(chunks=tuple(chunks)), page_size=4, rows=rows)
+            for each in chosen:
+                each.token_ids.append(int(draw.integers(2, 99)))
+
+    built = []
+    of_few = StepInput._of_few_decodes
+    monkeypatch.setattr(
+        StepInput, "_of_few_decodes", lambda *a, **k: built.append(1) or of_few(*a, **k)
+    )
+    few, many = list(steps(8)), list(steps(0))
+    assert len(built) == 14 if seed <= 3 else 0 < len(built) < 14
+    for one, other in zip(few, many, strict=True):
+        for field in fields(StepInput):
+            got, want = getattr(one, field.name), getattr(other, field.name)
+            if isinstance(want, np.ndarray):
+                assert got.dtype == want.dtype and np.array_equal(got, want), field.name
+            else:
+                assert got == want and type(got) is type(want), field.name

@@ -152,7 +152,7 @@ def test_chunks_of_many_pairs_are_in_no_graph(model_of, monkeypatch):
     """A CUDA graph computes all rows over entries."""
 
     class Graphs:
-        def key_for(self, step):
+        def key_for(self, step, *, whole=False):
             return "graph"
 
     runner = LLM(model_of("deepseek_v2"), device="cpu", max_model_len=96).engine.runner

@@ -85,7 +85,13 @@ def test_transformers_reads_quantized_experts_and_the_float_routing(written, fam
 
 @pytest.mark.parametrize(
     ("family", "scheme"),
-    [("mixtral", "w8a8"), ("qwen2_moe", "w8a8-fp8"), ("glm4_moe", "w8a8-static")],
+    [
+        ("mixtral", "w8a8"),
+        ("qwen2_moe", "w8a8-fp8"),
+        ("glm4_moe", "w8a8-static"),
+        ("qwen3_moe", "w4a8-g32"),
+        ("mixtral", "w4a8-fp8-g32"),
+    ],
 )
 def test_inputs_of_experts_are_rounded(written, tiny_model, family, scheme):
     folder = written(scheme, "compressed-tensors", family)

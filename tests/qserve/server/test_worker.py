@@ -13,7 +13,7 @@ from qserve.server.http.errors import ApiError
 from qserve.server.prepare import worker as module
 from qserve.server.prepare.preparation import LARGE_BYTES, Preparation
 from qserve.server.prepare.worker import WorkerClient
-from qserve.server.prepare.worker_messages import Setup
+from qserve.server.prepare.worker_messages import LoadTokenizer, Setup
 from qserve.server.requests.job import Arrival
 from qserve.text.tokenizer import TextError, Tokenizer
 
@@ -54,8 +54,8 @@ def test_template_without_end_is_a_refusal(hostile, text, words):
 @pytest.mark.exhaustive
 def test_template_that_loops_ends_its_process_alone(hostile, monkeypatch):
     monkeypatch.setattr(module, "CPU_SECONDS", 0.5)
-    setup = Setup(
-        folder=str(hostile),
+    load = LoadTokenizer(folder=str(hostile))
+    facts = Setup(
         names=("m",),
         defaults={},
         max_model_len=256,
@@ -67,8 +67,12 @@ def test_template_that_loops_ends_its_process_alone(hostile, monkeypatch):
     )
 
     async def scenario():
-        client = WorkerClient(setup)
+        setup = asyncio.get_running_loop().create_future()
+        client = WorkerClient(load, setup)
         try:
+            with pytest.raises(TimeoutError):  # the engine is still loading its model
+                await asyncio.wait_for(client.ready(), 0.5)
+            setup.set_result(facts)
             await client.ready()
             pids = [client._current.result().process.pid]
             for text in ("hello", "loop", "hello", "memory", "hello"):

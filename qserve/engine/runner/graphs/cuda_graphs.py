@@ -19,9 +19,11 @@ import torch
 from qserve.engine.runner.graphs.capture import capture
 from qserve.engine.runner.graphs.media_buffers import MediaBuffers
 from qserve.engine.runner.graphs.step_buffers import GraphKey, StepBuffers, StepOutputs
+from qserve.engine.runner.graphs.whole_steps import MAX_ROWS, WholeSteps, is_whole
 from qserve.engine.runner.out_of_memory import ran_out
 from qserve.engine.step.device_step import Batch
 from qserve.engine.step.step_input import StepInput, table_width
+from qserve.engine.step.transfer import HostCopy
 
 logger = logging.getLogger(__name__)
 
@@ -62,13 +64,15 @@ def graph_keys(
     with_adapters: bool = False,
     chunk_sizes: Collection[int] = CHUNK_SIZES,
     with_media: bool = False,
+    with_whole: bool = False,
 ) -> list[GraphKey]:
     """Keys of the graphs to capture, smallest first.
 
     `counts`: tokens of each request of a decode: 1, and more with drafts, of which there are at
     most `max_rows` in total. Chunks have two sizes of requests: a padding request costs attention
     blocks and rows of the head. `with_adapters` adds a copy of each key for steps with adapters,
-    `with_media` one of each chunk's for steps with media.
+    `with_media` one of each chunk's for steps with media, `with_whole` one of each small decode's
+    for whole steps.
     """
     most = max(max_num_seqs, max_rows)  # sampled rows of a chunk
     decodes = [
@@ -84,13 +88,21 @@ def graph_keys(
         for requests in (FEW_REQUESTS, most)
     }
     keys = [*decodes, *chunks]
+    if with_whole:
+        small = [key for key in decodes if key.count == 1 and key.num_requests <= MAX_ROWS]
+        whole = [replace(key, is_whole=True) for key in small]
     if with_adapters:
         keys += [replace(key, has_adapters=True) for key in keys]
     if with_media:
         keys += [replace(key, has_media=True) for key in chunks]
-    return sorted(
-        keys, key=lambda key: (key.num_tokens, key.num_requests, key.has_adapters, key.has_media)
-    )
+    if with_whole:
+        keys += whole
+    return sorted(keys, key=_order)
+
+
+def _order(key: GraphKey) -> tuple[int, ...]:
+    sizes = key.num_tokens, key.num_requests
+    return *sizes, key.has_adapters, key.has_media, key.is_whole
 
 
 def graph_rows(keys: Collection[GraphKey]) -> dict[str, list[int]]:
@@ -100,8 +112,10 @@ def graph_rows(keys: Collection[GraphKey]) -> dict[str, list[int]]:
     return {"decode": sorted(decodes), "chunk": sorted(chunks)}
 
 
-def smallest_key(keys: list[GraphKey], step: StepInput) -> GraphKey | None:
-    """Return the first of `keys` that holds a step, or None."""
+def smallest_key(
+    keys: list[GraphKey], step: StepInput, *, is_whole: bool = False
+) -> GraphKey | None:
+    """Return the first of `keys` that holds a step, or None. `is_whole`: of whole steps."""
     count, has_adapters = step.rows_each, step.adapter_slots_T is not None
     is_decode = count > 0 and not step.has_media
     is_chunk = not is_decode or all(key.is_chunk or key.count != count for key in keys)
@@ -111,6 +125,8 @@ def smallest_key(keys: list[GraphKey], step: StepInput) -> GraphKey | None:
         fits = key.num_tokens >= step.num_tokens and key.num_requests >= num_rows
         if key.has_adapters != has_adapters or key.has_media != step.has_media:
             continue
+        if key.is_whole != is_whole:
+            continue
         if fits and key.is_chunk == is_chunk and (is_chunk or key.count == count):
             return key
     return None
@@ -118,9 +134,9 @@ def smallest_key(keys: list[GraphKey], step: StepInput) -> GraphKey | None:
 
 def first_keys(keys: list[GraphKey]) -> list[GraphKey]:
     """Keys to capture at the start, largest first: the smaller graphs then fit into its memory."""
-    sorts: dict[tuple[int, bool, bool], list[GraphKey]] = {}
+    sorts: dict[tuple[int, ...], list[GraphKey]] = {}
     for key in keys:
-        sort = 0 if key.is_chunk else key.count, key.has_adapters, key.has_media
+        sort = 0 if key.is_chunk else key.count, key.has_adapters, key.has_media, key.is_whole
         sorts.setdefault(sort, []).append(key)
     ends = [key for of_sort in sorts.values() for key in (of_sort[0], of_sort[-1])]
     return sorted(set(ends), key=keys.index, reverse=True)
@@ -133,12 +149,14 @@ class StepGraphs:
         self,
         step: Callable[[Batch], StepOutputs],
         *,
+        warm_up: Callable[[Batch], object],
         max_num_seqs: int,
         max_num_tokens: int,
         max_context_len: int,
         page_size: int,
         device: torch.device,
         in_step: bool = False,
+        with_whole: bool = False,
         counts: Collection[int] = (1,),
         max_rows: int = 0,
         with_adapters: bool = False,
@@ -149,12 +167,14 @@ class StepGraphs:
     ) -> None:
         """Create the graphs of `step` and capture the first ones.
 
+        `warm_up` launches every kernel of `step`, of fewer layers.
         `counts`, `max_rows` and `chunk_sizes` are those of graph_keys. Steps with a longer context
         than `max_context_len` use no graph. `in_step`: other ranks capture and replay the same
-        graphs in the same order. `media`: None: steps with media use no graph.
+        graphs in the same order. `media`: None: steps with media use no graph. `with_whole`: small
+        decodes have whole graphs, too.
         """
         self.in_step = in_step
-        self._step = step
+        self._step, self._warm_up = step, warm_up
         self._device = device
         self._keys = graph_keys(
             max_num_seqs,
@@ -164,6 +184,7 @@ class StepGraphs:
             with_adapters,
             chunk_sizes,
             with_media=media is not None,
+            with_whole=with_whole,
         )
         self.media = media
         width = -(-max_context_len // page_size)
@@ -178,6 +199,10 @@ class StepGraphs:
             with_states=with_states,
             with_rope_shifts=with_rope_shifts,
         )
+        self.whole: WholeSteps | None = None
+        if with_whole:
+            words = [self._buffers.num_words(key) for key in self._keys if key.is_whole]
+            self.whole = WholeSteps(max(words), device)
         self._batches: dict[GraphKey, Batch] = {}
         self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, StepOutputs]] = {}
         self._pool: tuple[int, int] | None = None
@@ -229,37 +254,67 @@ class StepGraphs:
         return True
 
     def _capture(self, key: GraphKey) -> None:
-        """Capture a graph: about 0.1 s for 32 layers; waits for the in-flight step."""
-        self._buffers.pad_(key)
+        """Capture a graph: about 0.03 s for 32 layers; waits for the in-flight step."""
         batch = self.batch_of(key)
-        self._step(batch)  # compiles kernels, which is not allowed in a capture
+        # compiles and loads kernels, which is not allowed in a capture
+        if key.is_whole:
+            with self.whole.kept_samples():
+                self._buffers.pad_entry_(key, self.whole.entry())
+                self._run_whole(key, batch, self._warm_up)
+                self.whole.launched(0)
+        else:
+            self._buffers.pad_(key)
+            self._warm_up(batch)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with capture(graph, self._pool):
-            outputs = self._step(batch)
+            run = self._run_whole if key.is_whole else self._run
+            outputs = run(key, batch, self._step)
         self._pool = self._pool or graph.pool()
         self._graphs[key] = graph, outputs
         self._batches[key] = batch
+
+    def _run(
+        self, key: GraphKey, batch: Batch, step: Callable[[Batch], StepOutputs]
+    ) -> StepOutputs:
+        return step(batch)
+
+    def _run_whole(
+        self, key: GraphKey, batch: Batch, step: Callable[[Batch], StepOutputs]
+    ) -> StepOutputs:
+        """Run a step with its inputs from the ring and its tokens to the other one."""
+        self.whole.receive_(self._buffers.words(key), key.num_tokens)
+        outputs = step(batch)
+        self.whole.sample_(outputs.logits_SV, self._buffers.sample_words(key))
+        return outputs
 
     def batch_of(self, key: GraphKey) -> Batch:
         """Views of a graph's inputs."""
         batch = self._buffers.batch(key, self._max_context_len)
         return batch if self.media is None or not key.has_media else self.media.attach(batch)
 
-    def key_for(self, step: StepInput) -> GraphKey | None:
-        """The smallest graph that holds a step, captured now if necessary, or None."""
+    def key_for(self, step: StepInput, *, whole: bool = False) -> GraphKey | None:
+        """The smallest graph that holds a step, captured now if necessary, or None.
+
+        `whole`: only a graph that includes the step's inputs and sampling.
+        """
+        if whole and (self.whole is None or not is_whole(step)):
+            return None
         if step.max_context_len > self._max_context_len:
             return None
         # includes pages of tokens still to come
         if step.block_tables_RX.shape[1] > self._table_width:
             return None
-        key = smallest_key(self._keys, step)
-        return key if key is None or self._has(key) else smallest_key(self._keys, step)
+        key = smallest_key(self._keys, step, is_whole=whole)
+        if key is None or self._has(key):
+            return key
+        return smallest_key(self._keys, step, is_whole=whole)
 
     @property
     def decode_keys(self) -> list[GraphKey]:
         """Captured graphs of requests with equally many tokens, smallest first."""
-        return [key for key in self._keys if key in self._batches and not key.is_chunk]
+        keys = (key for key in self._keys if not (key.is_chunk or key.is_whole))
+        return [key for key in keys if key in self._batches]
 
     def padded(self, key: GraphKey) -> Batch:
         """The input buffers of a graph, filled with padding only."""
@@ -279,6 +334,18 @@ class StepGraphs:
         """Assert that the buffers hold a step for this graph; the layouts of graphs differ."""
         holds = self._buffers.holds
         assert holds == key, f"the buffers hold a step of {holds}, not of {key}: call fill_ first"
+
+    def replay_whole(
+        self, key: GraphKey, step: StepInput, last_samples: torch.Tensor | None
+    ) -> HostCopy:
+        """Run a whole step. Returns its tokens on their way to the host.
+
+        `last_samples`: tokens of the step before, of which pending ones are taken.
+        """
+        token_ids_T = self.whole.token_ids(step, last_samples)
+        self._buffers.fill_entry_(key, step, token_ids_T, self.whole.entry())
+        self._graphs[key][0].replay()
+        return self.whole.launched(step.num_sampled)
 
     def replay(self, key: GraphKey) -> StepOutputs:
         """Run the graph on the buffers. Its results are valid until the next replay.

@@ -12,6 +12,7 @@ import torch
 
 from qkernels.causal_conv.state import NO_SLOT
 from qkernels.lora.weights import NO_ADAPTER
+from qkernels.sampling.words import NUM_WORDS
 from qserve.engine.step.device_step import Batch
 from qserve.engine.step.step_input import StepInput
 from qserve.engine.step.transfer import PinnedCopies, on_host
@@ -30,6 +31,7 @@ class StepOutputs:
 
 
 PADDING_SLOT = -1
+SAMPLE_WORDS = "sample_words_SP"
 ALIGNMENT = 16  # bytes, as kernels require
 
 
@@ -42,6 +44,7 @@ class GraphKey:
     num_requests: int
     has_adapters: bool = False  # needs other kernels; a step without adapters is faster
     has_media: bool = False  # begins with embeddings (media_buffers.py)
+    is_whole: bool = False  # a decode with its inputs and sampling (whole_steps.py)
 
     @property
     def count(self) -> int:
@@ -93,8 +96,8 @@ class StepBuffers:
         tensors = {"logits_rows_S": self._rows[: key.num_tokens]}
         tensors["query_starts_R1"] = self._starts[: key.num_tokens + 1 : key.count].contiguous()
         for field in self._fields[key]:
-            dtype = torch.int64 if field.dtype is np.int64 else torch.int32
-            tensors[field.name] = self._bytes[field.offset : field.end].view(dtype)
+            if field.name != SAMPLE_WORDS:
+                tensors[field.name] = self._view(field)
         return Batch(
             **tensors,
             block_tables_RX=self._tables_RX[: key.num_requests],
@@ -102,11 +105,48 @@ class StepBuffers:
             max_context_len=max_context_len,
         )
 
+    def _view(self, field: _Field) -> torch.Tensor:
+        dtype = torch.int64 if field.dtype is np.int64 else torch.int32
+        return self._bytes[field.offset : field.end].view(dtype)
+
+    def sample_words(self, key: GraphKey) -> torch.Tensor:
+        """Sampling parameters [S, P] of a whole step, in its inputs."""
+        field = next(each for each in self._fields[key] if each.name == SAMPLE_WORDS)
+        return self._view(field).view(key.num_requests, NUM_WORDS)
+
+    def words(self, key: GraphKey) -> torch.Tensor:
+        """All inputs of a graph but its block tables, int64, at their fixed address."""
+        return self._bytes.view(torch.int64)[: self.num_words(key)]
+
+    def num_words(self, key: GraphKey) -> int:
+        """Length of `words`."""
+        return _whole_words(self._fields[key][-1].end) // 8
+
+    def pad_entry_(self, key: GraphKey, entry: np.ndarray) -> None:
+        """Fill an entry of the host's ring with padding only."""
+        self._pack_(key, _nothing(self._fields[key]), entry)
+        self.holds = key
+
+    def fill_entry_(
+        self, key: GraphKey, step: StepInput, token_ids_T: np.ndarray, entry: np.ndarray
+    ) -> None:
+        """Fill an entry of the host's ring with a step, which a whole graph copies to the buffers.
+
+        The block tables are copied now.
+        """
+        arrays = {
+            field.name: getattr(step, field.name)
+            for field in self._fields[key]
+            if field.name != SAMPLE_WORDS
+        }
+        arrays |= {"token_ids_T": token_ids_T, SAMPLE_WORDS: step.sample_words_SP.ravel()}
+        self._pack_(key, arrays, entry)
+        self.holds = key
+        self._fill_tables_(step.block_tables_RX)
+
     def pad_(self, key: GraphKey) -> None:
         """Fill the buffers with padding only."""
-        empty = {field.name: np.zeros(0, field.dtype) for field in self._fields[key]}
-        empty["query_starts_R1"] = np.zeros(1, np.int32)
-        self._fill_(key, empty)
+        self._fill_(key, _nothing(self._fields[key]))
 
     def fill_(self, key: GraphKey, step: StepInput) -> None:
         """Copy a step into the buffers. Does not wait for the device."""
@@ -114,9 +154,11 @@ class StepBuffers:
         if arrays.get("rope_shifts_T", 0) is None:  # no request had an image yet
             arrays["rope_shifts_T"] = np.zeros(0, np.int64)
         self._fill_(key, arrays)
+        self._fill_tables_(step.block_tables_RX)
+
+    def _fill_tables_(self, tables_RX: np.ndarray) -> None:
         # Columns beyond a request's pages are never read, nor rows beyond the requests. Most steps
         # have the same block tables as the previous one.
-        tables_RX = step.block_tables_RX
         if not np.array_equal(tables_RX, self._sent_RX):
             rows, columns = tables_RX.shape
             tables = on_host(tables_RX, self._device)
@@ -124,14 +166,26 @@ class StepBuffers:
             self._sent_RX = tables_RX
 
     def _fill_(self, key: GraphKey, arrays: dict[str, np.ndarray]) -> None:
-        fields, self.holds = self._fields[key], key
-        packed = np.zeros(_whole_words(fields[-1].end), np.uint8)
-        for field in fields:
+        self.holds = key
+        packed = np.zeros(self.num_words(key), np.int64)
+        self._pack_(key, arrays, packed)
+        self._copies.send_(packed, self._bytes.view(torch.int64))
+
+    def _pack_(self, key: GraphKey, arrays: dict[str, np.ndarray], packed: np.ndarray) -> None:
+        """Write a graph's inputs into int64 words."""
+        packed = packed.view(np.uint8)
+        for field in self._fields[key]:
             array = arrays[field.name]
             target = packed[field.offset : field.end].view(field.dtype)
             target[: len(array)] = array
             target[len(array) :] = array[-1] if field.padding is None else field.padding
-        self._copies.send_(packed.view(np.int64), self._bytes.view(torch.int64))
+
+
+def _nothing(fields: Collection[_Field]) -> dict[str, np.ndarray]:
+    """Arrays of a step without tokens."""
+    empty = {field.name: np.zeros(0, field.dtype) for field in fields}
+    empty["query_starts_R1"] = np.zeros(1, np.int32)
+    return empty
 
 
 def _whole_words(size: int) -> int:
@@ -159,6 +213,9 @@ def _fields(
         specs.append(("state_slots_R", np.int32, requests, NO_SLOT))
     if with_rope_shifts:
         specs.append(("rope_shifts_T", np.int64, tokens, 0))
+    if key.is_whole:
+        # -1 in all words: greedy, nothing reported, no bias
+        specs.append((SAMPLE_WORDS, np.int64, requests * NUM_WORDS, -1))
     fields, offset = [], 0
     for name, dtype, size, padding in specs:
         fields.append(_Field(name, dtype, offset, size, padding))

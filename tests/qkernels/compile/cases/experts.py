@@ -138,6 +138,17 @@ EXPERTS: dict[str, Case] = {
         product="wgmma",
         least=89,
     ),
+    "experts w4a8 M=1": Case(run=lambda: experts(1, QWEN3_30B, "w4a8"), product="wgmma"),
+    "experts w4a8 M=512": Case(
+        run=lambda: experts(512, QWEN3_30B, "w4a8-channel"), quick=SM90, product="wgmma"
+    ),
+    "experts w4a8 M=4096": Case(run=lambda: experts(4096, MIXTRAL, "w4a8"), product="wgmma"),
+    "experts w4a8-fp8 M=8": Case(
+        run=lambda: experts(8, MIXTRAL, "w4a8-fp8"), product="wgmma", least=89
+    ),
+    "experts w4a8-fp8 M=4096": Case(
+        run=lambda: experts(4096, QWEN3_30B, "w4a8-fp8"), product="wgmma", least=89
+    ),
     **{
         f"experts of a rank, {scheme} M={M}": Case(
             run=functools.partial(experts, M, shape, scheme, True), product="wgmma"

@@ -1,0 +1,94 @@
+"""StartRecord: warm-up shapes of an earlier start with the same kernels, beside those kernels.
+
+To find the shapes, a start plans every number of rows of every product and records the launches of
+each: 1 to 2 s for an 8B. All of it follows from facts that a digest holds. A start that finds its
+digest on disk, and all kernels compiled, skips both. If a fact is missing from the digest, a kernel
+is compiled when it is first launched, as without a record.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from formats.files.whole_file import write_whole
+from qkernels.gpu.device import sm_count
+from qkernels.tuning.table import tuning_table_of
+from qserve.config import EngineConfig
+from qserve.engine.runner.model_runner import ModelRunner
+from qserve.model.cache_spec import WarmUpShape
+from qserve.model.layer_kinds import launch_kind, sample_of_layers
+
+logger = logging.getLogger(__name__)
+
+HOME = Path(__file__).resolve().parents[3]  # of our packages
+PACKAGES = ("formats", "qkernels", "qserve")
+# Settings that no kernel depends on: other folders with the same layers share a record.
+IGNORED = ("model", "tokenizer", "revision", "seed")
+
+
+def start_key(runner: ModelRunner, max_model_len: int, toolchain: str) -> str:
+    """Digest of everything that warm-up shapes and kernels follow from.
+
+    `toolchain`: the compiler, the GPU's architecture and the sources of kernels.
+    """
+    decoder, _ = sample_of_layers(runner.decoder)
+    settings = {name: value for name, value in _plain(runner.config).items() if name not in IGNORED}
+    facts = (
+        toolchain,
+        torch.__version__,
+        _sources(),
+        settings,
+        max_model_len,
+        _device_facts(runner.device),
+        [repr(spec) for spec in dict.fromkeys(runner.cache_specs)],
+        launch_kind(decoder),
+    )
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def _plain(config: EngineConfig) -> dict[str, str]:
+    return {each.name: repr(getattr(config, each.name)) for each in dataclasses.fields(config)}
+
+
+def _device_facts(device: torch.device) -> tuple[str, int, str]:
+    if device.type != "cuda":
+        return device.type, 0, ""
+    name = torch.cuda.get_device_name(device)
+    return name, sm_count(device), repr(tuning_table_of(device))
+
+
+def _sources() -> list[tuple[str, int, int]]:
+    """Size and time of each of our files: what launches kernels, also while one develops it."""
+    files = sorted(path for name in PACKAGES for path in (HOME / name).rglob("*.py"))
+    found = [(path, path.stat()) for path in files]
+    return [(str(path.relative_to(HOME)), stat.st_size, stat.st_mtime_ns) for path, stat in found]
+
+
+class StartRecord:
+    """File of one digest in the folder of compiled kernels."""
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self._path = folder / f"qserve-start-{key}.json"
+
+    def read(self, compiled: Collection[str]) -> list[WarmUpShape] | None:
+        """Shapes, or None: there is no record, or one of its kernels is not in `compiled`."""
+        try:
+            stored = json.loads(self._path.read_text())
+            shapes = [(int(R), int(count), int(keys)) for R, count, keys in stored["shapes"]]
+            kernels = {str(each) for each in stored["kernels"]}
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        return shapes if kernels <= set(compiled) else None
+
+    def write(self, shapes: Sequence[WarmUpShape], kernels: Iterable[str]) -> None:
+        """Replace the file. Without it all still works."""
+        text = json.dumps({"shapes": list(shapes), "kernels": sorted(set(kernels))})
+        try:
+            write_whole(self._path, text)
+        except OSError as error:
+            logger.warning("%s could not be written: %s", self._path, error)
