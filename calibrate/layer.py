@@ -115,7 +115,7 @@ def quantize_layer(
                     devices.check()
                     before_linear(local)
                     scale = input_scales.get(name, borrowed.get(name))
-                    packed, report = _solve_linear(
+                    packed, report = solve_linear(
                         name, weights, local, stats, schemes[name], recipe, scale
                     )
                     found[local] = (packed.to(devices.first) if several else packed, report)
@@ -183,7 +183,7 @@ def _borrowed_scales(
     return found
 
 
-def _solve_linear(
+def solve_linear(
     name: str,
     weights: Mapping[str, torch.Tensor],
     local: str,

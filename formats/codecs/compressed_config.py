@@ -154,6 +154,9 @@ def rules_for(
         Rule(kind="regex", text=text, scheme=scheme)
         for text, scheme in exact_patterns(schemes, others)
     ]
+    if schemes.get(_HEAD) is not None and _HEAD not in others:
+        # SGLang takes a head for quantized only if a target names it.
+        rules.append(Rule(kind="name", text=_HEAD, scheme=schemes[_HEAD]))
     if embedding is not None:
         rules.append(Rule(kind="name", text=EMBEDDING, scheme=embedding))
     return tuple(sorted(rules, key=lambda rule: rule.scheme is not None))
@@ -381,4 +384,5 @@ def _is_used(value: Any) -> bool:
     return value.get("format", "") != "dense" and any(value.values())
 
 
-_HEAD_IGNORED = Rule(kind="name", text="lm_head", scheme=None)
+_HEAD = "lm_head"
+_HEAD_IGNORED = Rule(kind="name", text=_HEAD, scheme=None)
