@@ -72,7 +72,7 @@ from formats.quality.checksums import checksums
 from formats.quality.probe import NUM_TOKENS, Probe
 from formats.quality.record import QUALITY
 from formats.quant_config import BLOCK
-from formats.scheme import Scheme
+from formats.scheme import Scheme, microscaled_inputs
 
 NOT_REGROUPED = (
     "act-order: the groups of all linears have adjacent inputs anyway; written without act-order"
@@ -331,6 +331,8 @@ def quantize_checkpoint(
 
         with clock("quality"):
             quality, probe = _compare(model, model_tensors, stream, evaluation, outer)
+        if any(microscaled_inputs(each) is not None for each in schemes.values()):
+            probe = None  # its logits are those of rounded inputs, which no engine here rounds
         config = {**model.config, **_config_changes(model, model_tensors), **outer.config_changes()}
         if plan.act_order and not output.regrouped:
             plan = replace(plan, act_order=False)  # more programs load this format, and faster

@@ -28,31 +28,6 @@ W4, W8 = Scheme.parse("w4a16-sym-g64"), Scheme.parse("w8a16-sym-g64")
 DATA = {"samples": 4, "sequence_length": 64, "progress": False}
 
 
-@pytest.fixture(scope="module")
-def small(docs_5m, tmp_path_factory):
-    """tied -> the first layer of the bundled model, its head tied or a matrix of its own."""
-    made = {}
-
-    def make(tied: bool = True):
-        def change(tensors):
-            for name in [n for n in tensors if "layers." in n and "layers.0." not in n]:
-                del tensors[name]
-            if not tied:
-                tensors["lm_head.weight"] = tensors[f"{EMBEDDING}.weight"].flip(1)
-
-        def say(config):
-            config |= {"num_hidden_layers": 1, "tie_word_embeddings": tied}
-
-        if tied not in made:
-            folder = tmp_path_factory.mktemp("small") / "model"
-            made[tied] = edited(docs_5m, folder, change, say)
-            for name in ("tokenizer.json", "tokenizer_config.json"):
-                (folder / name).write_bytes((docs_5m / name).read_bytes())
-        return made[tied]
-
-    return make
-
-
 def of_transformers(folder):
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
@@ -61,11 +36,11 @@ def of_transformers(folder):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("head", [W4, W8])
-def test_head_is_read_by_the_library_and_by_the_engine(small, tmp_path, tied, head):
+def test_head_is_read_by_the_library_and_by_the_engine(small_5m, tmp_path, tied, head):
     pytest.importorskip("compressed_tensors")
     folder = tmp_path / "out"
     report = quantize_checkpoint(
-        small(tied),
+        small_5m(tied),
         folder,
         scheme=W4,
         quantize_head=head,
@@ -84,15 +59,15 @@ def test_head_is_read_by_the_library_and_by_the_engine(small, tmp_path, tied, he
     check_start(
         LLM(folder, device="cpu", max_model_len=64).engine, str(folder)
     )  # logits of the record
-    source = load_file(small(tied) / "model.safetensors")
+    source = load_file(small_5m(tied) / "model.safetensors")
     assert torch.equal(
         CheckpointReader(folder).get(f"{EMBEDDING}.weight"), source[f"{EMBEDDING}.weight"]
     )
 
 
-def test_head_is_written_as_gptq_with_the_key_that_vllm_reads(small, tmp_path):
+def test_head_is_written_as_gptq_with_the_key_that_vllm_reads(small_5m, tmp_path):
     folder, other = tmp_path / "out", tmp_path / "other"
-    quantize_checkpoint(small(), folder, scheme=W4, quantize_head=W4, recipe="gptq", **DATA)
+    quantize_checkpoint(small_5m(), folder, scheme=W4, quantize_head=W4, recipe="gptq", **DATA)
     block = json.loads((folder / "config.json").read_text())[BLOCK]
     assert (block["quant_method"], block["lm_head"]) == ("gptq", True)
     names = CheckpointReader(folder).children(HEAD)
@@ -113,13 +88,13 @@ def recorded(found, corrects=False):
     return Recipe(name="recorded", solver=solve, corrects=corrects)
 
 
-def test_head_is_solved_for_the_outputs_of_the_last_norm(small, tmp_path):
+def test_head_is_solved_for_the_outputs_of_the_last_norm(small_5m, tmp_path):
     """Second moments of the inputs are those of transformers' hidden states."""
     pytest.importorskip("compressed_tensors")
     found, folder = {}, tmp_path / "out"
     ids = torch.arange(4 * 64).view(4, 64) * 31 % 8192
     report = quantize_checkpoint(
-        small(),
+        small_5m(),
         folder,
         scheme=W4,
         quantize_head=W8,
@@ -128,7 +103,7 @@ def test_head_is_solved_for_the_outputs_of_the_last_norm(small, tmp_path):
         progress=False,
     )
     states = []
-    for each in (folder, small()):
+    for each in (folder, small_5m()):
         model = transformers.AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32)
         with torch.no_grad():
             found_BSD = model(ids, output_hidden_states=True).hidden_states[-1]
@@ -140,11 +115,11 @@ def test_head_is_solved_for_the_outputs_of_the_last_norm(small, tmp_path):
     assert relative(stats.drift_KK, (float_TK - x_TK).t() @ x_TK) < 1e-3
 
 
-def test_gptq_of_the_head_is_nearer_in_outputs_than_rounding(small, tmp_path):
+def test_gptq_of_the_head_is_nearer_in_outputs_than_rounding(small_5m, tmp_path):
     errors = {}
     for name in ("rtn", "gptq"):
         report = quantize_checkpoint(
-            small(),
+            small_5m(),
             tmp_path / name,
             scheme=W8,
             quantize_head=Scheme.parse("w3a16-sym-g64"),
@@ -156,11 +131,11 @@ def test_gptq_of_the_head_is_nearer_in_outputs_than_rounding(small, tmp_path):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_embedding_is_in_codes_and_layers_are_calibrated_on_its_rows(small, tmp_path, tied):
+def test_embedding_is_in_codes_and_layers_are_calibrated_on_its_rows(small_5m, tmp_path, tied):
     """Judged by transformers on a float folder with the table that the codes mean."""
     pytest.importorskip("compressed_tensors")
     found, folder = {}, tmp_path / "out"
-    source = small(tied)
+    source = small_5m(tied)
     report = quantize_checkpoint(
         source,
         folder,
@@ -212,19 +187,19 @@ def test_embedding_is_in_codes_and_layers_are_calibrated_on_its_rows(small, tmp_
         ({"quantize_head": W8, "ignore": ["lm_head"]}, "ignored"),
     ],
 )
-def test_what_cannot_be_written_is_named(small, tmp_path, options, message):
+def test_what_cannot_be_written_is_named(small_5m, tmp_path, options, message):
     with pytest.raises(InputError, match=message):
-        quantize_checkpoint(small(), tmp_path / "out", scheme=W4, **options, progress=False)
+        quantize_checkpoint(small_5m(), tmp_path / "out", scheme=W4, **options, progress=False)
     assert not list(tmp_path.iterdir())
 
 
-def test_gguf_has_types_of_its_own_for_head_and_embedding(small, tmp_path):
+def test_gguf_has_types_of_its_own_for_head_and_embedding(small_5m, tmp_path):
     with pytest.raises(InputError, match="`quantize_head`: GGUF has a type of its own"):
-        quantize_to_gguf(small(), tmp_path / "a.gguf", scheme="q4_0", quantize_head=W8)
+        quantize_to_gguf(small_5m(), tmp_path / "a.gguf", scheme="q4_0", quantize_head=W8)
 
 
-def test_command_line_gives_the_head_the_groups_of_the_linears(small, tmp_path):
-    words = ["quantize", str(small()), "-o", str(tmp_path / "out"), "--scheme", "w4a16-sym"]
+def test_command_line_gives_the_head_the_groups_of_the_linears(small_5m, tmp_path):
+    words = ["quantize", str(small_5m()), "-o", str(tmp_path / "out"), "--scheme", "w4a16-sym"]
     words += ["--group-size", "64", "--recipe", "rtn", "--quality-windows", "0"]
     assert main([*words, "--quantize-head", "w8a16-sym", "--device", "cpu"]) == 0
     record = json.loads((tmp_path / "out" / "quantization_report.json").read_text())
