@@ -285,7 +285,9 @@ def quantize_checkpoint(
             if finished is None:
                 with clock("statistics"):
                     show("running the calibration data", advance=0)
-                    statistics = stream.statistics(layer, state) if stream else {}
+                    statistics = {}
+                    if stream is not None and _reads_data(recipe, prefix, schemes):
+                        statistics = stream.statistics(layer, state)
                 with clock("solving"):
                     finished = quantize_layer(
                         original,
@@ -384,6 +386,12 @@ def quantize_checkpoint(
         writer.publish()
         journal.remove()
     return report
+
+
+def _reads_data(recipe: Recipe, prefix: str, schemes: Mapping[str, Scheme]) -> bool:
+    """True if a layer's statistics are read: some linear is solved, or a transform changes all."""
+    changes = any(transform.on_statistics is not None for transform in recipe.transforms)
+    return changes or any(name.startswith(f"{prefix}.") for name in schemes)
 
 
 def _show(bar: tqdm, where: str, what: str, advance: int = 1) -> None:

@@ -7,6 +7,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from calibrate.calibration.stream import Stream
 from calibrate.gguf_file import quantize_to_gguf
 from calibrate.pipeline import quantize_checkpoint
 from calibrate.recipe import Recipe
@@ -205,3 +206,21 @@ def test_command_line_gives_the_head_the_groups_of_the_linears(small_5m, tmp_pat
     record = json.loads((tmp_path / "out" / "quantization_report.json").read_text())
     assert record["linears"][-1]["scheme"] == "w8a16-sym-g64"
     assert "--quantize-head w8a16-sym" in (tmp_path / "out" / "quality.json").read_text()
+
+
+def test_head_alone_needs_no_statistics_of_layers(small_5m, tmp_path, monkeypatch):
+    asked = []
+    statistics = Stream.statistics
+    monkeypatch.setattr(Stream, "statistics", lambda *args: asked.append(args) or statistics(*args))
+    report = quantize_checkpoint(
+        small_5m(),
+        tmp_path / "out",
+        scheme=W4,
+        quantize_head=W4,
+        ignore=["model.layers"],
+        recipe="gptq",
+        quality_windows=1,
+        **DATA,
+    )
+    assert [linear.name for linear in report.linears] == [HEAD] and not asked
+    assert 0 < report.quality["divergence"] < 1
