@@ -37,6 +37,8 @@ NOT_OF_BLOCKS = {
     "kv_cache": "has no place in GGUF",
     "fit_groups": "chooses groups, and blocks are fixed",
 }
+# Settings for folders only: in a file both matrices always have a type
+NOT_OF_FILES = ("quantize_head", "quantize_embedding")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,9 @@ def quantize_to_gguf(
     """
     target = check_file_is_free(target)
     source, overrides = local_path(source), list(overrides)
+    for name in NOT_OF_FILES:
+        if settings.get(name):
+            raise InputError(f"`{name}`", "GGUF has a type of its own for this matrix", "remove it")
     if isinstance(scheme, str):
         for name, why in NOT_OF_BLOCKS.items():
             if settings.get(name):

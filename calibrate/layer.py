@@ -4,10 +4,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
-from calibrate.calibration.activations import fake_quantize_tokens
+from calibrate.calibration.activations import fake_quantize_groups, fake_quantize_tokens
 from calibrate.calibration.input_range import is_starved, round_static, static_scale
 from calibrate.calibration.statistics import InputStatistics
 from calibrate.devices import ONE, Devices
@@ -16,10 +17,19 @@ from calibrate.results.report import LinearReport
 from calibrate.solvers import rtn
 from calibrate.solvers.scale_range import range_notes
 from calibrate.solvers.solving import LayerContext, LayerState, SolverError, check_solved
+from formats.in_memory.slices import take_outputs
 from formats.in_memory.weights import Weight, with_activation
-from formats.scheme import Scheme
+from formats.scheme import Scheme, microscaled_inputs
 
 _Solved = tuple[Weight, LinearReport]
+
+
+class _Codes(NamedTuple):
+    """A solver's result for one linear."""
+
+    weight: Weight
+    notes: list[str]
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +47,16 @@ class FinishedLayer:
         return {**state, **self.changed, **weights}
 
     def roundings(self) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-        """Rounding functions for the inputs of linears with integer activations, by name."""
+        """Rounding functions for the inputs of linears, by name.
+
+        They are those of integer activations and of MICROSCALED; float8 is left out.
+        """
         found = {}
         for name, packed in self.packed.items():
+            micro = microscaled_inputs(packed.scheme)
+            if micro is not None:
+                found[name] = partial(fake_quantize_groups, spec=micro, scale=packed.input_scale)
+                continue
             if packed.activation is None or packed.activation.type != "int":
                 continue
             if packed.activation.dynamic:
@@ -109,16 +126,17 @@ def quantize_layer(
             if several:
                 stats = None if stats is None else stats.to(device)
                 weights = {local: weight.to(device) for local, weight in weights.items()}
-            for local in group:
-                name = f"{context.prefix}.{local}"
-                if name in schemes:
-                    devices.check()
-                    before_linear(local)
-                    scale = input_scales.get(name, borrowed.get(name))
-                    packed, report = _solve_linear(
-                        name, weights, local, stats, schemes[name], recipe, scale
-                    )
-                    found[local] = (packed.to(devices.first) if several else packed, report)
+            wanted = {local: f"{context.prefix}.{local}" for local in group}
+            wanted = {local: name for local, name in wanted.items() if name in schemes}
+            stacked = _solve_stacked(wanted, weights, stats, schemes, recipe)
+            for local, name in wanted.items():
+                devices.check()
+                before_linear(local)
+                scale = input_scales.get(name, borrowed.get(name))
+                packed, report = solve_linear(
+                    name, weights, local, stats, schemes[name], recipe, scale, stacked.get(local)
+                )
+                found[local] = (packed.to(devices.first) if several else packed, report)
         return found
 
     shares = _shared_out(groups, state, len(devices.names))
@@ -183,23 +201,45 @@ def _borrowed_scales(
     return found
 
 
-def _solve_linear(
-    name: str,
+def _solve_stacked(
+    wanted: Mapping[str, str],
     weights: Mapping[str, torch.Tensor],
-    local: str,
+    stats: InputStatistics | None,
+    schemes: Mapping[str, Scheme],
+    recipe: Recipe,
+) -> dict[str, _Codes]:
+    """Codes of NVFP4 linears that read one input, which are solved as one matrix.
+
+    They get one global scale: servers load q, k and v as one matrix, and take the largest of three.
+    `wanted`: full names by local name. Other linears are not in the result.
+    """
+    members = [local for local, name in wanted.items() if schemes[name].weight.type == "nvfp4"]
+    if len(members) < 2:
+        return {}
+    started = time.perf_counter()
+    name = wanted[members[0]]
+    weight_NK = torch.cat([weights[local] for local in members])
+    packed, notes = _solve(weight_NK, stats, schemes[name], recipe, name)
+    seconds = (time.perf_counter() - started) / len(members)
+    found, start = {}, 0
+    for local in members:
+        stop = start + weights[local].shape[0]
+        own = take_outputs(packed, ((start, stop),))
+        own = replace(own, global_scale=own.global_scale.clone())  # files hold no shared memory
+        found[local] = _Codes(own, notes, seconds)
+        start = stop
+    return found
+
+
+def _solve(
+    weight_NK: torch.Tensor,
     stats: InputStatistics | None,
     scheme: Scheme,
     recipe: Recipe,
-    scale: torch.Tensor | float | None,
-) -> _Solved:
-    """Solve one linear of an input.
-
-    `weights`: [N, K] of all linears that read the input, by local name. `scale`: of static
-    activations, if given.
-    """
-    weight_NK = weights[local]
+    name: str,
+) -> tuple[Weight, list[str]]:
+    """Codes of a weight by the recipe's solver, or rounded to nearest, with notes that say so."""
     notes = []
-    started = time.perf_counter()
     try:
         # A copy: a solver may write to it, and the result is compared with the float weight.
         packed = recipe.solver(weight_NK.clone(), stats, scheme.weight, name)
@@ -210,14 +250,38 @@ def _solve_linear(
         packed, note = _better(weight_NK, packed, stats, scheme, recipe.name, name)
         notes += note
     check_solved(weight_NK, packed, scheme.weight, name, recipe.act_order)
-    notes += range_notes(weight_NK, packed, name)
+    return packed, notes
+
+
+def solve_linear(
+    name: str,
+    weights: Mapping[str, torch.Tensor],
+    local: str,
+    stats: InputStatistics | None,
+    scheme: Scheme,
+    recipe: Recipe,
+    scale: torch.Tensor | float | None,
+    codes: _Codes | None = None,
+) -> _Solved:
+    """Solve one linear of an input.
+
+    `weights`: [N, K] of all linears that read the input, by local name. `scale`: of static
+    activations, if given. `codes`: of the linear, if it was solved together with others.
+    """
+    weight_NK = weights[local]
+    started = time.perf_counter()
+    if codes is None:
+        packed, notes = _solve(weight_NK, stats, scheme, recipe, name)
+        codes = _Codes(packed, notes, 0.0)
+    packed = codes.weight
+    notes = [*codes.notes, *range_notes(weight_NK, packed, name)]
     if scale is None and scheme.activation is not None and not scheme.activation.dynamic:
         key = f"scale of a static {scheme.activation.type} at {next(iter(weights))}"
         if key not in stats.cache:  # one for all linears that read the input
             stats.cache[key] = static_scale(stats, scheme.activation, list(weights.values()))
         scale = stats.cache[key]
     packed = with_activation(packed, scheme, scale, name)
-    seconds = time.perf_counter() - started
+    seconds = codes.seconds + time.perf_counter() - started
     notes += stats.notes if stats is not None else []
     report = LinearReport.measure(
         weight_NK,

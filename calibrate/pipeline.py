@@ -20,6 +20,7 @@ from calibrate.devices import Devices
 from calibrate.digest import combined
 from calibrate.float_model import FloatModel, check_finite
 from calibrate.layer import load_transforms, quantize_layer
+from calibrate.outer import Outer
 from calibrate.quality.card import quality_record
 from calibrate.quality.evaluation import Evaluation, read_evaluation
 from calibrate.recipe import (
@@ -71,7 +72,7 @@ from formats.quality.checksums import checksums
 from formats.quality.probe import NUM_TOKENS, Probe
 from formats.quality.record import QUALITY
 from formats.quant_config import BLOCK
-from formats.scheme import Scheme
+from formats.scheme import Scheme, microscaled_inputs
 
 NOT_REGROUPED = (
     "act-order: the groups of all linears have adjacent inputs anyway; written without act-order"
@@ -92,6 +93,8 @@ def quantize_checkpoint(
     pad: bool = False,
     fit_groups: bool = False,
     input_scales: Mapping[str, torch.Tensor | float] | None = None,
+    quantize_head: Scheme | None = None,
+    quantize_embedding: Scheme | None = None,
     kv_cache: str | None = None,
     kv_per_head: bool = False,
     act_order: bool = False,
@@ -128,6 +131,9 @@ def quantize_checkpoint(
     `bits`: mean bits per weight. Each linear gets 2 to 8 bits according to its sensitivity
     (calibrate/mixed_bits.py); `scheme` then sets groups and symmetry. `fit_groups` replaces the
     scheme's groups by the largest of 128, 64 and 32 that fits every linear.
+
+    `quantize_head` and `quantize_embedding`: schemes of these matrices, which else stay in float
+    (calibrate/outer.py).
 
     `kv_cache`, "int8" or "fp8", adds the scales of such a KV cache to every layer, or with
     `kv_per_head` to every KV head. `act_order`: groups have inputs of similar magnitude, with an
@@ -166,7 +172,8 @@ def quantize_checkpoint(
         raise InputError("`kv_per_head`", "requires `kv_cache`", "add it")
     if kv_cache is not None:
         model.check_keys_are_kept()
-    overrides = list(overrides)
+    outer = Outer.of(model, quantize_head, quantize_embedding)
+    overrides = [*outer.overrides, *overrides]
     if fit_groups:
         scheme = fitted_scheme(scheme, model.shapes, ignore=ignore, overrides=overrides)
     devices = Devices.parse(device)
@@ -174,7 +181,7 @@ def quantize_checkpoint(
     padding = make_padding(model.config, model.shapes, scheme) if pad else None
     planned = partial(
         make_plan,
-        model.shapes,
+        model.shapes | outer.shapes,
         scheme,
         ignore=ignore,
         padding=padding,
@@ -190,7 +197,10 @@ def quantize_checkpoint(
         model.adapter = read_checked(adapter, family, model.config, recipe, pads=pad)
     if output_format is None and model.reader.other_parts:
         output_format = EXCEPTIONS_FORMAT  # servers find its list of modules in float
+    if output_format is None and quantize_embedding is not None:
+        output_format = EXCEPTIONS_FORMAT  # other formats have no embeddings in codes
     plan = planned(output_format=output_format, overrides=overrides)
+    outer.check(plan)
     if plan.misfits:
         log.warning("%s", "\n".join(plan.misfits))
     model.padding = plan.padding
@@ -245,6 +255,7 @@ def quantize_checkpoint(
         tqdm(total=len(schemes), unit="linear", disable=not progress) as bar,
     ):
         model_tensors = _rewrite_model(model, recipe, context)
+        outer.solve_embedding(model, model_tensors)
         stream = None
         if data is not None or evaluation is not None:
             # transformers is loaded only if a model runs.
@@ -260,6 +271,7 @@ def quantize_checkpoint(
                 all_experts=moe_calibrate_all_experts,
                 spill=spill,
                 devices=devices,
+                rows=outer.rows,
             )
         output = Output(writer=writer, layout=layout, kept=kept_tensors(model, schemes))
         for layer in range(model.num_layers):
@@ -273,7 +285,9 @@ def quantize_checkpoint(
             if finished is None:
                 with clock("statistics"):
                     show("running the calibration data", advance=0)
-                    statistics = stream.statistics(layer, state) if stream else {}
+                    statistics = {}
+                    if stream is not None and _reads_data(recipe, prefix, schemes):
+                        statistics = stream.statistics(layer, state)
                 with clock("solving"):
                     finished = quantize_layer(
                         original,
@@ -310,11 +324,18 @@ def quantize_checkpoint(
                     output.add_kv_scales(in_layer.prefix, kv_scales)
             _log_layer(in_layer.prefix, finished.reports)
         journal.all_solved = True
-        output.add_rest(model_tensors, model)  # embeddings, last norm, head
+        with clock("solving"):
+            outer.solve_head(model, model_tensors, stream, recipe, device)
+        for name, (packed, linear) in outer.solved.items():
+            _show(bar, "outside of layers", name)
+            output.add_linear(name, packed, linear)
+        output.add_rest(outer.without(model_tensors), model)  # last norm; embedding and head
 
         with clock("quality"):
-            quality, probe = _compare(model, model_tensors, stream, evaluation)
-        config = {**model.config, **_config_changes(model, model_tensors)}
+            quality, probe = _compare(model, model_tensors, stream, evaluation, outer)
+        if any(microscaled_inputs(each) is not None for each in schemes.values()):
+            probe = None  # its logits are those of rounded inputs, which no engine here rounds
+        config = {**model.config, **_config_changes(model, model_tensors), **outer.config_changes()}
         if plan.act_order and not output.regrouped:
             plan = replace(plan, act_order=False)  # more programs load this format, and faster
         block = plan.config(quantizer).to_dict()
@@ -347,6 +368,7 @@ def quantize_checkpoint(
                 *plan.misfits,
                 *([NOT_REGROUPED] if act_order and not plan.act_order else []),
                 *_warnings(data, model, model_tensors),
+                *outer.warnings(),
                 *starved_warnings(output.reports),
             ),
             versions={"quantizer": quantizer, **tool_versions()},
@@ -366,8 +388,14 @@ def quantize_checkpoint(
     return report
 
 
-def _show(bar: tqdm, layer: str, what: str, advance: int = 1) -> None:
-    bar.set_description(f"{layer} {what}")
+def _reads_data(recipe: Recipe, prefix: str, schemes: Mapping[str, Scheme]) -> bool:
+    """True if a layer's statistics are read: some linear is solved, or a transform changes all."""
+    changes = any(transform.on_statistics is not None for transform in recipe.transforms)
+    return changes or any(name.startswith(f"{prefix}.") for name in schemes)
+
+
+def _show(bar: tqdm, where: str, what: str, advance: int = 1) -> None:
+    bar.set_description(f"{where} {what}")
     bar.update(advance)
 
 
@@ -430,7 +458,11 @@ def _rewrite_model(model: FloatModel, recipe: Recipe, context: LayerContext) -> 
 
 
 def _compare(
-    model: FloatModel, model_tensors: LayerState, stream: Any, evaluation: Evaluation | None
+    model: FloatModel,
+    model_tensors: LayerState,
+    stream: Any,
+    evaluation: Evaluation | None,
+    outer: Outer,
 ) -> tuple[dict[str, Any] | None, Probe | None]:
     """Quality of the quantized model, and logits for a server to compare."""
     if stream is None or evaluation is None:
@@ -440,6 +472,7 @@ def _compare(
     changed = original
     if model_tensors:
         changed = (model_tensors[names.last_norm], model_tensors[names.head])
+    changed = (changed[0], outer.head_of(changed[1], is_rewritten=bool(model_tensors)))
     found = stream.agreement(original, changed, evaluation.given)
     logits_SV = stream.first_logits(*changed, NUM_TOKENS)
     probe = Probe.of(evaluation.ids_WS[0], logits_SV, exact=logits_SV.dtype == torch.float32)

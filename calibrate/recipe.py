@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from calibrate.solvers import gptq, rtn
+from calibrate.solvers import gptq, refine, rtn
 from calibrate.solvers.column_order import ORDERS
 from calibrate.solvers.solving import Solver, Transform, Tuning
 from calibrate.transforms.awq import AWQ
@@ -69,6 +69,7 @@ RECIPES: dict[str, Recipe] = {
         _row("imatrix", rtn.solve_weighted),
         _row("gptq", gptq.solve),
         _row("gptaq", gptq.solve_corrected, corrects=True),
+        _row("gptaq+refine", partial(gptq.solve_corrected, rounds=refine.ROUNDS), corrects=True),
         _row("awq", rtn.solve_weighted, AWQ),
         _row("smoothquant", rtn.solve, SMOOTHQUANT),
         _row("rotate", rtn.solve_weighted, ROTATE),

@@ -45,6 +45,7 @@ RecipeName = Literal[
     "imatrix",
     "gptq",
     "gptaq",
+    "gptaq+refine",
     "awq",
     "smoothquant",
     "rotate",

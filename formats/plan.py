@@ -26,6 +26,7 @@ from formats.rules import FUSED
 from formats.scheme import (
     CHANNEL,
     FIXED_SCHEMES,
+    MICROSCALED,
     NO_WHOLE_GROUPS,
     SERVED_GROUPS,
     Scheme,
@@ -238,7 +239,7 @@ def fitted_scheme(
     Ignored and overridden linears do not count. If no groups fit, each output has one scale. Raises
     SchemeError if the scheme's groups are fixed.
     """
-    if str(scheme) in FIXED_SCHEMES:
+    if str(scheme) in FIXED_SCHEMES | MICROSCALED:
         raise SchemeError(f"scheme {scheme}", "its scales are fixed", "leave `group_size` out")
     overrides = list(overrides)
     sizes = [

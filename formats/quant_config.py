@@ -100,6 +100,10 @@ class QuantConfig(ConfigFields):
         `schemes` names every linear except a float head. Raises CheckpointError if the method
         cannot express it.
         """
+        unrounded = compressed_config.unrounded(schemes.values())
+        if unrounded:
+            stored = compressed_config.stored
+            schemes = {name: each and stored(each) for name, each in schemes.items()}
         main, others = split_schemes(schemes)
         if main is None:
             raise CheckpointError("checkpoint", "none of its linears is quantized")
@@ -113,6 +117,7 @@ class QuantConfig(ConfigFields):
             kv_cache=kv_cache,
             act_order=act_order,
             kv_per_head=kv_per_head,
+            unrounded_inputs=unrounded,
         )
 
     def to_dict(self) -> dict[str, Any]:

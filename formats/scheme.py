@@ -192,13 +192,18 @@ class Scheme:
             return text
         name, suffix = re.fullmatch(r"(.*?)(-g\d{1,9}|-channel)?", text, re.DOTALL).groups()
         name = SCHEME_ALIASES.get(name, name)
+        if text in MICROSCALED:
+            if group_size not in (None, MICROSCALED[text].weight.group_size):
+                raise SchemeError(f"scheme {text!r}", "its scales are fixed", "give no group size")
+            return MICROSCALED[text]
         if name not in SCHEMES:
             if suffix is not None and suffix != "-channel":
                 checked_group_size(int(suffix[2:]))
             if f"{name}-sym" in SCHEMES:
                 forms = f"{name}-sym{suffix or ''} or {name}-asym{suffix or ''}"
                 raise SchemeError(f"scheme {text!r}", "is neither sym nor asym", f"give {forms}")
-            raise SchemeError(f"scheme {text!r}", "unknown", f"known schemes: {', '.join(SCHEMES)}")
+            known = ", ".join([*SCHEMES, *MICROSCALED])
+            raise SchemeError(f"scheme {text!r}", "unknown", f"known schemes: {known}")
         scheme = SCHEMES[name]
         if suffix is not None:
             stated = CHANNEL if suffix == "-channel" else int(suffix[2:])
@@ -242,7 +247,7 @@ class Scheme:
         return replace(scheme, weight=replace(spec, group_size=checked_group_size(size, name)))
 
     def __str__(self) -> str:
-        for name, scheme in FIXED_SCHEMES.items():
+        for name, scheme in (FIXED_SCHEMES | MICROSCALED).items():
             if self == scheme:
                 return name
         spec = self.weight
@@ -297,6 +302,23 @@ FIXED_SCHEMES: dict[str, Scheme] = {
         for kind, length in FP4_TYPES.items()
     },
 }
+# Schemes that `quantize` writes in full for programs with such kernels. This project reads and
+# runs them with 16-bit inputs. An activation of 4 bits that is not dynamic has one calibrated
+# scale for the tensor, and a float8 scale for each group of a token's inputs.
+MICROSCALED: dict[str, Scheme] = {
+    "w4a4-nvfp4": Scheme(
+        weight=QuantSpec(bits=4, symmetric=True, group_size=16, type="nvfp4"),
+        activation=ActivationSpec(bits=4, type="float", dynamic=False, per="group", group_size=16),
+    ),
+    "w4a4-mxfp4": Scheme(
+        weight=QuantSpec(bits=4, symmetric=True, group_size=32, type="mxfp4"),
+        activation=ActivationSpec(bits=4, type="float", per="group", group_size=32),
+    ),
+    "w8a8-mxfp8": Scheme(
+        weight=MXFP8, activation=ActivationSpec(type="float", per="group", group_size=32)
+    ),
+    "w8a16-mxfp8": Scheme(weight=MXFP8),
+}
 _INT4 = QuantSpec(bits=4, symmetric=True)
 # 4-bit weights in groups with 8-bit activations
 W4A8: dict[str, Scheme] = {
@@ -315,6 +337,11 @@ SCHEMES: dict[str, Scheme] = {
 }
 # other tools' names -> the scheme's name
 SCHEME_ALIASES = {"fp8": "w8a8-fp8"}
+
+
+def microscaled_inputs(scheme: Scheme) -> ActivationSpec | None:
+    """Return the rounding of inputs in MICROSCALED, for which there is no kernel; None: other."""
+    return scheme.activation if scheme in MICROSCALED.values() else None
 
 
 def w4a8_name(scheme: Scheme) -> str | None:

@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 
 from formats.codecs import compressed_tensors, gptq
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, SchemeError
 from formats.in_memory.fp4 import SCALE_DTYPES, Fp4Weight
 from formats.in_memory.packed import PackedWeight
 from formats.layouts import Layout, check_writable, find_layout
-from formats.scheme import FP4_TYPES, Scheme, w4a8_name
+from formats.scheme import FP4_TYPES, Scheme, microscaled_inputs, w4a8_name
 
 FP4_NAMES = ("weight_packed", "weight_scale")
 GLOBAL_SCALE = "weight_global_scale"  # of NVFP4 alone
@@ -32,6 +32,12 @@ def check_storable(scheme: Scheme, subject: str) -> None:
 
     GPTQ cannot state W4A8: the rounding of x is known to the layer's scheme alone.
     """
+    if microscaled_inputs(scheme) is not None:
+        raise SchemeError(
+            f"scheme {scheme}",
+            "has inputs that no kernel here rounds",
+            f"give {replace(scheme, activation=None)}",
+        )
     stored = scheme if w4a8_name(scheme) is None else replace(scheme, activation=None)
     check_writable(stored_layout(scheme), stored, subject)
 

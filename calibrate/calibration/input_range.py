@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from calibrate.calibration.activations import NVFP4_LARGEST
 from calibrate.calibration.statistics import InputStatistics
 from formats.numerics.activation import LARGEST, MIN_INPUT_SCALE
 from formats.scheme import ActivationSpec
@@ -34,7 +35,8 @@ def static_scale(
         stats.notes.append(
             "only zeros reached this linear: its input scale is the smallest possible"
         )
-    full = max(largest / LARGEST[activation.type], MIN_INPUT_SCALE)
+    divisor = NVFP4_LARGEST if activation.bits == 4 else LARGEST[activation.type]
+    full = max(largest / divisor, MIN_INPUT_SCALE)
     # float8 has the same relative precision at any scale
     if activation.type != "int" or largest == 0:
         return full

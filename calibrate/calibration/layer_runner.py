@@ -309,10 +309,11 @@ class LayerRunner:
         grad: bool = False,
     ) -> torch.Tensor:
         """Last norm and head, with the divisor, factor and soft cap of models that have them."""
-        family, norm = self.layer_map.family, self._norm(norm_D, self._last_norm_bias)
+        family = self.layer_map.family
         with torch.set_grad_enabled(grad):
-            hidden_SD = hidden_SD if self.carried is None else self.carried.merged(hidden_SD)
-            logits_SV = norm(hidden_SD) @ head_VD.to(self.device, self.dtype).t()
+            logits_SV = (
+                self.head_inputs(hidden_SD, norm_D) @ head_VD.to(self.device, self.dtype).t()
+            )
             if self._head_bias is not None:
                 logits_SV = logits_SV + self._head_bias.to(self.device, self.dtype)
         divisor = getattr(self.config, family.logits_divisor_key or "-", None)
@@ -321,6 +322,11 @@ class LayerRunner:
         logits_SV = logits_SV if divisor is None else logits_SV / divisor
         logits_SV = logits_SV if factor is None else logits_SV * factor
         return logits_SV if cap is None else torch.tanh(logits_SV / cap) * cap
+
+    def head_inputs(self, hidden_SD: torch.Tensor, norm_D: torch.Tensor) -> torch.Tensor:
+        """Return the last norm's outputs, which the head reads. Any leading dimensions."""
+        hidden_SD = hidden_SD if self.carried is None else self.carried.merged(hidden_SD)
+        return self._norm(norm_D, self._last_norm_bias)(hidden_SD)
 
     def _norm(self, weight_D: torch.Tensor | None, bias_D: torch.Tensor | None) -> nn.Module:
         """Return a norm like the first of a layer."""

@@ -19,10 +19,11 @@ from calibrate.calibration.capture import (
     add_statistics,
     batch_windows,
     empty_statistics,
+    held_out_windows,
 )
 from calibrate.calibration.kv_range import KvRange, KvScales, RoundedKv
 from calibrate.calibration.layer_runner import LayerRunner, Rounding
-from calibrate.calibration.statistics import InputStatistics
+from calibrate.calibration.statistics import HeldOut, InputStatistics
 from calibrate.calibration.vision import WindowMedia, open_media
 from calibrate.devices import Devices, Turns
 from calibrate.float_model import FloatModel
@@ -71,9 +72,10 @@ class Stream:
         hold_out: bool = False,
         spill: Path | None = None,
         media: Sequence[WindowMedia | None] = (),
+        reference_VD: torch.Tensor | None = None,
     ) -> None:
-        """One runner per device. `rewritten_VD` is the quantized model's embedding; `spill` is a
-        folder to save memory.
+        """One runner per device. `rewritten_VD` is the quantized model's embedding, `reference_VD`
+        the same before its codes (None: it has none); `spill` is a folder to save memory.
 
         `with_reference`: statistics include the distance of the inputs from the float model's.
         `kv_cache`: the evaluation of the quantized model reads keys and values from such a cache,
@@ -88,6 +90,7 @@ class Stream:
         self._calibration_rows = windows_of_lanes(calibration_WS, len(runners))
         self._evaluation_rows = windows_of_lanes(evaluation_WS, len(runners))
         reference_WS = calibration_WS if with_reference else None
+        reference_VD = rewritten_VD if reference_VD is None else reference_VD
 
         def embed(
             lane: int,
@@ -108,7 +111,7 @@ class Stream:
                 calibration=embed(
                     lane, calibration_WS, self._calibration_rows, rewritten_VD, media
                 ),
-                reference=embed(lane, reference_WS, self._calibration_rows, rewritten_VD, media),
+                reference=embed(lane, reference_WS, self._calibration_rows, reference_VD, media),
                 after=embed(lane, evaluation_WS, self._evaluation_rows, rewritten_VD),
                 before=embed(lane, evaluation_WS, self._evaluation_rows, embedding_VD),
             )
@@ -237,6 +240,46 @@ class Stream:
             self.evaluation_WS, lambda _: next(reference), lambda _: next(other), given, False
         )
 
+    def head_statistics(self, norm_D: torch.Tensor) -> InputStatistics | None:
+        """Statistics of the head's inputs on the first device, after all layers; None: no data.
+
+        `norm_D`: the last norm.
+        """
+        first = self._lanes[0]
+        if first.calibration is None:
+            return None
+        stats = InputStatistics(len(norm_D), first.runner.device, "lm_head")
+
+        def inputs(lane: Lane, batch_BSD: torch.Tensor) -> torch.Tensor:
+            return lane.runner.head_inputs(batch_BSD.to(lane.runner.device), norm_D)
+
+        def batches(lane: Lane) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+            if lane.calibration is None:
+                return
+            reference = None if lane.reference is None else lane.reference.batches()
+            for batch_BSD, _ in lane.calibration.batches():
+                target_BSD = None if reference is None else inputs(lane, next(reference)[0])
+                yield inputs(lane, batch_BSD), target_BSD
+
+        # in the data's order: lanes have batches in turn
+        in_turn = itertools.zip_longest(*map(batches, self._lanes))
+        every, row = self._held_every, 0
+        for found in itertools.chain.from_iterable(in_turn):
+            if found is None:
+                continue
+            x_BSD, target_BSD = found
+            held_B = held_out_windows(len(x_BSD), row, every).to(x_BSD.device)
+            row += len(x_BSD)
+
+            def chosen(is_chosen_B: torch.Tensor, x_BSD=x_BSD, target_BSD=target_BSD) -> tuple:
+                return x_BSD[is_chosen_B], None if target_BSD is None else target_BSD[is_chosen_B]
+
+            stats.update(*chosen(~held_B))
+            if held_B.any():
+                stats.hold_out(HeldOut.of(*chosen(held_B)))
+        stats.check()
+        return stats
+
     def first_logits(self, norm_D: torch.Tensor, head_VD: torch.Tensor, count: int) -> torch.Tensor:
         """Logits [S, V] of the quantized model after the first tokens of the first window."""
         return next(self._logits(lambda lane: lane.after, norm_D, head_VD, count))
@@ -281,9 +324,13 @@ def open_stream(
     all_experts: bool,
     spill: str | Path | None,
     devices: Devices,
+    rows: Callable[[torch.Tensor], torch.Tensor],
 ) -> Stream:
-    """Return the stream of a run. `model_tensors`: the embedding, if a transform changed it."""
+    """Return the stream of a run. `model_tensors`: the embedding, if a transform changed it.
+    `rows`: the embedding -> what the quantized model reads instead.
+    """
     embedding = model.get(model.layer_map.embedding)
+    rewritten = model_tensors.get(model.layer_map.embedding, embedding)
     dtype = LayerRunner(model, model.layer_map, devices.first).dtype
     media, rotary = open_media(model, data, devices.first, dtype)
     return Stream(
@@ -293,7 +340,7 @@ def open_stream(
             for name in devices.names
         ],
         embedding,
-        model_tensors.get(model.layer_map.embedding, embedding),
+        rows(rewritten),
         calibration_WS=data.ids_WS if data else None,
         evaluation_WS=evaluation_WS,
         with_reference=recipe.corrects,
@@ -303,4 +350,5 @@ def open_stream(
         hold_out=recipe.guarded,
         spill=Path(spill) if spill else None,
         media=media,
+        reference_VD=rewritten,
     )

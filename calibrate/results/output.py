@@ -14,6 +14,7 @@ from calibrate.results.verify import LinearDigest
 from calibrate.solvers.solving import LayerState
 from formats.architecture.columns import ATTENTION
 from formats.checkpoint import CheckpointWriter
+from formats.in_memory.weights import Weight
 from formats.layouts import Layout
 
 
@@ -35,13 +36,7 @@ class Output:
         reports = {report.name: report for report in finished.reports}
         for local, packed in finished.packed.items():
             name = f"{prefix}.{local}"
-            self.regrouped |= packed.input_order is not None
-            tensors = self.layout.encode(packed, name)
-            for leaf, tensor in tensors.items():
-                self.writer.add(f"{name}.{leaf}", tensor)
-            self.digests[name] = LinearDigest.of(packed, tensors)
-            num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-            self.reports.append(replace(reports[name], num_bytes=num_bytes))
+            self.add_linear(name, packed, reports[name])
         for name in [name for name in self.kept if name.startswith(prefix + ".")]:
             tensor = finished.changed.get(name.removeprefix(prefix + "."))
             if tensor is not None:
@@ -49,6 +44,16 @@ class Output:
                 self.rewritten[name] = tensor_digest(tensor)
             self.writer.add(name, model.get(name) if tensor is None else tensor)
             self.kept.remove(name)
+
+    def add_linear(self, name: str, packed: Weight, report: LinearReport) -> None:
+        """Write one linear's codes in the format's tensors."""
+        self.regrouped |= packed.input_order is not None
+        tensors = self.layout.encode(packed, name)
+        for leaf, tensor in tensors.items():
+            self.writer.add(f"{name}.{leaf}", tensor)
+        self.digests[name] = LinearDigest.of(packed, tensors)
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        self.reports.append(replace(report, num_bytes=num_bytes))
 
     def add_kv_scales(self, prefix: str, scales: KvScales) -> None:
         """Write a layer's two tensors of KV scales."""

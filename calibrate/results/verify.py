@@ -20,6 +20,7 @@ from formats.layouts import decode_linear, layout_of
 from formats.quant_config import BLOCK, WRITTEN, QuantConfig
 from formats.scheme import Scheme
 
+INPUT_SCALE = "input_global_scale"  # of inputs that other programs round
 REMEDY = "nothing was published; check the disk, and run the same command again"
 
 
@@ -42,7 +43,11 @@ class LinearDigest:
 
     @classmethod
     def of(cls, weight: Weight, encoded: Mapping[str, torch.Tensor]) -> "LinearDigest":
-        hashes = {name: _sha256(tensor) for name, tensor in tensors_of(weight).items()}
+        tensors = tensors_of(weight)
+        if INPUT_SCALE in encoded:  # it is not read back into the weight
+            tensors[INPUT_SCALE] = encoded[INPUT_SCALE]
+            tensors.pop("input_scale", None)
+        hashes = {name: _sha256(tensor) for name, tensor in tensors.items()}
         return cls(scheme=weight.scheme, hashes=hashes, fields=tuple(encoded))
 
 

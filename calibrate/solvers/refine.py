@@ -4,7 +4,8 @@ GPTQ chooses scales before codes, and each code once. Here the scales are the le
 for given codes, and each code in turn takes the value that is best with all others as they are
 (coordinate descent: Behdin et al., "QuantEase: Optimization-based Quantization for Language
 Models", 2023). No step increases the error (w - q) H (w - q)^T of a row
-on the calibration data. It is not the default: it also fits the kind of the texts (README).
+on the calibration data. It is a recipe and not the default: it also fits the kind of the texts
+(README).
 
 Legend: N outputs, K inputs, G groups, L inputs of a group, H damped mean of x x^T [K, K], B columns
 of a block.

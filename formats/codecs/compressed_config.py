@@ -1,6 +1,7 @@
 """The keys of a compressed-tensors block."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from formats.codecs.compressed_tensors import (
@@ -22,11 +23,13 @@ from formats.scheme import (
     ALL,
     CHANNEL,
     FP4_TYPES,
+    MICROSCALED,
     MXFP8,
     ActivationSpec,
     QuantSpec,
     Scheme,
     checked_group_size,
+    microscaled_inputs,
 )
 
 VERSION = "0.17.0"  # version of the library's schema that the block follows
@@ -43,8 +46,23 @@ OFFLINE_LOCATIONS = ("weight_input", "weight_output")
 
 
 def stored(scheme: Scheme) -> Scheme:
-    """Return the scheme as it reads back: unchanged."""
-    return scheme
+    """Return the scheme as it reads back: inputs of MICROSCALED stay in 16 bits."""
+    return scheme if microscaled_inputs(scheme) is None else replace(scheme, activation=None)
+
+
+def unrounded(schemes: Iterable[Scheme | None]) -> str:
+    """Describe the inputs of MICROSCALED among schemes that are written; empty: there are none.
+
+    Raises CheckpointError where weights of one kind have such inputs in a part of the linears only.
+    """
+    found = {scheme for scheme in schemes if scheme is not None}
+    micro = {scheme for scheme in found if microscaled_inputs(scheme) is not None}
+    mixed = next((each for each in micro if stored(each) in found), None)
+    if mixed is not None:
+        raise CheckpointError(
+            f"scheme {mixed}", f"is not written next to {stored(mixed)}", "use one of them"
+        )
+    return next((f"{scheme.activation.bits}-bit float" for scheme in micro), "")
 
 
 def read(block: dict[str, Any]) -> dict[str, Any]:
@@ -125,7 +143,11 @@ def write(config: ConfigFields) -> dict[str, Any]:
             f"group_{number}": {
                 "targets": names,
                 "weights": _weight_keys(scheme.weight),
-                "input_activations": _activation_keys(scheme.activation),
+                "input_activations": _activation_keys(
+                    _MICROSCALED_INPUTS.get(scheme.weight)
+                    if config.unrounded_inputs and scheme.activation is None
+                    else scheme.activation
+                ),
                 "output_activations": None,
                 "format": layout_of(scheme),
             }
@@ -154,6 +176,9 @@ def rules_for(
         Rule(kind="regex", text=text, scheme=scheme)
         for text, scheme in exact_patterns(schemes, others)
     ]
+    if schemes.get(_HEAD) is not None and _HEAD not in others:
+        # SGLang takes a head for quantized only if a target names it.
+        rules.append(Rule(kind="name", text=_HEAD, scheme=schemes[_HEAD]))
     if embedding is not None:
         rules.append(Rule(kind="name", text=EMBEDDING, scheme=embedding))
     return tuple(sorted(rules, key=lambda rule: rule.scheme is not None))
@@ -187,6 +212,16 @@ def _weight_keys(spec: QuantSpec) -> dict[str, Any]:
 def _activation_keys(spec: ActivationSpec | None) -> dict[str, Any] | None:
     if spec is None:
         return None
+    if spec in _MICROSCALED_INPUTS.values():
+        return {
+            "num_bits": spec.bits,
+            "type": "float",
+            "symmetric": True,
+            "strategy": "group" if spec.dynamic else "tensor_group",
+            "group_size": spec.group_size,
+            "dynamic": True if spec.dynamic else "local",
+            "scale_dtype": "torch.uint8" if spec.dynamic else "torch.float8_e4m3fn",
+        }
     return {
         "num_bits": 8,
         "type": spec.type,
@@ -381,4 +416,11 @@ def _is_used(value: Any) -> bool:
     return value.get("format", "") != "dense" and any(value.values())
 
 
-_HEAD_IGNORED = Rule(kind="name", text="lm_head", scheme=None)
+# Spec of the weights -> how MICROSCALED rounds their inputs
+_MICROSCALED_INPUTS = {
+    scheme.weight: scheme.activation
+    for scheme in MICROSCALED.values()
+    if scheme.activation is not None
+}
+_HEAD = "lm_head"
+_HEAD_IGNORED = Rule(kind="name", text=_HEAD, scheme=None)

@@ -17,7 +17,7 @@ from formats.in_memory.fp8 import FP8_DTYPE, Fp8Weight, scales_shape
 from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import Weight
 from formats.numerics.bits import code_multiple, pack, packed_length, unpack
-from formats.scheme import CHANNEL, MXFP8, Scheme
+from formats.scheme import CHANNEL, MXFP8, Scheme, microscaled_inputs
 
 PACKED, INTEGER, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
 # of activations
@@ -64,7 +64,9 @@ def encode(weight: Weight, name: str = "weight") -> dict[str, torch.Tensor]:
             tensors["weight_zero_point"] = pack(
                 _filled(weight.zeros_NG, weight.spec.bits), weight.spec.bits, dim=0
             )
-    if weight.input_scale is not None:
+    if weight.input_scale is not None and microscaled_inputs(weight.scheme) is not None:
+        tensors["input_global_scale"] = (1 / weight.input_scale.float()).reshape(1)
+    elif weight.input_scale is not None:
         tensors["input_scale"] = weight.input_scale.reshape(1)
     return tensors
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from formats.codecs import compressed_tensors
 from formats.numerics.bits import code_multiple
-from formats.scheme import CHANNEL, Scheme, w4a8_name
+from formats.scheme import CHANNEL, MXFP8, Scheme, microscaled_inputs, w4a8_name
 
 # why weights of these types cannot be written in any format
 _WITHOUT_CODES = {
@@ -47,6 +47,8 @@ def compressed_refuses(scheme: Scheme) -> str | None:
         return _WITHOUT_CODES[spec.type]
     if spec.type == "int" and spec.bits not in compressed_tensors.PACKED_BITS:
         return f"is written with 2 to 8 bits, not {spec.bits}"
+    if microscaled_inputs(scheme) is not None:
+        return None
     if scheme.activation is not None and scheme.activation.bits != 8:
         return f"is not written with {scheme.activation.bits}-bit activations"
     if w4a8_name(scheme) is not None:
@@ -72,6 +74,8 @@ def needs_multiples(out_multiple: int, in_multiple: int) -> Callable[..., str | 
 
 def compressed_refuses_shape(scheme: Scheme, out_features: int, in_features: int) -> str | None:
     spec = scheme.weight
+    if spec == MXFP8 and in_features % spec.group_size:
+        return f"its {in_features} inputs are not divisible by {spec.group_size}"
     if spec.type != "int":
         return None
     # In memory a row fills whole words, whatever the file's layout is.

@@ -22,9 +22,11 @@ from formats.compatibility.terms import (
     groups,
     has_other_input_groups,
     has_packed_embedding,
+    has_quantized_head,
     is_w4a8,
     packed_asymmetric,
     row,
+    shares_packed_table,
     trait,
     when,
 )
@@ -57,6 +59,34 @@ COMPRESSED_RULES: tuple[Rule, ...] = (
             "a packed input embedding of integer codes since June 2026, in some families only",
         ),
         "vllm-project/vllm pull request 44340, issue 54304",
+        "compressed-tensors",
+    ),
+    row(
+        "ct-tied-embedding-vllm",
+        VLLM,
+        "no",
+        when(
+            shares_packed_table,
+            "cannot use a packed input embedding as the head: --quantize-head gives it one of its"
+            " own",
+        ),
+        "vllm-project/vllm pull request 45535, which is not merged",
+        "compressed-tensors",
+    ),
+    row(
+        "ct-head-vllm",
+        VLLM,
+        "yes",
+        when(has_quantized_head, "a quantized head since March 2026"),
+        "vllm-project/vllm pull request 37291",
+        "compressed-tensors",
+    ),
+    row(
+        "ct-head-sglang",
+        SGLANG,
+        "yes",
+        when(has_quantized_head, "a quantized head since August 2026, where a target names it"),
+        "sgl-project/sglang pull request 35228, issue 35358",
         "compressed-tensors",
     ),
     row(

@@ -13,6 +13,7 @@ from formats.compatibility.terms import (
     any_scheme,
     gptq_bits,
     groups,
+    has_quantized_head,
     row,
     small_shape,
     trait,
@@ -124,6 +125,19 @@ GPTQ_AWQ_RULES: tuple[Rule, ...] = (
         ),
         "gptqmodel/models/loader.py of 7.7.0",
         "gptq",
+    ),
+    row(
+        "gptq-head-transformers",
+        TRANSFORMERS,
+        "no",
+        when(
+            has_quantized_head,
+            "replaces the linears of layers only, not a quantized head (convert to"
+            " compressed-tensors)",
+        ),
+        f"{OPTIMUM} get_layers",
+        "gptq",
+        "awq",
     ),
     row(
         "gptq-transformers",

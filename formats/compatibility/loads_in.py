@@ -47,6 +47,7 @@ class Facts:
     algorithms: tuple[str, ...] = ()  # from a modelopt block; else empty
     stacked: str = ""  # experts in one tensor of other codes than float8; empty: none
     renamed: ExpertNames | None = None  # an expert whose name is not the family's; None: none
+    is_tied: bool = False  # config.json asks for a head that is the embedding
     whole: str = ""  # architecture of config.json as stored: of a vision-language model the whole
 
     @property

@@ -3,6 +3,7 @@
 from formats.codecs.config_fields import EMBEDDING
 from formats.compatibility.loads_in import Facts, Rule
 from formats.inspection.linear_summary import LinearSummary
+from formats.quant_config import HEAD
 from formats.scheme import CHANNEL, Scheme
 
 OURS, VLLM, SGLANG, TRANSFORMERS = PROGRAMS = ("this project", "vLLM", "SGLang", "transformers")
@@ -105,6 +106,16 @@ def packed_asymmetric(facts: Facts) -> bool:
 def has_packed_embedding(facts: Facts) -> bool:
     """Return True if the input embedding is quantized."""
     return any(linear.name == EMBEDDING for linear in facts.linears)
+
+
+def has_quantized_head(facts: Facts) -> bool:
+    """Return True if the output head has codes of its own."""
+    return any(linear.name == HEAD and "float" not in linear.traits for linear in facts.linears)
+
+
+def shares_packed_table(facts: Facts) -> bool:
+    """Return True if one quantized matrix is both embedding and head."""
+    return has_packed_embedding(facts) and facts.is_tied and not has_quantized_head(facts)
 
 
 def is_w4a8(scheme: Scheme, kind: str) -> bool:

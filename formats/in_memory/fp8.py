@@ -13,7 +13,8 @@ from formats.errors import CheckpointError
 from formats.in_memory.packed import SCALE_DTYPES
 from formats.numerics.activation import check_input_scale, describe_scale, same_activation
 from formats.numerics.affine import rows_at_once
-from formats.scheme import ALL, FP8_MAX, ActivationSpec, QuantSpec, Scheme
+from formats.numerics.microscaled import shared_exponents
+from formats.scheme import ALL, FP8_MAX, MXFP8, ActivationSpec, QuantSpec, Scheme
 
 FP8_DTYPE = torch.float8_e4m3fn
 
@@ -34,7 +35,7 @@ class Fp8Weight:
     ) -> "Fp8Weight":
         """Round to nearest; a block's scale is its largest magnitude / 448.
 
-        Raises CheckpointError, with `name`, on NaN or infinity.
+        MXFP8's is a power of two. Raises CheckpointError, with `name`, on NaN or infinity.
         """
         rows, columns = block_size(spec, *weight_NK.shape)
         step = rows_at_once(weight_NK.shape[1])
@@ -46,6 +47,8 @@ class Fp8Weight:
             largest_RC = largest_RC.amax(0, keepdim=True)
         # divide by a tensor, as activation.quantize_input does: the same bits on every device
         scales_RC = largest_RC / torch.full_like(largest_RC, FP8_MAX)
+        if spec == MXFP8:
+            scales_RC = torch.exp2(shared_exponents(largest_RC, 8).float())
         scales_RC = torch.where(largest_RC == 0, 1.0, scales_RC)
         codes_NK = torch.empty(weight_NK.shape, dtype=FP8_DTYPE, device=weight_NK.device)
         for start in range(0, len(weight_NK), step):

@@ -122,6 +122,7 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
     facts = Facts(
         architecture=_architecture(config),
         whole=whole,
+        is_tied=says_tied(config),
         method=method,
         config=quant,
         config_error=config_error,

@@ -65,6 +65,16 @@ class QuantizeConfig(HubSettings):
     )
     samples: int = setting(128, "calibration windows", low=1)
     sequence_length: int = setting(2048, "length of a calibration window in tokens", low=2)
+    quantize_head: str | None = setting(
+        None,
+        "also quantize the output head, to a scheme such as w8a16-sym; a tied head is then stored "
+        "next to the embedding",
+    )
+    quantize_embedding: str | None = setting(
+        None,
+        "also quantize the input embedding, and a head that is tied to it, to a scheme such as "
+        "w8a16-sym (compressed-tensors)",
+    )
     kv_cache_scheme: str | None = setting(
         None,
         "also write scales for an 8-bit KV cache (compressed-tensors only)",

@@ -106,6 +106,8 @@ def quantize(model: str, config: QuantizeConfig) -> int:
             config.output,
             bits=config.bits,
             pad=config.pad,
+            quantize_head=_outer_scheme(config.quantize_head, config.group_size),
+            quantize_embedding=_outer_scheme(config.quantize_embedding, config.group_size),
             act_order=config.act_order,
             max_shard_bytes=max_shard_bytes,
             kv_cache=config.kv_cache_scheme,
@@ -124,6 +126,15 @@ def quantize(model: str, config: QuantizeConfig) -> int:
     print(report.to_text())
     print(f"Wrote and verified {config.output}")
     return 0
+
+
+def _outer_scheme(text: str | None, group_size: int | str | None) -> Any:
+    """Return the scheme of --quantize-head; without groups of its own, those of --group-size."""
+    from formats.scheme import SCHEMES, Scheme
+
+    if text is None:
+        return None
+    return Scheme.parse(text, group_size if text in SCHEMES and group_size != AUTO_GROUPS else None)
 
 
 def _usual_recipe(scheme: Any) -> str:
@@ -169,7 +180,7 @@ def _solver(folder: str, scheme: Any, settings: Mapping[str, Any]) -> Any:
 # Settings of `quantize` that apply to models only, not to draft heads.
 NOT_OF_A_HEAD = (
     *("act_order", "bits", "pad", "kv_cache_scheme", "kv_per_head", "eval_text", "spill"),
-    "moe_calibrate_all_experts",
+    *("moe_calibrate_all_experts", "quantize_head", "quantize_embedding"),
 )
 
 

@@ -17,7 +17,9 @@ from calibrate.layer import load_transforms
 from calibrate.pipeline import _rewrite_model
 from calibrate.recipe import Recipe
 from calibrate.solvers.solving import LayerContext
+from formats.codecs.config_fields import EMBEDDING
 from formats.scheme import QuantSpec
+from tests.qserve.model.variants import edited
 
 torch.set_num_threads(1)
 
@@ -134,3 +136,28 @@ def stream_logits(
 @pytest.fixture(scope="session", name="stream_logits")
 def _stream_logits():
     return stream_logits
+
+
+@pytest.fixture(scope="session")
+def small_5m(docs_5m, tmp_path_factory):
+    """tied -> the first layer of the bundled model, its head tied or a matrix of its own."""
+    made = {}
+
+    def make(tied: bool = True):
+        def change(tensors):
+            for name in [n for n in tensors if "layers." in n and "layers.0." not in n]:
+                del tensors[name]
+            if not tied:
+                tensors["lm_head.weight"] = tensors[f"{EMBEDDING}.weight"].flip(1)
+
+        def say(config):
+            config |= {"num_hidden_layers": 1, "tie_word_embeddings": tied}
+
+        if tied not in made:
+            folder = tmp_path_factory.mktemp("small") / "model"
+            made[tied] = edited(docs_5m, folder, change, say)
+            for name in ("tokenizer.json", "tokenizer_config.json"):
+                (folder / name).write_bytes((docs_5m / name).read_bytes())
+        return made[tied]
+
+    return make

@@ -201,7 +201,7 @@ def test_scheme_table_of_the_page_is_what_can_be_written():
     from formats.layouts import LAYOUTS, default_format
 
     rows = re.findall(r"^\| (`w\d.*?) \| (.*?) \|$", README, re.MULTILINE)
-    assert len(rows) == 10
+    assert len(rows) == 11
     for names, formats in rows:
         listed = [text.split()[0] for text in formats.split(", ")]
         for name in names.split(", "):

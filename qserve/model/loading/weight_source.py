@@ -195,6 +195,13 @@ class WeightSource:
                 "embedding; lm_head is used (set tie_word_embeddings to false)",
                 self.reader.folder,
             )
+        if self.quant is not None and self.quant.unrounded_inputs:
+            logger.warning(
+                "%s: inputs of its linears are %s, for which there is no kernel: they stay in 16"
+                " bits, and only weights are quantized",
+                self.reader.folder,
+                self.quant.unrounded_inputs,
+            )
         if self._mislabelled:
             logger.warning(
                 "%s: checkpoint_format says that zeros are %s, but the data of %d linears "

@@ -278,6 +278,29 @@ def packed_embedding(tensors, config):
     config[BLOCK]["config_groups"]["group_0"]["targets"].append("Embedding")
 
 
+def tied_packed_embedding(tensors, config):
+    packed_embedding(tensors, config)
+    tensors.pop("lm_head.weight", None)
+    config["tie_word_embeddings"] = True
+
+
+def quantized_head(tensors, config):
+    """A head of 64 tokens in the codes of the linears."""
+    block = config[BLOCK]
+    generator = torch.Generator().manual_seed(0)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = torch.randn(64, 64, generator=generator)
+    config["vocab_size"] = 64
+    weight = round_to_nearest(tensors.pop("lm_head.weight"), Scheme.parse("w4a16-sym-g32").weight)
+    codec = compressed_tensors if block["quant_method"] == CT else gptq
+    for field, tensor in codec.encode(weight).items():
+        tensors[f"lm_head.{field}"] = tensor
+    if codec is gptq:
+        block["lm_head"] = True
+    else:
+        block["ignore"] = []
+
+
 def experts(tensors, config):
     """The feed-forwards of a folder as experts of a Mixtral: one each."""
     names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
@@ -313,6 +336,10 @@ FP8 = (CT, "w8a8-fp8-static")
 # rule -> format, scheme and the change that make a file which the rule is about
 CASES = {
     "ct-embedding-vllm": (CT, "w4a16-sym-g32", packed_embedding),
+    "ct-tied-embedding-vllm": (CT, "w4a16-sym-g32", tied_packed_embedding),
+    "ct-head-vllm": (CT, "w4a16-sym-g32", quantized_head),
+    "ct-head-sglang": (CT, "w4a16-sym-g32", quantized_head),
+    "gptq-head-transformers": ("gptq", "w4a16-sym-g32", quantized_head),
     "ct-embedding-sglang": (CT, "w4a16-sym-g32", packed_embedding),
     "ct-embedding-transformers": (CT, "w4a16-sym-g32", packed_embedding),
     "own-error": ("gptq", "w4a16-sym-g32", nan),

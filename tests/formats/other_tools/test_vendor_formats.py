@@ -307,7 +307,7 @@ def test_twenty_kinds_of_damage_give_one_line(kind, float_model, model_of, tmp_p
     ("kind", "target", "scheme"),
     [
         ("modelopt-fp8", "compressed-tensors", "w8a8-fp8-static"),
-        ("mxfp8", "compressed-tensors", "w8a16-mxfp8-g32"),
+        ("mxfp8", "compressed-tensors", "w8a16-mxfp8"),
         ("mxfp6", "gptq", "w8a16-sym-g32"),
         ("mxfp6", "compressed-tensors", "w8a16-sym-g32"),
         ("quark-int4", "compressed-tensors", "w4a16-sym-g32"),
