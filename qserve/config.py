@@ -127,7 +127,8 @@ class EngineConfig(HubSettings, ParallelSettings):
         None,
         'exchange KV pages with other engines: {"kv_connector": "folder", '
         '"kv_connector_extra_config": {"path": DIR, "max_gb": 16}}, with "kv_role" kv_both, '
-        "kv_producer or kv_consumer; or module:Class for a connector of your own",
+        "kv_producer or kv_consumer; peer: from GPU to GPU on one host; or module:Class for a "
+        "connector of your own",
     )
     scheduling_policy: str = setting(
         "fcfs",

@@ -93,13 +93,17 @@ class _Rank:
 
 
 # Calls whose reply the leader waits for; of all others what comes back stays here.
-ANSWERED = ("start", "load", "warm_up_shapes", "num_pages_that_fit", "prepare", "open_pages")
+ANSWERED = (
+    *("start", "load", "warm_up_shapes", "num_pages_that_fit", "prepare"),
+    *("open_pages", "open_peer"),
+)
 CALLS = (
     *(*ANSWERED, "compile_kernels", "offload_pages", "launch", "logits", "capture_next"),
     *("place_adapter", "forget_adapter", "tap", "prepare_replay", "run_replay", "leave"),
+    *("send_pages", "cancel_pages"),
 )
 # Calls that return a future, whose result is the reply.
-BEGUN = ("read_adapter", "match_pages", "load_pages", "save_pages", "reside")
+BEGUN = ("read_adapter", "match_pages", "load_pages", "save_pages", "receive_pages", "reside")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -5,6 +5,7 @@ from other engines. Most requests need none of these.
 """
 
 from qserve.engine.pending.grammars import GrammarQueue
+from qserve.engine.pending.peer_kv import PeerKv
 from qserve.engine.pending.remote_kv import RemoteKv
 from qserve.engine.request import Request, Status
 from qserve.engine.scheduling.scheduler import Scheduler
@@ -21,7 +22,7 @@ class PendingRequests:
         scheduler: Scheduler,
         grammars: GrammarQueue,
         adapters: AdapterTable | None,
-        transfers: RemoteKv,
+        transfers: RemoteKv | PeerKv,
     ) -> None:
         self._scheduler, self._grammars = scheduler, grammars
         self._adapters, self._remote_kv = adapters, transfers
@@ -65,6 +66,10 @@ class PendingRequests:
         if self._remote_kv.has_work:
             self._remote_kv.queue_ready(wait_a_little=is_idle)
         return events
+
+    def stop_waiting(self, request_id: str) -> None:
+        """Let a request go on without the pages that another engine should have computed."""
+        self._remote_kv.stop_waiting(request_id)
 
     def remove(self, request: Request) -> bool:
         """Drop an aborted request. Returns True if it waited here."""

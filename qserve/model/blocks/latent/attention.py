@@ -218,6 +218,8 @@ class LatentAttention(torch.nn.Module):
         )
         if step.exchange is not None:
             step.exchange.exchange_(cache)
+        if step.on_written is not None:
+            step.on_written(cache)
         if step.split is None or self._adapters is not None:  # adapters read latents alone
             out_THV = self._absorbed(q_n_THP, q_THE, cache, step)
         else:
