@@ -260,6 +260,18 @@ class EngineConfig(HubSettings, ParallelSettings):
                 "--no-enable-prefix-caching",
             )
         self.check_engines()
+        if self.prefill_engines and self.kv_transfer is not None:
+            raise InputError(
+                "--prefill-engines",
+                "does not work with --kv-transfer-config, which it sets itself",
+                "remove one of them",
+            )
+        if self.prefill_engines and not self.enable_prefix_caching:
+            raise InputError(
+                "--prefill-engines",
+                "requires the prefix cache, whose pages are sent",
+                "remove --no-enable-prefix-caching",
+            )
         self.check_experts()
         if parse_modules(self.lora_modules) and not self.enable_lora:
             raise InputError("--lora-modules", "requires --enable-lora", "add the flag")

@@ -159,7 +159,7 @@ class Engine:
             self._drop(request)
 
     def stop_waiting(self, request_id: str) -> None:
-        """Compute a request's prompt here: the engine whose KV pages it awaits has failed."""
+        """Await no further KV pages for a request: the other engine has ended its part."""
         self._pending.stop_waiting(request_id)
         request = self._requests.get(request_id)
         if request is not None:

@@ -100,7 +100,7 @@ ANSWERED = (
 CALLS = (
     *(*ANSWERED, "compile_kernels", "offload_pages", "launch", "logits", "capture_next"),
     *("place_adapter", "forget_adapter", "tap", "prepare_replay", "run_replay", "leave"),
-    *("send_pages", "cancel_pages"),
+    *("send_pages", "expect_no_more_pages", "cancel_pages"),
 )
 # Calls that return a future, whose result is the reply.
 BEGUN = ("read_adapter", "match_pages", "load_pages", "save_pages", "receive_pages", "reside")

@@ -42,6 +42,7 @@ from qserve.engine.ipc.messages import (
     ResetPrefixCache,
     Start,
     StartFailed,
+    StopWaiting,
     UnloadAdapter,
 )
 from qserve.engine.start_phases import phase
@@ -311,6 +312,8 @@ def _take_messages(
             engine.abort(message.request_id)
             if not engine.has_work():
                 _send(line, [], engine)  # no step will report it
+        elif isinstance(message, StopWaiting):
+            engine.stop_waiting(message.request_id)
         elif isinstance(message, ResetPrefixCache):
             engine.reset_prefix_cache()
         elif isinstance(message, Profile):

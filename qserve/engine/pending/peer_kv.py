@@ -136,15 +136,13 @@ class PeerKv:
                 self._finish(fetch)
 
     def stop_waiting(self, request_id: str) -> None:
-        """Let a request go on with the pages that have come: the other engine failed."""
+        """Wait no longer for pages that are not announced: the other engine has ended its part."""
         for request, fetch in list(self._fetches.items()):
             if request.request_id != request_id:
                 continue
             request.awaits_pages = False
-            if fetch.loads is None:
-                self._finish(fetch)
-            else:
-                self._pages.cancel(fetch.number)
+            if fetch.loads is not None:
+                self._pages.expect_no_more(fetch.number)
         for request in self._followers:
             if request.request_id == request_id:
                 request.awaits_pages = False

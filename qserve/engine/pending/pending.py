@@ -68,7 +68,7 @@ class PendingRequests:
         return events
 
     def stop_waiting(self, request_id: str) -> None:
-        """Let a request go on without the pages that another engine should have computed."""
+        """Await no further KV pages for a request than those that are announced."""
         self._remote_kv.stop_waiting(request_id)
 
     def remove(self, request: Request) -> bool:

@@ -436,6 +436,10 @@ class Worker:
         """Fill pages of the device from other engines."""
         return self.peer.receive(number, keys_NB, pages, waits)
 
+    def expect_no_more_pages(self, number: int) -> None:
+        """Let a call of `receive_pages` wait no longer for pages that are not announced."""
+        self.peer.expect_no_more(number)
+
     def cancel_pages(self, number: int) -> None:
         """Let a call of `receive_pages` end soon."""
         self.peer.cancel(number)

@@ -101,8 +101,12 @@ class PeerRankPages:
         keys = [key_B.tobytes() for key_B in keys_NB]
         return self.receiver.receive(number, keys, pages, waits=waits)
 
+    def expect_no_more(self, number: int) -> None:
+        """Wait no longer for pages that are not announced."""
+        self.receiver.expect_no_more(number)
+
     def cancel(self, number: int) -> None:
-        """Let a call of `receive` end soon, with the pages that have come."""
+        """Let a call of `receive` end soon."""
         self.receiver.cancel(number)
 
     def close(self) -> None:

@@ -123,8 +123,15 @@ class PageReceiver:
             self._changed.notify()
         return job.future
 
+    def expect_no_more(self, number: int) -> None:
+        """Wait no longer for pages that are not announced. An unknown number is ignored."""
+        with self._changed:
+            job = self._jobs.get(number)
+            if job is not None:
+                job.waits = False
+
     def cancel(self, number: int) -> None:
-        """Let a call of `receive` end soon, with the pages that have come. Unknown ones: no-op."""
+        """Let a call of `receive` end soon. An unknown number is ignored."""
         with self._changed:
             job = self._jobs.get(number)
             if job is not None:
@@ -146,7 +153,8 @@ class PageReceiver:
             with self._changed:
                 while not self._jobs and not self._is_closed:
                     self._changed.wait(IDLE_SECONDS)
-                jobs = {} if self._is_closed else dict(self._jobs)
+                # whether a job waits is read before what peers announce: nothing is missed
+                jobs = [(n, job, job.waits) for n, job in self._jobs.items()]
                 closed = self._is_closed
             if closed:
                 self._end_all()
@@ -155,15 +163,15 @@ class PageReceiver:
             try:
                 with self._looking, torch.inference_mode():
                     self._peers.refresh()
-                    for number, job in jobs.items():
-                        moved |= self._advance(number, job)
+                    for number, job, waits in jobs:
+                        moved |= self._advance(number, job, waits)
             except Exception:
                 logger.exception("KV pages of other engines cannot be read; they are computed")
                 self._end_all()
             if not moved:
                 time.sleep(POLL_SECONDS)
 
-    def _advance(self, number: int, job: _Job) -> bool:
+    def _advance(self, number: int, job: _Job, waits: bool) -> bool:
         """Copy what has become complete. Returns True if something has."""
         self._locate(job)
         moved = False
@@ -178,7 +186,7 @@ class PageReceiver:
                 self._forget_dead(job)
                 break
             run.num_layers, job.news, moved = ready, time.monotonic(), True
-        if self._is_over(job):
+        if self._is_over(job, waits):
             self._end(number, job)
         return moved
 
@@ -221,7 +229,7 @@ class PageReceiver:
                     found = run.peer.memories[source.rank].read(index, slot, run.count)
                     _write(tensors[index], pages_N, found, self._tensors[index].axis, source)
 
-    def _is_over(self, job: _Job) -> bool:
+    def _is_over(self, job: _Job, waits: bool) -> bool:
         left = [run for run in job.runs if run.num_layers < len(self._layer_ends)]
         is_whole = job.num_located == len(job.keys)
         if job.is_cancelled or (is_whole and not left):
@@ -233,7 +241,7 @@ class PageReceiver:
             return True
         if left:
             return not left[0].is_valid  # overwritten: it will not come
-        return not job.waits or not len(self._peers)
+        return not waits or not len(self._peers)
 
     def _end(self, number: int, job: _Job) -> None:
         """Resolve the future, once the device has all copies."""

@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 class _Batch:
     """Pages that the next step, or the current one, completes."""
 
-    first: int  # number of the first page
     slots: list[slice]  # runs of slots that they are copied to
     rows: list[slice]  # of the pages, for each run
     pages_N: torch.Tensor  # int64, on the device
@@ -94,7 +93,6 @@ class PageSender:
         ]
         self._batches.append(
             _Batch(
-                first=first,
                 slots=slots,
                 rows=rows,
                 pages_N=self._to_device(pages),
@@ -135,8 +133,8 @@ class PageSender:
     def forget_failed(self) -> None:
         """Drop the pages of a step that failed."""
         if self._batches:
-            first = self._batches[0].first
-            self._known = {key: number for key, number in self._known.items() if number < first}
+            self._index.invalidate()
+            self._known.clear()
             self._batches.clear()
 
     @property

@@ -73,8 +73,14 @@ class SharedPeerPages:
         whole = merged([ours, *theirs], in_all, [False] * len(keys)) if theirs else ours
         return self._number, whole
 
+    def expect_no_more(self, number: int) -> None:
+        """Let a call of `receive` wait no longer for pages that are not announced."""
+        if self._rank_group is not None:
+            self._rank_group.tell("expect_no_more_pages", number)
+        self._ours.expect_no_more(number)
+
     def cancel(self, number: int) -> None:
-        """Let a call of `receive` end soon, with the pages that have come."""
+        """Let a call of `receive` end soon."""
         if self._rank_group is not None:
             self._rank_group.tell("cancel_pages", number)
         self._ours.cancel(number)

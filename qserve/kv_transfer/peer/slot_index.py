@@ -111,6 +111,10 @@ class SlotIndex:
             self._entries[number % count] = entry
         return first
 
+    def invalidate(self) -> None:
+        """Make all pages invalid: one of them will not become complete."""
+        self._begun[0] = self.begun + self.facts.num_slots
+
     def entry(self, number: int) -> tuple[bytes, int] | None:
         """Key and batch of a page; None: it is not written yet, or its slot has another page."""
         found = self._entries[number % self.facts.num_slots].copy()

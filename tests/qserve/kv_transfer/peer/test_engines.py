@@ -251,7 +251,7 @@ def test_engine_without_free_pages_computes_later(make_engine, cold, monkeypatch
 
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_engine_that_goes_between_layers(at, make_engine, cold, monkeypatch):
-    """The request is computed immediately, not after its patience. The lock is gone as after a kill."""
+    """The request is computed immediately. The lock of the index is gone, as after a kill."""
     monkeypatch.setattr(peers, "SCAN_SECONDS", 0.01)
     prefill = make_engine("kv_producer")
     decode = make_engine("kv_consumer", extra={"patience_s": 1000})
