@@ -6,9 +6,10 @@ import os
 import signal
 
 import pytest
+import torch
 
 from formats.errors import InputError
-from qserve import AsyncLLM, SamplingParams
+from qserve import LLM, AsyncLLM, SamplingParams
 from qserve.config import EngineConfig
 from qserve.engine.ipc import data_parallel
 from qserve.engine.ipc.client import RefusedError
@@ -218,3 +219,38 @@ def test_killed_engine_and_its_restart(docs_5m):
         assert not folder.exists()
 
     asyncio.run(asyncio.wait_for(main(), GUARD))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+def test_pages_pass_from_one_gpu_to_the_other(quantized_5m):
+    """Prompts of several steps, with and without CUDA graphs; then the engine for them dies."""
+    settings = {"num_gpu_blocks_override": 1024, "device": "cuda", "dtype": "float16"}
+    settings |= {"max_num_batched_tokens": 1536, "max_model_len": 2048}
+    prompts = [[5 + n, *range(10, 1800)] for n in range(4)] + [[5, *range(30, 430)]]
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, detokenize=False)
+    alone = LLM(str(quantized_5m), **settings)
+    given = [{"prompt_token_ids": ids} for ids in prompts]
+    wanted = [
+        alone.generate([each], params, use_tqdm=False)[0].outputs[0].token_ids for each in given
+    ]
+    alone.close()
+
+    async def run(llm, each):
+        last = [found async for found in llm.generate(each, params)][-1]
+        return list(last.outputs[0].token_ids), last.num_cached_tokens
+
+    async def main():
+        async with AsyncLLM(str(quantized_5m), prefill_engines=1, **settings) as llm:
+            found = await asyncio.gather(*(run(llm, each) for each in given))
+            _, engines = await llm._ready()
+            os.kill(engines._supervisors[1]._client._process.pid, signal.SIGKILL)
+            changed = {"prompt_token_ids": [9, *prompts[0][1:]]}
+            tokens, cached = await run(llm, changed)
+            assert len(tokens) == 12 and cached == 0
+            return found
+
+    found = asyncio.run(asyncio.wait_for(main(), GUARD))
+    assert [cached for _, cached in found] == [1776] * 4 + [400]
+    for (tokens, _), other in zip(found, wanted, strict=True):
+        assert tokens[0] == other[0]  # kernels for fewer rows round differently: ties may part

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -83,6 +83,8 @@ class Peers:
         self._peers: dict[str, Peer] = {}
         self._refused: set[str] = set()  # engines, and files that are no index
         self._scanned = float("-inf")
+        # waits for copies out of their memory, before that is unmapped
+        self.finish_copies: Callable[[], None] = lambda: None
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(list(self._peers.values()))
@@ -103,9 +105,11 @@ class Peers:
         if self._peers.pop(peer.name, None) is not None:
             logger.warning("KV peer %s %s: its pages are computed here instead", peer.name, reason)
             self._refused.add(peer.name)
+            self.finish_copies()
             peer.close()
 
     def close(self) -> None:
+        self.finish_copies()
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()

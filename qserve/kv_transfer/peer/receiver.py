@@ -88,6 +88,8 @@ class PageReceiver:
         self._looking = threading.Lock()  # of the peers
         self._is_closed = False
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self._stream is not None:
+            peers.finish_copies = self._stream.synchronize
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 

@@ -183,6 +183,7 @@ class PageSender:
 
 def _register(tensor: torch.Tensor) -> None:
     """Let the device write to host memory without blocking the host."""
-    error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
-    if int(error):
+    runtime = torch.cuda.cudart()
+    error = runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+    if error != runtime.cudaError.success:
         logger.warning("KV peer: host memory cannot be registered (error %d)", int(error))
