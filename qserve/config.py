@@ -128,7 +128,8 @@ class EngineConfig(HubSettings, ParallelSettings):
         None,
         'exchange KV pages with other engines: {"kv_connector": "folder", '
         '"kv_connector_extra_config": {"path": DIR, "max_gb": 16}}, with "kv_role" kv_both, '
-        "kv_producer or kv_consumer; or module:Class for a connector of your own",
+        "kv_producer or kv_consumer; peer: from GPU to GPU on one host; or module:Class for a "
+        "connector of your own",
     )
     scheduling_policy: str = setting(
         "fcfs",
@@ -261,6 +262,18 @@ class EngineConfig(HubSettings, ParallelSettings):
                 "--no-enable-prefix-caching",
             )
         self.check_engines()
+        if self.prefill_engines and self.kv_transfer is not None:
+            raise InputError(
+                "--prefill-engines",
+                "does not work with --kv-transfer-config, which it sets itself",
+                "remove one of them",
+            )
+        if self.prefill_engines and not self.enable_prefix_caching:
+            raise InputError(
+                "--prefill-engines",
+                "requires the prefix cache, whose pages are sent",
+                "remove --no-enable-prefix-caching",
+            )
         self.check_experts()
         if parse_modules(self.lora_modules) and not self.enable_lora:
             raise InputError("--lora-modules", "requires --enable-lora", "add the flag")

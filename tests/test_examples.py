@@ -10,6 +10,8 @@ FEW = "--repeats 1 --output 8"
 COMMANDS = {
     "measure_agent": "--shape tiny-hybrid --float --turns 4 --tokens 1500 --first 400 --output 16"
     " --branch 80 --chats 2",
+    "measure_disaggregated": "--device cpu --shape tiny --input 300 --output 4 --requests 4"
+    " --max-num-seqs 4",
     "measure_embeddings": "--shape tiny --lengths 32 64 --tokens 256 --repeats 1",
     "measure_engine": f"--shape tiny --schemes w8a8 --max-batch 1 {FEW}"
     ' --requests 4 --request-input 32 --request-output 8 --engine {"max_model_len":512}',

@@ -116,6 +116,62 @@ class _Buffer:
         self.opened, self.pointer = [], ctypes.c_uint64(0)
 
 
+class ExportedMemory:
+    """Device memory that processes outside of a rank group can open by its handle."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        """Allocate it. Raises PeerAccessError."""
+        torch.cuda.synchronize(device)  # makes torch's context current in this thread
+        self._buffer = _Buffer(num_bytes, device)
+        try:
+            self.handle = self._buffer.allocate()
+        except PeerAccessError:
+            self._buffer.close()
+            raise
+
+    @property
+    def pointer(self) -> int:
+        return self._buffer.pointer.value
+
+    def tensor(self) -> torch.Tensor:
+        """Return the memory as uint8, valid until `close`."""
+        return self._buffer.tensor()
+
+    def close(self) -> None:
+        """Free the memory. No kernel may use it."""
+        self._buffer.close()
+
+
+def open_handle(handle: bytes, device: torch.device) -> int:
+    """Map another process's memory for `device`. Returns its address. Raises PeerAccessError."""
+    if len(handle) != _HANDLE_BYTES:
+        raise PeerAccessError("an IPC handle", f"has {len(handle)} bytes, not {_HANDLE_BYTES}")
+    torch.cuda.set_device(device)
+    torch.cuda.synchronize(device)
+    pointer = ctypes.c_uint64(0)
+    flags = ctypes.c_uint(_LAZY_ENABLE_PEER_ACCESS)
+    found = _Handle.from_buffer_copy(handle)
+    _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), found, flags)
+    return pointer.value
+
+
+def close_handle(address: int) -> None:
+    """Unmap what `open_handle` mapped. No kernel may use it."""
+    _driver().cuIpcCloseMemHandle(ctypes.c_uint64(address))
+
+
+def copy_from(address: int, target: torch.Tensor) -> None:
+    """Copy mapped memory to a contiguous tensor, in order of the current stream."""
+    stream = torch.cuda.current_stream(target.device)
+    _call(
+        "cuMemcpyAsync",
+        ctypes.c_uint64(target.data_ptr()),
+        ctypes.c_uint64(address),
+        ctypes.c_size_t(target.nbytes),
+        ctypes.c_void_p(stream.cuda_stream),
+    )
+
+
 @functools.cache
 def _driver() -> ctypes.CDLL:
     driver = ctypes.CDLL("libcuda.so.1")

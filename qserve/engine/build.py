@@ -12,6 +12,7 @@ from qserve.engine.invariance_limits import check_invariance
 from qserve.engine.kv_cache.block_pool import BlockPool
 from qserve.engine.kv_cache.host_tier import HostTier
 from qserve.engine.kv_cache.memory_split import split_memory
+from qserve.engine.pending.peer_kv import PeerKv
 from qserve.engine.pending.pending import GrammarQueue, PendingRequests
 from qserve.engine.pending.remote_kv import RemoteKv, host_bytes
 from qserve.engine.runner.memory import GIB, Fit
@@ -39,7 +40,7 @@ class EngineParts:
     max_model_len: int
     workers: WorkerGroup
     scheduler: Scheduler
-    transfers: RemoteKv
+    transfers: RemoteKv | PeerKv
     adapters: AdapterTable | None  # None: the engine takes none
     pending: PendingRequests
 
@@ -102,7 +103,9 @@ class EngineParts:
                 max_model_len=max_model_len, looks_ahead=workers.runner.looks_ahead
             ),
         )
-        transfers = RemoteKv.make(config, model, max_model_len, workers, scheduler)
+        is_peer = config.kv_transfer is not None and config.kv_transfer.is_peer
+        make_transfers = PeerKv.make if is_peer else RemoteKv.make
+        transfers = make_transfers(config, model, max_model_len, workers, scheduler)
         adapters = make_table(config, workers.adapters)
         return cls(
             model=model,

@@ -156,6 +156,13 @@ class Engine:
         if request is not None:
             self._drop(request)
 
+    def stop_waiting(self, request_id: str) -> None:
+        """Await no further KV pages for a request: the other engine has ended its part."""
+        self._pending.stop_waiting(request_id)
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.awaits_pages = False
+
     def step(self) -> list[TokenEvent]:
         """Plan and launch a step, then take the results that are due. Returns their events."""
         events, self._ended = self._ended, []
@@ -172,6 +179,7 @@ class Engine:
         plan = self.scheduler.schedule()
         self._stats.note_plan(plan)
         if plan.chunks:
+            self._remote_kv.before_launch(plan)
             events += self._in_flight.launch(plan)
         events += self._in_flight.take(self._max_in_flight if plan.chunks else 0)
         if not plan.chunks and not events:

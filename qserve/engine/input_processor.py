@@ -84,6 +84,7 @@ class InputProcessor:
             priority=handling.priority,
             media=handling.media,
             cache_salt=handling.cache_salt,
+            awaits_pages=handling.awaits_pages,
             arrived=arrived,
             prompt_logprobs=None if params.prompt_logprobs is None else [],
             reads_cache=params.prompt_logprobs is None

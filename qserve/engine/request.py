@@ -64,6 +64,7 @@ class Request:
     rope_shift: int = 0  # added to the index of tokens after that
     cache_salt: str = ""  # KV pages are shared only between requests of the same salt
     reads_cache: bool = True  # False: compute the whole prompt, as its log probabilities require
+    awaits_pages: bool = False  # another engine computes its prompt (peer_kv.py)
     arrived: float = 0.0  # time.perf_counter() when it was sent to the engine
     status: Status = Status.WAITING
     # positions whose keys and values are written, or will be by in-flight steps

@@ -8,6 +8,7 @@ from typing import Any
 from formats.errors import InputError
 
 FLAG = "--kv-transfer-config"
+PEER = "peer"  # pages go from engine to engine (peer/)
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 # vLLM's keys -> our fields
 NAMES = {
@@ -34,6 +35,11 @@ class KvTransferConfig:
     @property
     def loads(self) -> bool:
         return self.role != "kv_producer"
+
+    @property
+    def is_peer(self) -> bool:
+        """True for pages that pass from engine to engine, without a store between them."""
+        return self.connector == PEER
 
     @property
     def answers_after_saving(self) -> bool:
@@ -67,7 +73,7 @@ class KvTransferConfig:
             )
         config = cls(**{"connector": ""} | {NAMES[k]: v for k, v in found.items() if k in NAMES})
         if not isinstance(config.connector, str) or not config.connector:
-            raise InputError(FLAG, "expected kv_connector: folder, or module:Class of your own")
+            raise InputError(FLAG, "expected kv_connector: folder, peer, or module:Class")
         if config.role not in ROLES:
             raise InputError(
                 FLAG, f"kv_role: expected one of {', '.join(ROLES)}, found {config.role!r}"

@@ -54,7 +54,7 @@ class SharedPages:
     def load(self, keys: Sequence[bytes], slots: Sequence[int]) -> Future:
         """Fill reserved slots. The future returns for each slot if it was loaded."""
         nothing = [False] * len(keys)
-        return self._begin("load", _in_all, nothing, _array(keys), list(slots))
+        return self._begin("load", in_all, nothing, _array(keys), list(slots))
 
     def save(self, keys: Sequence[bytes], pages: Sequence[int]) -> Future:
         """Save pages as they are after all launched work."""
@@ -70,18 +70,19 @@ class SharedPages:
             else self._rank_group.begin(f"{name}_{self._kind}", *values)
         )
         ours = getattr(self._ours, name)(*values)
-        return ours if not theirs else _merged([ours, *theirs], merge, miss)
+        return ours if not theirs else merged([ours, *theirs], merge, miss)
 
 
 def _array(keys: Sequence[bytes]) -> np.ndarray:
     return np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), KEY_BYTES)
 
 
-def _in_all(loaded: list[list[bool]]) -> list[bool]:
+def in_all(loaded: list[list[bool]]) -> list[bool]:
+    """For each page, whether all ranks have loaded it."""
     return [all(of_ranks) for of_ranks in zip(*loaded, strict=True)]
 
 
-def _merged(futures: Sequence[Future], merge: Callable[[list[Any]], Any], miss: Any) -> Future:
+def merged(futures: Sequence[Future], merge: Callable[[list[Any]], Any], miss: Any) -> Future:
     """Merge the results of all futures once the last is done."""
     whole: Future = Future()
     left, lock = len(futures), threading.Lock()

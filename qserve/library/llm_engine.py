@@ -30,6 +30,12 @@ class LLMEngine:
                 "use AsyncLLM, `qserve serve` or `qserve run-batch`; or start as many processes,"
                 " each with its data_parallel_rank",
             )
+        if config.prefill_engines:
+            raise InputError(
+                f"prefill_engines={config.prefill_engines}",
+                "LLM runs one engine, in this process",
+                "use AsyncLLM, `qserve serve` or `qserve run-batch`",
+            )
         config = local_config(config)
         self.engine = Engine(config)
         self._tokenizer: Tokenizer | None = None

@@ -122,6 +122,14 @@ class CacheSpec:
         return None
 
     @property
+    def heads_axis(self) -> int | None:
+        """Axis of a page's tensors along which ranks hold different KV heads; None: they are alike.
+
+        The dimension of pages is not counted.
+        """
+        return None
+
+    @property
     def split_rule(self) -> SplitRule | None:
         """Steps whose long chunks are computed apart from other requests; None: no step is."""
         return None

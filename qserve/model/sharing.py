@@ -318,6 +318,11 @@ def _linears_of_features(family: Family, layer: int, values: Mapping[str, Any]) 
             yield from projection.linears
 
 
+def first_kv_head(config: ModelConfig, size: int, rank: int) -> int:
+    """The first KV head that a rank holds, of `size` ranks that divide them."""
+    return 0 if size == 1 else _head_shares(config, size)[rank].kv_heads[0]
+
+
 def _head_shares(config: ModelConfig, size: int) -> tuple[HeadShare, ...]:
     (o,) = config.family.o.linears
     schemes = {

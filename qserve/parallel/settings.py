@@ -45,6 +45,31 @@ class ParallelSettings:
         low=0,
         high=63,
     )
+    prefill_engines: int = setting(
+        0,
+        "engines that compute prompts alone, on GPUs of their own, and send the KV pages to the"
+        " other engines from GPU to GPU",
+        low=0,
+        high=64,
+    )
+    prefill_tensor_parallel_size: int | None = setting(
+        None,
+        "--tensor-parallel-size of --prefill-engines; default: that of the other engines",
+        low=1,
+        high=64,
+    )
+    prefill_engine_min_tokens: int = setting(
+        256,
+        "with --prefill-engines: prompts with fewer tokens that are not cached are computed where"
+        " they are decoded",
+        low=1,
+    )
+    gpu_offset: int = setting(
+        0,
+        "number of the first GPU, where other servers that exchange KV pages use those before it",
+        low=0,
+        high=255,
+    )
     distributed_executor_backend: str = setting(
         "mp",
         "what starts the ranks of a model on several devices; mp: processes on this "
@@ -118,6 +143,31 @@ class ParallelSettings:
                 "run several engines in a cluster by `qserve serve --backend ray --replicas`",
             )
 
+        self._check_prefill_engines()
+
+    def _check_prefill_engines(self) -> None:
+        if self.prefill_engines == 0:
+            if self.prefill_tensor_parallel_size is not None:
+                raise InputError(
+                    "--prefill-tensor-parallel-size", "requires --prefill-engines", "add the flag"
+                )
+            return
+        for flag, is_given, remedy in (
+            ("--data-parallel-rank", self.data_parallel_rank is not None, "remove it"),
+            (
+                "--pipeline-parallel-size",
+                self.pipeline_parallel_size > 1,
+                "use --tensor-parallel-size",
+            ),
+            (
+                "--distributed-executor-backend ray",
+                self.distributed_executor_backend == "ray",
+                "use mp: KV pages pass from GPU to GPU of one host",
+            ),
+        ):
+            if is_given:
+                raise InputError("--prefill-engines", f"does not work with {flag}", remedy)
+
     @property
     def num_ranks(self) -> int:
         """Number of processes, each with a GPU, that compute one model."""
@@ -132,4 +182,4 @@ class ParallelSettings:
     @property
     def first_device(self) -> int:
         """Index of the first of this engine's GPUs."""
-        return (self.data_parallel_rank or 0) * self.num_ranks
+        return self.gpu_offset + (self.data_parallel_rank or 0) * self.num_ranks

@@ -22,6 +22,8 @@ class Handling:
     pooling: PoolingParams | None = None  # return vectors of the prompt instead of generating
     beam_search: BeamSearchParams | None = None  # generate the best beams together
     lora: LoRARequest | None = None  # LoRA adapter of the request
+    # another engine computes the prompt: wait for its KV pages (--kv-transfer-config peer)
+    awaits_pages: bool = False
     media: tuple[MediaItem, ...] = ()  # of the prompt, in order of their positions
 
     def __post_init__(self) -> None:

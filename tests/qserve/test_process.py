@@ -325,6 +325,33 @@ def raw_process() -> tuple[subprocess.Popen, socket.socket]:
     return process, ours
 
 
+def handles_sigterm(pid: int) -> bool:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (caught,) = [line.split()[1] for line in lines if line.startswith("SigCgt")]
+    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.parametrize("model", ["slow", pytest.param("fine", marks=pytest.mark.exhaustive)])
+def test_sigterm_of_an_engine_that_counts_loads_prints_nothing(model, capfd):
+    """It ends by a normal exit, in its load or idle; a second signal does not interrupt that."""
+    process, connection = raw_process()
+    config = EngineConfig(model=model, record_expert_loads="loads.json")
+    with process, connection:
+        connection.sendall(messages.encode(messages.Start(config=config)))
+        if model == "fine":
+            assert isinstance(messages.receive(connection, messages.FromEngine), messages.Ready)
+        else:
+            while not handles_sigterm(process.pid):
+                time.sleep(0.01)
+        for _ in range(3):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.01)
+        code = process.wait(20)
+    err = capfd.readouterr().err
+    assert "Traceback" not in err and "ClientGone" not in err and "failed to start" not in err
+    assert code == 0
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("when", ["before start", "idle", "busy", "after garbage"])
 def test_process_ends_when_the_client_vanishes(when):

@@ -93,15 +93,19 @@ class _Rank:
 
 
 # Calls whose reply the leader waits for; of all others what comes back stays here.
-ANSWERED = ("start", "load", "warm_up_shapes", "num_pages_that_fit", "prepare", "open_pages")
+ANSWERED = (
+    *("start", "load", "warm_up_shapes", "num_pages_that_fit", "prepare"),
+    *("open_pages", "open_peer"),
+)
 CALLS = (
     *(*ANSWERED, "compile_kernels", "offload_pages", "launch", "logits", "capture_next"),
     *("place_adapter", "forget_adapter", "tap", "prepare_replay", "run_replay", "leave"),
+    *("send_pages", "expect_no_more_pages", "cancel_pages"),
 )
 # Calls that return a future, whose result is the reply.
 BEGUN = (
     *("read_adapter", "reside", "match_pages", "load_pages", "save_pages"),
-    *("deepest_states", "load_states", "save_states"),
+    *("deepest_states", "load_states", "save_states", "receive_pages"),
 )
 
 

@@ -122,20 +122,26 @@ class SharedResidence:
             raise
 
     def _send(self, named: list[tuple[str, torch.Tensor]]) -> None:
-        """Send all tensors to the ranks, piece by piece. Raises the error of a rank."""
+        """Send all tensors to the ranks, piece by piece. Raises the error of a rank.
+
+        After an error the ranks keep nothing.
+        """
         before: list[Future] = []
-        self._rank_group.begin("reside", "drop")
-        for name, tensor in named:
-            form = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-            content = tensor.contiguous().flatten().view(torch.uint8).numpy()
-            for start in range(0, max(1, len(content)), PIECE_BYTES):
-                piece = content[start : start + PIECE_BYTES]
-                begun = self._rank_group.begin("reside", "receive", name, *form, start, piece)
-                for each in before:  # at most two pieces wait in a rank's connection
-                    each.result()
-                before = begun
-        for each in before:
-            each.result()
+        try:
+            for name, tensor in named:
+                form = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+                content = tensor.contiguous().flatten().view(torch.uint8).numpy()
+                for start in range(0, max(1, len(content)), PIECE_BYTES):
+                    piece = content[start : start + PIECE_BYTES]
+                    begun = self._rank_group.begin("reside", "receive", name, *form, start, piece)
+                    for each in before:  # at most two pieces wait in a rank's connection
+                        each.result()
+                    before = begun
+            for each in before:
+                each.result()
+        except BaseException:
+            self._rank_group.begin("reside", "drop")  # in order: after the pieces under way
+            raise
 
     def _stage(self, ours: Callable[[], StagedWeights], *call: Any) -> SharedStaged:
         theirs = self._rank_group.begin("reside", *call)

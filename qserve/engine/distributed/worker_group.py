@@ -8,6 +8,7 @@ same tokens. The engine does not know how many ranks there are.
 import contextlib
 import functools
 import logging
+import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,6 +29,7 @@ from qserve.engine.runner.step_handle import StepHandle
 from qserve.engine.runner.worker import Worker
 from qserve.engine.start_phases import phase
 from qserve.engine.step.step_input import StepInput
+from qserve.kv_transfer.peer.shared_pages import SharedPeerPages
 from qserve.kv_transfer.shared_pages import SharedPages
 from qserve.lora.shared_adapters import SharedAdapters
 from qserve.model.cache_spec import WarmUpShape
@@ -212,6 +214,18 @@ class WorkerGroup:
         states = SharedPages(self._ours.states, self._rank_group, state_bytes, "states")
         return pages, states
 
+    def open_peer(self, digest: str, form: str) -> SharedPeerPages:
+        """Open the `peer` connector of each rank. Raises InputError.
+
+        `digest`, `form` (JSON): what KV pages depend on, whatever the number of ranks.
+        """
+        engine = secrets.token_hex(8)
+        with self._together("open_peer", engine, digest, form):
+            self._ours.open_peer(engine, digest, form)
+        if self._rank_group is not None:
+            self._rank_group.replies()
+        return SharedPeerPages(self._ours.peer, self._rank_group)
+
     def free_unused(self) -> None:
         """Free the device's unused memory after it ran out."""
         self._ours.free_unused()
@@ -269,6 +283,8 @@ class WorkerGroup:
         try:
             if self._ours is not None:
                 self._ours.write_loads()
+                if self._rank_group is None:
+                    self._ours.close_peer()
         finally:
             if self._rank_group is not None:
                 self._rank_group.close()

@@ -32,6 +32,7 @@ from qserve.engine.ipc.messages import (
     ResetPrefixCache,
     Start,
     StartFailed,
+    StopWaiting,
     ToEngine,
     UnloadAdapter,
 )
@@ -251,6 +252,12 @@ class EngineClient:
         """Abort a request that has not finished; an unknown id is ignored."""
         if self._outputs.pop(request_id, None) is not None and self.is_alive:
             self._writer.write(messages.encode(Abort(request_id=request_id)))
+
+    async def stop_waiting(self, request_id: str) -> None:
+        """Let a request await no further KV pages: the other engine has ended its part."""
+        async with self._adding:  # after the request itself
+            if request_id in self._outputs and self.is_alive:
+                self._writer.write(messages.encode(StopWaiting(request_id=request_id)))
 
     def reset_prefix_cache(self) -> None:
         """Make later requests find no KV pages of earlier ones."""

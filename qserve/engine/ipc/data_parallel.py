@@ -41,6 +41,10 @@ async def start_engines(config: EngineConfig, **options: Any) -> "Engines":
 
     `options` are those of EngineSupervisor.start.
     """
+    if config.prefill_engines:
+        from qserve.engine.ipc.disaggregated import DisaggregatedEngines  # which imports this
+
+        return await DisaggregatedEngines.start(config, **options)
     if config.num_engines == 1:
         return await EngineSupervisor.start(config, **options)
     return await DataParallelEngines.start(config, **options)
@@ -84,7 +88,9 @@ class DataParallelEngines:
         `watch` gets the sum of all engines' reports. Other arguments are those of
         EngineSupervisor.start.
         """
+        configs = cls._configs(config)
         engines = cls(watch)
+        engines._set_up(config, configs)
 
         async def start_one(rank: int) -> _Engine:
             def restarted() -> None:
@@ -93,7 +99,7 @@ class DataParallelEngines:
                     on_restart()
 
             supervisor = await EngineSupervisor.start(
-                replace(config, data_parallel_rank=rank),
+                configs[rank],
                 watch=lambda report: engines._take_report(rank, report),
                 on_restart=restarted,
                 arguments=[*arguments, *logs.name_argument(f"engine {rank}")],
@@ -104,7 +110,7 @@ class DataParallelEngines:
         try:
             with _named(0):
                 engines._engines.append(await start_one(0))
-            others = range(1, config.data_parallel_size)
+            others = range(1, len(configs))
             logger.info("Starting engines 1 to %d", others[-1])
             starting = [asyncio.create_task(start_one(rank)) for rank in others]
             try:
@@ -122,6 +128,20 @@ class DataParallelEngines:
             await engines.close()
             raise
         return engines
+
+    @classmethod
+    def _configs(cls, config: EngineConfig) -> list[EngineConfig]:
+        """Settings of each engine."""
+        ranks = range(config.data_parallel_size)
+        return [replace(config, data_parallel_rank=rank) for rank in ranks]
+
+    def _set_up(self, config: EngineConfig, configs: Sequence[EngineConfig]) -> None:
+        """Prepare for the engines; `configs`: settings of each."""
+
+    @property
+    def _ranks(self) -> Sequence[int]:
+        """Ranks of the engines that answer requests."""
+        return range(len(self._engines))
 
     @property
     def _names(self) -> list[str]:
@@ -154,16 +174,18 @@ class DataParallelEngines:
     @property
     def is_alive(self) -> bool:
         """True if a request can run now, on one of the engines."""
-        return any(each.is_alive for each in self._supervisors)
+        return any(self._supervisors[rank].is_alive for rank in self._ranks)
 
     @property
     def is_restarting(self) -> bool:
         """True if no request can run now but an engine will be restarted."""
-        return not self.is_alive and any(each.is_restarting for each in self._supervisors)
+        engines = [self._supervisors[rank] for rank in self._ranks]
+        return not self.is_alive and any(each.is_restarting for each in engines)
 
     async def wait_until_dead(self) -> None:
         """Return when all engines are gone and will not be restarted."""
-        await asyncio.gather(*(each.wait_until_dead() for each in self._supervisors))
+        engines = [self._supervisors[rank] for rank in self._ranks]
+        await asyncio.gather(*(each.wait_until_dead() for each in engines))
 
     async def generate(
         self,
@@ -176,14 +198,23 @@ class DataParallelEngines:
         handling: Handling = DEFAULT,
     ) -> AsyncIterator[TokenEvent]:
         """Run one request on one of the engines, as EngineClient.generate does."""
-        engine, num_tokens = self._choose(prompt_token_ids, handling)
+        chosen = self._choose(prompt_token_ids, handling, self._ranks)
+        values = request_id, prompt_token_ids, params, watch, client, group, handling
+        async with aclosing(self._run_on(*chosen, *values)) as events:
+            async for event in events:
+                yield event
+
+    async def _run_on(
+        self, engine: _Engine, num_tokens: int, *values: Any
+    ) -> AsyncIterator[TokenEvent]:
+        """Run a request on an engine. `values` are those of `generate`.
+
+        `num_tokens`: tokens of its prompt that are not cached there.
+        """
         engine.num_requests += 1
         engine.num_tokens += num_tokens
-        events = engine.supervisor.generate(
-            request_id, prompt_token_ids, params, watch, client, group, handling
-        )
         try:
-            async with aclosing(events):
+            async with aclosing(engine.supervisor.generate(*values)) as events:
                 async for event in events:
                     engine.num_tokens -= num_tokens
                     num_tokens = 0
@@ -192,8 +223,10 @@ class DataParallelEngines:
             engine.num_tokens -= num_tokens
             engine.num_requests -= 1
 
-    def _choose(self, prompt_token_ids: list[int], handling: Handling) -> tuple[_Engine, int]:
-        """The engine for a prompt, and the number of its tokens that were not computed there."""
+    def _choose(
+        self, prompt_token_ids: list[int], handling: Handling, ranks: Sequence[int]
+    ) -> tuple[_Engine, int]:
+        """The engine of `ranks` for a prompt, and the number of its tokens not computed there."""
         salt = f"{handling.cache_salt}\n{handling.lora.lora_name if handling.lora else ''}"
         key = array("i", prompt_token_ids).tobytes()
         if len(salt) > 1:  # pages of another salt or adapter are no match
@@ -208,7 +241,6 @@ class DataParallelEngines:
             waiting = engine.num_tokens + TOKENS_OF_A_REQUEST * engine.num_requests
             return missing(rank) + waiting, rank
 
-        ranks = range(len(self._engines))
         alive = [rank for rank in ranks if self._engines[rank].supervisor.is_alive]
         best = min(alive or ranks, key=work)  # a dead engine gives the event of its death
         self._table.note(key, str(best))

@@ -46,6 +46,15 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     request_id: str
 
 
+class StopWaiting(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """To the engine: the engine that computes this request's prompt has ended its part, or failed.
+
+    The request awaits no further KV pages than those that are announced.
+    """
+
+    request_id: str
+
+
 class ResetPrefixCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """To the engine: make later requests find no KV pages of earlier ones."""
 
@@ -143,6 +152,7 @@ ToEngine = (
     Start
     | Add
     | Abort
+    | StopWaiting
     | ResetPrefixCache
     | Profile
     | Operate

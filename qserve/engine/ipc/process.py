@@ -42,6 +42,7 @@ from qserve.engine.ipc.messages import (
     ResetPrefixCache,
     Start,
     StartFailed,
+    StopWaiting,
     UnloadAdapter,
 )
 from qserve.engine.start_phases import phase
@@ -66,8 +67,11 @@ LAST_WORD_SECONDS = 1.0
 logger = logging.getLogger(__name__)
 
 
-class ClientGone(Exception):
-    """The client has closed the connection."""
+class ClientGone(BaseException):
+    """The client has closed the connection, or the process was asked to end.
+
+    Not an Exception: no handler of a request's or a command's errors may take it for one.
+    """
 
 
 class Inbox:
@@ -227,7 +231,8 @@ def _beat(line: _Line) -> None:
 
 
 def _leave(number: int, frame: object) -> None:
-    """Handle a signal as if the client had gone."""
+    """Handle a signal as if the client had gone. Later ones must not interrupt the exit."""
+    signal.signal(number, signal.SIG_IGN)
     raise ClientGone
 
 
@@ -311,6 +316,8 @@ def _take_messages(
             engine.abort(message.request_id)
             if not engine.has_work():
                 _send(line, [], engine)  # no step will report it
+        elif isinstance(message, StopWaiting):
+            engine.stop_waiting(message.request_id)
         elif isinstance(message, ResetPrefixCache):
             engine.reset_prefix_cache()
         elif isinstance(message, Profile):

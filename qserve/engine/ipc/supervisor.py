@@ -121,6 +121,10 @@ class EngineSupervisor:
             async for event in events:
                 yield event
 
+    async def stop_waiting(self, request_id: str) -> None:
+        """Let a request await no further KV pages: the other engine has ended its part."""
+        await self._client.stop_waiting(request_id)
+
     def reset_prefix_cache(self) -> None:
         """Make later requests find no KV pages of earlier ones."""
         self._client.reset_prefix_cache()

@@ -34,6 +34,7 @@ class BlockPool:
         self._blank = deque(range(num_pages))  # free, without a key
         # free, with a key; next to evict first
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._reserved: list[list[int]] = []  # tables of pages whose contents are to come
         self._copies: list[tuple[int, int]] = []  # (source page, target page), before the next step
 
     @property
@@ -119,6 +120,28 @@ class BlockPool:
             self.host.load(key, page)
             self.insert(page, key)
 
+    def reserve(self, count: int) -> list[int] | None:
+        """Take pages whose contents come from outside. None: too few are free.
+
+        Their previous contents are dropped, because nothing is copied before they are written.
+        """
+        if count > self.num_free:
+            return None
+        table: list[int] = []
+        for _ in range(count):
+            page = self._blank.popleft() if self._blank else self._evict(stores=False)
+            self._num_references[page] = 1
+            table.append(page)
+        self._reserved.append(table)
+        return table
+
+    def settle_(self, table: list[int], keys: Sequence[bytes]) -> None:
+        """Free reserved pages. The first of them have come: these can be found by their keys."""
+        self._reserved = [each for each in self._reserved if each is not table]
+        for page, key in zip(table, keys, strict=False):
+            self.insert(page, key)
+        self.release_(table)
+
     def insert(self, page: int, key: bytes) -> None:
         """Insert a full, referenced page into the cache.
 
@@ -197,7 +220,10 @@ class BlockPool:
 
     def check_integrity(self, block_tables: list[list[int]]) -> None:
         """Assert that references, keys and free pages match `block_tables`."""
-        tables = [[page for page in table if page != NULL_PAGE] for table in block_tables]
+        tables = [
+            [page for page in table if page != NULL_PAGE]
+            for table in (*block_tables, *self._reserved)
+        ]
         held = Counter(page for table in tables for page in table)
         if any(len(set(table)) < len(table) for table in tables):
             raise AssertionError(f"a table lists a KV page twice: {block_tables}")
@@ -231,11 +257,11 @@ class BlockPool:
                 self._blank.append(page)
         return keys
 
-    def _evict(self) -> int:
-        """Evict the least recently used cached page."""
+    def _evict(self, *, stores: bool = True) -> int:
+        """Evict the least recently used cached page; `stores`: to the host tier, if any."""
         page, _ = self._cached.popitem(last=False)
         key, self._keys[page] = self._keys[page], None
         del self._pages[key]
-        if self.host is not None:
+        if stores and self.host is not None:
             self.host.store(key, page)
         return page

@@ -7,6 +7,7 @@ from other engines. Most requests need none of these. GrammarQueue has those tha
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from formats.errors import InputError, one_line
+from qserve.engine.pending.peer_kv import PeerKv
 from qserve.engine.pending.remote_kv import RemoteKv
 from qserve.engine.request import Request, Status
 from qserve.engine.scheduling.scheduler import Scheduler
@@ -82,7 +83,7 @@ class PendingRequests:
         scheduler: Scheduler,
         grammars: GrammarQueue,
         adapters: AdapterTable | None,
-        transfers: RemoteKv,
+        transfers: RemoteKv | PeerKv,
     ) -> None:
         self._scheduler, self._grammars = scheduler, grammars
         self._adapters, self._remote_kv = adapters, transfers
@@ -126,6 +127,10 @@ class PendingRequests:
         if self._remote_kv.has_work:
             self._remote_kv.queue_ready(wait_a_little=is_idle)
         return events
+
+    def stop_waiting(self, request_id: str) -> None:
+        """Await no further KV pages for a request than those that are announced."""
+        self._remote_kv.stop_waiting(request_id)
 
     def remove(self, request: Request) -> bool:
         """Drop an aborted request. Returns True if it waited here."""

@@ -19,6 +19,7 @@ from qserve.config import EngineConfig
 from qserve.engine.distributed.worker_group import WorkerGroup
 from qserve.engine.kv_cache.prefix_cache import Export
 from qserve.engine.request import Request
+from qserve.engine.scheduling.plan import StepPlan
 from qserve.engine.scheduling.scheduler import Scheduler
 from qserve.engine.start_phases import phase
 from qserve.engine.token_event import TokenEvent
@@ -43,7 +44,8 @@ logger = logging.getLogger(__name__)
 
 def host_bytes(config: EngineConfig, page_bytes: int, state_bytes: int, max_model_len: int) -> int:
     """Memory of the host tier that an engine needs."""
-    if config.kv_offload_gb or config.kv_transfer is None:
+    transfer = config.kv_transfer
+    if config.kv_offload_gb or transfer is None or transfer.is_peer:
         return int(config.kv_offload_gb * GIB)
     if not state_bytes:
         return max(SLOT_BYTES, 2 * page_bytes)
@@ -256,6 +258,12 @@ class RemoteKv:
                 self.remove(request)
                 ready.append(request)
         return ready
+
+    def before_launch(self, plan: StepPlan) -> None:
+        """Do nothing: pages are saved after their step."""
+
+    def stop_waiting(self, request_id: str) -> None:
+        """Do nothing: no request waits for pages that are still to be computed."""
 
     def after_step(self, events: list[TokenEvent]) -> list[TokenEvent]:
         """Save the pages of finished tokens. Returns the events that may be sent now."""

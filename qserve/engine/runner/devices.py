@@ -18,11 +18,16 @@ def pick_device(config: EngineConfig, index: int = 0, num_here: int = 1) -> torc
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda", "torch finds no CUDA GPU", "use --device cpu")
-    if name == "cpu" or (config.num_ranks == 1 and config.data_parallel_size == 1):
+    is_only = config.num_ranks == 1 and config.data_parallel_size == 1 and not config.gpu_offset
+    if name == "cpu" or is_only:
         return torch.device(name)
     found, needed = torch.cuda.device_count(), config.first_device + num_here
     if found < needed:
-        engine = f" --data-parallel-rank {config.data_parallel_rank}" if config.first_device else ""
+        engine = ""
+        if config.data_parallel_rank:
+            engine += f" --data-parallel-rank {config.data_parallel_rank}"
+        if config.gpu_offset:
+            engine += f" --gpu-offset {config.gpu_offset}"
         number = config.prefill_context_parallel_size
         contexts = f" --prefill-context-parallel-size {number}" if number > 1 else ""
         raise InputError(

@@ -33,6 +33,7 @@ from qserve.engine.step.device_step import Batch, BatchForm
 from qserve.engine.step.split_step import long_pairs
 from qserve.engine.step.step_input import StepInput
 from qserve.engine.step.transfer import HostCopy, to_device
+from qserve.kv_transfer.peer.sender import PageSender
 from qserve.lora.slot_memory import SlotMemory
 from qserve.model.cache_spec import Cache, StepLimits, WarmUpShape, make_caches
 from qserve.model.decoder import Decoder
@@ -79,6 +80,7 @@ class ModelRunner:
         self.graphs: StepGraphs | None = None
         self.page_copies: PageCopies | None = None
         self.state_copies: PageCopies | None = None
+        self.page_sender: PageSender | None = None  # to other engines; the workers fill it
         self.adapters: SlotMemory | None = None  # the workers fill it
         self.encoder: Encoder | None = None  # of media; the workers fill it
         # Auxiliary hidden states of the decoder that a drafter reads; only the first stage has one.
@@ -295,6 +297,19 @@ class ModelRunner:
 
         Nothing is left to do on a rank without logits.
         """
+        sender = self.page_sender
+        if sender is None:
+            self._launch_forward(step)
+            return
+        sender.wait_for_last()
+        try:
+            self._launch_forward(step)
+            sender.send_rest()
+        except BaseException:
+            sender.forget_failed()
+            raise
+
+    def _launch_forward(self, step: StepInput) -> None:
         self._move_pages(step)
         prompts = pools = None
         key = self.graph_key_for(step)
@@ -465,10 +480,16 @@ class ModelRunner:
         """The step and its batch: this rank's part if ranks divide the step, else all of it."""
         context, least = self._ranks.context, self.config.prefill_context_parallel_min_tokens
         divided = None if context is None else divide(step, context.rank, context.size, least)
-        if divided is None:
-            return step, self.batch_of(step)
-        exchange = divided.exchange(context, self.device)
-        return divided.step, replace(self.batch_of(divided.step), exchange=exchange)
+        exchange = None
+        if divided is not None:
+            step, exchange = divided.step, divided.exchange(context, self.device)
+        batch = self.batch_of(step)
+        on_written = None
+        if self.page_sender is not None and self.page_sender.is_sending:
+            on_written = self.page_sender.send_layer
+        if exchange is None and on_written is None:
+            return step, batch
+        return step, replace(batch, exchange=exchange, on_written=on_written)
 
     def _is_divided(self, step: StepInput) -> bool:
         """True if ranks divide the step."""

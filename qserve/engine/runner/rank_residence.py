@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import torch
 
+from formats.errors import InputError
 from qserve.engine.control.commands import SharedTensor
 from qserve.engine.control.shared_tensors import DTYPES, open_tensors
 from qserve.engine.runner.residence import Residence
@@ -48,7 +49,12 @@ class RankResidence:
     ) -> None:
         """Take the bytes of a tensor from `start` on."""
         if start == 0:
+            if dtype not in DTYPES:
+                known = ", ".join(DTYPES)
+                raise InputError(f"tensor {name}", f"has the dtype {dtype}", f"known: {known}")
             self._received[name] = torch.empty(shape, dtype=DTYPES[dtype])
+        if name not in self._received:
+            raise InputError(f"tensor {name}", "its first bytes were refused")
         whole = self._received[name].flatten().view(torch.uint8)
         whole[start : start + len(content)] = torch.from_numpy(content)
 

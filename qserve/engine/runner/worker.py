@@ -6,6 +6,7 @@ Every rank makes the same calls in the same order, because most of them compute 
 import contextlib
 import dataclasses
 import functools
+import json
 import logging
 import threading
 import weakref
@@ -37,6 +38,7 @@ from qserve.engine.runner.memory import (
 )
 from qserve.engine.runner.model_runner import ModelRunner
 from qserve.engine.runner.out_of_memory import out_of_memory_is_named
+from qserve.engine.runner.peer_limits import check_peer
 from qserve.engine.runner.rank_residence import RankResidence
 from qserve.engine.runner.replay import Replay
 from qserve.engine.runner.residence import Residence
@@ -46,6 +48,7 @@ from qserve.engine.runner.warm_up import warm_up_step, with_adapters
 from qserve.engine.start_phases import phase
 from qserve.engine.step.step_input import StepInput
 from qserve.kv_transfer.connector import make_connector
+from qserve.kv_transfer.peer.rank_pages import PeerRankPages
 from qserve.kv_transfer.rank_pages import RankPages
 from qserve.lora.layout import AdapterLayout
 from qserve.lora.rank_adapters import RankAdapters
@@ -57,7 +60,7 @@ from qserve.model.loading.loader import load
 from qserve.model.loading.rounding_source import open_source
 from qserve.model.model_config import ModelConfig
 from qserve.model.resident.update_source import UpdateSource
-from qserve.model.sharing import place_experts
+from qserve.model.sharing import first_kv_head, place_experts
 from qserve.parallel.ranks import ALONE, Ranks
 
 logger = logging.getLogger(__name__)
@@ -92,6 +95,7 @@ class Worker:
         self.adapters: RankAdapters | None = None  # filled below with --enable-lora
         self.pages: RankPages | None = None  # open_pages fills both
         self.states: RankPages | None = None
+        self.peer: PeerRankPages | None = None  # open_peer fills it
         self.replay: Replay | None = None  # prepare_replay fills it
         if self._plans_kernels:
             threading.Thread(target=hash_compiler, name="compiler", daemon=True).start()
@@ -449,6 +453,57 @@ class Worker:
         """Save states of these slots of the device."""
         return self.states.save(keys_NB, slots)
 
+    def open_peer(self, engine: str, digest: str, form: str) -> int:
+        """Open this rank's `peer` connector. Returns the most pages that it takes at a time.
+
+        `engine`: its random name. `digest`, `form` (JSON): what pages depend on. Raises InputError.
+        """
+        config, runner = self.runner.config, self.runner
+        size = config.tensor_parallel_size
+        first = first_kv_head(self._model, size, self._ranks.rank % size)
+        check_peer(config, runner, first)
+        self.peer = PeerRankPages(
+            config.kv_transfer,
+            runner.cache_specs,
+            lambda: runner.caches,
+            runner.device,
+            engine=engine,
+            rank=self._ranks.rank,
+            num_ranks=self._ranks.size,
+            first_kv_head=first,
+            model=config.model,
+            digest=digest,
+            form=json.loads(form),
+            # a request's first page may have been begun before
+            step_pages=config.max_num_batched_tokens // config.block_size + config.max_num_seqs,
+        )
+        runner.page_sender = self.peer.sender
+        return self.peer.num_slots
+
+    def send_pages(self, keys_NB: np.ndarray, pages: Sequence[int]) -> None:
+        """Send pages to other engines that the step that is launched next completes."""
+        self.peer.send(keys_NB, pages)
+
+    def receive_pages(
+        self, number: int, keys_NB: np.ndarray, pages: Sequence[int], waits: bool
+    ) -> Future:
+        """Fill pages of the device from other engines."""
+        return self.peer.receive(number, keys_NB, pages, waits)
+
+    def expect_no_more_pages(self, number: int) -> None:
+        """Let a call of `receive_pages` wait no longer for pages that are not announced."""
+        self.peer.expect_no_more(number)
+
+    def cancel_pages(self, number: int) -> None:
+        """Let a call of `receive_pages` end soon."""
+        self.peer.cancel(number)
+
+    def close_peer(self) -> None:
+        """Close the `peer` connector, if there is one."""
+        if self.peer is not None:
+            self.peer.close()
+            self.peer = self.runner.page_sender = None
+
     def _graph_step(self) -> StepInput:
         """Step about as large as the largest CUDA graph."""
         config, rows = self.runner.config, self._max_num_seqs
@@ -475,6 +530,7 @@ class Worker:
     def close(self) -> None:
         """Wait for the device and free every CUDA graph. Nothing runs after it."""
         self.finish()
+        self.close_peer()
         self.replay = None
         for each in (self.runner.graphs, self.runner.speculator):
             if each is not None:

@@ -1,6 +1,6 @@
 """Attention over paged keys and values, and the spec of its cache."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from qkernels.warm_up import decode_boundaries, prefill_boundaries
 from qserve.model.axis_ropes import RowRopes
 from qserve.model.blocks.linear import Linear, LinearPlan, Product, products_of
 from qserve.model.blocks.rotary import Rotary
-from qserve.model.cache_spec import CacheSpec, KvFormat, StepLimits, WarmUpShape
+from qserve.model.cache_spec import Cache, CacheSpec, KvFormat, StepLimits, WarmUpShape
 from qserve.model.model_config import ModelConfig
 from qserve.parallel.kv_exchange import KvExchange
 from qserve.parallel.norm import NormOverRanks
@@ -86,6 +86,8 @@ class StepInputs(AttentionStep):
     # so many times R rows belongs to request r of R.
     folded_rows: int = 1
     exchange: KvExchange | None = None  # of tokens that ranks divide; None: each has all
+    # called with a layer's cache once the step's keys are written there
+    on_written: Callable[[Cache], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +110,10 @@ class PagedKvSpec(CacheSpec):
     def make(self, num_pages: int, num_slots: int, device: torch.device) -> PagedKv:
         shape = num_pages, self.page_size, self.num_kv_heads, self.head_dim
         return PagedKv.zeros(shape, self.kv_format.dtype, device, self.scales)
+
+    @property
+    def heads_axis(self) -> int:
+        return 1
 
     def check_graphs(self, dtype: torch.dtype, device: str) -> None:
         check_capturable(
@@ -330,6 +336,8 @@ class Attention(torch.nn.Module):
         )
         if step.exchange is not None:
             step.exchange.exchange_(cache)
+        if step.on_written is not None:
+            step.on_written(cache)
         return self._attended(q, gate[0] if gate else None, step, cache)
 
     def _parts(self, x_TC: LinearInput, plan: LinearPlan) -> Sequence[LinearOutput]:

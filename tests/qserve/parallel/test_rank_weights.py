@@ -1,10 +1,13 @@
 """Sleep and new weights of a model on ranks: tokens and digests are those of one rank."""
 
+from concurrent.futures import Future
+
 import pytest
 import torch
 
 from formats.errors import InputError
 from qserve.engine.distributed import shared_residence
+from qserve.engine.runner.rank_residence import RankResidence
 from tests.qserve.engine.control.new_weights import changed, stored, written
 from tests.qserve.parallel.engines import make_prompts, start, tokens
 
@@ -86,6 +89,30 @@ def test_ranks_of_other_machines_get_tensors_by_their_connection(
     alone.update_weights(new)
     assert tokens(llm, PROMPTS) == tokens(alone, PROMPTS) != before
     assert digests_of(llm) == digests_of(alone)
+
+
+def test_transfer_that_fails_midway_leaves_ranks_nothing(monkeypatch):
+    monkeypatch.setattr(shared_residence, "PIECE_BYTES", 8)
+    ranks = [RankResidence(None), RankResidence(None)]
+
+    class Group:
+        def begin(self, call, name, *values):
+            begun = [Future() for _ in ranks]
+            for rank, future in zip(ranks, begun, strict=True):
+                try:
+                    future.set_result(rank.call(name, *values))
+                except InputError as error:
+                    future.set_exception(error)
+            return begun
+
+    shared = shared_residence.SharedResidence(None, Group(), None, shares_memory=False)
+    good = ("good", torch.arange(6.0))
+    shared._send([good])
+    for rank in ranks:
+        assert torch.equal(rank._received.pop("good"), good[1])
+    with pytest.raises(InputError, match="tensor bad: has the dtype complex64"):
+        shared._send([good, ("bad", torch.zeros(3, dtype=torch.complex64))])
+    assert all(not rank._received for rank in ranks)
 
 
 def test_rank_that_cannot_read_refuses_the_update_for_all(tiny_model, many, tmp_path, monkeypatch):

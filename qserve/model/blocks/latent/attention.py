@@ -259,6 +259,8 @@ class LatentAttention(torch.nn.Module):
         )
         if step.exchange is not None:
             step.exchange.exchange_(indexed)
+        if step.on_written is not None:
+            step.on_written(indexed)
         if self.indexer is not None:
             self.selection.keys = None
             if step.max_context_len > self.indexer.most:

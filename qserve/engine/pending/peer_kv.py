@@ -1,0 +1,248 @@
+"""PeerKv: KV pages that other engines of this host compute, through the connector `peer`.
+
+An engine that sends names the pages that a step completes before it launches the step. An engine
+that receives reserves pages for a request and lets threads fill them; the request is queued once
+they have come, and finds them in the prefix cache. Pages that do not come are computed.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+
+from qserve.config import EngineConfig
+from qserve.engine.distributed.worker_group import WorkerGroup
+from qserve.engine.kv_cache.block_pool import NULL_PAGE
+from qserve.engine.pending.remote_kv import MAX_WAIT_SECONDS
+from qserve.engine.request import Request
+from qserve.engine.scheduling.plan import StepPlan
+from qserve.engine.scheduling.scheduler import Scheduler
+from qserve.engine.start_phases import phase
+from qserve.engine.token_event import TokenEvent
+from qserve.kv_transfer.config import KvTransferConfig
+from qserve.kv_transfer.model_digest import page_digest
+from qserve.kv_transfer.peer.shared_pages import SharedPeerPages
+from qserve.model.model_config import ModelConfig
+
+ROOM_SECONDS = 5.0  # that a request waits for free pages; after it the prompt is computed
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Fetch:
+    """Request that waits for pages."""
+
+    request: Request
+    keys: list[bytes]
+    since: float
+    table: list[int] | None = None  # reserved pages; None: too few were free so far
+    number: int = 0  # of the call that fills them
+    loads: Future | None = None
+
+
+class PeerKv:
+    """Exchange of KV pages with peers. Only the engine's thread calls the methods."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        config: KvTransferConfig,
+        pages: SharedPeerPages,
+        *,
+        model: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`model`: digest that distinguishes this model's pages (kv_transfer/model_digest.py)."""
+        self._config, self._pages, self._clock = config, pages, clock
+        self._scheduler, self._cache = scheduler, scheduler.cache
+        self._pool = scheduler.pool
+        self._cache.model = model
+        self._fetches: dict[Request, _Fetch] = {}
+        self._followers: dict[Request, bytes] = {}  # wait for the fetch that begins with a key
+        self._given_up: list[_Fetch] = []  # no request waits, but threads write to their pages
+        self._num_sent: dict[str, int] = {}  # pages of running requests that were looked at
+        self._num_queries = self._num_hits = 0  # tokens
+
+    @classmethod
+    def make(
+        cls,
+        config: EngineConfig,
+        model: ModelConfig,
+        max_model_len: int,
+        workers: WorkerGroup,
+        scheduler: Scheduler,
+    ) -> "PeerKv":
+        """Open the connector of an engine whose workers have pages. Raises InputError."""
+        runner = workers.runner
+        form = {
+            "KV cache format": str(runner.kv_format),
+            "activations": str(runner.decoder.dtype).removeprefix("torch."),
+            "block size": f"{config.block_size} tokens",
+        }
+        dummy_seed = config.seed if config.load_format == "dummy" else None
+        text = json.dumps(form)
+        with phase("Digesting the weights"):
+            digest = page_digest(
+                config.model, model, max_model_len=max_model_len, dummy_seed=dummy_seed, form=text
+            )
+        pages = workers.open_peer(digest, text)
+        transfer = config.kv_transfer
+        logger.info("KV pages are exchanged with peers of this host as %s", transfer.role)
+        return cls(scheduler, transfer, pages, model=digest)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that are not queued yet."""
+        return len(self._fetches) + len(self._followers)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._fetches or self._followers or self._given_up)
+
+    def take_counts(self) -> tuple[int, int]:
+        """Tokens requested from peers and tokens received, since the last call."""
+        counts = self._num_queries, self._num_hits
+        self._num_queries = self._num_hits = 0
+        return counts
+
+    def queue(self, request: Request) -> None:
+        """Queue a request in the scheduler, now or when its pages are here. Raises InputError."""
+        if not self._fetch(request):
+            self._scheduler.add(request)
+
+    def queue_ready(self, *, wait_a_little: bool) -> None:
+        """Queue the requests whose pages have come or will not come."""
+        if wait_a_little:
+            fetches = [*self._fetches.values(), *self._given_up]
+            futures = [each.loads for each in fetches if each.loads is not None]
+            if futures:
+                wait(futures, MAX_WAIT_SECONDS, FIRST_COMPLETED)
+            else:
+                time.sleep(MAX_WAIT_SECONDS / 10)
+        for fetch in list(self._given_up):
+            if fetch.loads.done():
+                self._given_up.remove(fetch)
+                self._settle(fetch)
+        for request, fetch in list(self._fetches.items()):
+            if fetch.loads is None and not self._begin(fetch):
+                if self._clock() - fetch.since > ROOM_SECONDS:
+                    logger.warning("No free KV pages for those of %s: computed", request.request_id)
+                    self._finish(fetch)
+            elif fetch.loads.done():
+                self._settle(fetch)
+                self._finish(fetch)
+
+    def stop_waiting(self, request_id: str) -> None:
+        """Wait no longer for pages that are not announced: the other engine has ended its part."""
+        for request, fetch in list(self._fetches.items()):
+            if request.request_id != request_id:
+                continue
+            request.awaits_pages = False
+            if fetch.loads is not None:
+                self._pages.expect_no_more(fetch.number)
+        for request in self._followers:
+            if request.request_id == request_id:
+                request.awaits_pages = False
+
+    def remove(self, request: Request) -> bool:
+        """Drop an aborted request. Returns True if it waited to be queued."""
+        if self._followers.pop(request, None) is not None:
+            return True
+        fetch = self._fetches.get(request)
+        if fetch is None:
+            return False
+        if fetch.loads is not None:
+            self._pages.cancel(fetch.number)
+            self._given_up.append(fetch)
+        self._finish(fetch, queues=False)
+        return True
+
+    def before_launch(self, plan: StepPlan) -> None:
+        """Send the full pages of prompts that a step completes."""
+        if not self._pages.sends:
+            return
+        keys: list[bytes] = []
+        pages: list[int] = []
+        for request, start, count, _ in plan.chunks:
+            known = self._num_sent.get(request.request_id, 0)
+            if start >= request.num_prompt_tokens:
+                continue
+            end = min(start + count, request.num_prompt_tokens) // self._pool.page_size
+            end = min(end, len(request.page_keys))
+            self._num_sent[request.request_id] = max(known, end)
+            for index in range(known, end):
+                key, page = request.page_keys[index], request.block_table[index]
+                if page != NULL_PAGE and not self._pages.has(key):
+                    keys.append(key)
+                    pages.append(page)
+        if keys:
+            unique = dict(zip(keys, pages, strict=True))
+            self._pages.send(list(unique), list(unique.values()))
+
+    def after_step(self, events: list[TokenEvent]) -> list[TokenEvent]:
+        """Return the events that may be sent now: all of them."""
+        for event in events:
+            if event.finish_reason is not None:
+                self._num_sent.pop(event.request_id, None)
+        return events
+
+    def _fetch(self, request: Request) -> bool:
+        """Look for a request's pages. Returns True if it waits for them."""
+        if not self._config.loads:
+            return False
+        _, keys = self._cache.missing(request)
+        request.page_keys = []  # they may change before it is queued
+        if not keys:
+            return False
+        self._scheduler.check(request)
+        if any(each.keys[0] == keys[0] for each in self._fetches.values()):
+            self._followers[request] = keys[0]
+            return True
+        self._num_queries += len(keys) * self._pool.page_size
+        if not request.awaits_pages:
+            keys = keys[: self._pages.match(keys)]
+        elif not self._pages.num_peers:
+            logger.warning("No KV peer for %s: its prompt is computed", request.request_id)
+            keys = []
+        if not keys:
+            return False
+        fetch = _Fetch(request=request, keys=keys, since=self._clock())
+        self._fetches[request] = fetch
+        self._begin(fetch)
+        return True
+
+    def _begin(self, fetch: _Fetch) -> bool:
+        """Reserve pages and begin to fill them. Returns False if too few are free."""
+        fetch.table = self._pool.reserve(len(fetch.keys))
+        if fetch.table is None:
+            return False
+        fetch.number, fetch.loads = self._pages.receive(
+            fetch.keys, fetch.table, waits=fetch.request.awaits_pages
+        )
+        return True
+
+    def _settle(self, fetch: _Fetch) -> None:
+        """Insert the pages that have come into the prefix cache."""
+        loaded = fetch.loads.result()
+        count = loaded.index(False) if False in loaded else len(loaded)
+        self._num_hits += count * self._pool.page_size
+        if count < len(fetch.keys):
+            logger.info(
+                "%d of %d KV pages of %s came; the others are computed",
+                *(count, len(fetch.keys), fetch.request.request_id),
+            )
+        self._pool.settle_(fetch.table, fetch.keys[:count])
+
+    def _finish(self, fetch: _Fetch, *, queues: bool = True) -> None:
+        """Queue a request whose fetch is over, and the requests that waited for the same pages."""
+        del self._fetches[fetch.request]
+        if queues:
+            self._scheduler.add(fetch.request)
+        for request, key in list(self._followers.items()):
+            if key == fetch.keys[0]:
+                del self._followers[request]
+                if not self._fetch(request):
+                    self._scheduler.add(request)

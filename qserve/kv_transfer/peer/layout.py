@@ -1,0 +1,148 @@
+"""Layout of a rank's transfer buffer, and which parts of a page another rank takes from it.
+
+A buffer has S slots of one page each. It is stored tensor by tensor: S times the first tensor of a
+page, then S times the second, so that a run of slots is one copy per tensor. Tensors are those of
+`Cache.page_tensors`, in the order of layers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from formats.errors import InputError
+from qserve.kv_transfer.config import FLAG
+
+ALIGNMENT = 256  # bytes: of each tensor's part of the buffer
+VERSION = 1
+
+
+class PageTensor(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor of a layer's page, as one rank holds it."""
+
+    layer: int
+    shape: list[int]  # without the dimension of pages
+    dtype: str
+    item_bytes: int
+    axis: int | None  # of `shape`: ranks hold different heads along it; None: all hold the same
+    first: int  # the first of this rank's heads
+
+    @property
+    def num_bytes(self) -> int:
+        size = self.item_bytes
+        for each in self.shape:
+            size *= each
+        return size
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """First head, and the one after the last; (0, 1) if all ranks hold the same."""
+        if self.axis is None:
+            return 0, 1
+        return self.first, self.first + self.shape[self.axis]
+
+    @property
+    def whole_shape(self) -> list[int]:
+        """The shape without the number of heads."""
+        return [size for axis, size in enumerate(self.shape) if axis != self.axis]
+
+
+class BufferFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Description of one rank's buffer. Other engines read it as JSON."""
+
+    version: int = VERSION
+    engine: str  # random, the same on all ranks of an engine
+    rank: int
+    num_ranks: int
+    model: str  # path or name, for messages
+    digest: str  # of everything that pages depend on (model_digest.py)
+    form: dict[str, str]  # what of it is not the model, by name, for messages
+    tensors: list[PageTensor]
+    num_slots: int
+    process: int
+    device: str  # "cpu", or the UUID of a GPU
+    handle: str = ""  # CUDA IPC handle in hexadecimal digits
+    address: int = 0  # in the process itself
+
+    @property
+    def offsets(self) -> list[int]:
+        """Start of each tensor's part of the buffer, and the end of the last."""
+        found = [0]
+        for tensor in self.tensors:
+            size = self.num_slots * tensor.num_bytes
+            found.append(found[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
+        return found
+
+    @property
+    def page_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    @property
+    def layer_ends(self) -> list[int]:
+        """Number of tensors up to the end of each layer that has some."""
+        count = len(self.tensors)
+        layers = [tensor.layer for tensor in self.tensors]
+        return [i + 1 for i in range(count) if i + 1 == count or layers[i + 1] != layers[i]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Heads that a rank takes from one rank of another engine."""
+
+    rank: int
+    start: int  # first head in the other rank's tensor
+    target: int  # first head in the own tensor
+    count: int
+
+
+def mismatch(ours: BufferFacts, theirs: BufferFacts) -> str:
+    """Reason why pages of another engine cannot be used; "" if they can."""
+    if theirs.version != ours.version:
+        return f"version of the connector: expected {ours.version}, found {theirs.version}"
+    for name, expected in ours.form.items():
+        if (found := theirs.form.get(name)) != expected:
+            return f"{name}: expected {expected}, found {found}"
+    if theirs.digest != ours.digest:
+        return f"model: expected the weights and settings of {ours.model}, found {theirs.model}"
+    return ""
+
+
+def sources(own: Sequence[PageTensor], peers: Sequence[Sequence[PageTensor]]) -> list[list[Source]]:
+    """For each own tensor, the ranks of another engine that hold its heads.
+
+    `peers`: tensors of each of its ranks. Raises InputError if they do not hold all.
+    """
+    found = []
+    for number, tensor in enumerate(own):
+        first, last = tensor.heads
+        parts: list[Source] = []
+        while first < last:
+            part = _source_of(tensor, number, first, peers)
+            if part is None:
+                raise InputError(
+                    f"{FLAG} peer",
+                    f"layer {tensor.layer}: no rank of the other engine holds KV head {first}",
+                    "use tensor parallel sizes that divide the KV heads on both sides",
+                )
+            parts.append(part)
+            first += part.count
+        found.append(parts)
+    return found
+
+
+def _source_of(
+    tensor: PageTensor, number: int, head: int, peers: Sequence[Sequence[PageTensor]]
+) -> Source | None:
+    """The first rank that holds a head, and how many of the heads it holds from there on."""
+    for rank, tensors in enumerate(peers):
+        if number >= len(tensors):
+            continue
+        theirs = tensors[number]
+        alike = (theirs.layer, theirs.dtype, theirs.axis, theirs.whole_shape)
+        if alike != (tensor.layer, tensor.dtype, tensor.axis, tensor.whole_shape):
+            continue
+        start, stop = theirs.heads
+        if start <= head < stop:
+            count = min(stop, tensor.heads[1]) - head
+            return Source(rank=rank, start=head - start, target=head - tensor.heads[0], count=count)
+    return None

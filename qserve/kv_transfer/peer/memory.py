@@ -1,0 +1,126 @@
+"""Memory of a transfer buffer: a file in memory, or a GPU's memory with an IPC handle."""
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from formats.errors import InputError
+from qserve.kv_transfer.config import FLAG
+from qserve.kv_transfer.peer.layout import BufferFacts
+
+BYTES_SUFFIX = ".bytes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferMemory:
+    """Own memory of one rank, valid until `close`."""
+
+    bytes_X: torch.Tensor  # uint8
+    device: str
+    handle: str
+    address: int
+    close: Callable[[], None]
+
+
+def allocate(path: Path, num_bytes: int, device: torch.device) -> BufferMemory:
+    """Allocate a buffer that other processes can read. Raises InputError.
+
+    `path`: of the file, on a CPU.
+    """
+    if device.type != "cuda":
+        return _file_of(path, num_bytes)
+    from qkernels.collective.cuda_ipc import ExportedMemory
+    from qkernels.collective.peer_memory import PeerAccessError
+
+    try:
+        memory = ExportedMemory(num_bytes, device)
+    except PeerAccessError as error:
+        raise InputError(
+            f"{FLAG} buffer_gb",
+            f"{num_bytes / 2**30:.2f} GiB of GPU memory cannot be shared: {error}",
+            "lower --gpu-memory-utilization or buffer_gb",
+        ) from error
+    return BufferMemory(
+        bytes_X=memory.tensor(),
+        device=str(torch.cuda.get_device_properties(device).uuid),
+        handle=memory.handle.hex(),
+        address=memory.pointer,
+        close=memory.close,
+    )
+
+
+class PeerMemory:
+    """Another rank's buffer, mapped into this process."""
+
+    def __init__(self, path: Path, facts: BufferFacts, device: torch.device) -> None:
+        """`path`: of the index. Raises OSError, PeerAccessError or InputError."""
+        self._facts, self._device, self._offsets = facts, device, facts.offsets
+        self._close: Callable[[], None] = lambda: None
+        self._bytes_X: torch.Tensor | None = None
+        if (facts.device == "cpu") != (device.type == "cpu"):
+            raise InputError(
+                f"KV peer {facts.engine}",
+                f"its pages are on {facts.device}, this engine's on {device}",
+                "run both on GPUs or both on CPUs",
+            )
+        if device.type == "cpu":
+            file = path.with_suffix(BYTES_SUFFIX)
+            if file.stat().st_size != self._offsets[-1]:
+                raise InputError(str(file), f"expected {self._offsets[-1]} bytes")
+            self._bytes_X = torch.from_file(str(file), True, self._offsets[-1], dtype=torch.uint8)
+            return
+        self._address = facts.address
+        if facts.process != os.getpid():
+            from qkernels.collective.cuda_ipc import close_handle, open_handle
+
+            self._address = opened = open_handle(bytes.fromhex(facts.handle), device)
+            self._close = lambda: close_handle(opened)
+
+    def read(self, number: int, slot: int, count: int) -> torch.Tensor:
+        """Tensor `number` of a run of slots: [count, ...] on this rank's device.
+
+        On a GPU the copy is under way on the current stream.
+        """
+        tensor = self._facts.tensors[number]
+        start = self._offsets[number] + slot * tensor.num_bytes
+        size = count * tensor.num_bytes
+        if self._bytes_X is not None:
+            found = self._bytes_X[start : start + size]
+        else:
+            from qkernels.collective.cuda_ipc import copy_from
+
+            found = torch.empty(size, dtype=torch.uint8, device=self._device)
+            copy_from(self._address + start, found)
+        return found.view(getattr(torch, tensor.dtype)).view(count, *tensor.shape)
+
+    def close(self) -> None:
+        """Unmap the memory. No copy may use it."""
+        self._bytes_X = None
+        self._close()
+
+
+def _file_of(path: Path, num_bytes: int) -> BufferMemory:
+    try:
+        with open(path, "xb") as file:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+        bytes_X = torch.from_file(str(path), True, num_bytes, dtype=torch.uint8)
+    except (OSError, RuntimeError) as error:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise InputError(
+            f"{FLAG} buffer_gb",
+            f"{num_bytes / 2**30:.2f} GiB do not fit in {path.parent}: {error}",
+            "lower buffer_gb, or make the file system larger (in a container: --shm-size)",
+        ) from error
+    return BufferMemory(
+        bytes_X=bytes_X,
+        device="cpu",
+        handle="",
+        address=ctypes.c_void_p(bytes_X.data_ptr()).value or 0,
+        close=lambda: path.unlink(missing_ok=True),
+    )

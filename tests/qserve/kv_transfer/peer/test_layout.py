@@ -1,0 +1,43 @@
+"""Heads that a rank takes from ranks of another engine, whatever both numbers of ranks are."""
+
+import pytest
+import torch
+
+from formats.errors import InputError
+from qserve.kv_transfer.peer.layout import PageTensor, sources
+
+
+def tensors(heads: int, size: int) -> list[list[PageTensor]]:
+    """A layer's keys of each of `size` ranks, as formats/in_memory/shares.py divides them."""
+    found = []
+    for rank in range(size):
+        first, count = rank * heads // size, max(1, heads // size)
+        made = {"layer": 0, "shape": [2, count, 3], "dtype": "float32", "item_bytes": 4}
+        found.append([PageTensor(**made, axis=1, first=first)])
+    return found
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8])
+@pytest.mark.parametrize("theirs", [1, 2, 4, 8])
+@pytest.mark.parametrize("ours", [1, 2, 4, 8])
+def test_each_rank_gets_its_heads(heads, theirs, ours):
+    whole = torch.randn(2, heads, 3)
+    peers = tensors(heads, theirs)
+    held = [whole.narrow(1, rank[0].first, rank[0].shape[1]) for rank in peers]
+    for rank in tensors(heads, ours):
+        got = torch.full((2, rank[0].shape[1], 3), torch.nan)
+        for source in sources(rank, peers)[0]:
+            part = held[source.rank].narrow(1, source.start, source.count)
+            got.narrow(1, source.target, source.count).copy_(part)
+        assert torch.equal(got, whole.narrow(1, rank[0].first, rank[0].shape[1]))
+
+
+def test_latents_come_from_any_rank():
+    latent = PageTensor(layer=0, shape=[2, 9], dtype="uint8", item_bytes=1, axis=None, first=0)
+    (source,) = sources([latent], [[latent], [latent]])[0]
+    assert (source.rank, source.start, source.count) == (0, 0, 1)
+
+
+def test_heads_that_nobody_holds_are_refused():
+    with pytest.raises(InputError, match="no rank of the other engine holds KV head 4"):
+        sources(tensors(8, 1)[0], tensors(8, 2)[:1])

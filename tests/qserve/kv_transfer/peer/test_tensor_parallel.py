@@ -1,0 +1,47 @@
+"""Peers of different --tensor-parallel-size."""
+
+import pytest
+import torch
+
+from qserve.llm import LLM
+from qserve.params.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0, detokenize=False)
+PROMPTS = [list(range(start, start + 41)) for start in (5, 105)]
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_rank_and_two_read_each_other(device, docs_5m, tmp_path):
+    """KV heads are divided on one side, in both directions."""
+    transfer = {
+        "kv_connector": "peer",
+        "kv_connector_extra_config": {"path": str(tmp_path)},
+    }
+    settings = {"device": device, "num_gpu_blocks_override": 64, "max_model_len": 256}
+    settings |= {"max_num_batched_tokens": 64, "max_num_seqs": 4, "kv_transfer_config": transfer}
+    settings |= {"dtype": "float32" if device == "cpu" else "float16"}
+    llms = [LLM(docs_5m, tensor_parallel_size=size, **settings) for size in (1, 2)]
+    try:
+        for prompt, (first, second) in zip(PROMPTS, (llms, llms[::-1]), strict=True):
+            given = [{"prompt_token_ids": prompt}]
+            (wanted,) = first.generate(given, GREEDY, use_tqdm=False)
+            (found,) = second.generate(given, GREEDY, use_tqdm=False)
+            assert found.num_cached_tokens == 32
+            if device == "cpu":  # on GPUs ranks add in another order, and ties may part
+                assert found.outputs[0].token_ids == wanted.outputs[0].token_ids
+            else:
+                assert found.outputs[0].token_ids[:2] == wanted.outputs[0].token_ids[:2]
+    finally:
+        for llm in llms:
+            llm.close()
+    assert not list(tmp_path.iterdir())
