@@ -41,7 +41,7 @@ def share_states(
         raise InputError(
             f"--tensor-parallel-size {size}",
             f"does not work with {mixer.kind}, which is not divided",
-            "use --pipeline-parallel-size",
+            "serve it on one GPU",
         )
     if mixer.kind not in HEADS:
         shares = share_features(name, inputs, size, scheme)

@@ -34,6 +34,11 @@ LIMITS = (
         "pages are useful only with snapshots of states",
     ),
     Limit(
+        "--kv-transfer-config peer",
+        lambda config: config.kv_transfer is not None and config.kv_transfer.is_peer,
+        "the connector sends KV pages, and no states",
+    ),
+    Limit(
         "--prefill-context-parallel-size",
         lambda config: config.prefill_context_parallel_size > 1,
         "a state follows the tokens one after the other",

@@ -104,6 +104,7 @@ FLAGS = {
         "--kv-per-head",
         "--act-order",
         "--spill",
+        *("--quantize-head", "--quantize-embedding"),
         "--target",
         "--group-size",
         "--device",

@@ -10,7 +10,7 @@ import torch
 
 from qkernels import ops
 from qserve.engine.step.device_step import Batch
-from qserve.model.blocks.state import state_step
+from qserve.model.blocks.states.state import state_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

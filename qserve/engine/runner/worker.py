@@ -24,6 +24,7 @@ from qkernels.gpu.cache_keys import hash_compiler
 from qkernels.gpu.device import INTERPRETED
 from qkernels.gpu.launch import recorded_launches
 from qserve.config import EngineConfig
+from qserve.engine.distributed.peer_limits import check_peer
 from qserve.engine.fallback_limits import is_fallback
 from qserve.engine.invariance_limits import check_dtype
 from qserve.engine.runner.devices import pick_dtype
@@ -38,7 +39,6 @@ from qserve.engine.runner.memory import (
 )
 from qserve.engine.runner.model_runner import ModelRunner
 from qserve.engine.runner.out_of_memory import out_of_memory_is_named
-from qserve.engine.runner.peer_limits import check_peer
 from qserve.engine.runner.rank_residence import RankResidence
 from qserve.engine.runner.replay import Replay
 from qserve.engine.runner.residence import Residence

@@ -7,7 +7,7 @@ import torch
 from qkernels import ops
 from qkernels.delta_net import reference as delta_reference
 from qserve.llm import LLM
-from qserve.model.blocks.delta_net import DeltaNet
+from qserve.model.blocks.states.delta_net import DeltaNet
 from tests.qserve.model.test_hybrid_tokens import DELTA_NETS, MODES, greedy, prompts
 from tests.qserve.model.variants import TOKENS, relative
 from tests.qserve.model.wrong_readings import other_rotation, without_offset

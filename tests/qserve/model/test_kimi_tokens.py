@@ -16,8 +16,8 @@ from formats.errors import InputError
 from formats.quant_config import BLOCK, QuantConfig
 from formats.scheme import Scheme
 from qserve.llm import LLM
-from qserve.model.blocks.kimi_delta import KimiDelta
 from qserve.model.blocks.latent.attention import LatentAttention
+from qserve.model.blocks.states.kimi_delta import KimiDelta
 from qserve.params.sampling_params import SamplingParams
 from tests.qserve.model.test_family_tokens import check_greedy
 from tests.qserve.model.test_hybrid_tokens import in_transformers

@@ -11,7 +11,7 @@ from formats.errors import CheckpointError
 from qkernels import ops
 from qkernels.mamba2 import reference
 from qserve.llm import LLM
-from qserve.model.blocks.mamba2 import Mamba2
+from qserve.model.blocks.states.mamba2 import Mamba2
 from tests.conftest import make_tiny
 from tests.qserve.model.test_family_tokens import check_greedy
 from tests.qserve.model.test_hybrid_tokens import MODES, greedy, in_transformers, prompts

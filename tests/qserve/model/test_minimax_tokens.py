@@ -15,8 +15,8 @@ from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
 from formats.scheme import Scheme
 from qserve.llm import LLM
-from qserve.model.blocks import lightning
-from qserve.model.blocks.lightning import LightningAttention
+from qserve.model.blocks.states import lightning
+from qserve.model.blocks.states.lightning import LightningAttention
 from qserve.params.sampling_params import SamplingParams
 from tests.qserve.model.test_family_tokens import check_greedy
 from tests.qserve.model.test_hybrid_tokens import in_transformers

@@ -5,7 +5,7 @@ import torch
 
 from qkernels import ops
 from qserve.llm import LLM
-from qserve.model.blocks.short_conv import ShortConv
+from qserve.model.blocks.states.short_conv import ShortConv
 from tests.qserve.model.test_hybrid_tokens import MODES, greedy, prompts
 from tests.qserve.model.variants import TOKENS, edited, logits, relative
 

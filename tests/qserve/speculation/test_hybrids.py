@@ -13,7 +13,7 @@ import pytest
 
 from qserve.engine.kv_cache import state_snapshots
 from qserve.engine.runner.covered_tokens import CoveredTokens
-from qserve.model.blocks.delta_net import DeltaNet
+from qserve.model.blocks.states.delta_net import DeltaNet
 from qserve.params.sampling_params import SamplingParams
 from tests.conftest import make_tiny
 from tests.qserve.model.test_hybrid_prefixes import FAMILIES, MODES, chats, make_engine

@@ -7,10 +7,10 @@ without bias is applied after it.
 import torch
 
 from qserve.model.blocks.layer import Layer
-from qserve.model.blocks.mamba2 import Mamba2
 from qserve.model.blocks.mlp import Mlp
 from qserve.model.blocks.norm import BranchEnd
-from qserve.model.blocks.side_by_side import SideBySide
+from qserve.model.blocks.states.mamba2 import Mamba2
+from qserve.model.blocks.states.side_by_side import SideBySide
 from qserve.model.decoder import Decoder
 from qserve.model.families import llama
 from qserve.model.families.hybrid import granite

@@ -4,8 +4,8 @@ import math
 from typing import Any
 
 from qserve.model.blocks.layer import Layer
-from qserve.model.blocks.mamba2 import Mamba2, MambaShape
 from qserve.model.blocks.norm import BranchEnd
+from qserve.model.blocks.states.mamba2 import Mamba2, MambaShape
 from qserve.model.decoder import Decoder
 from qserve.model.families import llama, moe
 from qserve.model.loading.layer_weights import LayerWeights

@@ -2,8 +2,8 @@
 
 import torch
 
-from qserve.model.blocks.kimi_delta import KimiDelta, KimiShape
 from qserve.model.blocks.layer import Layer
+from qserve.model.blocks.states.kimi_delta import KimiDelta, KimiShape
 from qserve.model.decoder import Decoder
 from qserve.model.families import deepseek, llama, moe
 from qserve.model.loading.layer_weights import LayerWeights

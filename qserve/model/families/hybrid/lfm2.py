@@ -4,7 +4,7 @@ Columns of the family's row hold what differs: names, the width of the feed-forw
 """
 
 from qserve.model.blocks.layer import Layer
-from qserve.model.blocks.short_conv import ShortConv
+from qserve.model.blocks.states.short_conv import ShortConv
 from qserve.model.decoder import Decoder
 from qserve.model.families import llama, moe
 from qserve.model.loading.layer_weights import LayerWeights

@@ -7,7 +7,7 @@ a factor of config.json.
 import torch
 
 from qserve.model.blocks.layer import NormedStreamLayer
-from qserve.model.blocks.lightning import LightningAttention
+from qserve.model.blocks.states.lightning import LightningAttention
 from qserve.model.decoder import Decoder
 from qserve.model.families import llama, moe
 from qserve.model.loading.layer_weights import LayerWeights

@@ -4,8 +4,8 @@ Columns of the family's row hold what differs: how the nets' projections are sto
 Norms are stored without their 1, but for that inside of a net; a quarter of a head rotates.
 """
 
-from qserve.model.blocks.delta_net import DeltaNet, DeltaShape
 from qserve.model.blocks.layer import Layer
+from qserve.model.blocks.states.delta_net import DeltaNet, DeltaShape
 from qserve.model.decoder import Decoder
 from qserve.model.families import llama, moe
 from qserve.model.loading.layer_weights import LayerWeights

@@ -20,7 +20,7 @@ from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import LinearOutput, reduced
 from qserve.model.blocks.attention import StepInputs
 from qserve.model.blocks.linear import Linear, LinearPlan, Product, products_of
-from qserve.model.blocks.state import StateSpec, state_step
+from qserve.model.blocks.states.state import StateSpec, state_step
 from qserve.model.cache_spec import CacheSpec, KvFormat
 
 NORM_EPS = 1e-6  # transformers' default, whatever rms_norm_eps is

@@ -13,7 +13,7 @@ from qkernels.operands.forms import LinearInput
 from qkernels.operands.split_k import reduced
 from qserve.model.blocks.attention import Attention, StepInputs
 from qserve.model.blocks.linear import FLOAT_PLAN, LinearPlan, Product
-from qserve.model.blocks.mamba2 import Mamba2
+from qserve.model.blocks.states.mamba2 import Mamba2
 from qserve.model.cache_spec import Cache, CacheSpec, KvFormat, StepLimits, WarmUpShape
 from qserve.parallel.communicator import RankPartial
 

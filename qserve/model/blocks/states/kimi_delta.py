@@ -23,7 +23,7 @@ from qserve.model.blocks.linear import (
     Product,
     products_of,
 )
-from qserve.model.blocks.state import StateSpec, state_step
+from qserve.model.blocks.states.state import StateSpec, state_step
 from qserve.model.cache_spec import CacheSpec, KvFormat
 
 

@@ -1,0 +1,1 @@
+"""Blocks of mixers with a state of fixed size."""
