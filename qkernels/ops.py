@@ -35,7 +35,6 @@ from qkernels.rowwise.ops import (
     in_form,
     norm,
     quantize_input,
-    quantize_input_asymmetric,
     to_limbs,
 )
 from qkernels.rowwise.spec import ActSpec, Branch, NormSpec
@@ -77,7 +76,6 @@ __all__ = [
     "plan_linear",
     "prepare_weight",
     "quantize_input",
-    "quantize_input_asymmetric",
     "rope_write_kv_",
     "rope_write_latents_",
     "sample_",

@@ -13,7 +13,6 @@ from qkernels.rowwise.reference import (
     in_form,
     norm,
     quantize_input,
-    quantize_input_asymmetric,
 )
 from qkernels.sampling.reference import sample_
 
@@ -39,7 +38,6 @@ __all__ = [
     "paged_attention",
     "prepare_weight",
     "quantize_input",
-    "quantize_input_asymmetric",
     "rope_write_kv_",
     "sample_",
     "settle_drafts_",

@@ -1,6 +1,7 @@
 """The measuring programs of examples/ run, on a CPU with the smallest shape."""
 
 import json
+import socket
 import subprocess
 import sys
 
@@ -69,3 +70,18 @@ def test_cycles_under_load_lose_no_request_and_a_kill_is_told(policy):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "The engine has died; it is restarting" in done.stdout
     assert (" refused" in done.stdout) == (policy == "refuse")
+
+
+@pytest.mark.exhaustive
+def test_files_of_a_request_lead_from_http_to_a_kernel():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "examples/request_files.py", "examples/models/docs-5m"]
+    done = subprocess.run([*command, "--port", port], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    names = [line.split()[1] for line in done.stdout.splitlines()]
+    assert names[0] == "qserve/server/http/http_protocol.py"
+    assert names[-1] == "qkernels/rowwise/ops.py"
+    order = ["qserve/engine/engine.py", "qserve/engine/runner/worker.py", "qserve/model/decoder.py"]
+    assert [name for name in names if name in order] == order

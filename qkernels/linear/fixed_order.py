@@ -100,9 +100,7 @@ def linear_codes(
     scales_M1: torch.Tensor,
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
-    zeros_M1: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Implement ops.linear_codes for each row alone."""
-    zeros = [None] * codes_MK.shape[0] if zeros_M1 is None else zeros_M1.split(1)
-    rows = zip(codes_MK.split(1), scales_M1.split(1), zeros, strict=True)
-    return torch.cat([reference.linear_codes(*row[:2], weight, bias, row[2]) for row in rows])
+    rows = zip(codes_MK.split(1), scales_M1.split(1), strict=True)
+    return torch.cat([reference.linear_codes(*row, weight, bias) for row in rows])

@@ -200,31 +200,16 @@ def linear_codes(
     scales_M1: torch.Tensor,
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
-    zeros_M1: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run `linear` on codes [M, K] with float32 scales [M, 1]. Returns [M, N].
 
-    `zeros` [M, 1] int32 are those of quantize_input_asymmetric, for int8 only. Use it if another
-    operation already quantizes the input. The weight must be prepared by a kernel for 8-bit
-    activations or by `reference`, with one input scale per row of x. The result has the weight's
-    activation dtype.
+    Use it if another operation already quantizes the input. The weight must be prepared by a kernel
+    for 8-bit activations or by `reference`, with one input scale per row of x. The result has the
+    weight's activation dtype.
     """
     check_codes(codes_MK, scales_M1, weight, bias)
-    if zeros_M1 is not None:
-        if weight.activation.type != "int":
-            raise KernelError("linear_codes zeros", "expected None for float8 codes")
-        spec, group = weight.spec, weight.problem.group
-        if spec.bits != 8 or group != weight.in_features:
-            raise KernelError(
-                "linear_codes zeros",
-                f"expected None for a weight of {spec.bits} bits in groups of {group}",
-                "round x with quantize_input, or use an 8-bit weight with a scale for each output",
-            )
-        check_tensor(
-            "linear_codes zeros", zeros_M1, (codes_MK.shape[0], 1), (torch.int32,), codes_MK
-        )
     module = dispatch.module_of(LINEAR, weight.kernel)
-    return module.linear_codes(weight.sorted_inputs(codes_MK), scales_M1, weight, bias, zeros_M1)
+    return module.linear_codes(weight.sorted_inputs(codes_MK), scales_M1, weight, bias)
 
 
 def check_codes(

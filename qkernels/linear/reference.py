@@ -86,13 +86,12 @@ def linear_codes(
     scales_MS: torch.Tensor,
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
-    zeros_M1: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Multiply codes [M, K] with S scales per row. Returns [M, N], rounded once."""
     tensors = weight.tensors
     if "int8" in tensors:
         sums_MN = int8_matmul(codes_MK, tensors["int8"])
-        return scale_sums(sums_MN, scales_MS, weight, bias, zeros_M1)
+        return scale_sums(sums_MN, scales_MS, weight, bias)
     if _sums_integers(weight):
         return _linear_groups(codes_MK, scales_MS, weight, bias)
     x_MK = codes_MK.float().unflatten(1, (scales_MS.shape[1], -1)) * scales_MS[..., None]
@@ -108,11 +107,8 @@ def scale_sums(
     scales_M1: torch.Tensor,
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
-    zeros_M1: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Subtract zero-point terms from exact int32 sums [M, N], apply both scales, add the bias."""
-    if zeros_M1 is not None:
-        sums_MN = sums_MN - zeros_M1 * weight.tensors["int8"].sum(1, dtype=torch.int32)
+    """Apply both scales to exact int32 sums [M, N], add the bias."""
     y_MN = sums_MN.float() * scales_M1 * weight.tensors["scales"].t()
     if bias is not None:
         y_MN = y_MN + bias.float()

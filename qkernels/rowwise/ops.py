@@ -87,26 +87,6 @@ def quantize_input(
     return run(x_MK, activation, scale)
 
 
-def quantize_input_asymmetric(
-    x_MK: torch.Tensor, kernel: str | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Round x [M, K] to int8 codes that span each row from its minimum to its maximum.
-
-    Returns (codes [M, K], scales [M, 1] float32, zeros [M, 1] int32): x is about scale * (code -
-    zero), and 0 is exact. `linear_codes` takes the result.
-    """
-    check_float("quantize_input_asymmetric x", x_MK)
-    expect_ndim("quantize_input_asymmetric x", x_MK, 2)
-    run = dispatch.implementation(
-        rows.QUANTIZE_INPUT_ASYMMETRIC,
-        device=x_MK.device.type,
-        dtype=x_MK.dtype,
-        requested=kernel,
-        in_features=x_MK.shape[1],
-    )
-    return run(x_MK)
-
-
 def to_limbs(x_MK: torch.Tensor, form: LimbForm, kernel: str | None = None) -> Limbs:
     """Convert a linear's float16 or bfloat16 input to 8-bit limbs (operands/limbs.py).
 

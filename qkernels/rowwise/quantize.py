@@ -95,36 +95,6 @@ def quantize_input(
     return codes_MK, scales_M1
 
 
-def quantize_input_asymmetric(
-    x_MK: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Implement ops.quantize_input_asymmetric in Triton."""
-    M, K = x_MK.shape
-    x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
-    codes_MK = torch.empty((M, K), dtype=torch.int8, device=x_MK.device)
-    scales_M1 = torch.empty((M, 1), dtype=torch.float32, device=x_MK.device)
-    zeros_M1 = torch.empty((M, 1), dtype=torch.int32, device=x_MK.device)
-    if M:
-        chunk, chunks, warps = row_chunks(K, x_MK.element_size())
-        with on_device(x_MK):
-            launch(
-                _quantize_rows_asymmetric,
-                (M,),
-                x_MK,
-                codes_MK,
-                scales_M1,
-                zeros_M1,
-                x_MK.stride(0),
-                K,
-                MIN_SCALE=MIN_INPUT_SCALE,
-                CHUNK=chunk,
-                CHUNKS=chunks,
-                num_warps=warps,
-                **dependent_launch(M, K, x_MK.device),
-            )
-    return codes_MK, scales_M1, zeros_M1
-
-
 def _quantize_groups_of(
     x_MK: torch.Tensor, activation: ActivationSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -222,54 +192,3 @@ def _quantize_groups(
     codes = encode(x, scales[:, None], SMALLEST, LARGEST, DTYPE, True, INTERPRETED)
     tl.store(codes_ptr + row * groups * SIZE + k, codes, mask=mask)
     tl.store(scales_ptr + row * groups + group, scales, mask=group < groups)
-
-
-@triton.jit
-def _round_half_even(x):
-    """Round |x| < 2^22 half to even by adding 1.5 * 2^23, where a float32 has no fraction."""
-    return (x + 12582912.0) - 12582912.0
-
-
-@triton.jit
-def _quantize_rows_asymmetric(
-    x_ptr,  # [M, K]
-    codes_ptr,  # [M, K]
-    scales_ptr,  # [M]
-    zeros_ptr,  # [M]
-    stride_x,
-    K,
-    MIN_SCALE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PDL: tl.constexpr,
-    LAUNCH_FIRST: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    c = tl.arange(0, CHUNK)
-    if PDL:
-        pdl_launch_and_wait(LAUNCH_FIRST)
-    x = ()
-    low = tl.zeros((CHUNK,), tl.float32)
-    high = tl.zeros((CHUNK,), tl.float32)
-    for i in tl.static_range(CHUNKS):
-        k = i * CHUNK + c
-        part = tl.load(x_ptr + row * stride_x + k, mask=k < K, other=0.0)
-        x = x + (part,)
-        part = part.to(tl.float32)
-        low = tl.where(part < low, part, low)
-        # NaN must reach the scale, but a floating-point maximum may drop it
-        high = tl.where((part > high) | (part != part), part, high)
-    # as integers, non-negative floats keep their order, and NaN is above infinity
-    span = tl.max(high.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True)
-    least = tl.max((-low).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True)
-    levels = tl.full(span.shape, 255.0, tl.float32)
-    scale = tl.div_rn(span + least, levels)
-    scale = tl.where(scale < MIN_SCALE, MIN_SCALE, scale)
-    zero = tl.minimum(tl.maximum(_round_half_even(tl.div_rn(least, scale) - 128), -128.0), 127.0)
-    for i in tl.static_range(CHUNKS):
-        k = i * CHUNK + c
-        scaled = tl.div_rn(x[i].to(tl.float32), tl.zeros_like(low) + scale)
-        scaled = tl.minimum(tl.maximum(_round_half_even(scaled) + zero, -128.0), 127.0)
-        tl.store(codes_ptr + row * K + k, scaled.to(tl.int8), mask=k < K)
-    tl.store(scales_ptr + row, scale)
-    tl.store(zeros_ptr + row, zero.to(tl.int32))

@@ -6,7 +6,6 @@ Legend: M rows of x, K inputs, C channels, I features, V tokens.
 import torch
 import torch.nn.functional as F
 
-from formats.numerics.activation import MIN_INPUT_SCALE
 from formats.numerics.activation import quantize_input as round_input
 from formats.scheme import ActivationSpec
 from qkernels.operands.codes import Codes, InputRounding
@@ -84,23 +83,6 @@ def quantize_input(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round x [M, K] to (codes [M, K], scales [M, S]); groups may pad the codes."""
     return round_input(x_MK, activation, scale)
-
-
-def quantize_input_asymmetric(
-    x_MK: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Round x [M, K] to int8 codes with float32 scales and int32 zeros [M, 1].
-
-    x is about scale * (code - zero). The 256 codes span each row's values and 0; rounding is half
-    to even.
-    """
-    x = x_MK.float()
-    low_M1 = x.amin(1, keepdim=True).clamp(max=0)
-    high_M1 = x.amax(1, keepdim=True).clamp(min=0)
-    scales_M1 = ((high_M1 - low_M1) / 255).clamp(min=MIN_INPUT_SCALE)
-    zeros_M1 = (-128 - low_M1 / scales_M1).round().clamp(-128, 127)
-    codes = ((x / scales_M1).round() + zeros_M1).clamp(-128, 127)
-    return codes.to(torch.int8), scales_M1, zeros_M1.to(torch.int32)
 
 
 def embed_norms(

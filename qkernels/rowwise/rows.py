@@ -28,13 +28,6 @@ def triton_quantize(problem: Problem) -> str | None:
     return reason or _refuses_rows(problem, QUANTIZE_MAX_INPUTS)
 
 
-def triton_quantize_asymmetric(problem: Problem) -> str | None:
-    reason = needs_triton_on_gpu(problem)
-    if reason is None and problem.in_features > QUANTIZE_MAX_INPUTS:
-        reason = f"holds a row in registers: at most {QUANTIZE_MAX_INPUTS} inputs"
-    return reason
-
-
 def triton_norm(problem: Problem) -> str | None:
     if problem.form == "tensor":
         return needs_triton_on_gpu(problem)
@@ -80,11 +73,8 @@ def _refuses_groups(problem: Problem) -> str | None:
 
 
 QUANTIZE_INPUT = triton_or_reference("rowwise", "quantize_input", "quantize", triton_quantize)
-QUANTIZE_INPUT_ASYMMETRIC = triton_or_reference(
-    "rowwise", "quantize_input_asymmetric", "quantize", triton_quantize_asymmetric
-)
 TO_LIMBS = triton_or_reference("rowwise", "to_limbs", "limbs", triton_limbs)
 NORM = triton_or_reference("rowwise", "norm", "norm", triton_norm)
 ACTIVATE = triton_or_reference("rowwise", "activate", "activate", triton_activate)
 EMBED_NORMS = triton_or_reference("rowwise", "embed_norms", "embed_norms", triton_embed_norms)
-OPERATIONS = (QUANTIZE_INPUT, QUANTIZE_INPUT_ASYMMETRIC, TO_LIMBS, NORM, ACTIVATE, EMBED_NORMS)
+OPERATIONS = (QUANTIZE_INPUT, TO_LIMBS, NORM, ACTIVATE, EMBED_NORMS)

@@ -45,7 +45,6 @@ def linear_codes(
     scales_M1: torch.Tensor,
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
-    zeros_M1: None = None,
 ) -> torch.Tensor:
     """Codes [M, K] to [M, N]; rounded once."""
     weight_GNg, scales_GN = weight.tensors["int8"], weight.tensors["scales"]

@@ -78,7 +78,6 @@ def linear_codes(
     scales_M1: torch.Tensor,
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
-    zeros_M1: None = None,
     *,
     config: W4A8Sm90Config | None = None,
 ) -> torch.Tensor:
@@ -340,7 +339,6 @@ def _w4a8_sm90(
         NUMERICS=NUMERICS,
         HAS_BIAS=HAS_BIAS,
         OUTPUT_SCALES=not NUMERICS.in_groups,
-        HAS_ZEROS=False,
         BLOCKS=False,
     )
     packed = gl.allocate_shared_memory(gl.int32, [SLOTS, 32, 32], weight.layout)

@@ -44,7 +44,6 @@ class Gemm:
     HAS_BIAS: gl.constexpr
     OUTPUT_SCALES: gl.constexpr  # a scale for each output: not in the sums yet
     # what the epilogue of w8a8 can do and these products do not need
-    HAS_ZEROS: gl.constexpr
     BLOCKS: gl.constexpr
 
     @gluon.jit

@@ -63,7 +63,6 @@ def linear_codes(
     scales_M1: torch.Tensor,
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
-    zeros_M1: None = None,
     *,
     config: W4A8TritonConfig | None = None,
 ) -> torch.Tensor:

@@ -304,15 +304,11 @@ _SM90_LARGE_M_CONFIGS = {
     ),
 }
 
-# three consumers have no registers left for zero points
-_SM90_LARGE_M_CONFIGS["asymmetric"] = _SM90_LARGE_M_CONFIGS["int"][:-1]
-
 
 def default_sm90_config(M: int, N: int, K: int, sm_count: int, kind: str = "int") -> W8A8Sm90Config:
     """The config for M >= 1 rows.
 
-    `kind`: "int", "asymmetric" if x has zero points, "float", or "blocks" for float8 with a scale
-    for each block.
+    `kind`: "int", "float", or "blocks" for float8 with a scale for each block.
     """
     if M <= 64:
         return _default_small_m(M, N, K, sm_count, kind)

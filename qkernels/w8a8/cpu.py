@@ -45,8 +45,7 @@ def linear_codes(
     scales_M1: torch.Tensor,
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
-    zeros_M1: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Codes [M, K] to [M, N]; rounded once."""
     sums_MN = torch._int_mm(codes_MK, weight.tensors["int8"].t())
-    return linear_reference.scale_sums(sums_MN, scales_M1, weight, bias, zeros_M1)
+    return linear_reference.scale_sums(sums_MN, scales_M1, weight, bias)

@@ -109,7 +109,6 @@ def linear_codes(
     scales_M1: torch.Tensor,
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
-    zeros_M1: torch.Tensor | None = None,
     *,
     config: W8A8Sm90Config | None = None,
 ) -> torch.Tensor:
@@ -120,7 +119,7 @@ def linear_codes(
     if M == 0:
         return y_MN
     blocks = weight.tensors["scales"].ndim == 2
-    kind = "blocks" if blocks else weight.activation.type if zeros_M1 is None else "asymmetric"
+    kind = "blocks" if blocks else weight.activation.type
     config = config or _chosen_config(device, M, N, K, kind)
     codes_MK = codes_MK.contiguous()
     x_rows = config.block_b if config.weight_is_a else config.consumer_rows
@@ -141,8 +140,6 @@ def linear_codes(
             scales_M1.contiguous(),
             scales_N,
             scales_N if bias is None else bias,
-            counters if zeros_M1 is None else zeros_M1.contiguous(),
-            counters if zeros_M1 is None else weight.tensors["sums"],
             partials.view(torch.int32) if integers else partials,
             counters,
             M,
@@ -150,7 +147,6 @@ def linear_codes(
             K,
             CONFIG=config,
             HAS_BIAS=bias is not None,
-            HAS_ZEROS=zeros_M1 is not None,
             BLOCKS=blocks,
             num_warps=4,
             maxnreg=config.registers,
@@ -294,8 +290,6 @@ def _w8a8_sm90(
     input_scales_ptr,
     scales_ptr,
     bias_ptr,
-    zeros_ptr,
-    weight_sums_ptr,
     partials_ptr,
     counters_ptr,
     M,
@@ -303,7 +297,6 @@ def _w8a8_sm90(
     K,
     CONFIG: gl.constexpr,
     HAS_BIAS: gl.constexpr,
-    HAS_ZEROS: gl.constexpr,
     BLOCKS: gl.constexpr,
 ):
     CONSUMERS: gl.constexpr = CONFIG.num_consumers
@@ -322,8 +315,6 @@ def _w8a8_sm90(
         input_scales_ptr=input_scales_ptr,
         scales_ptr=scales_ptr,
         bias_ptr=bias_ptr,
-        zeros_ptr=zeros_ptr,
-        weight_sums_ptr=weight_sums_ptr,
         partials_ptr=partials_ptr,
         counters_ptr=counters_ptr,
         M=M,
@@ -333,7 +324,6 @@ def _w8a8_sm90(
         k_steps=k_steps,
         CONFIG=CONFIG,
         HAS_BIAS=HAS_BIAS,
-        HAS_ZEROS=HAS_ZEROS,
         BLOCKS=BLOCKS,
         OUTPUT_SCALES=not BLOCKS,
     )

@@ -59,16 +59,6 @@ def _across(vectors, buffer, j: gl.constexpr, CONFIG: gl.constexpr, layout: gl.c
 
 
 @gluon.jit
-def _indices(gemm, row, column, layout: gl.constexpr):
-    """(m, n) of the store tile at (row, column)."""
-    CONFIG: gl.constexpr = gemm.CONFIG
-    rows = row + gl.arange(0, CONFIG.consumer_rows, gl.SliceLayout(1, layout))
-    columns = column + gl.arange(0, CONFIG.store_width, gl.SliceLayout(0, layout))
-    m, n = (columns, rows) if CONFIG.weight_is_a else (rows, columns)
-    return gl.minimum(m, gemm.M - 1), gl.minimum(n, gemm.N - 1)
-
-
-@gluon.jit
 def epilogue(gemm, buffers, sums, vectors, row, column, CONSUMER: gl.constexpr):
     """Sums times both scales, plus bias, rounded once, through shared memory to y."""
     CONFIG: gl.constexpr = gemm.CONFIG
@@ -79,7 +69,6 @@ def epilogue(gemm, buffers, sums, vectors, row, column, CONSUMER: gl.constexpr):
     STORE_TILES: gl.constexpr = CONFIG.stored_columns // WIDTH
     Y_LAYOUT: gl.constexpr = gemm.y.layout
     tiles = split_columns(sums, STORE_TILES)
-    M_AXIS: gl.constexpr = 0 if WEIGHT_IS_A else 1
     layout: gl.constexpr = tiles[0].type.layout
     scales_buffer = buffers.column_vectors.index(CONSUMER * CONFIG.num_column_vectors)
     bias_buffer = buffers.column_vectors.index((CONSUMER + 1) * CONFIG.num_column_vectors - 1)
@@ -90,11 +79,6 @@ def epilogue(gemm, buffers, sums, vectors, row, column, CONSUMER: gl.constexpr):
             bias_buffer.store(vectors.column_biases[0].to(gl.float32))
     for j in gl.static_range(STORE_TILES):
         tile = tiles[j]
-        if gemm.HAS_ZEROS:
-            # sum of (code - zero) * weight code, still exact
-            m, n = _indices(gemm, row, column + j * WIDTH, layout)
-            zeros = gl.expand_dims(gl.load(gemm.zeros_ptr + m), M_AXIS)
-            tile = tile - zeros * gl.expand_dims(gl.load(gemm.weight_sums_ptr + n), 1 - M_AXIS)
         result = tile.to(gl.float32)
         if not gemm.BLOCKS:
             column_scales = _across(vectors.column_scales, scales_buffer, j, CONFIG, layout)

@@ -27,8 +27,6 @@ class Gemm:
     input_scales_ptr: gl.tensor  # [M]; BLOCKS: [M, K / 128]
     scales_ptr: gl.tensor  # [N]; BLOCKS: [N / 128, K / 128]
     bias_ptr: gl.tensor  # [N]; HAS_BIAS
-    zeros_ptr: gl.tensor  # [M]; HAS_ZEROS: x is scale * (code - zero)
-    weight_sums_ptr: gl.tensor  # [N], of the weight's codes; HAS_ZEROS
     partials_ptr: gl.tensor  # a slot for each split of each tile; split > 1
     counters_ptr: gl.tensor  # zero, one for each consumer of each tile; split > 1
     M: gl.tensor
@@ -38,7 +36,6 @@ class Gemm:
     k_steps: gl.tensor
     CONFIG: gl.constexpr  # W8A8Sm90Config
     HAS_BIAS: gl.constexpr
-    HAS_ZEROS: gl.constexpr
     BLOCKS: gl.constexpr  # a scale for 128 inputs of x, and for 128 x 128 of the weight
     OUTPUT_SCALES: gl.constexpr  # each output has one; the sums lack it
 

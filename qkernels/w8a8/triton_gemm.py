@@ -54,8 +54,6 @@ def prepare_weight(
     if packed.activation.per != "group":
         scales = scales.flatten().expand(packed.out_features).contiguous()
     tensors = {"codes": codes_NK.contiguous(), "scales": scales}
-    if codes_NK.dtype == torch.int8:
-        tensors["sums"] = codes_NK.sum(1, dtype=torch.int32)
     workspace(packed.device)
     return PreparedWeight.of(
         packed, kernel="triton_w8a8", tensors=tensors, dtype=dtype, rounds_input=True
@@ -83,7 +81,6 @@ def linear_codes(
     scales_M1: torch.Tensor,
     weight: PreparedWeight,
     bias: torch.Tensor | None = None,
-    zeros_M1: torch.Tensor | None = None,
     *,
     config: W8A8TritonConfig | None = None,
 ) -> torch.Tensor:
@@ -115,8 +112,6 @@ def linear_codes(
             codes_NK,
             scales_M1.contiguous(),
             weight.tensors["scales"],
-            None if zeros_M1 is None else zeros_M1.contiguous(),
-            None if zeros_M1 is None else weight.tensors["sums"],
             bias,
             y_MN,
             partials.view(torch.int32) if integers else partials,
@@ -190,8 +185,6 @@ def _store_scaled(
     total,
     input_scales_ptr,
     scales_ptr,
-    zeros_ptr,
-    weight_sums_ptr,
     bias_ptr,
     y_ptr,
     m,
@@ -201,10 +194,6 @@ def _store_scaled(
     BLOCKS: tl.constexpr,
 ):
     """Sums [BM, BN] times both scales, plus bias, rounded once."""
-    if zeros_ptr is not None:
-        # sum of (code - zero) * weight code, still exact
-        zeros = tl.load(zeros_ptr + m, mask=m < M, other=0)
-        total -= zeros[:, None] * tl.load(weight_sums_ptr + n, mask=n < N, other=0)[None, :]
     y = total.to(tl.float32)
     if not BLOCKS:
         input_scales = tl.load(input_scales_ptr + m, mask=m < M, other=0.0)
@@ -224,8 +213,6 @@ def _w8a8(
     weight_ptr,  # the codes [N, K]
     input_scales_ptr,  # [M]; BLOCKS: [M, K / 128]
     scales_ptr,  # [N]; BLOCKS: [N / 128, K / 128]
-    zeros_ptr,  # [M], or None: x has symmetric codes
-    weight_sums_ptr,  # [N], of the weight's codes, or None
     bias_ptr,  # [N] or None
     y_ptr,  # [M, N]
     partials_ptr,  # [SPLIT, M, N]
@@ -303,8 +290,6 @@ def _w8a8(
             total,
             input_scales_ptr,
             scales_ptr,
-            zeros_ptr,
-            weight_sums_ptr,
             bias_ptr,
             y_ptr,
             m,
@@ -323,8 +308,6 @@ def _w8a8(
                 total,
                 input_scales_ptr,
                 scales_ptr,
-                zeros_ptr,
-                weight_sums_ptr,
                 bias_ptr,
                 y_ptr,
                 m,

@@ -107,25 +107,6 @@ def test_integer_sums_are_exact(poison, half, tile, M, N, K):
 
 @pytest.mark.parametrize(
     "tile",
-    ["two", "split 3", "x is A, tall", "scatter 2", "wide, scatter 2", None]
-    + ["48 of 64 rows", "twice 48 rows"],
-)
-def test_zero_points_are_subtracted_exactly(poison, half, tile):
-    M, N, K = 77, 144, 608
-    codes_MK, codes_NK = random_codes(M, K), random_codes(N, K, seed=1)
-    zeros_M1 = random_codes(M, 1, seed=2).int()
-    codes_MK[0], codes_NK[0], zeros_M1[0] = -128, -128, 127
-    scales_M1 = torch.full((M, 1), 2.0**-9, device="cuda")
-    weight = prepared(codes_NK, torch.full((N,), 2.0**-8, device="cuda"), half)
-    weight.tensors["sums"] = codes_NK.sum(1, dtype=torch.int32)
-    tile = tile and TILES[tile]
-    got = sm90.linear_codes(codes_MK, scales_M1, weight, zeros_M1=zeros_M1, config=tile)
-    want = (codes_MK.double() - zeros_M1) @ codes_NK.double().t() / 2**17
-    assert torch.equal(got, want.float().to(half))
-
-
-@pytest.mark.parametrize(
-    "tile",
     ["two", "x is A", "wide", "x is A, tall", "scatter 4", "x is A, tall, scatter 4"]
     + ["48 of 64 rows", "twice 48 rows"],
 )

@@ -12,7 +12,6 @@ from formats.scheme import FIXED_SCHEMES, ActivationSpec, Scheme
 from qkernels import ops, reference
 from qkernels.gpu.workspace import workspace
 from qkernels.operands.codes import InputRounding
-from qkernels.rowwise import reference as rowwise_reference
 from qkernels.w8a8 import triton_gemm as w8a8
 from qkernels.w8a8.config import W8A8TritonConfig
 
@@ -200,57 +199,6 @@ def test_a_nan_in_x_reaches_its_row_alone(device, half):
     x[1, 5] = float("nan")
     y = ops.linear(x, weight)
     assert y[1].isnan().all() and not y[[0, 2]].isnan().any()
-
-
-@pytest.mark.parametrize("M, K", [(1, 32), (5, 200), (3, 2080), (2, 4096)])
-def test_asymmetric_rounding_has_the_reference_bits(device, dtype, M, K):
-    x = random_x(M, 2 * K, dtype, device, spread=12)[:, :K] + 1.5
-    x[0] = x[0].abs() + 1  # no value below 0
-    x[-1] = 0 if M > 1 else x[-1]
-    got = ops.quantize_input_asymmetric(x, kernel="triton")
-    want = rowwise_reference.quantize_input_asymmetric(x.cpu())
-    for a, b in zip(got, want, strict=True):
-        assert a.dtype == b.dtype and torch.equal(a.cpu(), b)
-    x[0, 7] = float("nan")
-    assert ops.quantize_input_asymmetric(x, kernel="triton")[1][0].isnan()
-
-
-@pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("M, N, K", [(1, 8, 32), (17, 64, 1056), (63, 200, 544)])
-def test_zero_points_are_subtracted_exactly(device, poison, tile, M, N, K):
-    generator = torch.Generator().manual_seed(M)
-    codes_MK = torch.randint(-128, 128, (M, K), dtype=torch.int8, generator=generator)
-    codes_NK = torch.randint(-128, 128, (N, K), dtype=torch.int8, generator=generator)
-    zeros_M1 = torch.randint(-128, 128, (M, 1), dtype=torch.int32, generator=generator)
-    codes_MK[0], codes_NK[0], zeros_M1[0] = -128, -128, 127  # the largest sum there is
-    weight = ops.prepare_weight(
-        int8_weight(codes_NK, torch.ones(N, 1), device), torch.float32, kernel="triton_w8a8"
-    )
-    got = w8a8.linear_codes(
-        codes_MK.to(device),
-        torch.ones(M, 1, device=device),
-        weight,
-        zeros_M1=zeros_M1.to(device),
-        config=TILES[tile],
-    )
-    want = ((codes_MK.long() - zeros_M1) @ codes_NK.long().t()).float()
-    assert torch.equal(got.cpu(), want)
-
-
-def test_asymmetric_codes_are_nearer_to_skewed_inputs(assert_close, device, half):
-    """Through both rows; a skewed x loses a bit to symmetric codes."""
-    x = random_x(7, 256, torch.float32, device).abs().to(half)
-    packed = rounded_weight("w8a8", 64, 256, device)
-    exact = x.double() @ packed.dequantize(torch.float64).t()
-    errors = []
-    for kernel in ("triton_w8a8", "reference"):
-        weight = ops.prepare_weight(packed, half, kernel=kernel)
-        codes, scales, zeros = ops.quantize_input_asymmetric(x)
-        got = ops.linear_codes(codes, scales, weight, zeros_M1=zeros)
-        errors.append((got.double() - exact).norm() / exact.norm())
-        symmetric = (ops.linear(x, weight).double() - exact).norm() / exact.norm()
-        assert errors[-1] < 0.75 * symmetric
-    assert float(errors[0]) == pytest.approx(float(errors[1]), rel=0.05)
 
 
 def block_weight(N, K, device):

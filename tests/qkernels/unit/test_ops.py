@@ -64,28 +64,6 @@ def test_quantize_checks_its_arguments():
         ops.norm(x, x[:1], ops.NormSpec(weight_C=x[0], eps=1e-5), rounding)
 
 
-def test_zero_points_are_checked():
-    scheme = Scheme.parse("w8a8")
-    packed = with_activation(round_to_nearest(torch.randn(32, 64), scheme.weight), scheme, None)
-    weight = ops.prepare_weight(packed, torch.float32)
-    x = torch.randn(3, 64) + 2
-    codes, scales, zeros = ops.quantize_input_asymmetric(x)
-    y = ops.linear_codes(codes, scales, weight, zeros_M1=zeros)
-    want = ((codes.float() - zeros) * scales) @ packed.dequantize().t()
-    torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-4)
-    for wrong in (zeros.float(), zeros[:2], zeros[:, 0]):
-        with pytest.raises(KernelError, match="zeros"):
-            ops.linear_codes(codes, scales, weight, zeros_M1=wrong)
-    float8 = Scheme.parse("w8a8-fp8")
-    packed = with_activation(round_to_nearest(torch.randn(32, 64), float8.weight), float8, None)
-    weight = ops.prepare_weight(packed, torch.float32)
-    codes, scales = ops.quantize_input(x, float8.activation)
-    with pytest.raises(KernelError, match="float8"):
-        ops.linear_codes(codes, scales, weight, zeros_M1=zeros)
-    with pytest.raises(KernelError, match="2 dims"):
-        ops.quantize_input_asymmetric(x[0])
-
-
 def test_given_codes_are_checked():
     scheme = Scheme.parse("w8a8")
     packed = with_activation(round_to_nearest(torch.randn(32, 64), scheme.weight), scheme, None)

@@ -111,7 +111,6 @@ def test_forms_are_made_of_parts():
         lambda x: ops.activate(x, ops.ActSpec(kind="silu")),
         lambda x: ops.activate(x, ops.ActSpec(kind="relu"), InputRounding(ActivationSpec(), None)),
         lambda x: ops.activate(x, ops.ActSpec(kind="silu"), LimbForm(bits=4)),
-        lambda x: ops.quantize_input_asymmetric(x),
         lambda x: ops.apply_rope(x, x, torch.zeros(9, 8), torch.arange(5)),
         lambda x: ops.write_kv_(x, x, paged_kv(x.parts, x.parts), torch.arange(5)),
         lambda x: ops.linear(x, weight_of(16)),

@@ -244,10 +244,9 @@ def test_the_sm90_kernel_takes_a_config_of_the_table_that_runs_here(monkeypatch)
     assert chosen(last_adds) == last_adds and chosen(reduce_scatter, sms=256) == reduce_scatter
     assert chosen(reduce_scatter, sms=255) == default_sm90_config(M, N, K, 255)
     assert chosen(other) == default
-    for kind in ("asymmetric", "blocks"):
-        for integers in (True, False):
-            found = chosen(last_adds, kind=kind, integers=integers)
-            assert found == default_sm90_config(M, N, K, 132, kind)
+    for integers in (True, False):
+        found = chosen(last_adds, kind="blocks", integers=integers)
+        assert found == default_sm90_config(M, N, K, 132, "blocks")
     with tuning_table.tuning_table_of(device).trying(
         linear_row(
             op=W8A8, problem={"N": N, "K": K, "integers": True, "M": 128}, config=reduce_scatter

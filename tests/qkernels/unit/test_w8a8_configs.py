@@ -133,11 +133,10 @@ def test_idle_rows_are_for_free_sms_where_that_was_measured():
     # 48 does not divide it; no SM is free; a longer K, a shorter one
     assert outputs(64, 6080) == 64 and outputs(64, 6144, sms=114) == 64
     assert outputs(64, 6144, K=8192) == outputs(64, 6144, K=3968) == 64
-    for kind in ("asymmetric", "float"):
-        assert default_sm90_config(64, 6144, 4096, H200_SMS, kind).idle_rows == 0
+    assert default_sm90_config(64, 6144, 4096, H200_SMS, "float").idle_rows == 0
 
 
-@pytest.mark.parametrize("kind", ["int", "asymmetric", "float", "blocks"])
+@pytest.mark.parametrize("kind", ["int", "float", "blocks"])
 @pytest.mark.parametrize("sm_count", [78, 114, 132])
 @pytest.mark.parametrize("N", [8, 1000, 6144, 151936])
 def test_every_sm90_default_fits(N, sm_count, kind):
@@ -171,8 +170,7 @@ def test_every_sm90_default_fits(N, sm_count, kind):
                 <= (tile.num_consumers + 1) * tile.registers
             )
             assert sums + 24 <= tile.consumer_registers <= 240
-            assert (tile.promotion_steps == 0) == (kind in ("int", "asymmetric"))
-            assert kind != "asymmetric" or tile.num_consumers < 3
+            assert (tile.promotion_steps == 0) == (kind == "int")
             # a tile of idle rows has an SM of its own
             assert tile.idle_rows == 0 or tile.tiles(M, N) <= sm_count
             # blocks: a warpgroup's rows, or a tile's columns, lie in one block of the weight
