@@ -9,7 +9,6 @@ from itertools import chain
 import torch
 
 from formats.errors import InputError
-from qserve.engine import state_limits
 from qserve.engine.pooled import Pooled
 from qserve.engine.request import Request
 from qserve.engine.runner.pooling import NO_HEAD, check_pooling
@@ -66,7 +65,6 @@ class InputProcessor:
         elif self._model.instead_of_head:
             raise InputError(subject, NO_HEAD, "request embeddings: /v1/embeddings, LLM.embed")
         self._check_params(subject, params)
-        state_limits.check_handling(subject, handling, self._model)
         self._check_beams(subject, handling)
         room = self._max_model_len - length
         request = Request(
@@ -97,7 +95,10 @@ class InputProcessor:
         if params.has_filter:
             request.token_filter = token_filter(request, self._model.vocab_size)
         if handling.beam_search is not None:
-            request.beams = BeamGroup(request, handling.beam_search, self._model.vocab_size)
+            model = self._model
+            request.beams = BeamGroup(
+                request, handling.beam_search, model.vocab_size, has_states=model.has_states
+            )
         return request
 
     def _new_seed(self) -> int:

@@ -17,7 +17,6 @@ from qserve.engine.kv_cache.state_snapshots import StateSnapshots
 from qserve.engine.runner.memory import GIB
 from qserve.engine.runner.model_runner import ModelRunner
 from qserve.model.model_config import ModelConfig
-from qserve.params.handling import Handling
 
 logger = logging.getLogger(__name__)
 
@@ -96,17 +95,6 @@ def check_states(config: EngineConfig, model: ModelConfig) -> None:
     """Raise InputError for a setting that the model's states do not allow."""
     if model.has_states:
         check_limits(LIMITS, config, f"{model.family.architecture}, whose layers have states")
-
-
-def check_handling(subject: str, handling: Handling, model: ModelConfig) -> None:
-    """Raise InputError for a request's option that the model's states do not allow."""
-    if model.has_states and handling.beam_search is not None:
-        raise InputError(
-            f"{subject} use_beam_search",
-            f"does not work with {model.family.architecture}, whose layers have states: beams"
-            " cannot share a prefix",
-            "remove it, or ask for n outputs",
-        )
 
 
 def finds_prefixes(config: EngineConfig, runner: ModelRunner) -> bool:
