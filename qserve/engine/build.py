@@ -163,7 +163,16 @@ def _host_tiers(
     """
     page_bytes, state_bytes = workers.bytes_per_page, workers.bytes_per_state
     room = host_bytes(config, page_bytes, state_bytes, max_model_len)
-    if not room or not state_limits.finds_prefixes(config, workers.runner):
+    if not state_limits.finds_prefixes(config, workers.runner):
+        if config.kv_transfer is not None:
+            raise InputError(
+                "--kv-transfer-config",
+                "the memory for KV pages holds no snapshot of states, and pages are useful only"
+                " with one",
+                "give more memory, or set --num-state-snapshots",
+            )
+        return None, None
+    if not room:
         return None, None
     sizes = {"page_bytes": page_bytes, "state_bytes": state_bytes}
     num_pages, num_states = split_memory(

@@ -98,7 +98,10 @@ class InputProcessor:
         if params.has_filter:
             request.token_filter = token_filter(request, self._model.vocab_size)
         if handling.beam_search is not None:
-            request.beams = BeamGroup(request, handling.beam_search, self._model.vocab_size)
+            model = self._model
+            request.beams = BeamGroup(
+                request, handling.beam_search, model.vocab_size, has_states=model.has_states
+            )
         return request
 
     def _new_seed(self) -> int:
@@ -168,13 +171,6 @@ class InputProcessor:
             )
 
     def _check_beams(self, subject: str) -> None:
-        if self._model.has_states:
-            raise InputError(
-                f"{subject} use_beam_search",
-                f"does not work with {self._model.family.architecture}, whose layers have states:"
-                " beams cannot share a prefix",
-                "remove it, or ask for n outputs",
-            )
         if self._speculates:
             raise InputError(
                 f"{subject} use_beam_search",

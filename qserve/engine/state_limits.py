@@ -46,7 +46,7 @@ LIMITS = (
     Limit(
         "--pipeline-parallel-size",
         lambda config: config.pipeline_parallel_size > 1,
-        "states are kept in one process",
+        "microbatches of a step would need each other's states",
     ),
     Limit(
         "--enable-lora",

@@ -101,7 +101,6 @@ REFUSALS = (
     "KV pages",
     "expected at most",  # beams beside max_num_seqs
     "no token is allowed",
-    "beams cannot share a prefix",
 )
 
 

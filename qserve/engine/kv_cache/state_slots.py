@@ -19,6 +19,9 @@ class StatePool:
         """`num_slots`: None for a model without states, whose requests get no slot."""
         self.num_slots = num_slots
         self._free = list(range(num_slots or 0))[::-1]
+        self._forks: dict[
+            int, int
+        ] = {}  # slot -> slot that it is copied from, before the next step
 
     @property
     def num_free(self) -> float:
@@ -32,8 +35,22 @@ class StatePool:
 
     def release_(self, request: Request) -> None:
         if self.num_slots is not None:
+            self._forks.pop(request.state_slot, None)
             self._free.append(request.state_slot)
             request.state_slot = NO_SLOT
+
+    def fork_(self, source: Request, target: Request) -> None:
+        """Give a request the state of another before the next step.
+
+        Preempted requests have none: they compute their tokens again.
+        """
+        if target.state_slot != NO_SLOT:
+            self._forks[target.state_slot] = source.state_slot
+
+    def take_forks(self) -> dict[int, int]:
+        """Return the copies to make before the next step."""
+        forks, self._forks = self._forks, {}
+        return forks
 
     def check_integrity(self, running: list[Request], waiting: list[Request]) -> None:
         """Assert that each running request has its own slot, and no waiting one has any."""
@@ -42,5 +59,7 @@ class StatePool:
         held = [request.state_slot for request in running]
         if sorted([*held, *self._free]) != list(range(self.num_slots)):
             raise AssertionError(f"state slots lost or shared: held {held}, free {self._free}")
+        if not self._forks.keys() | set(self._forks.values()) <= set(held):
+            raise AssertionError(f"states of free slots are copied: {self._forks}")
         if any(request.state_slot != NO_SLOT for request in waiting):
             raise AssertionError("a waiting request holds a state slot")

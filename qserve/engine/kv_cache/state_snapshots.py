@@ -21,8 +21,8 @@ which rows were accepted.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -44,7 +44,8 @@ class StateMoves:
     """Copies between state slots to make before a step, in this order.
 
     Evicted copies are stored on the host. The states that the previous step left in `saved_from`
-    are saved. Then requests get the states that they start from, of the device or of the host.
+    are saved. Then requests get the states that they start from: copies, those of other rows of a
+    beam search, all of which are read first, and copies of the host.
     """
 
     stored_from: np.ndarray = field(default_factory=_none)  # int64
@@ -55,6 +56,16 @@ class StateMoves:
     restored_to: np.ndarray = field(default_factory=_none)
     loaded_from: np.ndarray = field(default_factory=_none)  # on the host
     loaded_to: np.ndarray = field(default_factory=_none)
+
+    def with_forks(self, forks: Mapping[int, int]) -> "StateMoves":
+        """Return the moves with those of beams. `forks`: slot -> slot of the state that it gets."""
+        targets = np.fromiter(forks.keys(), np.int64, len(forks))
+        sources = np.fromiter(forks.values(), np.int64, len(forks))
+        return replace(
+            self,
+            restored_from=np.concatenate([self.restored_from, sources]),
+            restored_to=np.concatenate([self.restored_to, targets]),
+        )
 
     @property
     def started(self) -> set[int]:
@@ -155,8 +166,11 @@ class StateSnapshots:
         return stop - start if stop is not None and stop > start else count
 
     def note(self, request: Request, end: int) -> None:
-        """Note that a planned step computes a request up to `end`: save its state if it is due."""
-        if end % self.page_size:
+        """Note that a planned step computes a request up to `end`: save its state if it is due.
+
+        Not of beams: the result of the step may give a row another beam's tokens.
+        """
+        if end % self.page_size or (request.beams is not None and request.beams.has_forked):
             return
         is_kept = end in request.snapshots_at
         if is_kept or end - request.last_snapshot >= SPACING:
@@ -286,17 +300,11 @@ class StateSnapshots:
         if self.host is not None:
             self.host.drop_all()
 
-    def doubt(self, moves: StateMoves | None) -> set[int]:
-        """Remove the copies of which it is unknown whether they were made.
-
-        Returns the slots of requests that were to start from one.
-        """
+    def doubt(self, moves: StateMoves | None) -> None:
+        """Remove the copies of which it is unknown whether they were made."""
         self._drop_of_device()
-        if moves is None:
-            return set()
-        if self.host is not None:
+        if moves is not None and self.host is not None:
             self.host.forget(moves.stored_to.tolist())
-        return moves.started
 
     def _drop_of_device(self) -> None:
         self._notes, self._verify_notes = [], []

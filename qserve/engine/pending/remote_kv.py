@@ -71,7 +71,7 @@ class _Fetch:
     @property
     def first(self) -> bytes:
         """The first key to fetch."""
-        return self.keys[0] if self.keys else self.states.keys[0]
+        return self.keys[0] if self.keys else self.states.first
 
     @property
     def futures(self) -> list[Future]:
@@ -84,6 +84,7 @@ class _Fetch:
 class _StateFetch:
     """Snapshot of states that a request waits for."""
 
+    first: bytes
     keys: list[bytes]  # of pages after the deepest snapshot that is here with its pages
     num_with_pages: int  # of these, those whose pages are here
     match: Future | None = None  # number of keys up to the deepest snapshot
@@ -193,8 +194,14 @@ class RemoteKv:
         request.page_keys = []  # they may change before it is queued
         keys, states = missing.elsewhere, None
         if self._states is not None:
-            states = _StateFetch(keys=missing.states, num_with_pages=missing.num_with_pages)
-        if not (keys if states is None else states.keys):
+            if not missing.states:
+                return False
+            states = _StateFetch(
+                first=missing.states[0],
+                keys=missing.states,
+                num_with_pages=missing.num_with_pages,
+            )
+        elif not keys:
             return False
         self._scheduler.check(request)
         self._num_queries += len(keys) * self._cache.pool.page_size
@@ -293,7 +300,9 @@ class RemoteKv:
             return True
         count = fetch.match.result()
         if fetch.states is not None:
-            count = self._pages_to_state(fetch.states, count)
+            if self._asks_again(fetch.states, count):
+                return False
+            count = self._pages_to_state(fetch.states)
         beside = [key for key in fetch.beside if key in self._host]
         fetch.slots = self._host.reserve(count, beside) if count else []
         if fetch.states is not None and not self._begin_state(fetch, count):
@@ -306,17 +315,26 @@ class RemoteKv:
             fetch.loads.append(self._pages.load(keys, slots))
         return False
 
-    def _pages_to_state(self, states: _StateFetch, count: int) -> int:
-        """Number of pages to load for the deepest snapshot. `count`: those that can be loaded.
+    def _asks_again(self, states: _StateFetch, count: int) -> bool:
+        """Look for a snapshot less deep if the deepest lacks pages. Returns True if it does so.
 
-        Notes the snapshot, if it has all pages before it.
+        `count`: pages that can be loaded.
         """
-        depth = states.match.result()
-        needed = max(0, depth - states.num_with_pages)
-        if not depth or needed > count:
+        most = states.num_with_pages + count
+        if states.match.result() <= most:
+            return False
+        states.keys = states.keys[:most]
+        if states.keys:
+            states.match = self._states.deepest(states.keys)
+        return bool(states.keys)
+
+    def _pages_to_state(self, states: _StateFetch) -> int:
+        """Number of pages to load for the deepest snapshot, which is noted."""
+        depth = states.match.result() if states.keys else 0
+        if not depth:
             return 0
         states.key = states.keys[depth - 1]
-        return needed
+        return max(0, depth - states.num_with_pages)
 
     def _begin_state(self, fetch: _Fetch, count: int) -> bool:
         """Begin to load a fetch's snapshot if there is room for it and for `count` pages."""

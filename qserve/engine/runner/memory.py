@@ -20,7 +20,7 @@ LESS_MEMORY = "lower --max-num-batched-tokens or --max-num-seqs, or use a smalle
 
 
 class Fit(NamedTuple):
-    """What fits in memory."""
+    """Numbers that fit in memory."""
 
     num_pages: int
     num_snapshots: int

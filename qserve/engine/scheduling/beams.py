@@ -4,13 +4,15 @@ The beams are requests of the scheduler that decode together: each waits for the
 the continuing beams are assigned to rows. The first beam that continues a row stays there; others
 take the rows of beams that ended. A row that changes its beam shares the pages of the other row by
 reference. The last page, which is partly filled, is copied before the row writes to it
-(`own_last_page`). Before the first token there is one beam, and the other rows hold nothing.
+(`own_last_page`); a state is copied before the next step. Before the first token there is one beam,
+and the other rows hold nothing.
 """
 
 from dataclasses import replace
 
 from formats.errors import InputError
 from qserve.engine.kv_cache.block_pool import BlockPool
+from qserve.engine.kv_cache.state_slots import StatePool
 from qserve.engine.request import Request, Status
 from qserve.engine.scheduling.beam_search import BeamSearch, Choice
 from qserve.engine.scheduling.plan import Chunk
@@ -22,8 +24,19 @@ from qserve.params.sampling_params import MAX_LOGPROBS
 class BeamGroup:
     """The rows of one search. The first row represents the group as a request."""
 
-    def __init__(self, request: Request, params: BeamSearchParams, vocab_size: int) -> None:
-        """Create the other rows; `request` becomes the first. Raises InputError."""
+    def __init__(
+        self,
+        request: Request,
+        params: BeamSearchParams,
+        vocab_size: int,
+        *,
+        has_states: bool = False,
+    ) -> None:
+        """Create the other rows; `request` becomes the first. Raises InputError.
+
+        `has_states`: of the model, whose rows compute all of their tokens after a preemption.
+        """
+        self._has_states = has_states
         self.search = BeamSearch(
             params=params, max_tokens=request.max_tokens, end_tokens=request.eos_token_ids
         )
@@ -53,7 +66,9 @@ class BeamGroup:
     def has_forked(self) -> bool:
         return bool(self.search.running)
 
-    def take(self, row: Request, logprobs: TokenLogprobs, pool: BlockPool) -> TokenEvent | None:
+    def take(
+        self, row: Request, logprobs: TokenLogprobs, pool: BlockPool, states: StatePool
+    ) -> TokenEvent | None:
         """Record one row's result; the last row's result advances the search.
 
         Returns the event that ends the request, or None while the search continues.
@@ -67,7 +82,7 @@ class BeamGroup:
         self.forget()
         if not chosen:
             return self._end()
-        self._spread(chosen, pool)
+        self._spread(chosen, pool, states)
         return None
 
     def forget(self) -> None:
@@ -76,6 +91,8 @@ class BeamGroup:
 
     def num_shared_pages(self, row: Request, page_size: int) -> int:
         """Full pages at the start of a row whose tokens are also the first row's."""
+        if self._has_states:  # there is no state at their end
+            return 0
         ours, theirs, count = self.first.token_ids, row.token_ids, 0
         for start in range(0, len(theirs) - page_size, page_size):  # at least one token is computed
             if ours[start : start + page_size] != theirs[start : start + page_size]:
@@ -104,6 +121,8 @@ class BeamGroup:
         of_prompt = first.num_prompt_tokens // pool.page_size
         # The last token of a beam is never fed back.
         longest = pool.pages_for(first.num_prompt_tokens + first.max_tokens - 1)
+        if self._has_states:
+            return len(self.rows) * longest
         return of_prompt + len(self.rows) * (longest - of_prompt)
 
     def take_pages(self, pool: BlockPool) -> None:
@@ -155,7 +174,7 @@ class BeamGroup:
             pool.own_(row.block_table, row.num_computed // pool.page_size)
             row.row = -1  # its row of the step arrays holds the old page
 
-    def _spread(self, chosen: list[Choice], pool: BlockPool) -> None:
+    def _spread(self, chosen: list[Choice], pool: BlockPool, states: StatePool) -> None:
         """Assign a row to each continuing beam."""
         assigned: list[Choice | None] = [None] * len(self.rows)
         moved = []
@@ -168,6 +187,7 @@ class BeamGroup:
         for index, choice in zip(free, moved, strict=True):
             assigned[index] = choice
             _copy_beam(self.rows[choice.parent], self.rows[index], pool)
+            states.fork_(self.rows[choice.parent], self.rows[index])
         for row, choice in zip(self.rows, assigned, strict=True):
             row.token_ids.append(choice.last.token)
         self.search.running = assigned

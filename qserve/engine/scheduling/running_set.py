@@ -84,7 +84,8 @@ class RunningSet:
         self.policy.admitted(request)
         step.most_admitted -= 1
         request.status = Status.RUNNING
-        self.states.take_(request)
+        for row in request.rows:
+            self.states.take_(row)
         self.cache.take_(request)
         if not request.facts.num_preemptions:
             step.admitted.append(request)

@@ -16,7 +16,7 @@ from formats.errors import InputError
 from qserve.engine.kv_cache.block_pool import NULL_PAGE, BlockPool
 from qserve.engine.kv_cache.prefix_cache import PrefixCache
 from qserve.engine.kv_cache.state_slots import StatePool
-from qserve.engine.kv_cache.state_snapshots import StateSnapshots
+from qserve.engine.kv_cache.state_snapshots import StateMoves, StateSnapshots
 from qserve.engine.request import Request, Status
 from qserve.engine.scheduling.admission import Admission
 from qserve.engine.scheduling.chunked_prefill import ChunkedPrefill
@@ -166,12 +166,16 @@ class Scheduler:
             preempted=tuple(step.preempted),
             admitted=tuple(step.admitted),
             moves=self.pool.take_moves() if step.chunks else None,
-            state_moves=self.snapshots.take_moves()
-            if self.snapshots is not None and step.chunks
-            else None,
+            state_moves=self._take_state_moves() if step.chunks else None,
             drafting=speculation and speculation.end_step(step.chunks),
             media=self.encoder.end_step() if self.encoder is not None and step.chunks else None,
         )
+
+    def _take_state_moves(self) -> StateMoves | None:
+        """The copies of states to make before the next step, or None."""
+        moves = None if self.snapshots is None else self.snapshots.take_moves()
+        forks = self.states.take_forks()
+        return (moves or StateMoves()).with_forks(forks) if forks else moves
 
     def update(
         self,
@@ -206,7 +210,7 @@ class Scheduler:
                 events.append(self.fail(request, failures[0]))
                 continue
             if request.beams is not None:
-                event = request.beams.take(request, logprobs[first], self.pool)
+                event = request.beams.take(request, logprobs[first], self.pool, self.states)
                 if event is None:
                     continue
             else:
@@ -259,7 +263,9 @@ class Scheduler:
         # A request admitted in this step that waits for a mask has no tokens in it.
         requests |= {each: None for each in self.running if not wrong.isdisjoint(each.block_table)}
         if self.snapshots is not None:
-            slots = self.snapshots.doubt(plan.state_moves)
+            self.snapshots.doubt(plan.state_moves)
+        if plan.state_moves is not None:
+            slots = plan.state_moves.started
             requests |= {each: None for each in self.running if each.state_slot in slots}
         if self.encoder is not None:
             self.encoder.reset()

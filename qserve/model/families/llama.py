@@ -70,7 +70,7 @@ def build_attention(config: ModelConfig, weights: LayerWeights, **different: Any
 
 
 def parts_together(sizes: tuple[int, ...], heads: Iterable[int]) -> Rows:
-    """Rows that stand by head, each with parts of these sizes: one part of `heads`, the next."""
+    """Rows that are grouped by head, with parts of these sizes: one part of `heads`, the next."""
     width, starts = sum(sizes), [sum(sizes[:part]) for part in range(len(sizes))]
     return [
         (head * width + start, head * width + start + size)

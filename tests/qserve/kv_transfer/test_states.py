@@ -93,6 +93,21 @@ def test_what_is_not_there_is_computed(lost, shelf, make_engine, tiny_model, col
         assert second.scheduler.pool.host.num_loaded == 0
 
 
+def test_a_snapshot_less_deep_is_loaded_where_pages_of_the_deepest_are_gone(
+    shelf, make_engine, tiny_model, cold
+):
+    first = make_engine(model=tiny_model("qwen3_5"))
+    run(first, [PROMPT], ONE)
+    early = set(shelf.pages)
+    longer = PROMPT + PROMPT[::-1]
+    run(first, [longer], ONE)
+    page_bytes = first.runner.page_copies.page_bytes
+    late = [key for key, page in shelf.pages.items() if key not in early]
+    del shelf.pages[next(key for key in late if len(shelf.pages[key]) == page_bytes)]
+    found, cached = run(make_engine(model=tiny_model("qwen3_5")), [longer])
+    assert cached == [40] and found == cold("qwen3_5", longer)
+
+
 def test_requests_of_one_prompt_wait_for_one_fetch(shelf, make_engine, tiny_model, cold):
     run(make_engine(model=tiny_model("qwen3_5")), [PROMPT], ONE)
     engine = make_engine(model=tiny_model("qwen3_5"))

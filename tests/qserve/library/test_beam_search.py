@@ -11,6 +11,7 @@ from formats.errors import InputError
 from qserve import LLM
 from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
+from qserve.engine.kv_cache import state_snapshots
 from qserve.engine.request import Status
 from qserve.library.beam_outputs import sampling_params
 from qserve.params.beam_search_params import BeamSearchParams
@@ -19,6 +20,7 @@ from qserve.params.sampling_params import SamplingParams
 
 FAMILIES = ["llama", "mistral"]
 MORE = ["gemma2", "phi3", "ministral3", "granite", "olmo2", "glm4", "qwen3", "smollm3"]
+HYBRID = ["qwen3_5", "granite_hybrid", "lfm2", "falcon_h1"]
 # width, returned, length penalty, early stopping, whether beams may end before the length
 CASES = [
     (4, 2, 1.0, False, True),
@@ -137,7 +139,8 @@ def check(model, ends, prompts, outputs, case):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE)]
+    "name",
+    [*FAMILIES, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in (*MORE, *HYBRID))],
 )
 def test_beams_equal_transformers(tiny_model, ends_of, name):
     model, ends = ends_of(name)
@@ -152,16 +155,33 @@ def test_beams_equal_transformers(tiny_model, ends_of, name):
     assert llm.engine.scheduler.pool.num_free == llm.engine.scheduler.pool.num_pages
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("steps_in_flight", [0, 1])
-def test_beams_under_pressure(tiny_model, ends_of, monkeypatch, mode, steps_in_flight):
+@pytest.mark.parametrize(
+    ("name", "mode", "steps_in_flight"),
+    [
+        *product(["llama"], MODES, (0, 1)),
+        ("qwen3_5", "few pages", 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in product(HYBRID, MODES, (0, 1))
+            if case != ("qwen3_5", "few pages", 1)
+        ),
+    ],
+)
+def test_beams_under_pressure(tiny_model, ends_of, monkeypatch, name, mode, steps_in_flight):
     """Chunks, pushed out rows, other requests beside them: the same beams."""
-    model, ends = ends_of("llama")
+    monkeypatch.setattr(state_snapshots, "SPACING", 8)
+    monkeypatch.setattr(state_snapshots, "LEAST_GAIN", 4)
+    model, ends = ends_of(name)
     case, prompts = CASES[0], prompts_of()
     settings = {"device": "cpu", "max_model_len": 64, "block_size": 8} | MODES[mode]
+    if name in HYBRID and mode == "few pages":  # rows that come back share none
+        settings |= {"num_gpu_blocks_override": 40, "max_num_seqs": 20}
     engine = Engine(
-        EngineConfig(model=str(tiny_model("llama")), **settings), steps_in_flight=steps_in_flight
+        EngineConfig(model=str(tiny_model(name)), **settings), steps_in_flight=steps_in_flight
     )
+    for each in engine.runner.caches:
+        for tensor in each.slot_tensors:  # what no request has written
+            tensor.fill_(torch.nan)
     preempted = []
     preempt = engine.scheduler.running_set.preempt
     monkeypatch.setattr(

@@ -285,18 +285,11 @@ def test_drafter_with_states_is_refused(hybrid, tiny_model, tmp_path):
 
 
 def test_pages_for_other_engines_need_snapshots(hybrid, tmp_path):
-    config = f'{{"kv_connector": "folder", "kv_role": "kv_both", "path": "{tmp_path}"}}'
-    settings = {"kv_transfer_config": config, "num_state_snapshots": 0}
+    extra = {"path": str(tmp_path)}
+    config = {"kv_connector": "folder", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    settings = {"kv_transfer_config": json.dumps(config), "num_state_snapshots": 0}
     with pytest.raises(InputError, match="kv-transfer-config with --num-state-snapshots 0"):
         LLM(hybrid("qwen3_5"), device="cpu", max_model_len=64, **settings)
-
-
-def test_beams_are_refused(hybrid):
-    from qserve.params.beam_search_params import BeamSearchParams
-
-    llm = LLM(hybrid("qwen3_5"), device="cpu", max_model_len=64)
-    with pytest.raises(InputError, match="use_beam_search.*cannot share a prefix"):
-        llm.beam_search([TOKENS], BeamSearchParams(beam_width=2, max_tokens=4))
 
 
 def test_layers_for_drafts_are_left_out(hybrid, tmp_path):

@@ -23,6 +23,9 @@ CASES = [
             ("qwen2_moe", 2, 1, None),
             ("gemma3", 2, 1, "w8a8"),
             ("qwen3", 2, 2, None),
+            ("qwen3_next", 2, 1, None),
+            ("granite_hybrid", 4, 1, None),
+            ("nemotron_h_latent", 2, 1, None),
         )
     ),
 ]
