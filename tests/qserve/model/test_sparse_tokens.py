@@ -12,15 +12,23 @@ import pytest
 import torch
 
 from calibrate.pipeline import quantize_checkpoint
+from calibrate.texts.data import CalibrationData
 from formats.checkpoint import CheckpointReader, read_json
 from formats.errors import InputError
 from formats.scheme import Scheme
 from qkernels import ops
 from qkernels.latent.selected import select
 from qserve.llm import LLM
+from qserve.model.families import deepseek
+from qserve.model.loading.dummy_source import DummySource
+from qserve.model.loading.weights import Weights
+from qserve.model.model_config import ModelConfig
+from qserve.parallel.pipeline import Pipeline
 from qserve.params.sampling_params import SamplingParams
 from tests.qserve.model.test_family_tokens import FEW_PAGES, check_greedy, count_preemptions
 from tests.qserve.model.variants import edited, model_maker, relative
+from tests.qserve.parallel.in_threads import run_ranks
+from tests.qserve.parallel.test_context_parallel import TWO, prompt_of_rank
 from tests.qserve.parallel.test_sharing import assert_shared_out
 from tests.qserve.speculation.mtp_model import make_mtp
 from tests.tiny_families import TINY_FAMILIES
@@ -88,6 +96,31 @@ def test_greedy_tokens(model_of, transformers_model, tmp_path, monkeypatch, name
     again = llm.generate(prompts()[1:2], GREEDY, use_tqdm=False)
     assert again[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
     check_greedy(transformers_model(folder), prompts(), outputs)
+
+
+def solve(source, folder):
+    """Quantize with windows of 24 tokens, more than a query selects."""
+    ids_WS = torch.randint(3, 500, (4, 24), generator=torch.Generator().manual_seed(0))
+    quantize_checkpoint(
+        source,
+        folder,
+        scheme=Scheme.parse("w4a16-asym-g32"),
+        output_format="gptq",
+        recipe="gptq",
+        calibration=CalibrationData(ids_WS=ids_WS, source="test", seed=0),
+        progress=False,
+    )
+
+
+def test_solved_weights_of_windows_with_selected_keys(model_of, transformers_model, tmp_path):
+    """A calibrated run selects keys, too. Layers without an indexer would need those of another."""
+    folder = tmp_path / "model"
+    solve(model_of("v3.2"), folder)
+    with torch.no_grad():
+        want = transformers_model(folder)(IDS).logits[0]
+    assert relative(logits(folder), want) < 1e-5
+    with pytest.raises(InputError, match=f"windows of 24 tokens: expected at most .*{SELECTED}"):
+        solve(model_of("glm-5.2"), tmp_path / "other")
 
 
 def of_indexers(change):
@@ -205,6 +238,40 @@ def test_context_is_as_long_as_the_model_allows(model_of):
 def test_two_ranks_select_the_same_keys(model_of, monkeypatch, name):
     monkeypatch.setattr("tests.qserve.parallel.test_sharing.TOKENS", IDS[0, :30].tolist())
     assert_shared_out(model_of(name), 2)
+
+
+def test_ranks_that_divide_a_prompt(model_of):
+    """Each has the entries and the keys of all tokens before it selects."""
+    folder = model_of("glm-5.2")
+    token, logprob, pages = prompt_of_rank(folder)
+    for found in run_ranks(2, lambda context: prompt_of_rank(folder, context, **TWO)):
+        assert found[0] == token and abs(found[1] - logprob) < 1e-4
+        for ours, whole in zip(found[2], pages, strict=True):
+            assert whole.any()
+            floats = (each.view(torch.float32) for each in (ours, whole))
+            assert torch.allclose(*floats, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("num_stages", "is_refused"), [(2, True), (3, True), (1, False)])
+def test_first_layer_of_a_stage_needs_an_indexer(model_of, num_stages, is_refused):
+    """Of three layers the second has none."""
+    config = ModelConfig.from_folder(model_of("glm-5.2"))
+    stages = {"num_stages": num_stages, "ranks": (0, 1, 2), "ahead": None, "back": None}
+    pipeline = Pipeline(stage=min(1, num_stages - 1), **stages)
+    for length, fits in ((128, not is_refused), (SELECTED, True)):
+        weights = Weights(
+            config,
+            DummySource(config, torch.device("cpu"), 0),
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            max_model_len=length,
+            pipeline=pipeline,
+        )
+        if fits:
+            deepseek.check_stage(config, weights)
+        else:
+            with pytest.raises(InputError, match="--pipeline-parallel-size: layer 1, .*no indexer"):
+                deepseek.check_stage(config, weights)
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
