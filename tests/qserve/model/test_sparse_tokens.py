@@ -72,8 +72,15 @@ def prompts():
     return [start + [rng.randrange(3, 512) for _ in range(n)] for n in (1, 19, 13, 4)] + [[5, 9]]
 
 
-@pytest.mark.parametrize("name", ["v3.2", "glm-5.2"])
-@pytest.mark.parametrize("scheme", [None, "w4a16-asym-g32"])
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        ("v3.2", None),
+        ("glm-5.2", None),
+        ("glm-5.2", "w4a16-asym-g32"),
+        pytest.param("v3.2", "w4a16-asym-g32", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_greedy_tokens(model_of, transformers_model, tmp_path, monkeypatch, name, scheme):
     """In chunks, with too few pages, on beginnings that were there."""
     folder = model_of(name)
@@ -112,6 +119,7 @@ def solve(source, folder):
     )
 
 
+@pytest.mark.exhaustive
 def test_solved_weights_of_windows_with_selected_keys(model_of, transformers_model, tmp_path):
     """A calibrated run selects keys, too. Layers without an indexer would need those of another."""
     folder = tmp_path / "model"
