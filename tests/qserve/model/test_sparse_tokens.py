@@ -16,7 +16,7 @@ from calibrate.texts.data import CalibrationData
 from formats.checkpoint import CheckpointReader, read_json
 from formats.errors import InputError
 from formats.scheme import Scheme
-from qkernels import ops
+from qkernels import QuantLinear, ops
 from qkernels.latent.selected import select
 from qserve.llm import LLM
 from qserve.model.families import deepseek
@@ -225,6 +225,47 @@ def test_entries_in_8_bits(model_of, monkeypatch, kind):
 
     monkeypatch.setattr(ops, "rope_write_latents_", written)
     assert relative(got, logits(model_of("v3.2"))) < 1e-5
+
+
+def test_linears_of_an_indexer_in_float8(model_of, tmp_path):
+    """As in published files of DeepSeek-V3.2: blocks of 128 x 128 with a scale each."""
+    converted, others = [], set()
+
+    def to_float8(state):
+        for name in [n for n in state if state[n].ndim == 2]:
+            if not name.endswith(("indexer.wq_b.weight", "indexer.wk.weight")):
+                others.add(name.removesuffix(".weight"))
+                continue
+            blocks = [block.split(128, 1) for block in state[name].split(128)]
+            scales = [[block.abs().max() / 448 for block in row] for row in blocks]
+            rows = [
+                torch.cat([block / scale for block, scale in zip(*pair, strict=True)], 1)
+                for pair in zip(blocks, scales, strict=True)
+            ]
+            state[name] = torch.cat(rows).to(torch.float8_e4m3fn)
+            state[f"{name}_scale_inv"] = torch.tensor(scales)
+            converted.append(name)
+
+    def with_block(config):
+        config["quantization_config"] = {
+            **{"quant_method": "fp8", "activation_scheme": "dynamic"},
+            **{"weight_block_size": [128, 128], "modules_to_not_convert": sorted(others)},
+        }
+
+    folder = edited(model_of("v3.2"), tmp_path / "model", to_float8, with_block)
+    llm = LLM(folder, device="cpu", max_model_len=128)
+    layers = llm.engine.runner.decoder.layers
+    assert len(converted) == 6
+    assert all(isinstance(layer.attention.indexer.wk, QuantLinear) for layer in layers)
+    exact = LLM(model_of("v3.2"), device="cpu", max_model_len=128)
+    got, want = (each.logits(IDS[0].tolist()) for each in (llm, exact))
+    assert relative(got[:SELECTED], want[:SELECTED]) < 1e-5, "all keys are selected"
+    assert relative(got[SELECTED:], want[SELECTED:]) > 1e-3, "near scores change places"
+    for layer, other in zip(layers, exact.engine.runner.decoder.layers, strict=True):
+        for name, width in (("wk", 64), ("wq_b", 96)):
+            x = torch.randn(5, width, generator=torch.Generator().manual_seed(1))
+            found, right = (getattr(each.attention.indexer, name)(x) for each in (layer, other))
+            assert relative(found, right) < 0.1
 
 
 def test_short_contexts_need_no_indexer(model_of, transformers_model):
