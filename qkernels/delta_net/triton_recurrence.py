@@ -157,10 +157,10 @@ def _delta_rows(
         state = tl.load(state_ptrs, mask=were_there, other=0.0)
         a_log = tl.load(a_log_ptr + h)
         if CHANNELS:
-            a_ptr += first * stride_a + h * K + k
+            a_ptrs = a_ptr + first * stride_a + h * K + k
             dt_bias = tl.load(dt_bias_ptr + h * K + k, mask=in_k, other=0.0)
         else:
-            a_ptr += first * stride_a + h
+            a_ptrs = a_ptr + first * stride_a + h
             dt_bias = tl.load(dt_bias_ptr + h)
         # In keys and values, side by side.
         key_at, value_at = h // (H // J) * K + k, J * K + h * V + v
@@ -187,7 +187,7 @@ def _delta_rows(
             -lacking,
             mixed_ptrs,
             b_ptr,
-            a_ptr,
+            a_ptrs,
             inputs_ptr,
             key_at,
             value_at,
@@ -209,7 +209,7 @@ def _delta_rows(
                 after,
                 mixed_ptrs,
                 b_ptr,
-                a_ptr,
+                a_ptrs,
                 next_inputs_ptr,
                 key_at,
                 value_at,

@@ -118,6 +118,7 @@ def test_what_other_modules_make_of_the_rows():
         ("q_a_proj", "kv_a_proj_with_mqa"): "fused_qkv_a_proj",
         ("in_proj_qkv", "in_proj_z"): "in_proj_qkvz",
         ("in_proj_b", "in_proj_a"): "in_proj_ba",
+        ("qkv_proj", "output_gate"): "qkv_gate_proj",
         ("w1", "w3"): "w13",
     }
     assert WIDENED == {

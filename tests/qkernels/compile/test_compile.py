@@ -93,6 +93,8 @@ SPILLS = (
     (tuple(CARDS), "mamba2.triton_scan", "mamba2, prompts in float32", 64, 28),
     (("sm_90", "sm_100"), "mamba2.triton_scan", "mamba2, states of 256", 2, 0),
     (("sm_120",), "mamba2.triton_scan", "mamba2, a prompt", 4, 0),
+    # on sm_90 by ptxas of triton 3.6
+    (("sm_90", "sm_120"), "mamba2.triton_scan", "lightning attention, a prompt", 4, 0),
     (("sm_80",), "latent.triton_latent", "latent attention in float32", 12, 0),
     # where few groups are read again, with bias, mask, penalties and all filters in one kernel
     (tuple(CARDS), "sampling.triton_sample", "", 24, 0),

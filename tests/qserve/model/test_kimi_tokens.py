@@ -114,6 +114,7 @@ def test_files_as_published(tiny_model, tmp_path):
     assert torch.equal(logits(folder), logits(source))
 
 
+@pytest.mark.exhaustive
 def test_solved_weights(tiny_model, tmp_path):
     """A calibrated run: its layers are transformers', the gates stay in float."""
     ids_WS = torch.randint(3, 500, (4, 24), generator=torch.Generator().manual_seed(0))

@@ -162,6 +162,7 @@ def solve(source, folder):
     )
 
 
+@pytest.mark.exhaustive
 def test_solved_weights(tiny_model, tmp_path):
     """A calibrated run: its layers are transformers'."""
     folder = tmp_path / "model"

@@ -12,15 +12,23 @@ import pytest
 import torch
 
 from calibrate.pipeline import quantize_checkpoint
+from calibrate.texts.data import CalibrationData
 from formats.checkpoint import CheckpointReader, read_json
 from formats.errors import InputError
 from formats.scheme import Scheme
-from qkernels import ops
+from qkernels import QuantLinear, ops
 from qkernels.latent.selected import select
 from qserve.llm import LLM
+from qserve.model.families import deepseek
+from qserve.model.loading.dummy_source import DummySource
+from qserve.model.loading.weights import Weights
+from qserve.model.model_config import ModelConfig
+from qserve.parallel.pipeline import Pipeline
 from qserve.params.sampling_params import SamplingParams
 from tests.qserve.model.test_family_tokens import FEW_PAGES, check_greedy, count_preemptions
 from tests.qserve.model.variants import edited, model_maker, relative
+from tests.qserve.parallel.in_threads import run_ranks
+from tests.qserve.parallel.test_context_parallel import TWO, prompt_of_rank
 from tests.qserve.parallel.test_sharing import assert_shared_out
 from tests.qserve.speculation.mtp_model import make_mtp
 from tests.tiny_families import TINY_FAMILIES
@@ -64,8 +72,15 @@ def prompts():
     return [start + [rng.randrange(3, 512) for _ in range(n)] for n in (1, 19, 13, 4)] + [[5, 9]]
 
 
-@pytest.mark.parametrize("name", ["v3.2", "glm-5.2"])
-@pytest.mark.parametrize("scheme", [None, "w4a16-asym-g32"])
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        ("v3.2", None),
+        ("glm-5.2", None),
+        ("glm-5.2", "w4a16-asym-g32"),
+        pytest.param("v3.2", "w4a16-asym-g32", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_greedy_tokens(model_of, transformers_model, tmp_path, monkeypatch, name, scheme):
     """In chunks, with too few pages, on beginnings that were there."""
     folder = model_of(name)
@@ -88,6 +103,32 @@ def test_greedy_tokens(model_of, transformers_model, tmp_path, monkeypatch, name
     again = llm.generate(prompts()[1:2], GREEDY, use_tqdm=False)
     assert again[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
     check_greedy(transformers_model(folder), prompts(), outputs)
+
+
+def solve(source, folder):
+    """Quantize with windows of 24 tokens, more than a query selects."""
+    ids_WS = torch.randint(3, 500, (4, 24), generator=torch.Generator().manual_seed(0))
+    quantize_checkpoint(
+        source,
+        folder,
+        scheme=Scheme.parse("w4a16-asym-g32"),
+        output_format="gptq",
+        recipe="gptq",
+        calibration=CalibrationData(ids_WS=ids_WS, source="test", seed=0),
+        progress=False,
+    )
+
+
+@pytest.mark.exhaustive
+def test_solved_weights_of_windows_with_selected_keys(model_of, transformers_model, tmp_path):
+    """A calibrated run selects keys, too. Layers without an indexer would need those of another."""
+    folder = tmp_path / "model"
+    solve(model_of("v3.2"), folder)
+    with torch.no_grad():
+        want = transformers_model(folder)(IDS).logits[0]
+    assert relative(logits(folder), want) < 1e-5
+    with pytest.raises(InputError, match=f"windows of 24 tokens: expected at most .*{SELECTED}"):
+        solve(model_of("glm-5.2"), tmp_path / "other")
 
 
 def of_indexers(change):
@@ -186,6 +227,47 @@ def test_entries_in_8_bits(model_of, monkeypatch, kind):
     assert relative(got, logits(model_of("v3.2"))) < 1e-5
 
 
+def test_linears_of_an_indexer_in_float8(model_of, tmp_path):
+    """As in published files of DeepSeek-V3.2: blocks of 128 x 128 with a scale each."""
+    converted, others = [], set()
+
+    def to_float8(state):
+        for name in [n for n in state if state[n].ndim == 2]:
+            if not name.endswith(("indexer.wq_b.weight", "indexer.wk.weight")):
+                others.add(name.removesuffix(".weight"))
+                continue
+            blocks = [block.split(128, 1) for block in state[name].split(128)]
+            scales = [[block.abs().max() / 448 for block in row] for row in blocks]
+            rows = [
+                torch.cat([block / scale for block, scale in zip(*pair, strict=True)], 1)
+                for pair in zip(blocks, scales, strict=True)
+            ]
+            state[name] = torch.cat(rows).to(torch.float8_e4m3fn)
+            state[f"{name}_scale_inv"] = torch.tensor(scales)
+            converted.append(name)
+
+    def with_block(config):
+        config["quantization_config"] = {
+            **{"quant_method": "fp8", "activation_scheme": "dynamic"},
+            **{"weight_block_size": [128, 128], "modules_to_not_convert": sorted(others)},
+        }
+
+    folder = edited(model_of("v3.2"), tmp_path / "model", to_float8, with_block)
+    llm = LLM(folder, device="cpu", max_model_len=128)
+    layers = llm.engine.runner.decoder.layers
+    assert len(converted) == 6
+    assert all(isinstance(layer.attention.indexer.wk, QuantLinear) for layer in layers)
+    exact = LLM(model_of("v3.2"), device="cpu", max_model_len=128)
+    got, want = (each.logits(IDS[0].tolist()) for each in (llm, exact))
+    assert relative(got[:SELECTED], want[:SELECTED]) < 1e-5, "all keys are selected"
+    assert relative(got[SELECTED:], want[SELECTED:]) > 1e-3, "near scores change places"
+    for layer, other in zip(layers, exact.engine.runner.decoder.layers, strict=True):
+        for name, width in (("wk", 64), ("wq_b", 96)):
+            x = torch.randn(5, width, generator=torch.Generator().manual_seed(1))
+            found, right = (getattr(each.attention.indexer, name)(x) for each in (layer, other))
+            assert relative(found, right) < 0.1
+
+
 def test_short_contexts_need_no_indexer(model_of, transformers_model):
     """All keys are selected: its keys take no memory, and its tensors are not read."""
     llm = LLM(model_of("v3.2"), device="cpu", max_model_len=SELECTED)
@@ -205,6 +287,40 @@ def test_context_is_as_long_as_the_model_allows(model_of):
 def test_two_ranks_select_the_same_keys(model_of, monkeypatch, name):
     monkeypatch.setattr("tests.qserve.parallel.test_sharing.TOKENS", IDS[0, :30].tolist())
     assert_shared_out(model_of(name), 2)
+
+
+def test_ranks_that_divide_a_prompt(model_of):
+    """Each has the entries and the keys of all tokens before it selects."""
+    folder = model_of("glm-5.2")
+    token, logprob, pages = prompt_of_rank(folder)
+    for found in run_ranks(2, lambda context: prompt_of_rank(folder, context, **TWO)):
+        assert found[0] == token and abs(found[1] - logprob) < 1e-4
+        for ours, whole in zip(found[2], pages, strict=True):
+            assert whole.any()
+            floats = (each.view(torch.float32) for each in (ours, whole))
+            assert torch.allclose(*floats, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("num_stages", "is_refused"), [(2, True), (3, True), (1, False)])
+def test_first_layer_of_a_stage_needs_an_indexer(model_of, num_stages, is_refused):
+    """Of three layers the second has none."""
+    config = ModelConfig.from_folder(model_of("glm-5.2"))
+    stages = {"num_stages": num_stages, "ranks": (0, 1, 2), "ahead": None, "back": None}
+    pipeline = Pipeline(stage=min(1, num_stages - 1), **stages)
+    for length, fits in ((128, not is_refused), (SELECTED, True)):
+        weights = Weights(
+            config,
+            DummySource(config, torch.device("cpu"), 0),
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            max_model_len=length,
+            pipeline=pipeline,
+        )
+        if fits:
+            deepseek.check_stage(config, weights)
+        else:
+            with pytest.raises(InputError, match="--pipeline-parallel-size: layer 1, .*no indexer"):
+                deepseek.check_stage(config, weights)
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}

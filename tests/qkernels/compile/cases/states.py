@@ -60,6 +60,48 @@ def delta_net(
     ops.gated_rms_norm(out, z, empty(V, dtype=dtype), 1e-6, kernel)
 
 
+def kimi_delta(R: int, count: int, most_rows: int = 0, kernel: str | None = None) -> None:
+    """As delta_net, with a decay of each key channel: sizes of Kimi Linear."""
+    heads, width = 32, 128
+    inner, T, step = heads * width, R * count, make_step(R, count, most_rows)
+    states = StateSlots.zeros(
+        2,
+        channels=3 * inner,
+        taps=TAPS,
+        memory=(heads, width, width),
+        dtype=torch.bfloat16,
+        device="cpu",
+        most_rows=most_rows,
+        inputs=delta_net_width(inner, inner, heads, inner),
+    )
+    kept = states.memory_PHKV, step, states.recent_PNI
+    gates = torch.zeros(heads), torch.zeros(inner)
+    out = ops.delta_rule_(
+        empty(T, 3 * inner), empty(T, heads), empty(T, inner), *gates, *kept, kernel
+    )
+    z = empty(T, heads, width)
+    ops.gated_rms_norm(out, z, empty(width), 1e-6, kernel, sigmoid=True)
+
+
+def lightning(R: int, count: int, most_rows: int = 0) -> None:
+    """Lightning attention of MiniMax-Text-01: a group of Mamba-2 for each head."""
+    heads, width = 64, 128
+    inner, T, step = heads * width, R * count, make_step(R, count, most_rows)
+    states = StateSlots.zeros(
+        2,
+        channels=0,
+        taps=1,
+        memory=(heads, width, width),
+        dtype=torch.bfloat16,
+        device="cpu",
+        most_rows=most_rows,
+        inputs=mamba2_width(inner, inner, heads),
+    )
+    of_heads, limits = torch.zeros(3, heads), (0.0, float("inf"))
+    kept = states.memory_PHKV, limits, step, states.recent_PNI
+    ops.selective_scan_(empty(T, 3 * inner), empty(T, heads), *of_heads, *kept)
+
+
 HEADS, DIM = 48, 64
 
 
@@ -114,6 +156,12 @@ STATES: dict[str, Case] = {
     "delta net, fixed order, verifications": Case(
         run=lambda: delta_net(8, 4, most_rows=4, kernel="fixed_order")
     ),
+    "kimi delta, 8 requests of one token": Case(run=lambda: kimi_delta(8, 1), quick=SM90),
+    "kimi delta, verifications": Case(run=lambda: kimi_delta(8, 4, most_rows=4)),
+    "kimi delta, a prompt": Case(run=lambda: kimi_delta(1, 200)),
+    "lightning attention, 8 requests of one token": Case(run=lambda: lightning(8, 1)),
+    "lightning attention, verifications": Case(run=lambda: lightning(8, 4, most_rows=4)),
+    "lightning attention, a prompt": Case(run=lambda: lightning(1, 200), product="wgmma"),
     "mamba2, fixed order": Case(run=lambda: mamba2(1, 200, kernel="fixed_order")),
     "mamba2, fixed order, verifications": Case(
         run=lambda: mamba2(8, 4, most_rows=4, kernel="fixed_order")
