@@ -332,7 +332,7 @@ class Family:
             found = self.state_mixer.readers
         if blocks.attention:
             gates = () if self.head_gates is None else (self.head_gates,)
-            found = (*found, self.of_layer(layer, config).qkv, *gates)
+            found = (*found, self.qkv, *gates)
         reads_mlp = is_set(self.parallel, config) or not (found or blocks.experts)
         return (*found, self.gate_up) if reads_mlp else found
 

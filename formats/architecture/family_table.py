@@ -1,11 +1,13 @@
 """Table of the model families for people: `qserve families`, and the list in README.md."""
 
+import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import get_args
 
 from formats.architecture.family import Family
 from formats.architecture.states.mixer import Kind
+from formats.architecture.text_part import WRAPPERS
 from formats.families import FAMILIES
 
 KINDS = (
@@ -65,10 +67,16 @@ def to_text() -> str:
         answers = ("yes" if flag else "no" for flag in (each.served, each.tensor_parallel))
         lines.append((each.title, each.architecture, each.kind, *answers, each.speculation))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
+    table = "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     )
+    return f"{table}\n\nText models inside these architectures are served, too:\n{_whole()}"
+
+
+def _whole() -> str:
+    """Return the architectures that hold a text model of one of the families."""
+    return textwrap.fill(", ".join(sorted(WRAPPERS)), width=120, break_on_hyphens=False)
 
 
 def readme_list() -> str:

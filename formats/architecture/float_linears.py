@@ -29,6 +29,8 @@ def kept_in_float(family: Family, config: Mapping[str, Any]) -> dict[str, str]:
     """Return full names of linears that stay in float unless asked for, with the reason."""
     found: dict[str, str] = {}
     of_states = None if family.state_mixer is None else family.state_mixer.gates
+    if of_states is None and family.head_gates is None:
+        return found
     for layer in range(config[family.num_layers_key]):
         prefix, blocks = family.layer.format(i=layer), family.blocks(config, layer)
         for gates, is_there in ((of_states, blocks.state), (family.head_gates, blocks.attention)):

@@ -40,6 +40,7 @@ WRAPPERS = (
     "Glm46VForConditionalGeneration",
     "Glm4vForConditionalGeneration",
     "Glm4vMoeForConditionalGeneration",
+    "Idefics2ForConditionalGeneration",
     "InternS1ForConditionalGeneration",
     "InternVLChatModel",
     "InternVLForConditionalGeneration",
@@ -48,12 +49,15 @@ WRAPPERS = (
     "Kimi_K25ForConditionalGeneration",
     "Lfm2VlForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
+    "LlavaNextVideoForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
     "MiniCPMV4_6ForConditionalGeneration",
     "NemotronH_Nano_Omni_Reasoning_V3",
     "NemotronH_Nano_VL_V2",
     "NemotronH_Omni_Reasoning_V3",
     "Qwen2VLForConditionalGeneration",
+    "VideoLlavaForConditionalGeneration",
+    "VipLlavaForConditionalGeneration",
 )
 # model_type of a text part -> that of the text model with the same layers
 _SAME_LAYERS = {
@@ -78,7 +82,7 @@ _PREFIXES = {
 }
 _PART_NAMES = ("vision_tower", "multi_modal_projector", "vision_model", "connector", "visual")
 _PART_NAMES += ("embed_vision", "audio_tower", "embed_audio", "mm_projector", "merger", "mlp1")
-_PART_NAMES += ("sound_encoder", "sound_projection")
+_PART_NAMES += ("sound_encoder", "sound_projection", "image_tower", "video_tower")
 _LONE_TENSOR = "image_newline"  # of LLaVA-NeXT
 # prefixes of the other parts
 _OTHER_PARTS = tuple(f"{parent}{part}." for parent in ("", "model.") for part in _PART_NAMES)

@@ -134,7 +134,7 @@ def test_layers_that_read_more_than_states_are_refused(tiny_model, monkeypatch):
 )
 def test_the_command_calibrates_on_texts(docs_5m, tmp_path, scheme):
     vocabulary = json.loads((docs_5m / "config.json").read_text())["vocab_size"]
-    folder = made(tmp_path / "olmo", "olmo", vocab_size=vocabulary)
+    folder = made(tmp_path / "bitnet", "bitnet", vocab_size=vocabulary)
     for file in docs_5m.glob("token*"):
         shutil.copy(file, folder)
     arguments = ["quantize", str(folder), "--scheme", *scheme]

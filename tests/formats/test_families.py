@@ -159,12 +159,13 @@ def test_what_reads_split_outputs_is_split_by_inputs(family):
     assert {projection.split for projection in family.latent} <= {"outputs"}
     inputs = family.layer_inputs  # of families that are not divided
     apart = (*family.latent, *((inputs.gate, inputs.projection) if inputs else ()))
+    apart = (*apart, family.head_gates)  # of families that are not divided
     others = [each for each in family.projections(num_experts=1) if each not in apart]
     first, second = others[0::2], others[1::2]
     assert {projection.split for projection in first} == {"outputs"}
     assert {projection.split for projection in second} == {"inputs"}
     for before, after in zip(first, second, strict=True):
-        assert after.inputs in ("q", *(size for _, size in before.members))
+        assert after.inputs in ("q", "local_o", *(size for _, size in before.members))
 
 
 def test_family_of_a_model_type_is_the_doctors():

@@ -52,6 +52,7 @@ def _laguna_by_channel(kind: str) -> dict[str, Any]:
     return _linears(kind, *members, o="q", o_bias=_BIAS) | {"head_gates": None}
 
 
+_FIXED = {"moe_router_logit_softcapping": 0.0, "moe_apply_router_weight_on_input": False}
 LAGUNA: dict[str, Any] = {
     **_laguna("local"),
     "full_layers": _laguna("global"),
@@ -77,7 +78,7 @@ LAGUNA: dict[str, Any] = {
     },
     "norms": (*norms_before("mlp"), *HEAD_NORMS),
     "window": "layer_types",
-    "fixed": {"moe_router_logit_softcapping": 0.0, "moe_apply_router_weight_on_input": False},
+    "fixed": _FIXED,
     "variants": (
         (
             Equals("gating", "per-element"),
@@ -85,6 +86,7 @@ LAGUNA: dict[str, Any] = {
                 **_laguna_by_channel("local"),
                 "gated_attention": True,
                 "full_layers": _laguna_by_channel("global"),
+                "fixed": {**_FIXED, _BIAS: False},  # gates, in one matrix with q, have none
             },
         ),
     ),

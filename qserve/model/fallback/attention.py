@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from formats.errors import InputError
 from qkernels import ops
@@ -31,7 +32,8 @@ class CallForm:
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of keys
+    value_dim: int  # at most head_dim: pages are as wide as keys, and end in zeros
     scale: float
     window: int | None
     soft_cap: float | None
@@ -134,6 +136,7 @@ def _attend(
     form, cache = call.forms[index], (call.scratch or call.caches)[index]
     call.num_done += 1
     sinks = options.get("s_aux")
+    v_TJD = functional.pad(v_TJD, (0, form.head_dim - form.value_dim))
     ops.write_kv_(k_TJD.contiguous(), v_TJD.contiguous(), cache, call.step.slots_T)
     out_THD = ops.paged_attention(
         q_THD.contiguous(),
@@ -144,7 +147,7 @@ def _attend(
         soft_cap=form.soft_cap,
         sinks_H=None if sinks is None else sinks.float(),
     )
-    return out_THD[None], None
+    return out_THD[None, ..., : form.value_dim], None
 
 
 def _find_form(
@@ -165,8 +168,9 @@ def _find_form(
         raise call.refuse("its attention has a mask of its own")
     if options.get("is_causal") is False:
         raise call.refuse("its attention is not causal")
-    if k_TJD.shape != v_TJD.shape or q_THD.shape[-1] != k_TJD.shape[-1]:
-        raise call.refuse("its values have another width than its keys")
+    is_wide = v_TJD.shape[-1] > k_TJD.shape[-1]
+    if is_wide or k_TJD.shape[:2] != v_TJD.shape[:2] or q_THD.shape[-1] != k_TJD.shape[-1]:
+        raise call.refuse("its values are wider than its keys, or queries have another width")
     if site.index is not None:
         raise call.refuse("a layer calls attention twice")
     num_heads, num_kv_heads = q_THD.shape[1], k_TJD.shape[1]
@@ -177,6 +181,7 @@ def _find_form(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=q_THD.shape[2],
+        value_dim=v_TJD.shape[2],
         scale=q_THD.shape[2] ** -0.5 if scaling is None else float(scaling),
         window=window or None,
         soft_cap=cap or None,

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from formats.architecture import family_table
+from formats.architecture.text_part import WRAPPERS
 from formats.families import FAMILIES
 from qserve.cli import main
 
@@ -17,8 +18,10 @@ def test_readme_lists_the_served_families():
 
 def test_command_prints_every_family(capsys):
     assert main(["families"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    table, whole = capsys.readouterr().out.split("\n\n")
+    lines = table.splitlines()
     assert len(lines) == 1 + len(FAMILIES)
+    assert set(whole.strip().partition("\n")[2].replace("\n", " ").split(", ")) == set(WRAPPERS)
     row = next(line for line in lines if "Qwen3NextForCausalLM" in line)
     words = "Qwen3-Next Qwen3NextForCausalLM gated delta nets yes no any drafter and its MTP layer"
     assert row.split() == words.split()

@@ -364,7 +364,7 @@ def test_bias_of_another_shape_than_the_config_states(float_model, write_folder)
 @pytest.mark.parametrize(
     ("names", "answer", "words"),
     [
-        (["OlmoForCausalLM"], "not judged", "through transformers if a check at the start passes"),
+        (["FlintForCausalLM"], "not judged", "through transformers if a check at the start passes"),
         (["ChatGLMModel"], "no", "runs code from its folder"),
         *((names, "no", "names no architecture") for names in ([], ["A", "B"], "Llama", 7)),
     ],

@@ -335,6 +335,7 @@ def test_rms_norm_of_gemma_keeps_float32_weights(model_of):
         *("granite_moe", "llama4", "gemma4", "deepseek_v2", "glm4_moe_lite"),
         *("gemma4_moe", "gemma4_shared", "apertus"),
         *("phimoe", "nanochat", "hy_v3", "hyperclovax", "gemma3n"),
+        *("laguna", "mimo_v2", "granite_swa", "granite_moe_swa", "olmo"),
     ],
 )
 def test_logits_on_a_gpu_are_the_cpus(written, name):

@@ -120,6 +120,19 @@ def test_heads_that_differ_within_a_kind_are_refused(model_of, tmp_path):
         LLM(folder, device="cpu", max_model_len=64)
 
 
+@pytest.mark.parametrize(
+    ("changed", "key"),
+    [
+        ({"gating": "per-element"}, "attention_bias"),
+        ({"moe_router_logit_softcapping": 5.0}, "moe_router_logit_softcapping"),
+    ],
+)
+def test_a_variant_that_nothing_computes_is_refused(model_of, tmp_path, changed, key):
+    folder = edited(model_of("laguna"), tmp_path / "x", config=lambda c: c.update(changed))
+    with pytest.raises(InputError, match=rf"config\.json {key}: expected .*not supported"):
+        LLM(folder, device="cpu", max_model_len=64)
+
+
 @pytest.mark.parametrize("name", ["laguna", "mimo_v2"])
 def test_layers_with_different_heads_are_not_divided_over_gpus(model_of, name):
     with pytest.raises(InputError, match="tensor-parallel-size 2: .*different heads"):

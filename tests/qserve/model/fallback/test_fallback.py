@@ -37,10 +37,17 @@ RUN = {
     "cohere2_moe": {"num_experts": 4, "num_experts_per_tok": 2},
     "kolibri1": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "persimmon": {},
-    "flint": {},  # sinks
+    # sinks
+    "flint": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "minimax_m3_vl_text": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "modernbert-decoder": {},
-    "ctrl": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "dff": 96},
+    # keys wider than values
+    "axk1": {
+        **{"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 32, "kv_lora_rank": 16, "q_lora_rank": 16},
+        **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+        **{"n_group": 1, "topk_group": 1},
+    },
     "jetmoe": {"kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 # Families with a row, which run so on request
@@ -51,7 +58,7 @@ WITH_ROW = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
 }
-QUANTIZED = ["bitnet", "persimmon", "flint"]
+QUANTIZED = ["bitnet", "persimmon"]
 REFUSED = {
     "bert": "hidden states differ from those of its own attention",
     "diffllama": "a layer calls attention twice",
