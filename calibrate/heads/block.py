@@ -191,7 +191,9 @@ def even_anchors(length: int, num_drafts: int, most: int) -> torch.Tensor:
 def start_from_target(
     head: BlockModule, tensors: Mapping[str, torch.Tensor], draft_ids_U: torch.Tensor | None = None
 ) -> None:
-    """Initialize with the target's output matrix and last norm, and layers with a small output.
+    """Initialize with the target's output matrix and last norm.
+
+    The layers keep their own start: only they bring the context into the rows of mask tokens.
 
     `tensors`: the target's lm_head [V, C] and norm [C]. `draft_ids_U` None: all tokens.
     """
@@ -199,9 +201,6 @@ def start_from_target(
     with torch.no_grad():
         head.lm_head.weight.copy_(rows)
         head.norm.weight.copy_(tensors["norm"])
-        for layer in head.layers:
-            for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
-                linear.weight.mul_(0.1)
 
 
 def block_losses(
