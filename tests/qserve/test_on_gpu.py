@@ -47,6 +47,16 @@ def test_graphs_and_steps_in_flight_change_no_token(quantized_5m):
     assert all(a[0] == b[0] for a, b in pairs)
 
 
+def test_a_second_start_plans_nothing(quantized_5m, caplog):
+    """It finds the shapes of the first one's warm-up steps."""
+    caplog.set_level("INFO", logger="qserve.engine.start_phases")
+    first = make(quantized_5m)
+    caplog.clear()
+    second = make(quantized_5m)
+    assert "Warming up" in caplog.text and "Planning the kernels" not in caplog.text
+    assert greedy(second) == greedy(first)
+
+
 @pytest.mark.parametrize("steps_in_flight", [0, 1])
 def test_whole_graphs_draw_the_same_tokens(quantized_5m, monkeypatch, steps_in_flight):
     """Requests that end one by one, are drawn differently, and at times need masks or penalties."""

@@ -29,6 +29,7 @@ from qserve.engine.fallback_limits import is_fallback
 from qserve.engine.invariance_limits import check_dtype
 from qserve.engine.runner.devices import pick_dtype
 from qserve.engine.runner.encoder import Encoder
+from qserve.engine.runner.graphs.whole_steps import launch_rings
 from qserve.engine.runner.memory import (
     GIB,
     LESS_MEMORY,
@@ -262,6 +263,8 @@ class Worker:
             with recorded_launches() as jobs:
                 for step in [largest_step, *steps]:
                     sample.launch(step).result()
+                if self._uses_graphs:
+                    launch_rings(runner.device)
             runner.free_pages()
         if self._compile_pool is None:
             return

@@ -18,7 +18,13 @@ from qkernels.sampling.words import (
 )
 from qserve.engine.runner.graphs.cuda_graphs import first_keys, graph_keys, smallest_key
 from qserve.engine.runner.graphs.step_buffers import GraphKey, StepBuffers
-from qserve.engine.runner.graphs.whole_steps import DEPTH, MAX_ROWS, WholeSteps, is_whole
+from qserve.engine.runner.graphs.whole_steps import (
+    DEPTH,
+    MAX_ROWS,
+    WholeSteps,
+    is_whole,
+    launch_rings,
+)
 from qserve.engine.step.step_input import HistoryFill
 from tests.qserve.engine.make_step import make_step
 
@@ -132,3 +138,13 @@ def test_a_step_of_padding_keeps_the_samples():
     with whole.kept_samples():
         whole.samples_R.zero_()
     assert whole.samples_R.tolist() == list(range(MAX_ROWS))
+
+
+def test_kernels_of_the_rings_can_be_compiled_before_a_capture(monkeypatch):
+    """No warm-up step launches them."""
+    from qkernels.gpu import rings
+
+    launched = []
+    monkeypatch.setattr(rings, "launch", lambda kernel, *rest, **options: launched.append(kernel))
+    launch_rings(CPU)
+    assert launched == [rings._receive, rings._deliver]

@@ -40,6 +40,13 @@ def is_whole(step: StepInput) -> bool:
     )
 
 
+def launch_rings(device: torch.device) -> None:
+    """Launch the kernels of the rings, which no step outside of a graph launches."""
+    whole = WholeSteps(1, device)
+    whole.receive_(torch.zeros(1, dtype=torch.int64, device=device), 1)
+    whole.deliver_(torch.zeros(1, dtype=torch.int64, device=device))
+
+
 class WholeSteps:
     """Rings of the captured whole steps of one device."""
 
@@ -71,8 +78,6 @@ class WholeSteps:
 
     def sample_(self, logits_SV: torch.Tensor, words_SP: torch.Tensor) -> None:
         """End a step on the device: draw its tokens and deliver them."""
-        from qkernels.gpu.rings import deliver_
-
         settings = SampleSettings(
             words_SP=words_SP,
             bias_E=self._bias_E,
@@ -80,9 +85,13 @@ class WholeSteps:
             any_filter=True,
             num_logprobs=-1,
         )
-        deliver_(
-            ops.sample_(logits_SV, settings).tokens_S, self.samples_R, self._out_DR, self._counter
-        )
+        self.deliver_(ops.sample_(logits_SV, settings).tokens_S)
+
+    def deliver_(self, tokens_S: torch.Tensor) -> None:
+        """Write the tokens of the current step to its entry, and end the step."""
+        from qkernels.gpu.rings import deliver_
+
+        deliver_(tokens_S, self.samples_R, self._out_DR, self._counter)
 
     @contextlib.contextmanager
     def kept_samples(self) -> Iterator[None]:
