@@ -1,50 +1,165 @@
-"""Table of recipes on one float model: perplexity, KL divergence, share of equal top tokens.
+"""Table of recipes and of other tools on one float model, for calibration sets and test texts.
 
     python examples/compare_recipes.py MODEL --texts wiki.txt heldout.jsonl --calibration C.jsonl
 
-Each recipe is one `qserve quantize`, each text one `qserve eval --against MODEL`; the commands are
-printed. The folders go into --work, and are made again.
+It shows perplexity, KL divergence and the share of equal top tokens. Each recipe is one `qserve
+quantize`, each text one `qserve eval --against MODEL`; the commands are printed. Other tools get
+the same windows of token ids. They are taken where this interpreter has them, or from another
+environment with `--tool llm-compressor=PYTHON`. With several --calibration each recipe is
+calibrated on each of them. `--check` fails if a recipe ends above rtn.
 """
 
 import argparse
+import importlib.util
 import json
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from calibrate.float_model import FloatModel
 from calibrate.recipe import RECIPES
+from calibrate.texts.data import read_for_model
+from formats.scheme import Scheme
 from formats.table import text_table
 
-HEADER = ("recipe", "text", "perplexity", "float", "KL divergence", "same top token")
+HEADER = ("recipe", "calibration", "text", "perplexity", "float", "KL divergence", "same top token")
+# Tools of other_quantizers.py -> the module that each needs
+TOOLS = {"llm-compressor": "llmcompressor", "gptqmodel": "gptqmodel", "auto-round": "auto_round"}
+NEAREST = "rtn"
+NO_DATA = "-"  # as a calibration set: the recipe reads none
 
 
-def run(*words: str) -> str:
-    """Run a `qserve` command; returns what it prints."""
-    print("$", shlex.join(["qserve", *words]), flush=True)
-    command = [sys.executable, "-m", "qserve.cli", *words]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One quantized model on one text."""
+
+    recipe: str
+    calibration: str
+    text: str
+    measured: dict[str, Any]  # as `qserve eval --json` prints it
+
+    def cells(self) -> tuple[str, ...]:
+        found = self.measured
+        return (
+            *(self.recipe, self.calibration, self.text),
+            *(f"{found['perplexity']:.2f}", f"{found['reference_perplexity']:.2f}"),
+            *(f"{found['divergence']:.4f}", f"{100 * found['same_top_token']:.1f} %"),
+        )
+
+
+def run(command: Sequence[str], shown: str = "") -> str:
+    """Run a command, which is printed; returns what it prints."""
+    print("$", shown or shlex.join(command), flush=True)
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def qserve(*words: str) -> str:
+    command = [sys.executable, "-m", "qserve.cli", *words]
+    return run(command, shlex.join(["qserve", *words]))
+
+
+def quantize(folder: Path, recipe: str, calibration: str, arguments: argparse.Namespace) -> None:
+    """Quantize by a recipe of this project."""
+    qserve(
+        *("quantize", arguments.model, "-o", str(folder), "--recipe", recipe),
+        *("--scheme", arguments.scheme, "--group-size", arguments.group_size),
+        *([] if calibration == NO_DATA else ["--calibration", calibration]),
+        *("--samples", str(arguments.samples)),
+        *("--sequence-length", str(arguments.sequence_length)),
+        *("--device", arguments.device, "--quality-windows", "0"),
+    )
+
+
+def quantize_by(
+    python: str, tool: str, folder: Path, windows: Path, arguments: argparse.Namespace
+) -> None:
+    """Quantize by another tool, which `python` has, on the same windows."""
+    spec = Scheme.parse(arguments.scheme, int(arguments.group_size)).weight
+    iterations = arguments.iterations
+    run(
+        [
+            *(python, str(Path(__file__).with_name("other_quantizers.py")), tool),
+            *(arguments.model, str(folder), "--windows", str(windows)),
+            *("--bits", str(spec.bits), "--group-size", str(spec.group_size)),
+            *("--device", arguments.device),
+            *([] if iterations is None else ["--iterations", str(iterations)]),
+        ]
+    )
 
 
 def measure(folder: Path, text: str, arguments: argparse.Namespace) -> dict[str, Any]:
     windows = ("--windows", str(arguments.windows), "--sequence-length", str(arguments.length))
     return json.loads(
-        run(
+        qserve(
             *("eval", str(folder), "--against", arguments.model, "--text", text, *windows),
             *("--device", arguments.device, "--dtype", arguments.dtype, "--json"),
         )
     )
 
 
-def main() -> None:
+def write_windows(file: Path, calibration: str, arguments: argparse.Namespace) -> Path:
+    """Write the windows of token ids that `qserve quantize` calibrates on."""
+    model = FloatModel(arguments.model)
+    data = read_for_model(model, calibration, arguments.samples, arguments.sequence_length, 0, True)
+    file.write_text(json.dumps(data.ids_WS.tolist()))
+    return file
+
+
+def tools_of(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the interpreter of each tool that is installed."""
+    found = {
+        name: sys.executable
+        for name, module in TOOLS.items()
+        if importlib.util.find_spec(module) is not None
+    }
+    found |= dict(each.split("=", 1) for each in arguments.tool)
+    unknown = sorted(found.keys() - TOOLS.keys())
+    if unknown:
+        raise SystemExit(f"--tool {unknown[0]}: expected one of {', '.join(TOOLS)}")
+    return {} if arguments.no_tools else found
+
+
+def above_nearest(rows: Sequence[Row]) -> list[str]:
+    """Return a line for each recipe of this project that is worse than rtn on some text."""
+    limits = {row.text: row.measured for row in rows if row.recipe == NEAREST}
+    return [
+        f"{row.recipe} on {row.text}, calibrated on {row.calibration}:"
+        f" {name} {found:.4f}, rtn {most:.4f}"
+        for row in rows
+        if row.recipe in RECIPES and row.text in limits
+        for name in ("perplexity", "divergence")
+        if (found := row.measured[name]) > (most := limits[row.text][name])
+    ]
+
+
+def spread(rows: Sequence[Row]) -> str:
+    """Return a table of the least and the largest KL divergence over the calibration sets."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        found.setdefault((row.recipe, row.text), []).append(row.measured["divergence"])
+    cells = [
+        (*key, f"{min(values):.4f}", f"{max(values):.4f}", f"{max(values) / min(values):.2f}")
+        for key, values in found.items()
+        if len(values) > 1
+    ]
+    return text_table(("recipe", "text", "least KL", "largest KL", "ratio"), cells) if cells else ""
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--texts", nargs="+", required=True)
-    parser.add_argument("--calibration", required=True)
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--calibration", nargs="+", required=True)
+    parser.add_argument("--recipes", nargs="*", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--tool", action="append", default=[], help="NAME=PYTHON of a tool")
+    parser.add_argument("--no-tools", action="store_true", help="only this project's recipes")
+    parser.add_argument("--iterations", type=int, help="of AutoRound the tool; default: its own")
     parser.add_argument("--scheme", default="w4a16-sym")
     parser.add_argument("--group-size", default="64")
     parser.add_argument("--samples", type=int, default=16)
@@ -54,33 +169,53 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", help="in which models are compared")
     parser.add_argument("--work", help="folder for the models; default: a temporary one")
+    parser.add_argument("--json", help="file for the rows")
+    parser.add_argument(
+        "--check", action="store_true", help="exit with 1 if a recipe is worse than rtn on a text"
+    )
     arguments = parser.parse_args()
-    rows = []
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as temporary:
-        for recipe in arguments.recipes:
-            folder = Path(arguments.work or temporary) / recipe
-            shutil.rmtree(folder, ignore_errors=True)
-            run(
-                *("quantize", arguments.model, "-o", str(folder), "--recipe", recipe),
-                *("--scheme", arguments.scheme, "--group-size", arguments.group_size),
-                *("--calibration", arguments.calibration, "--samples", str(arguments.samples)),
-                *("--sequence-length", str(arguments.sequence_length)),
-                *("--device", arguments.device, "--quality-windows", "0"),
-            )
+        work = Path(arguments.work or temporary)
+        work.mkdir(parents=True, exist_ok=True)
+
+        def add(name: str, calibration: str, folder: Path) -> None:
             for text in arguments.texts:
                 found = measure(folder, text, arguments)
-                rows.append(
-                    (
-                        recipe,
-                        Path(text).name,
-                        f"{found['perplexity']:.2f}",
-                        f"{found['reference_perplexity']:.2f}",
-                        f"{found['divergence']:.4f}",
-                        f"{100 * found['same_top_token']:.1f} %",
-                    )
-                )
-    print(text_table(HEADER, rows))
+                own = NO_DATA if calibration == NO_DATA else Path(calibration).name
+                rows.append(Row(recipe=name, calibration=own, text=Path(text).name, measured=found))
+                print(" | ".join(rows[-1].cells()), flush=True)
+            if not arguments.work:
+                shutil.rmtree(folder)
+
+        def empty(name: str) -> Path:
+            shutil.rmtree(work / name, ignore_errors=True)
+            return work / name
+
+        for recipe in arguments.recipes:
+            sets = arguments.calibration if RECIPES[recipe].needs_data else [NO_DATA]
+            for number, calibration in enumerate(sets):
+                folder = empty(f"{recipe}-{number}")
+                quantize(folder, recipe, calibration, arguments)
+                add(recipe, calibration, folder)
+        for tool, python in tools_of(arguments).items():
+            for number, calibration in enumerate(arguments.calibration):
+                file = write_windows(work / f"windows-{number}.json", calibration, arguments)
+                folder = empty(f"{tool}-{number}")
+                quantize_by(python, tool, folder, file, arguments)
+                add(tool, calibration, folder)
+    print(text_table(HEADER, [row.cells() for row in rows]))
+    print(spread(rows))
+    if arguments.json:
+        values = [
+            {**row.measured, "recipe": row.recipe, "calibration": row.calibration, "text": row.text}
+            for row in rows
+        ]
+        Path(arguments.json).write_text(json.dumps(values, indent=1) + "\n")
+    worse = above_nearest(rows)
+    print("\n".join(f"above rtn: {line}" for line in worse))
+    return 1 if worse and arguments.check else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""Quantize a model with another tool, on given windows of token ids.
+
+    PYTHON examples/other_quantizers.py TOOL MODEL OUT --windows windows.json --group-size 64
+
+PYTHON is the interpreter of an environment with the tool: nothing of this project is imported.
+`compare_recipes.py` runs it.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+
+def llm_compressor(arguments: argparse.Namespace, windows: list[list[int]]) -> None:
+    """Its GPTQModifier, into compressed-tensors."""
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.quantization import GPTQModifier
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    weights = {
+        "num_bits": arguments.bits,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": arguments.group_size,
+    }
+    recipe = GPTQModifier(
+        ignore=["lm_head"],
+        config_groups={"group_0": {"targets": ["Linear"], "weights": weights}},
+    )
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    rows = {"input_ids": windows, "attention_mask": [[1] * len(ids) for ids in windows]}
+    oneshot(
+        model=model,
+        dataset=Dataset.from_dict(rows),
+        recipe=recipe,
+        max_seq_length=max(map(len, windows)),
+        num_calibration_samples=len(windows),
+    )
+    model.save_pretrained(arguments.out, save_compressed=True)
+    AutoTokenizer.from_pretrained(arguments.model).save_pretrained(arguments.out)
+
+
+def gptqmodel(arguments: argparse.Namespace, windows: list[list[int]]) -> None:
+    """Its GPTQ with its defaults, into GPTQ."""
+    from gptqmodel import GPTQModel, QuantizeConfig
+
+    config = QuantizeConfig(
+        bits=arguments.bits,
+        group_size=arguments.group_size,
+        pack_impl="original",
+        offload_to_disk=False,
+    )
+    model = GPTQModel.load(arguments.model, config, device=arguments.device, dtype=torch.float16)
+    data = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in windows]
+    model.quantize(data, batch_size=1, calibration_data_min_length=1)
+    model.save(arguments.out)
+
+
+def auto_round(arguments: argparse.Namespace, windows: list[list[int]]) -> None:
+    """AutoRound with its default number of iterations, or --iterations, into GPTQ."""
+    from auto_round import AutoRound
+
+    options = {} if arguments.iterations is None else {"iters": arguments.iterations}
+    rounder = AutoRound(
+        arguments.model,
+        bits=arguments.bits,
+        group_size=arguments.group_size,
+        sym=True,
+        nsamples=len(windows),
+        seqlen=len(windows[0]),
+        dataset=[torch.tensor([ids]) for ids in windows],
+        device_map=arguments.device,
+        **options,
+    )
+    out = Path(arguments.out)
+    rounder.quantize_and_save(output_dir=str(out), format="auto_gptq")
+    if not (out / "config.json").is_file():  # it may write into a folder of its own inside
+        (inner,) = [path.parent for path in out.glob("*/config.json")]
+        for path in inner.iterdir():
+            path.rename(out / path.name)
+        inner.rmdir()
+
+
+TOOLS = {"llm-compressor": llm_compressor, "gptqmodel": gptqmodel, "auto-round": auto_round}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("tool", choices=TOOLS)
+    parser.add_argument("model")
+    parser.add_argument("out")
+    parser.add_argument("--windows", required=True, help="JSON: lists of token ids")
+    parser.add_argument("--bits", type=int, default=4)
+    parser.add_argument("--group-size", type=int, default=128)
+    parser.add_argument("--iterations", type=int, help="of AutoRound")
+    parser.add_argument("--device", default="cpu")
+    arguments = parser.parse_args()
+    windows = json.loads(Path(arguments.windows).read_text())
+    TOOLS[arguments.tool](arguments, windows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""examples/compare_recipes.py: the table of recipes and tools, and the sets that it compares."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples import compare_recipes, other_quantizers
+from examples.calibration_sets import as_chat, paragraphs, split
+
+ROOT = Path(__file__).parents[2]
+RUNNING = "A sentence of running text, which is long enough to be a paragraph of its own. " * 3
+DOCUMENT = f"""---
+title: A document
+---
+
+# First heading
+
+{RUNNING}
+
+```python
+{RUNNING}
+```
+
+Second heading
+--------------
+
+- {RUNNING}
+
+{RUNNING.replace("A sentence", "Another one")}
+"""
+
+
+def test_sets_are_of_three_kinds():
+    found = split([DOCUMENT, "short"])
+    prose = found["prose"][0]["text"]
+    assert len(found["prose"]) == len(found["chat"]) == 1 and len(found["docs"]) == 2
+    assert prose.count("A sentence") == 3 and prose.count("Another one") == 3
+    assert not any(mark in prose for mark in ("```", "#", "title:", "- A"))
+    messages = found["chat"][0]["messages"]
+    assert [m["role"] for m in messages] == ["user", "assistant"] * 2
+    assert [m["content"] for m in messages[::2]] == [
+        "Explain: First heading",
+        "Explain: Second heading",
+    ]
+    assert "```python" in messages[1]["content"] and "Another one" in messages[3]["content"]
+    assert as_chat("no heading") is None and not paragraphs("# only a heading")
+
+
+def row(recipe, text, perplexity, divergence, calibration="a"):
+    measured = {"perplexity": perplexity, "divergence": divergence}
+    return compare_recipes.Row(recipe=recipe, calibration=calibration, text=text, measured=measured)
+
+
+def test_recipes_above_rounding_are_named():
+    rows = [
+        row("rtn", "wiki", 30.0, 0.3, "-"),
+        row("rtn", "docs", 20.0, 0.2, "-"),
+        row("gptq", "wiki", 29.0, 0.31),
+        row("gptq", "docs", 19.0, 0.1),
+        row("gptq", "docs", 21.0, 0.1, "b"),
+        row("auto-round", "docs", 99.0, 9.0),
+    ]
+    assert compare_recipes.above_nearest(rows) == [
+        "gptq on wiki, calibrated on a: divergence 0.3100, rtn 0.3000",
+        "gptq on docs, calibrated on b: perplexity 21.0000, rtn 20.0000",
+    ]
+    assert "gptq" in compare_recipes.spread([*rows, row("gptq", "docs", 19.0, 0.2, "c")])
+
+
+def test_tools_are_those_that_can_be_run():
+    assert list(compare_recipes.TOOLS) == list(other_quantizers.TOOLS)
+
+
+@pytest.mark.exhaustive
+def test_command_prints_the_table(docs_5m, tmp_path):
+    sets = []
+    for name in ("first", "second"):
+        sets.append(str(tmp_path / f"{name}.jsonl"))
+        texts = [json.dumps({"text": f"{name} {number} {RUNNING}"}) for number in range(8)]
+        Path(sets[-1]).write_text("\n".join(texts))
+    text, result = tmp_path / "test.txt", tmp_path / "rows.json"
+    text.write_text(RUNNING * 20)
+    command = [sys.executable, "examples/compare_recipes.py", str(docs_5m), "--texts", str(text)]
+    command += ["--calibration", *sets, "--recipes", "rtn", "gptq", "--no-tools"]
+    command += ["--samples", "4", "--sequence-length", "64", "--windows", "1", "--length", "128"]
+    command += ["--json", str(result)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads(result.read_text())
+    assert [(r["recipe"], r["calibration"]) for r in rows] == [
+        ("rtn", "-"),
+        ("gptq", "first.jsonl"),
+        ("gptq", "second.jsonl"),
+    ]
+    assert all(row["divergence"] > 0 and row["text"] == "test.txt" for row in rows)
+    assert "$ qserve quantize" in done.stdout and "least KL" in done.stdout
