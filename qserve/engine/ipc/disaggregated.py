@@ -6,11 +6,9 @@ the prompt itself if the other engine refuses the request, fails or dies, so a c
 """
 
 import asyncio
-import contextlib
 import json
 import logging
 import secrets
-import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -37,7 +35,6 @@ class DisaggregatedEngines(DataParallelEngines):
 
     _num_decoders = 1
     _min_tokens = 1
-    _folder: Path | None = None
 
     @classmethod
     def _configs(cls, config: EngineConfig) -> list[EngineConfig]:
@@ -133,15 +130,6 @@ class DisaggregatedEngines(DataParallelEngines):
             )
         finally:
             await decoder.stop_waiting(request_id)
-
-    async def close(self) -> None:
-        """End the engines without another restart."""
-        try:
-            await super().close()
-        finally:
-            if self._folder is not None:
-                with contextlib.suppress(OSError):
-                    shutil.rmtree(self._folder)
 
 
 def _transfer(role: str, folder: Path) -> str:

@@ -48,7 +48,7 @@ def load(
         )
     if config.family.builder == BUILDER:
         return load_fallback(config, source, device=device, dtype=dtype, kernels=kernels or {})
-    sharing = Sharing(config, ranks.communicator, ranks.experts)
+    sharing = Sharing(config, ranks.communicator, ranks.experts, ranks.exchange)
     config = sharing.local(config)
     weights = Weights(
         config,
