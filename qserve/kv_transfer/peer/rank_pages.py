@@ -46,6 +46,8 @@ class PeerRankPages:
         `engine`: random name, the same on all ranks. `first_kv_head`: of this rank. `digest`,
         `form`: what pages depend on. `step_pages`: the most that one step completes.
         """
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         settings = PeerSettings.parse(config.extra)
         settings.make_folder()
         tensors = _tensors(specs, caches(), first_kv_head)

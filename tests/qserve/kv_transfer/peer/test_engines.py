@@ -363,6 +363,11 @@ def test_index_tells_an_entry_that_is_half_written(make_engine):
     index = prefill.runner.page_sender._index
     opened = SlotIndex.open(index.path)
     assert opened.entry(0) is not None and opened.num_layers(0, 6, 1) == 4
+    index.progress[3] -= 1
+    assert opened.num_layers(0, 6, 1) == 3 and opened.num_layers(0, 3, 1) == 4
+    assert opened.num_layers(0, 6, 2) == 0, "copies of an earlier batch do not count"
+    index.progress[5] = 2 << 16 | 4
+    assert opened.num_layers(0, 6, 1) == opened.num_layers(0, 6, 2) == 0
     index._entries[0]["batch"] = 7
     assert opened.entry(0) is None
     opened.close()
