@@ -343,6 +343,14 @@ def test_files_that_are_no_index_are_ignored(make_engine, cold, tmp_path, caplog
         assert f"{name}.0{SUFFIX}" in caplog.text
 
 
+def test_files_of_killed_engines_are_removed_by_the_next(make_engine, tmp_path):
+    alive, killed = make_engine("kv_producer"), make_engine("kv_producer")
+    fcntl.flock(killed.runner.page_sender._index._file, fcntl.LOCK_UN)
+    third = make_engine("kv_producer")
+    left = {path.name.partition(".")[0] for path in (tmp_path / "peers").iterdir()}
+    assert left == {engine.runner.page_sender._index.facts.engine for engine in (alive, third)}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
