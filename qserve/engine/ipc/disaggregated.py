@@ -27,6 +27,9 @@ from qserve.params.sampling_params import SamplingParams
 # Of a request on an engine that computes its prompt: the token is dropped.
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
 
+# A request waits for its turn at the other engine for so long; it is told when that has ended.
+PATIENCE_SECONDS = 600.0
+
 logger = logging.getLogger(__name__)
 
 
@@ -133,7 +136,7 @@ class DisaggregatedEngines(DataParallelEngines):
 
 
 def _transfer(role: str, folder: Path) -> str:
-    extra = {"path": str(folder)}
+    extra = {"path": str(folder), "patience_s": PATIENCE_SECONDS}
     return json.dumps({"kv_connector": PEER, "kv_role": role, "kv_connector_extra_config": extra})
 
 
