@@ -233,6 +233,27 @@ def test_slot_that_is_overwritten_during_the_copy_does_not_count(make_engine, co
     assert tokens == [cold(PROMPT)] and cached == [0]
 
 
+def test_pages_of_a_step_that_fails_are_not_found_and_later_ones_are(
+    make_engine, cold, monkeypatch
+):
+    prefill, decode = make_engine("kv_producer"), make_engine("kv_consumer")
+    forward = prefill.runner.forward_logits
+
+    def fails(*values):
+        forward(*values)
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(prefill.runner, "forward_logits", fails)
+    prefill.add_request("0", PROMPT, ONE)
+    assert "ran out of memory" in [event.error for event in prefill.step()][0]
+    monkeypatch.setattr(prefill.runner, "forward_logits", forward)
+    for prompt, pages in ((PROMPT, 0), ([3, *PROMPT], 24)):
+        if pages:
+            run(prefill, [prompt], ONE)
+        tokens, cached = run(decode, [prompt])
+        assert tokens == [cold(prompt)] and cached == [pages]
+
+
 def test_engine_without_free_pages_computes_later(make_engine, cold, monkeypatch):
     monkeypatch.setattr(peer_kv, "ROOM_SECONDS", 0.05)
     prefill = make_engine("kv_producer")
