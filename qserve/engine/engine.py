@@ -31,6 +31,7 @@ from qserve.params.sampling_params import SamplingParams
 from qserve.profile.control import ProfileControl
 from qserve.profile.recorder import Recorder
 
+CALL_SECONDS = 0.005  # between two looks for the calls of engines that share the experts
 DEADLINE_SECONDS = 0.1  # between two looks at deadlines while generation is paused
 
 
@@ -101,7 +102,7 @@ class Engine:
         return self.model_config.vocab_size
 
     def has_work(self) -> bool:
-        if self._ended:
+        if self._ended or self.workers.is_wanted:
             return True
         return not self._pause.stops_steps and self._has_requests
 
@@ -168,6 +169,8 @@ class Engine:
         events, self._ended = self._ended, []
         events += [self._miss(request) for request in self._deadlines.missed(self._clock())]
         if self._pause.stops_steps:
+            if self.workers.is_wanted:
+                self.workers.compute_for_others()
             self._forget_finished(events)
             return events
         events += self._pending.admit(
@@ -181,6 +184,8 @@ class Engine:
         if plan.chunks:
             self._remote_kv.before_launch(plan)
             events += self._in_flight.launch(plan)
+        elif self.workers.is_wanted:
+            self.workers.compute_for_others()
         events += self._in_flight.take(self._max_in_flight if plan.chunks else 0)
         if not plan.chunks and not events:
             self._masks.wait_a_little()
@@ -225,7 +230,9 @@ class Engine:
 
     @property
     def idle_seconds(self) -> float | None:
-        """How long a paused engine may wait for a message before it looks at deadlines."""
+        """How long an engine without work may wait for a message before it takes a step."""
+        if self.config.shares_experts:
+            return CALL_SECONDS
         return DEADLINE_SECONDS if self._pause.is_on and len(self._deadlines) else None
 
     def abort_all(self, *, held: bool = True) -> int:

@@ -108,8 +108,8 @@ class InFlightSteps:
                 with self.ranges.around(plan):
                     handle = self.workers.launch(step)
         except (RuntimeError, MemoryError) as error:
-            if not ran_out(error):
-                raise
+            if not ran_out(error) or self.workers.shares_experts:
+                raise  # other engines are in the same step
             # In-flight steps first: they may hold tokens of the same requests and end them. The
             # pages that this step would have computed must not be found in the prefix cache.
             self._scheduler.keep_private(plan)

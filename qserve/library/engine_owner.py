@@ -29,6 +29,7 @@ class EngineOwner(ABC):
         prefill_context_parallel_min_tokens: int = 1024,
         data_parallel_size: int = 1,
         data_parallel_rank: int | None = None,
+        data_parallel_address: str | None = None,
         prefill_engines: int = 0,
         prefill_tensor_parallel_size: int | None = None,
         prefill_engine_min_tokens: int = 256,

@@ -217,6 +217,13 @@ class Decoder(torch.nn.Module):
         found = dict(zip(sorted(n for n in set(taps) if n < len(self.layers)), states, strict=True))
         return hidden_TC, tuple(found.get(tap, last_TC) for tap in taps)
 
+    def compute_for_others(self) -> None:
+        """Take part in a step in which this engine has no tokens, with its experts."""
+        x_0C = self._empty(1, torch.empty(0))[0]
+        for layer in self.layers:
+            if getattr(layer.mlp, "exchange", None) is not None:
+                layer.mlp.compute_for_others(x_0C)
+
     def labels(self, hidden_SC: torch.Tensor) -> torch.Tensor:
         """A classifier's logits [S, labels], in float32."""
         return (hidden_SC @ self.classifier.T).float()

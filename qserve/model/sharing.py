@@ -28,6 +28,7 @@ from qserve.model.fallback.support import BUILDER
 from qserve.model.model_config import ModelConfig
 from qserve.model.state_sharing import StateShard
 from qserve.parallel.communicator import Communicator
+from qserve.parallel.expert_exchange import ExpertExchange
 from qserve.parallel.expert_placement import ExpertPlacement
 from qserve.parallel.settings import ParallelSettings
 
@@ -91,12 +92,15 @@ class Sharing:
         config: ModelConfig,
         communicator: Communicator | None = None,
         placement: ExpertPlacement | None = None,
+        exchange: ExpertExchange | None = None,
     ) -> None:
         """`placement`: of whole experts on ranks; None: each rank has a slice of every expert.
+        `exchange`: with engines that have the other experts; all else is whole then.
 
         Raises InputError if the heads cannot be divided.
         """
         self.communicator, self._placement = communicator, placement
+        self.exchange = exchange
         self._config, self._sizes = config, config.sizes
         self._heads: tuple[HeadShare, ...] = ()
         if communicator is not None:
@@ -113,13 +117,14 @@ class Sharing:
     @property
     def has_whole_experts(self) -> bool:
         """True if experts are divided over the ranks whole, instead of each."""
-        return not self.is_whole and self._placement is not None
+        return (not self.is_whole or self.exchange is not None) and self._placement is not None
 
     def experts(self, layer: int) -> tuple[int, ...] | None:
         """Experts of a layer that this rank holds whole; None: it has a slice of every expert."""
         if not self.has_whole_experts:
             return None
-        return self._placement.of_layer(layer)[self.communicator.rank]
+        rank = (self.exchange or self.communicator).rank
+        return self._placement.of_layer(layer)[rank]
 
     def rows_by_head(self) -> Rows:
         """Rows of this rank's queries, keys, values in a matrix that has, of each KV head in turn,
@@ -240,7 +245,7 @@ def place_experts(config: ModelConfig, settings: ParallelSettings) -> ExpertPlac
     """
     if not settings.enable_expert_parallel:
         return None
-    size = settings.tensor_parallel_size
+    size = settings.expert_parallel_size
     experts = num_experts(config.values) if config.family.experts else 0
     if experts < size:
         has = f"has {experts} experts for {size} ranks" if experts else "has no experts"
@@ -248,6 +253,12 @@ def place_experts(config: ModelConfig, settings: ParallelSettings) -> ExpertPlac
             "--enable-expert-parallel",
             f"the model ({config.family.architecture}) {has}",
             "remove the flag: --tensor-parallel-size alone divides each matrix",
+        )
+    if settings.shares_experts and config.family.experts.latent:
+        raise InputError(
+            "--enable-expert-parallel",
+            f"does not share experts of {config.family.architecture} between engines",
+            "use --tensor-parallel-size",
         )
     return ExpertPlacement.make(settings.expert_placement_strategy, experts, size)
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from formats.errors import InputError
 from qserve.parallel.communicator import Communicator
+from qserve.parallel.expert_exchange import ExpertExchange
 from qserve.parallel.expert_placement import ExpertPlacement
 from qserve.parallel.pipeline import Pipeline
 from qserve.parallel.torch_communicator import TorchCommunicator
@@ -44,6 +45,7 @@ class Ranks:
     # of the ranks that hold the same shard and divide long prompts; None: no others do
     context: Communicator | None = None
     experts: ExpertPlacement | None = None  # None: each rank has a slice of every expert
+    exchange: ExpertExchange | None = None  # with engines that share the experts; None: with none
 
     @property
     def are_many(self) -> bool:

@@ -45,6 +45,11 @@ class ParallelSettings:
         low=0,
         high=63,
     )
+    data_parallel_address: str | None = setting(
+        None,
+        "with --data-parallel-rank and --enable-expert-parallel: where the engines meet:"
+        " file:///PATH of a new file, or tcp://HOST:PORT",
+    )
     prefill_engines: int = setting(
         0,
         "engines that compute prompts alone, on GPUs of their own, and send the KV pages to the"
@@ -107,12 +112,13 @@ class ParallelSettings:
                 "requires --enable-expert-parallel",
                 "add the flag",
             )
-        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+        if self.enable_expert_parallel and self.expert_parallel_size == 1:
             raise InputError(
                 "--enable-expert-parallel",
                 "divides experts over the GPUs of --tensor-parallel-size, which is 1",
-                "raise --tensor-parallel-size; experts are not divided over data-parallel engines",
+                "raise --tensor-parallel-size or --data-parallel-size",
             )
+        self._check_shared_experts()
         if self.record_expert_loads is None:
             return
         for flag, value in (
@@ -126,6 +132,46 @@ class ParallelSettings:
                     f"counts in one process, but {flag} is {value}",
                     f"record without {flag}: loads depend on the model and the requests alone",
                 )
+
+    def _check_shared_experts(self) -> None:
+        """Raise InputError unless engines can share experts, where they are asked to."""
+        is_given = self.data_parallel_address is not None
+        if not self.shares_experts:
+            if is_given:
+                raise InputError(
+                    "--data-parallel-address",
+                    "is for engines that share experts",
+                    "add --data-parallel-size and --enable-expert-parallel",
+                )
+            return
+        if self.data_parallel_rank is not None and not is_given:
+            raise InputError(
+                f"--data-parallel-rank {self.data_parallel_rank}",
+                "does not know where to meet the engines that have the other experts",
+                "add --data-parallel-address",
+            )
+        for flag, value in (
+            ("--pipeline-parallel-size", self.pipeline_parallel_size),
+            ("--prefill-context-parallel-size", self.prefill_context_parallel_size),
+            ("--prefill-engines", self.prefill_engines + 1),
+        ):
+            if value > 1:
+                raise InputError(
+                    f"--data-parallel-size {self.data_parallel_size} --enable-expert-parallel",
+                    f"does not work with {flag}",
+                    "remove it: each engine has one GPU, and experts on all of them",
+                )
+
+    @property
+    def shares_experts(self) -> bool:
+        """True if data-parallel engines, of one GPU each, have some of the experts each."""
+        is_one = self.tensor_parallel_size == 1
+        return self.enable_expert_parallel and self.data_parallel_size > 1 and is_one
+
+    @property
+    def expert_parallel_size(self) -> int:
+        """Number of GPUs that experts are divided over."""
+        return self.data_parallel_size if self.shares_experts else self.tensor_parallel_size
 
     def check_engines(self) -> None:
         """Raise InputError unless the settings of several engines agree."""

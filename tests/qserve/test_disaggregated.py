@@ -158,6 +158,8 @@ def test_engines_have_gpus_of_their_own():
     )
     config = DisaggregatedEngines._configs(config)
     assert [each.first_device for each in config] == [0, 2, 4, 6, 8]
+    extras = [each.kv_transfer.extra for each in config]
+    assert all(each == extras[0] and each["patience_s"] == 600 for each in extras)
     assert [each.kv_transfer.role for each in config] == ["kv_consumer"] * 2 + ["kv_producer"] * 3
     config = EngineConfig(
         model="m",

@@ -6,6 +6,7 @@ same tokens. The engine does not know how many ranks there are.
 """
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import secrets
@@ -34,7 +35,8 @@ from qserve.kv_transfer.shared_pages import SharedPages
 from qserve.lora.shared_adapters import SharedAdapters
 from qserve.model.cache_spec import WarmUpShape
 from qserve.model.model_config import ModelConfig
-from qserve.parallel.ranks import join
+from qserve.parallel.expert_exchange import ExpertExchange, join_experts, leave
+from qserve.parallel.ranks import ALONE, join
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +51,16 @@ class WorkerGroup:
         self._rank_group: RankGroup | None = None
         self._page_bytes: tuple[int, ...] = ()  # of each rank; filled below
         self._state_bytes: tuple[int, ...] = ()  # of a state slot of each rank
+        self._exchange: ExpertExchange | None = None  # with engines that share the experts
         self._shapes: list[WarmUpShape] = []  # filled by compile_kernels, used by prepare
         if config.num_ranks == 1:
             device = pick_device(config)
             use_device(device, config)
-            self._ours = Worker(config, model, max_model_len, device)
+            ranks = ALONE
+            if config.shares_experts:
+                self._exchange = self._join_experts(device)
+                ranks = dataclasses.replace(ALONE, exchange=self._exchange)
+            self._ours = Worker(config, model, max_model_len, device, ranks)
             self._page_bytes = (self.runner.bytes_per_page,)
             self._state_bytes = (self.runner.bytes_per_state,)
             return
@@ -62,6 +69,30 @@ class WorkerGroup:
         except BaseException:
             self.close()
             raise
+
+    def _join_experts(self, device: torch.device) -> ExpertExchange:
+        config = self._config
+        with phase(f"Meeting the {config.data_parallel_size} engines that share the experts"):
+            return join_experts(
+                config.data_parallel_address,
+                config.data_parallel_rank,
+                config.data_parallel_size,
+                device,
+            )
+
+    @property
+    def shares_experts(self) -> bool:
+        """True if other engines take part in each step."""
+        return self._exchange is not None
+
+    @property
+    def is_wanted(self) -> bool:
+        """True if engines that share the experts make steps, which need this one."""
+        return self._exchange is not None and self._exchange.is_wanted
+
+    def compute_for_others(self) -> None:
+        """Take part in a step in which this engine has no tokens."""
+        self.runner.compute_for_others()
 
     def _start_ranks(self, config: EngineConfig, model: ModelConfig, max_model_len: int) -> None:
         executor = _executor(config, max_model_len)
@@ -285,6 +316,7 @@ class WorkerGroup:
                 self._ours.write_loads()
                 if self._rank_group is None:
                     self._ours.close_peer()
+                leave(self._exchange)
         finally:
             if self._rank_group is not None:
                 self._rank_group.close()

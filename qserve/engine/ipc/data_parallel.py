@@ -6,10 +6,13 @@ It has the interface of EngineSupervisor. A request runs on one engine; commands
 import asyncio
 import contextlib
 import logging
+import shutil
+import tempfile
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -68,6 +71,7 @@ class DataParallelEngines:
 
     def __init__(self, watch: WatchEngine) -> None:
         self._watch = watch
+        self._folder: Path | None = None  # in which the engines meet; removed at the end
         self._engines: list[_Engine] = []
         self._reports: dict[int, EngineReport] = {}
         self._table = PrefixTable(block=BLOCK)
@@ -88,8 +92,16 @@ class DataParallelEngines:
         `watch` gets the sum of all engines' reports. Other arguments are those of
         EngineSupervisor.start.
         """
+        if config.shares_experts:
+            folder = tempfile.mkdtemp(prefix="qserve-engines-")
+            config = replace(config, data_parallel_address=f"file://{folder}/store")
+            if options.get("restarts"):
+                logger.warning("Engines that share experts are not restarted: all end together")
+                options["restarts"] = 0
         configs = cls._configs(config)
         engines = cls(watch)
+        if config.shares_experts:
+            engines._folder = Path(folder)
         engines._set_up(config, configs)
 
         async def start_one(rank: int) -> _Engine:
@@ -108,10 +120,12 @@ class DataParallelEngines:
             return _Engine(supervisor)
 
         try:
-            with _named(0):
-                engines._engines.append(await start_one(0))
-            others = range(1, len(configs))
-            logger.info("Starting engines 1 to %d", others[-1])
+            others = range(len(configs))
+            if not config.shares_experts:  # such engines wait for each other
+                with _named(0):
+                    engines._engines.append(await start_one(0))
+                others = others[1:]
+            logger.info("Starting engines %d to %d", others[0], others[-1])
             starting = [asyncio.create_task(start_one(rank)) for rank in others]
             try:
                 await asyncio.wait(starting, return_when=asyncio.FIRST_EXCEPTION)
@@ -302,7 +316,12 @@ class DataParallelEngines:
 
     async def close(self) -> None:
         """End the engines without another restart."""
-        await asyncio.gather(*(each.close() for each in self._supervisors))
+        try:
+            await asyncio.gather(*(each.close() for each in self._supervisors))
+        finally:
+            if self._folder is not None:
+                with contextlib.suppress(OSError):
+                    shutil.rmtree(self._folder)
 
     def _first_alive(self) -> EngineSupervisor:
         alive = (each for each in self._supervisors if each.is_alive)

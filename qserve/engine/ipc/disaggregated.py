@@ -6,11 +6,9 @@ the prompt itself if the other engine refuses the request, fails or dies, so a c
 """
 
 import asyncio
-import contextlib
 import json
 import logging
 import secrets
-import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -29,6 +27,9 @@ from qserve.params.sampling_params import SamplingParams
 # Of a request on an engine that computes its prompt: the token is dropped.
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
 
+# A request waits for its turn at the other engine for so long; it is told when that has ended.
+PATIENCE_SECONDS = 600.0
+
 logger = logging.getLogger(__name__)
 
 
@@ -37,7 +38,6 @@ class DisaggregatedEngines(DataParallelEngines):
 
     _num_decoders = 1
     _min_tokens = 1
-    _folder: Path | None = None
 
     @classmethod
     def _configs(cls, config: EngineConfig) -> list[EngineConfig]:
@@ -134,18 +134,9 @@ class DisaggregatedEngines(DataParallelEngines):
         finally:
             await decoder.stop_waiting(request_id)
 
-    async def close(self) -> None:
-        """End the engines without another restart."""
-        try:
-            await super().close()
-        finally:
-            if self._folder is not None:
-                with contextlib.suppress(OSError):
-                    shutil.rmtree(self._folder)
-
 
 def _transfer(role: str, folder: Path) -> str:
-    extra = {"path": str(folder)}
+    extra = {"path": str(folder), "patience_s": PATIENCE_SECONDS}
     return json.dumps({"kv_connector": PEER, "kv_role": role, "kv_connector_extra_config": extra})
 
 

@@ -297,6 +297,8 @@ class ModelRunner:
 
         Nothing is left to do on a rank without logits.
         """
+        if self._ranks.exchange is not None:
+            self._ranks.exchange.begin(step.num_tokens)
         sender = self.page_sender
         if sender is None:
             self._launch_forward(step)
@@ -526,6 +528,8 @@ class ModelRunner:
     @torch.inference_mode()
     def logits(self, step: StepInput) -> torch.Tensor:
         """Logits [T, V] in float32 after every token of a step, none of which is pending."""
+        if self._ranks.exchange is not None:
+            self._ranks.exchange.begin(step.num_tokens)
         self._move_pages(step)
         batch = self.batch_of(step)
         if not step.has_media:
@@ -535,6 +539,12 @@ class ModelRunner:
                 batch, _ = self.encoder.with_media(batch, step)
                 hidden_TC, _ = self._hidden(step, batch)
         return self.decoder.logits(hidden_TC).float() if self._draws else hidden_TC
+
+    @torch.inference_mode()
+    def compute_for_others(self) -> None:
+        """Take part in a step of engines that share the experts, without tokens."""
+        if self._ranks.exchange.begin(0):
+            self.decoder.compute_for_others()
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Hidden states [T, C] of a batch."""

@@ -24,6 +24,7 @@ from qkernels.gpu.cache_keys import hash_compiler
 from qkernels.gpu.device import INTERPRETED
 from qkernels.gpu.launch import recorded_launches
 from qserve.config import EngineConfig
+from qserve.engine.distributed.expert_limits import check_shared_experts
 from qserve.engine.distributed.peer_limits import check_peer
 from qserve.engine.fallback_limits import is_fallback
 from qserve.engine.invariance_limits import check_dtype
@@ -87,7 +88,7 @@ class Worker:
         self._write_loads: Callable[[], object] | None = None
         # a graph's steps have rows that are padding, which loads must not count
         is_eager = config.enforce_eager or config.record_expert_loads is not None
-        self._uses_graphs = not is_eager and ranks.pipeline is None
+        self._uses_graphs = not is_eager and ranks.pipeline is None and ranks.exchange is None
         self._plans_kernels = _plans_kernels(config, device) and not is_fallback(model)
         # Where no kernel was compiled yet, its processes start while the model is loaded. One rank
         # compiles; the others find the result on disk.
@@ -134,6 +135,7 @@ class Worker:
             speculator = config.speculation and config.speculation.make_speculator(
                 config, decoder, max_model_len=self._max_model_len, ranks=self._ranks
             )
+            check_shared_experts(config, decoder, model)
             runner = ModelRunner(decoder, config, device, speculator, self._ranks)
             if model.vision is not None:
                 runner.encoder = Encoder.load(model.vision, config, decoder)

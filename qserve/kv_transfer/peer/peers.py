@@ -1,5 +1,6 @@
 """Peers: engines of this host whose pages a rank can read, found by their files in a folder."""
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -168,6 +169,17 @@ class Peers:
             return
         self._peers[engine] = Peer(indexes=indexes, memories=memories, sources=taken)
         logger.info("KV peer %s: %d ranks, %d slots", engine, len(facts), facts[0].num_slots)
+
+
+def remove_dead(folder: Path) -> None:
+    """Remove the files of engines that were killed: on a CPU they hold memory."""
+    for path in folder.glob(f"*{SUFFIX}"):
+        with contextlib.suppress(OSError, ValueError, IndexFileError):
+            index = SlotIndex.open(path)
+            is_alive = index.is_alive
+            index.close()
+            if not is_alive:
+                _remove(path)
 
 
 def _remove(path: Path) -> None:

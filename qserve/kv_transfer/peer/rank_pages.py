@@ -11,7 +11,7 @@ from formats.errors import InputError
 from qserve.kv_transfer.config import FLAG, KvTransferConfig
 from qserve.kv_transfer.peer.layout import BufferFacts, PageTensor
 from qserve.kv_transfer.peer.memory import BYTES_SUFFIX, allocate
-from qserve.kv_transfer.peer.peers import Peers
+from qserve.kv_transfer.peer.peers import Peers, remove_dead
 from qserve.kv_transfer.peer.receiver import PageReceiver
 from qserve.kv_transfer.peer.sender import PageSender
 from qserve.kv_transfer.peer.settings import PeerSettings
@@ -46,8 +46,11 @@ class PeerRankPages:
         `engine`: random name, the same on all ranks. `first_kv_head`: of this rank. `digest`,
         `form`: what pages depend on. `step_pages`: the most that one step completes.
         """
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         settings = PeerSettings.parse(config.extra)
         settings.make_folder()
+        remove_dead(settings.path)
         tensors = _tensors(specs, caches(), first_kv_head)
         page_bytes = sum(tensor.num_bytes for tensor in tensors)
         num_slots = STEPS_IN_BUFFER * step_pages

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from qserve.kv_transfer.peer.layout import BufferFacts, Source
+from qserve.kv_transfer.peer.layout import BufferFacts, Source, widened
 from qserve.kv_transfer.peer.peers import Peer, Peers
 from qserve.model.cache_spec import Cache
 
@@ -287,4 +287,5 @@ def _write(
     if axis is not None:
         found = found.narrow(axis + 1, source.start, source.count)
         tensor = tensor.narrow(axis + 1, source.target, source.count)
+    tensor, found = widened(tensor, found)
     tensor[pages_N] = found

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from qserve.kv_transfer.peer.layout import BufferFacts
+from qserve.kv_transfer.peer.layout import BufferFacts, widened
 from qserve.kv_transfer.peer.memory import BufferMemory
 from qserve.kv_transfer.peer.slot_index import LAYER_BITS, SlotIndex
 from qserve.model.cache_spec import Cache
@@ -171,6 +171,7 @@ class PageSender:
             context = torch.cuda.stream(self._stream)
         with context:
             for region, tensor in zip(self._regions[first:], cache.page_tensors, strict=False):
+                region, tensor = widened(region, tensor)
                 pages = tensor[batch.pages_N]
                 for slots, rows in zip(batch.slots, batch.rows, strict=True):
                     region[slots].copy_(pages[rows])

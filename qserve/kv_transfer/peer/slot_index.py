@@ -113,7 +113,7 @@ class SlotIndex:
 
     def invalidate(self) -> None:
         """Make all pages invalid: one of them will not become complete."""
-        self._begun[0] = self.begun + self.facts.num_slots
+        self.begin([bytes(32)] * self.facts.num_slots, batch=0)
 
     def entry(self, number: int) -> tuple[bytes, int] | None:
         """Key and batch of a page; None: it is not written yet, or its slot has another page."""

@@ -23,6 +23,7 @@ from qserve.model.blocks.linear import (
 from qserve.model.blocks.mlp import Mlp
 from qserve.model.blocks.norm import Norm
 from qserve.parallel.communicator import Communicator, RankPartial
+from qserve.parallel.expert_exchange import ExpertExchange
 
 
 class Router(torch.nn.Module):
@@ -111,8 +112,10 @@ class MoeMlp(torch.nn.Module):
         scales_inputs: bool = False,  # shares multiply inputs; a token has one expert (Llama 4)
         before: Linear | None = None,  # makes what the experts read (Nemotron 3's latent)
         after: Linear | None = None,  # reads the sum of their outputs
+        exchange: ExpertExchange | None = None,  # with engines that have the other experts
     ) -> None:
         super().__init__()
+        self.exchange = exchange
         self.before, self.after = before, after
         self.communicator, self.scales_inputs = communicator, scales_inputs
         self.router = router
@@ -137,6 +140,8 @@ class MoeMlp(torch.nn.Module):
         self, x_TC: LinearInput, plan: LinearPlan, routed_TC: torch.Tensor | None = None
     ) -> LinearOutput | RankPartial:
         """The result goes to the norm that follows. `routed_TC`: what the router reads; None: x."""
+        if self.exchange is not None:
+            return self._exchanged(x_TC)
         routes = self.router(x_TC if routed_TC is None else routed_TC, self.numbers)
         shared_TC = None if self.shared is None else self.shared(x_TC)
         if self.scales_inputs:
@@ -151,3 +156,18 @@ class MoeMlp(torch.nn.Module):
         if self.communicator is None:
             return out_TC
         return RankPartial(x=out_TC, communicator=self.communicator)
+
+    def _exchanged(self, x_TC: torch.Tensor) -> torch.Tensor:
+        """The result with the experts of all engines. Each engine calls it in the same step."""
+        shared_TC = None if self.shared is None or not len(x_TC) else self.shared(x_TC)
+        rows_MC = self.exchange.gather(x_TC)
+        routes = self.router(rows_MC, self.numbers)
+        if self.scales_inputs:
+            rows_MC = rows_MC * routes.shares_Mk.to(rows_MC.dtype)
+            routes = routes._replace(shares_Mk=torch.ones_like(routes.shares_Mk))
+        out_TC = self.exchange.scatter(reduced(ops.experts(rows_MC, routes, self.experts)))
+        return out_TC if shared_TC is None else out_TC + shared_TC
+
+    def compute_for_others(self, x_0C: torch.Tensor) -> None:
+        """Take part in a layer of a step in which this engine has no rows."""
+        self._exchanged(x_0C)

@@ -58,4 +58,5 @@ def build_mlp(config: ModelConfig, weights: LayerWeights) -> FeedForward:
         scales_inputs=experts.scaled_inputs,
         before=before,
         after=after,
+        exchange=weights.sharing.exchange,
     )

@@ -55,7 +55,7 @@ def load(
             kernels=kernels or {},
             communicator=ranks.communicator,
         )
-    sharing = Sharing(config, ranks.communicator, ranks.experts)
+    sharing = Sharing(config, ranks.communicator, ranks.experts, ranks.exchange)
     config = sharing.local(config)
     weights = Weights(
         config,

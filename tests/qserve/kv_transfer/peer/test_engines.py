@@ -233,6 +233,27 @@ def test_slot_that_is_overwritten_during_the_copy_does_not_count(make_engine, co
     assert tokens == [cold(PROMPT)] and cached == [0]
 
 
+def test_pages_of_a_step_that_fails_are_not_found_and_later_ones_are(
+    make_engine, cold, monkeypatch
+):
+    prefill, decode = make_engine("kv_producer"), make_engine("kv_consumer")
+    forward = prefill.runner.forward_logits
+
+    def fails(*values):
+        forward(*values)
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(prefill.runner, "forward_logits", fails)
+    prefill.add_request("0", PROMPT, ONE)
+    assert "ran out of memory" in [event.error for event in prefill.step()][0]
+    monkeypatch.setattr(prefill.runner, "forward_logits", forward)
+    for prompt, pages in ((PROMPT, 0), ([3, *PROMPT], 24)):
+        if pages:
+            run(prefill, [prompt], ONE)
+        tokens, cached = run(decode, [prompt])
+        assert tokens == [cold(prompt)] and cached == [pages]
+
+
 def test_engine_without_free_pages_computes_later(make_engine, cold, monkeypatch):
     monkeypatch.setattr(peer_kv, "ROOM_SECONDS", 0.05)
     prefill = make_engine("kv_producer")
@@ -343,6 +364,14 @@ def test_files_that_are_no_index_are_ignored(make_engine, cold, tmp_path, caplog
         assert f"{name}.0{SUFFIX}" in caplog.text
 
 
+def test_files_of_killed_engines_are_removed_by_the_next(make_engine, tmp_path):
+    alive, killed = make_engine("kv_producer"), make_engine("kv_producer")
+    fcntl.flock(killed.runner.page_sender._index._file, fcntl.LOCK_UN)
+    third = make_engine("kv_producer")
+    left = {path.name.partition(".")[0] for path in (tmp_path / "peers").iterdir()}
+    assert left == {engine.runner.page_sender._index.facts.engine for engine in (alive, third)}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -363,6 +392,11 @@ def test_index_tells_an_entry_that_is_half_written(make_engine):
     index = prefill.runner.page_sender._index
     opened = SlotIndex.open(index.path)
     assert opened.entry(0) is not None and opened.num_layers(0, 6, 1) == 4
+    index.progress[3] -= 1
+    assert opened.num_layers(0, 6, 1) == 3 and opened.num_layers(0, 3, 1) == 4
+    assert opened.num_layers(0, 6, 2) == 0, "copies of an earlier batch do not count"
+    index.progress[5] = 2 << 16 | 4
+    assert opened.num_layers(0, 6, 1) == opened.num_layers(0, 6, 2) == 0
     index._entries[0]["batch"] = 7
     assert opened.entry(0) is None
     opened.close()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from formats.errors import InputError
-from qserve.kv_transfer.peer.layout import PageTensor, sources
+from qserve.kv_transfer.peer.layout import PageTensor, sources, widened
 
 
 def tensors(heads: int, size: int) -> list[list[PageTensor]]:
@@ -41,3 +41,18 @@ def test_latents_come_from_any_rank():
 def test_heads_that_nobody_holds_are_refused():
     with pytest.raises(InputError, match="no rank of the other engine holds KV head 4"):
         sources(tensors(8, 1)[0], tensors(8, 2)[:1])
+
+
+def test_tensors_are_widened_together():
+    whole = torch.arange(128, dtype=torch.uint8).view(4, 2, 16)
+    for a, b, is_wide in (
+        (whole, whole.narrow(1, 1, 1), True),
+        (whole.transpose(1, 2), whole, False),
+        (whole[:, :, 1:], whole, False),
+        (whole[:, :, :12], whole[:, :, :12], False),
+    ):
+        assert [each.dtype == torch.int64 for each in widened(a, b)] == [is_wide] * 2
+    rows = torch.zeros(4, 2, 16, dtype=torch.uint8)
+    target, source = widened(rows, whole)
+    target[torch.tensor([3, 0])] = source[torch.tensor([1, 2])]
+    assert torch.equal(rows[3], whole[1]) and torch.equal(rows[0], whole[2])

@@ -1,0 +1,169 @@
+"""ExpertExchange: engines that share the experts of one model (DP attention).
+
+Each engine has the whole model except for experts, of which it has some, and its own requests and
+KV pages. In a layer with experts all engines gather the rows of all, each computes its own experts
+for them, and each gets the sums of its own rows back. So all engines make their steps together.
+
+A run of such steps is a wave. An engine with work calls the others; the wave ends with a step in
+which no engine has tokens. Legend: n engines, T own rows, M rows of all engines, C hidden size.
+"""
+
+import contextlib
+import datetime
+import threading
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from formats.errors import InputError
+
+FLAG = "--data-parallel-address"
+FILE, TCP = "file://", "tcp://"
+CLOSE_SECONDS = 5.0
+TIMEOUT = datetime.timedelta(seconds=1800)  # maximum wait of an engine for another
+
+
+class Line(Protocol):
+    """Connection of an engine to the others."""
+
+    rank: int
+    size: int
+
+    def counts(self, count: int) -> list[int]:
+        """Numbers of all engines, in rank order."""
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """All engines' x of equal shape: [n, *x.shape]."""
+
+    def all_to_all(self, x_n: torch.Tensor) -> torch.Tensor:
+        """Send x[r] to engine r. Returns what each engine sent: [n, ...]."""
+
+    def call(self, wave: int) -> None:
+        """Ask the other engines to join a wave."""
+
+    def is_called(self, wave: int) -> bool:
+        """True if an engine has asked to join a wave."""
+
+
+class ExpertExchange:
+    """One engine's part in the steps of all engines."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self.rank, self.size = line.rank, line.size
+        self.is_in_wave = False
+        self._wave = 0  # number of the current or the next one
+        self._counts: list[int] | None = None  # rows of each engine in this step; None: a warm-up
+
+    @property
+    def is_wanted(self) -> bool:
+        """True if the other engines make steps or are about to."""
+        return self.is_in_wave or self._line.is_called(self._wave)
+
+    def begin(self, num_tokens: int) -> bool:
+        """Agree on the next step. Returns False if no engine has tokens: the wave has ended."""
+        if not self.is_in_wave:
+            self.is_in_wave = True
+            self._line.call(self._wave)
+        self._counts = self._line.counts(num_tokens)
+        if any(self._counts):
+            return True
+        self._counts, self.is_in_wave = None, False
+        self._wave += 1
+        return False
+
+    def gather(self, x_TC: torch.Tensor) -> torch.Tensor:
+        """Rows of all engines [M, C]."""
+        if self._counts is None:  # a warm-up of this engine alone, with as many rows
+            return x_TC.repeat(self.size, 1)
+        padded = self._padded(x_TC)
+        found = self._line.all_gather(padded)
+        return torch.cat([rows[:count] for rows, count in zip(found, self._counts, strict=True)])
+
+    def scatter(self, x_MC: torch.Tensor) -> torch.Tensor:
+        """Sums over all engines of own rows [T, C], added in float32 in rank order."""
+        if self._counts is None:
+            return x_MC[: len(x_MC) // self.size]
+        parts = torch.stack([self._padded(part) for part in x_MC.split(self._counts)])
+        first, *others = self._line.all_to_all(parts)[:, : self._counts[self.rank]].unbind(0)
+        return sum((each.float() for each in others), first.float()).to(x_MC.dtype)
+
+    def _padded(self, x_TC: torch.Tensor) -> torch.Tensor:
+        """Rows up to the most of any engine."""
+        most = max(self._counts)
+        padded = x_TC.new_zeros(most, *x_TC.shape[1:])
+        padded[: len(x_TC)] = x_TC
+        return padded
+
+
+class TorchLine:
+    """Line over torch.distributed: gloo, and NCCL for tensors of GPUs."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
+        self.rank, self.size, self._store = rank, size, dist.PrefixStore("waves", store)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("experts", store),
+            rank=rank,
+            world_size=size,
+            timeout=TIMEOUT,
+        )
+        self._group = dist.group.WORLD
+        # numbers of tokens do not wait for the GPU
+        is_host = backend == "gloo"
+        self._hosts = self._group if is_host else dist.new_group(backend="gloo", timeout=TIMEOUT)
+
+    def counts(self, count: int) -> list[int]:
+        found = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(found, torch.tensor([count]), group=self._hosts)
+        return [int(each) for each in found]
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        found = x.new_empty(self.size, *x.shape)
+        dist.all_gather(list(found.unbind(0)), x.contiguous(), group=self._group)
+        return found
+
+    def all_to_all(self, x_n: torch.Tensor) -> torch.Tensor:
+        found = torch.empty_like(x_n)
+        dist.all_to_all_single(found, x_n, group=self._group)
+        return found
+
+    def call(self, wave: int) -> None:
+        self._store.set(str(wave), "called")
+
+    def is_called(self, wave: int) -> bool:
+        return self._store.check([str(wave)])
+
+
+def join_experts(address: str, rank: int, size: int, device: torch.device) -> ExpertExchange:
+    """Join the other engines at an address: file:///PATH or tcp://HOST:PORT. Raises InputError."""
+    return ExpertExchange(TorchLine(_store(address, rank, size), rank, size, device))
+
+
+def _store(address: str, rank: int, size: int) -> dist.Store:
+    if address.startswith(FILE):
+        return dist.FileStore(str(Path(address.removeprefix(FILE))), size)
+    host, _, port = address.removeprefix(TCP).rpartition(":")
+    if not (address.startswith(TCP) and host and port.isdecimal()):
+        raise InputError(FLAG, f"expected file:///PATH or tcp://HOST:PORT, found {address!r}")
+    try:
+        return dist.TCPStore(host, int(port), size, is_master=rank == 0, timeout=TIMEOUT)
+    except RuntimeError as error:
+        raise InputError(FLAG, f"{address} cannot be reached: {error!s:.200}") from error
+
+
+def leave(exchange: ExpertExchange | None) -> None:
+    """Leave the other engines, where a process joined them. One that is gone is not awaited."""
+    if exchange is None or not dist.is_initialized():
+        return
+    thread = threading.Thread(target=_destroy, daemon=True)
+    thread.start()
+    thread.join(CLOSE_SECONDS)
+
+
+def _destroy() -> None:
+    with contextlib.suppress(RuntimeError):
+        dist.destroy_process_group()
