@@ -25,7 +25,7 @@ def receive_(
 ) -> None:
     """Copy the counter's entry of the ring to `to_B`; all int64.
 
-    The first `num_tokens` words are token ids. A negative one, -1 - r, stands for samples_R[r].
+    The first `num_tokens` words are token ids. A negative one, -1 - r, is the token samples_R[r].
     """
     depth, count = ring_DB.shape
     assert len(to_B) <= count and num_tokens <= len(to_B), (to_B, ring_DB)
@@ -51,7 +51,7 @@ def deliver_(
 ) -> None:
     """Copy drawn tokens to the counter's entry of the ring and to `samples_R`, and count up.
 
-    `samples_R` gets 0 in place of a negative token: the next step reads an embedding there.
+    `samples_R` gets 0 instead of a negative token: the next step reads an embedding there.
     """
     depth, rows = ring_DR.shape
     assert len(tokens_S) <= rows <= len(samples_R), (tokens_S, samples_R, ring_DR)

@@ -1,4 +1,4 @@
-"""StartRecord: warm-up shapes of an earlier start with the same kernels, beside those kernels.
+"""StartRecord: warm-up shapes of an earlier start with the same kernels, next to those kernels.
 
 To find the shapes, a start plans every number of rows of every product and records the launches of
 each: 1 to 2 s for an 8B. All of it follows from facts that a digest holds. A start that finds its

@@ -46,7 +46,7 @@ def test_it_is_settled_once():
 
 
 def test_the_compilers_part_is_computed_where_triton_looks_for_it():
-    """In a thread; Triton's own call then returns at once."""
+    """In a thread; Triton's own call then returns immediately."""
     from triton.runtime import cache
 
     from qkernels.gpu.cache_keys import hash_compiler
