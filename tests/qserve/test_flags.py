@@ -64,6 +64,7 @@ ENGINE_FLAGS = {
     "--tensor-parallel-size",
     "--data-parallel-size",
     "--data-parallel-rank",
+    "--data-parallel-address",
     "--prefill-engines",
     "--prefill-tensor-parallel-size",
     "--prefill-engine-min-tokens",
