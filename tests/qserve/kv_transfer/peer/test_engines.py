@@ -412,5 +412,13 @@ def test_on_a_gpu_inside_and_outside_of_graphs(eager, make_engine, docs_5m):
     decode = make_engine("kv_consumer", **settings)
     wanted, _ = run(prefill, [prompt])
     tokens, cached = run(decode, [prompt])
-    assert tokens == wanted and cached == [288]
-    torch.cuda.synchronize()
+    assert cached == [288]
+    assert tokens[0][:2] == wanted[0][:2]  # later ones may part: a chunk of 12 rounds differently
+    caches = [engine.runner.caches for engine in (prefill, decode)]
+    tables = [engine.scheduler.pool._pages for engine in (prefill, decode)]
+    shared = prefill.runner.page_sender._known.keys() & tables[0].keys() & tables[1].keys()
+    assert len(shared) == 18
+    for ours, theirs in zip(*caches, strict=True):
+        for one, other in zip(ours.page_tensors, theirs.page_tensors, strict=True):
+            for key in shared:
+                assert torch.equal(one[tables[0][key]], other[tables[1][key]])
