@@ -14,6 +14,7 @@ import torch
 
 from formats.architecture.expert_stacks import split_experts
 from formats.architecture.family import MAX_LAYERS, Family
+from formats.architecture.rows.uneven import laguna_heads, mimo_heads
 from formats.architecture.sizes import is_size
 from formats.errors import CheckpointError
 from formats.families import FAMILIES
@@ -217,66 +218,6 @@ def _gemma3n(config: Mapping[str, Any]) -> dict[str, Any]:
             vocab_size_per_layer_input=config.get("vocab_size_per_layer_input", 262144),
             global_head_dim=config.get("head_dim", 256),
             num_global_key_value_heads=config.get("num_key_value_heads", 2),
-        ),
-    }
-
-
-def _laguna(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return transformers' defaults, and the heads of layers with and without a window.
-
-    Raises CheckpointError where layers of one kind have different numbers of heads.
-    """
-    count, usual = config.get("num_hidden_layers"), config.get("num_attention_heads")
-    if not is_size(count):
-        return {}
-    count = min(count, MAX_LAYERS)
-    types = config.get("layer_types") or ["full_attention"] * count
-    by_layer = config.get("num_attention_heads_per_layer") or [usual] * count
-    found: dict[str, Any] = {"layer_types": types}
-    for kind, name in (("full_attention", "global"), ("sliding_attention", "local")):
-        heads = {n for n, each in zip(by_layer, types, strict=False) if each == kind}
-        if len(heads) > 1:
-            raise CheckpointError(
-                "config.json num_attention_heads_per_layer",
-                f"expected the same number in all layers of the type {kind}, found {heads}",
-                "use a model whose layers of one type are alike",
-            )
-        kv_heads = config.get("num_key_value_heads", 8)
-        found |= _known(
-            **{f"num_{name}_attention_heads": next(iter(heads), usual)},
-            **{f"num_{name}_key_value_heads": kv_heads},
-        )
-    if config.get("mlp_layer_types") is None:
-        found["mlp_layer_types"] = ["dense", *["sparse"] * (count - 1)]
-    head_dim = config.get("head_dim", 128)
-    return {**found, **_known(head_dim=head_dim, global_head_dim=head_dim)}
-
-
-def _mimo(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return transformers' defaults: layers with a window have twice as many KV heads."""
-    count = config.get("num_hidden_layers")
-    if not is_size(count):
-        return {}
-    layers = range(min(count, MAX_LAYERS))
-    found: dict[str, Any] = {}
-    if config.get("layer_types") is None:
-        found["layer_types"] = [
-            "full_attention" if i == 0 or (i + 1) % 6 == 0 else "sliding_attention" for i in layers
-        ]
-    if config.get("mlp_layer_types") is None:
-        found["mlp_layer_types"] = ["sparse" if i else "dense" for i in layers]
-    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads", 4)
-    head_dim = config.get("head_dim", 192)
-    return {
-        **found,
-        **_known(
-            num_local_attention_heads=heads,
-            num_global_attention_heads=heads,
-            num_local_key_value_heads=2 * kv_heads if is_size(kv_heads) else None,
-            num_global_key_value_heads=kv_heads,
-            head_dim=head_dim,
-            global_head_dim=head_dim,
-            v_head_dim=config.get("v_head_dim", 128),
         ),
     }
 
@@ -585,8 +526,8 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "bamba": _mamba,
     "nemotron_h": _nemotron_h,
     "hunyuan_v1_moe": _hunyuan_moe,
-    "laguna": _laguna,
-    "mimo_v2_flash": _mimo,
+    "laguna": laguna_heads,
+    "mimo_v2_flash": mimo_heads,
     "llama4_text": _llama4,
     "gemma3n_text": _gemma3n,
     "gemma4_text": _gemma4,

@@ -1,9 +1,11 @@
-"""Values of the rows of Laguna and MiMo-V2-Flash, whose layers with a window have other heads."""
+"""Laguna and MiMo-V2-Flash, whose layers with a window have other heads: rows, and their heads."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from formats.architecture.experts import Router, SharedExpert
+from formats.architecture.family import MAX_LAYERS
 from formats.architecture.flags import Equals
 from formats.architecture.projection import Projection
 from formats.architecture.rows.parts import (
@@ -16,6 +18,8 @@ from formats.architecture.rows.parts import (
     gated,
     norms_before,
 )
+from formats.architecture.sizes import is_size
+from formats.errors import CheckpointError
 
 _BIAS = "attention_bias"
 _Q, _K, _V = (name for name, _ in QKV.members)
@@ -105,3 +109,68 @@ MIMO: dict[str, Any] = {
     "window": "layer_types",
     "draft_prefix": "model.mtp.",
 }
+
+
+def laguna_heads(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return transformers' defaults, and the heads of layers with and without a window.
+
+    Raises CheckpointError where layers of one kind have different numbers of heads.
+    """
+    count, usual = config.get("num_hidden_layers"), config.get("num_attention_heads")
+    if not is_size(count):
+        return {}
+    count = min(count, MAX_LAYERS)
+    types = config.get("layer_types") or ["full_attention"] * count
+    by_layer = config.get("num_attention_heads_per_layer") or [usual] * count
+    found: dict[str, Any] = {"layer_types": types}
+    for kind, name in (("full_attention", "global"), ("sliding_attention", "local")):
+        heads = {n for n, each in zip(by_layer, types, strict=False) if each == kind}
+        if len(heads) > 1:
+            raise CheckpointError(
+                "config.json num_attention_heads_per_layer",
+                f"expected the same number in all layers of the type {kind}, found {heads}",
+                "use a model whose layers of one type are alike",
+            )
+        kv_heads = config.get("num_key_value_heads", 8)
+        found |= _known(
+            **{f"num_{name}_attention_heads": next(iter(heads), usual)},
+            **{f"num_{name}_key_value_heads": kv_heads},
+        )
+    if config.get("mlp_layer_types") is None:
+        found["mlp_layer_types"] = ["dense", *["sparse"] * (count - 1)]
+    head_dim = config.get("head_dim", 128)
+    return {**found, **_known(head_dim=head_dim, global_head_dim=head_dim)}
+
+
+def mimo_heads(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return transformers' defaults: layers with a window have twice as many KV heads."""
+    count = config.get("num_hidden_layers")
+    if not is_size(count):
+        return {}
+    layers = range(min(count, MAX_LAYERS))
+    found: dict[str, Any] = {}
+    if config.get("layer_types") is None:
+        found["layer_types"] = [
+            "full_attention" if i == 0 or (i + 1) % 6 == 0 else "sliding_attention" for i in layers
+        ]
+    if config.get("mlp_layer_types") is None:
+        found["mlp_layer_types"] = ["sparse" if i else "dense" for i in layers]
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads", 4)
+    head_dim = config.get("head_dim", 192)
+    return {
+        **found,
+        **_known(
+            num_local_attention_heads=heads,
+            num_global_attention_heads=heads,
+            num_local_key_value_heads=2 * kv_heads if is_size(kv_heads) else None,
+            num_global_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            global_head_dim=head_dim,
+            v_head_dim=config.get("v_head_dim", 128),
+        ),
+    }
+
+
+def _known(**values: Any) -> dict[str, Any]:
+    """Return the values that are sizes: others are config.json's faults, reported elsewhere."""
+    return {key: value for key, value in values.items() if is_size(value)}
