@@ -172,6 +172,19 @@ def copy_from(address: int, target: torch.Tensor) -> None:
     )
 
 
+def register_host(tensor: torch.Tensor) -> None:
+    """Let the device copy to a tensor in host memory that others allocated, while the host goes on.
+
+    Raises PeerAccessError. CUDA's runtime would keep the error, and raise it in a later call.
+    """
+    _call(
+        "cuMemHostRegister_v2",
+        ctypes.c_void_p(tensor.data_ptr()),
+        ctypes.c_size_t(tensor.nbytes),
+        ctypes.c_uint(0),
+    )
+
+
 @functools.cache
 def _driver() -> ctypes.CDLL:
     driver = ctypes.CDLL("libcuda.so.1")

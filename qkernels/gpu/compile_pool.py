@@ -167,7 +167,8 @@ class CompilePool:
             return set()
 
     def _write_index(self) -> None:
-        """Replaces the file atomically: another engine may read it. Without it all still works."""
+        """Replace the file, atomically and with what other engines added. Without it all works."""
+        self._done |= self._read_index()
         try:
             write_whole(self._index, json.dumps(sorted(self._done)))
         except OSError as error:

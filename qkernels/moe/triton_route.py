@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from qkernels.gpu.config import ceil_div, power_of_two
-from qkernels.gpu.launch import launch, on_device
+from qkernels.gpu.launch import launch, launches_nothing, on_device
 from qkernels.gpu.pdl import pdl_launch_and_wait, pdl_options
 from qkernels.gpu.workspace import WORKSPACE_COUNTERS, workspace
 from qkernels.linear.ops import fixed_order_linear
@@ -33,7 +33,7 @@ def route(
     M, E = logits_ME.shape
     k = routing.top_k
     logits_ME = logits_ME.contiguous()
-    ids_Mk = torch.empty((M, k), dtype=torch.int32, device=logits_ME.device)
+    ids_Mk = _new_ids(M, k, logits_ME.device)
     shares_Mk = torch.empty((M, k), dtype=torch.float32, device=logits_ME.device)
     if M == 0:
         return Routes(ids_Mk, shares_Mk)
@@ -80,7 +80,7 @@ def route_tokens(
         logits_ME = torch.nn.functional.linear(x_MC.to(weight_EC.dtype), weight_EC, bias_E)
         return route(logits_ME, routing, correction_E, numbers_E)
     logits_ME = torch.empty((M, E), dtype=weight_EC.dtype, device=device)
-    ids_Mk = torch.empty((M, k), dtype=torch.int32, device=device)
+    ids_Mk = _new_ids(M, k, device)
     shares_Mk = torch.empty((M, k), dtype=torch.float32, device=device)
     _, counters = workspace(device)
     block_e = power_of_two(ceil_div(E, ROUTER_BLOCKS))
@@ -107,6 +107,15 @@ def route_tokens(
             **pdl_options(x_MC, M),
         )
     return Routes(ids_Mk, shares_Mk)
+
+
+def _new_ids(tokens: int, choices: int, device: torch.device) -> torch.Tensor:
+    """Return memory for the chosen experts; while nothing is launched, of expert 0.
+
+    Experts in plain torch read the numbers even then.
+    """
+    new = torch.zeros if launches_nothing() else torch.empty
+    return new((tokens, choices), dtype=torch.int32, device=device)
 
 
 @triton.jit

@@ -9,6 +9,9 @@ import torch
 from qkernels.attention.cache import AttentionStep
 
 MAX_BYTES = 2**27  # of the scores of the rows that are scored together
+LOW_BITS = 2**32 - 1
+# the highest number that `_ordered` makes of minus infinity
+LAST_OF_NONE = ((-0x7F800000 - 1) << 32) | LOW_BITS
 
 
 def rows_of_block(num_keys: int) -> int:
@@ -28,6 +31,14 @@ def rows_and_positions(step: AttentionStep, num_rows: int) -> tuple[torch.Tensor
     return requests_T, torch.where(found_T < len(ends_R), positions_T, -1)
 
 
+def _ordered(scores_NK: torch.Tensor) -> torch.Tensor:
+    """Return int64 numbers in the order of the scores, and of equal ones from the last key on."""
+    bits_NK = (scores_NK + 0.0).view(torch.int32)  # -0 becomes 0
+    order_NK = torch.where(bits_NK < 0, bits_NK ^ 0x7FFFFFFF, bits_NK).long()
+    K = scores_NK.shape[1]
+    return (order_NK << 32) | torch.arange(K - 1, -1, -1, device=scores_NK.device)
+
+
 def highest(
     scores_NK: torch.Tensor,
     tables_RX: torch.Tensor,
@@ -37,10 +48,15 @@ def highest(
     most: int,
     page_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the slots [N, S] of the highest scores in the order of positions, and their counts."""
+    """Return the slots [N, S] of the highest scores in the order of positions, and their counts.
+
+    Of equal scores the first ones are taken: a key whose heads all have relu 0 has score 0, so they
+    are frequent, and topk takes any of them.
+    """
     K = scores_NK.shape[1]
-    values_NS, keys_NS = scores_NK.topk(min(most, K), dim=1)
-    keys_NS = torch.where(values_NS == -torch.inf, K, keys_NS).sort(dim=1).values
+    found_NS = _ordered(scores_NK).topk(min(most, K), dim=1).values
+    keys_NS = K - 1 - (found_NS & LOW_BITS)
+    keys_NS = torch.where(found_NS <= LAST_OF_NONE, K, keys_NS).sort(dim=1).values
     is_key_NS = keys_NS < K
     keys_NS = keys_NS.clamp(max=K - 1)
     pages_NS = tables_RX[requests_N.long()[:, None], keys_NS // page_size]

@@ -184,7 +184,10 @@ class PageSender:
 
 def _register(tensor: torch.Tensor) -> None:
     """Let the device write to host memory without blocking the host."""
-    runtime = torch.cuda.cudart()
-    error = runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
-    if error != runtime.cudaError.success:
-        logger.warning("KV peer: host memory cannot be registered (error %d)", int(error))
+    from qkernels.collective.cuda_ipc import register_host
+    from qkernels.collective.peer_memory import PeerAccessError
+
+    try:
+        register_host(tensor)
+    except PeerAccessError as error:
+        logger.warning("KV peer: copies to the index block the host: %s", error)

@@ -27,10 +27,24 @@ def test_the_highest_scores_are_selected(counts, lengths, most, block, monkeypat
     requests = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).tolist()
     for row, (request, scores) in enumerate(zip(requests, case.exact(), strict=True)):
         count = min(most, len(scores))
-        best = scores.topk(count).indices.sort().values
+        best = scores.sort(descending=True, stable=True).indices[:count].sort().values
         assert found.counts_T[row] == count
         assert found.slots_TS[row, :count].tolist() == case.slots(request, best)
         assert not found.slots_TS[row, count:].any()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_of_equal_scores_the_first_are_selected(sign):
+    """A product below zero counts as 0, so many keys have the same score; -0 is one of them."""
+    case = selected_case((1,), (40,), **SIZES, dtype=torch.float32)
+    case.keys_PBD[:] = -case.q_TID[0].sum(0).sign() * 0.1
+    q_TID = case.q_TID.abs() * case.q_TID[:1].sum(1, keepdim=True).sign()
+    third = case.step.block_tables_RX[0, 3]
+    case.keys_PBD[third, 5] = q_TID[0, 0]  # of position 29
+    weights_TI = torch.full_like(case.weights_TI, float(sign))
+    found = ops.select_keys(q_TID, weights_TI, case.keys_PBD, case.step, most=6)
+    positions = [0, 1, 2, 3, 4, 29] if sign > 0 else [0, 1, 2, 3, 4, 5]
+    assert found.slots_TS[0].tolist() == case.slots(0, torch.tensor(positions))
 
 
 def test_rows_of_no_request_see_one_key():

@@ -1,5 +1,6 @@
 """transformers, with the compressed-tensors library, reads what we write and gives our logits."""
 
+import importlib.util
 import json
 
 import pytest
@@ -16,7 +17,9 @@ from formats.quant_config import BLOCK, QuantConfig
 from formats.scheme import Scheme
 from tests.qserve.model.variants import TOKENS, edited, logits, relative
 
-pytest.importorskip("compressed_tensors")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("compressed_tensors") is None, reason="needs compressed-tensors"
+)
 
 
 @pytest.fixture

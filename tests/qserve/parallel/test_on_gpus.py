@@ -105,7 +105,7 @@ def test_sleep_and_new_weights(quantized_5m, many, tmp_path):
 )
 def test_states(family, tiny_model, many):
     """Granite's norm of one group is over both GPUs, within the graphs."""
-    settings = {"dtype": "bfloat16"}
+    settings = {"dtype": "bfloat16", "max_model_len": 256}
     alone, two = (many(tiny_model(family), ranks, **settings) for ranks in (1, 2))
     ids = [(7 * j) % 500 + 3 for j in range(200)]
     want, found = alone.logits(ids).float(), two.logits(ids).float()
@@ -125,7 +125,8 @@ def test_states(family, tiny_model, many):
 def test_the_models_own_layer_for_drafts(many, tmp_path):
     folder = make_hybrid_mtp(tmp_path / "mtp", "qwen3_5", 0.9)
     config = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
-    two = many(folder, 2, dtype="bfloat16", speculative_config=json.dumps(config))
+    settings = {"dtype": "bfloat16", "max_model_len": 256}
+    two = many(folder, 2, speculative_config=json.dumps(config), **settings)
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)
     two.generate([[5 + n] * 20 for n in range(6)], params, use_tqdm=False)
     verifies, _, *accepted = two.engine.scheduler.speculation.take_counts()

@@ -56,7 +56,8 @@ class IndexedLatentsSpec(CacheSpec):
 
     @property
     def bytes_to_come(self) -> int:
-        return self.latents.bytes_to_come + 3 * MAX_BYTES  # scores, and what topk makes of them
+        # scores, their order in twice the bytes, and what topk makes of it
+        return self.latents.bytes_to_come + 7 * MAX_BYTES
 
     def check_graphs(self, dtype: torch.dtype, device: str) -> None:
         self.latents.check_graphs(dtype, device)
