@@ -12,6 +12,10 @@ import torch
 
 from formats.errors import SchemeError
 
+# Words that are unpacked in one pass, which takes less time and more memory than code by code. A
+# layer has thousands of small tensors: the zeros of its experts.
+FEW_WORDS = 2**14
+
 
 def _period(bits: int) -> tuple[int, int]:
     """Return the shortest run of codes that fills whole words: (codes, words)."""
@@ -59,8 +63,12 @@ def unpack(words: torch.Tensor, bits: int, dim: int = -1) -> torch.Tensor:
             f"{words.shape[-1]} words of {bits}-bit codes",
             f"the number must be divisible by {period_words}",
         )
-    words = words.unflatten(-1, (-1, period_words))
     mask = 2**bits - 1
+    if period_words == 1 and words.numel() <= FEW_WORDS:
+        offsets = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+        codes = (words.unsqueeze(-1) >> offsets).bitwise_and_(mask).to(torch.uint8)
+        return codes.flatten(-2).movedim(-1, dim).contiguous()
+    words = words.unflatten(-1, (-1, period_words))
     codes = torch.empty(*words.shape[:-1], period_codes, dtype=torch.uint8, device=words.device)
     for i in range(period_codes):
         word, offset = divmod(i * bits, 32)

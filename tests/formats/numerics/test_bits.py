@@ -1,11 +1,14 @@
 """Bit packing against a bit stream made of one big integer."""
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from formats.errors import SchemeError
+from formats.numerics import bits as bits_module
 from formats.numerics.bits import pack, packed_length, unpack
 
 
@@ -28,8 +31,10 @@ def test_every_width_and_dimension_is_the_same_bit_stream(data, bits, periods, d
     words = pack(codes.t(), bits, dim=dim).t() if dim in (0, -2) else pack(codes, bits, dim=dim)
     assert words.dtype == torch.int32
     assert torch.equal(words, expected)
-    assert torch.equal(unpack(words, bits), codes)
-    assert torch.equal(unpack(words.t(), bits, dim=0), codes.t())
+    for few in (0, bits_module.FEW_WORDS):  # code by code, or in one pass
+        with mock.patch.object(bits_module, "FEW_WORDS", few):
+            assert torch.equal(unpack(words, bits), codes)
+            assert torch.equal(unpack(words.t(), bits, dim=0), codes.t())
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
