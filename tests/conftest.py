@@ -309,12 +309,23 @@ def transformers_model():
         if own == "feed_forward":  # [experts, inputs, outputs]
             state = {name: x.mT if ".experts." in name else x for name, x in state.items()}
         state = {name.replace(".mlp.", f".{own}."): tensor for name, tensor in state.items()}
+        _check_group_norms(model)
         missing, unexpected = model.load_state_dict(state, strict=False)
         assert not unexpected and set(missing) <= {"lm_head.weight"}
         model.tie_weights()
         return model.eval()
 
     return load
+
+
+def _check_group_norms(model) -> None:
+    """Skip where transformers, up to 5.17 at least, norms all groups of Granite as one."""
+    norms = [each for each in model.modules() if type(each).__name__.endswith("RMSNormGated")]
+    is_granite = model.config.model_type == "granitemoehybrid"
+    if is_granite and norms and not hasattr(norms[0], "group_size"):
+        import transformers
+
+        pytest.skip(f"transformers {transformers.__version__} ignores mamba_n_groups in the norm")
 
 
 START_SECONDS, STOP_SECONDS = 120, 30

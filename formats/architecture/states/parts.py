@@ -223,6 +223,9 @@ GRANITE_HYBRID = {
             Stated("num_local_experts", True),
             {
                 "experts": _GRANITE_EXPERTS,
+                "names_in_transformers": {
+                    "block_sparse_moe.router.layer.weight": "block_sparse_moe.router.weight"
+                },
                 "norms": norms_before(_GRANITE_EXPERTS.module),
                 "inner_key": "intermediate_size",
             },
