@@ -193,7 +193,7 @@ class PeerKv:
         """Look for a request's pages. Returns True if it waits for them."""
         if not self._config.loads:
             return False
-        _, keys = self._cache.missing(request)
+        keys = self._cache.missing(request).elsewhere
         request.page_keys = []  # they may change before it is queued
         if not keys:
             return False
