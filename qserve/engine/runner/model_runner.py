@@ -4,7 +4,9 @@
 that the host does not know yet are taken on the device from the samples of the in-flight step.
 """
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -286,8 +288,9 @@ class ModelRunner:
         if key is None:
             self.launch_forward(step)
             return self.launch_sampling(step)
-        self._move_pages(step)
-        tokens = self.graphs.replay_whole(key, step, self._last_samples)
+        with self._sending_pages():
+            self._move_pages(step)
+            tokens = self.graphs.replay_whole(key, step, self._last_samples)
         self._last_samples = self.graphs.whole.samples_R
         return StepHandle(tokens=tokens)
 
@@ -299,13 +302,19 @@ class ModelRunner:
         """
         if self._ranks.exchange is not None:
             self._ranks.exchange.begin(step.num_tokens)
+        with self._sending_pages():
+            self._launch_forward(step)
+
+    @contextlib.contextmanager
+    def _sending_pages(self) -> Iterator[None]:
+        """Context of a step whose pages may go to other engines."""
         sender = self.page_sender
         if sender is None:
-            self._launch_forward(step)
+            yield
             return
         sender.wait_for_last()
         try:
-            self._launch_forward(step)
+            yield
             sender.send_rest()
         except BaseException:
             sender.forget_failed()

@@ -7,6 +7,7 @@ import logging
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from formats.errors import InputError
 from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
 from qserve.engine.pending import peer_kv
+from qserve.engine.runner.graphs.whole_steps import is_whole
+from qserve.engine.step.transfer import HostCopy
 from qserve.kv_transfer.peer import peers
 from qserve.kv_transfer.peer.slot_index import SUFFIX, SlotIndex
 from qserve.params.handling import Handling
@@ -252,6 +255,36 @@ def test_pages_of_a_step_that_fails_are_not_found_and_later_ones_are(
             run(prefill, [prompt], ONE)
         tokens, cached = run(decode, [prompt])
         assert tokens == [cold(prompt)] and cached == [pages]
+
+
+class OneTokenGraphs:
+    """Stands for CUDA graphs of whole steps: runs them without the hooks of layers."""
+
+    def __init__(self, runner):
+        self.runner, self.num_replays = runner, 0
+        self.whole = SimpleNamespace(samples_R=None)
+
+    def key_for(self, step, *, whole=False):
+        return "a key" if whole and is_whole(step) else None
+
+    def replay_whole(self, key, step, last_samples):
+        self.num_replays += 1
+        batch = self.runner.batch_of(step)
+        self.runner._fill_pending(step, batch)
+        self.whole.samples_R = self.runner.forward_logits(batch).logits_SV.argmax(-1)
+        return HostCopy(self.whole.samples_R)
+
+
+def test_last_token_of_a_prompt_in_a_whole_graph_sends_its_page(make_engine, cold):
+    """The second chunk of the prompt is one token, and completes a page."""
+    prompt = PROMPT[:24]
+    prefill = make_engine("kv_producer", max_num_batched_tokens=23)
+    graphs = prefill.runner.graphs = OneTokenGraphs(prefill.runner)
+    decode = make_engine("kv_consumer")
+    run(prefill, [prompt], ONE)
+    assert graphs.num_replays == 1 and not prefill.runner.page_sender.is_sending
+    tokens, cached = run(decode, [[*prompt, 3]])
+    assert tokens == [cold([*prompt, 3])] and cached == [24]
 
 
 def test_engine_without_free_pages_computes_later(make_engine, cold, monkeypatch):
