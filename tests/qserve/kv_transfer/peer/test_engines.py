@@ -257,8 +257,45 @@ def test_pages_of_a_step_that_fails_are_not_found_and_later_ones_are(
         assert tokens == [cold(prompt)] and cached == [pages]
 
 
+@pytest.mark.parametrize("come", [True, False])
+def test_pages_that_come_while_the_engine_falls_asleep_are_not_found(come, make_engine, cold):
+    """Sleep takes the memory of pages: threads must not write there, and nothing is left in it."""
+    prefill, decode = make_engine("kv_producer"), make_engine("kv_consumer")
+    for name in ("0", "1"):  # the second one follows the first
+        decode.add_request(name, PROMPT, GREEDY, handling=AWAITS)
+    decode.step()
+    (fetch,) = decode._remote_kv._fetches.values()
+    if come:
+        run(prefill, [PROMPT], ONE)
+        assert fetch.loads.result(30) == [True] * 6
+    decode.pause("keep")
+    decode.recompute_all()
+    assert fetch.loads.done() and not decode._pending.num_waiting
+    decode.operations.sleep(1)
+    decode.operations.wake_up()
+    decode.resume()
+    decode.scheduler.check_integrity()
+    tokens = {"0": [], "1": []}
+    while decode.has_work():
+        for event in decode.step():
+            tokens[event.request_id] += event.token_ids
+    assert tokens == {name: cold(PROMPT) for name in tokens}
+    assert decode.scheduler.pool.num_free == 100
+
+
+def test_aborted_prompt_may_be_sent_again_under_its_name(make_engine, cold):
+    prefill = make_engine("kv_producer", max_num_batched_tokens=16)
+    decode = make_engine("kv_consumer")
+    prefill.add_request("0", [3, *PROMPT], ONE)
+    prefill.step()
+    prefill.abort("0")
+    run(prefill, [PROMPT], ONE)
+    tokens, cached = run(decode, [PROMPT])
+    assert tokens == [cold(PROMPT)] and cached == [24]
+
+
 class OneTokenGraphs:
-    """Stands for CUDA graphs of whole steps: runs them without the hooks of layers."""
+    """In the place of CUDA graphs of whole steps: runs these without the hooks of layers."""
 
     def __init__(self, runner):
         self.runner, self.num_replays = runner, 0
