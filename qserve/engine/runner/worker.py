@@ -24,7 +24,7 @@ from qkernels.gpu.cache_keys import hash_compiler
 from qkernels.gpu.device import INTERPRETED
 from qkernels.gpu.launch import recorded_launches
 from qserve.config import EngineConfig
-from qserve.engine.distributed.expert_limits import check_shared_experts
+from qserve.engine.distributed.expert_limits import check_shared_experts, check_shared_residence
 from qserve.engine.distributed.peer_limits import check_peer
 from qserve.engine.fallback_limits import is_fallback
 from qserve.engine.invariance_limits import check_dtype
@@ -190,6 +190,7 @@ class Worker:
     def residence(self) -> Residence:
         """Weights and pages of this rank, which sleep and get new contents."""
         runner, model = self.runner, self._model
+        check_shared_residence(runner.config)
         if is_fallback(model):
             raise InputError(
                 "sleep and new weights",
