@@ -209,7 +209,7 @@ def test_pages_of_an_engine_that_differs_are_refused(
 
 def test_overwritten_pages_are_computed(make_engine, cold, docs_5m):
     prefill = make_engine("kv_producer", max_num_batched_tokens=32, max_num_seqs=1)
-    pages = prefill.workers._ours.peer.num_slots
+    pages = prefill.workers._ours.transfers.peer.num_slots
     run(prefill, [PROMPT], ONE)
     for n in range(3 + pages // 6):
         run(prefill, [[100 + n, *PROMPT[1:]]], ONE)
@@ -223,7 +223,7 @@ def test_overwritten_pages_are_computed(make_engine, cold, docs_5m):
 def test_slot_that_is_overwritten_during_the_copy_does_not_count(make_engine, cold, monkeypatch):
     prefill, decode = make_engine("kv_producer"), make_engine("kv_consumer")
     run(prefill, [PROMPT], ONE)
-    receiver = decode.workers._ours.peer.receiver
+    receiver = decode.workers._ours.transfers.peer.receiver
     index = prefill.runner.page_sender._index
     copy = receiver._copy
 
@@ -414,7 +414,7 @@ def test_process_that_is_killed_between_layers(make_engine, cold, docs_5m, tmp_p
         assert dying.wait(60) == -9
     assert tokens == [cold(PROMPT)] and cached == [0]
     assert (
-        not decode.workers._ours.peer.receiver.num_peers
+        not decode.workers._ours.transfers.peer.receiver.num_peers
     )  # looks, and removes dead engines' files
     assert not list((tmp_path / "peers").iterdir())
 
