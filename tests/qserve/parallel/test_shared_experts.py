@@ -15,6 +15,7 @@ from qserve.config import EngineConfig
 from qserve.engine.distributed import worker_group
 from qserve.engine.engine import CALL_SECONDS, Engine
 from qserve.engine.ipc.data_parallel import start_engines
+from qserve.model.blocks.moe import MoeMlp
 from qserve.parallel.expert_exchange import ExpertExchange
 from qserve.params.sampling_params import SamplingParams
 from tests.qserve.parallel.in_threads import WAIT_SECONDS, Meeting
@@ -117,11 +118,13 @@ PROMPTS = [list(range(start, start + 9 + 3 * start)) for start in range(3, 9)]
     [
         ("deepseek_v3", 2),
         ("qwen3_moe", 2),
+        ("nemotron_h_moe", 2),  # layers that are experts alone
         *(
             pytest.param(family, size, marks=pytest.mark.exhaustive)
             for family, size in (
                 *(("deepseek_v3", 4), ("qwen2_moe", 2), ("gpt_oss", 2), ("mixtral", 4)),
                 *(("glm4_moe", 2), ("llama4", 2)),
+                *(("kimi_linear", 2), ("minimax", 2)),
             )
         ),
     ],
@@ -132,18 +135,13 @@ def test_tokens_are_those_of_one_engine(family, size, tiny_model, monkeypatch):
     engine_of = [(number * number) % max(1, size - 1) for number in range(len(PROMPTS))]
     tokens, engines = together(folder, size, PROMPTS, engine_of, monkeypatch)
     assert tokens == alone(folder, PROMPTS)
-    experts = [
-        layer.mlp.experts.problem.num_experts
+    problems = [
+        module.experts.problem
         for engine in engines
-        for layer in engine.runner.decoder.layers
-        if hasattr(layer.mlp, "experts")
+        for module in engine.runner.decoder.modules()
+        if isinstance(module, MoeMlp)
     ]
-    routed = next(
-        layer.mlp.experts.problem.routed_experts
-        for layer in engines[0].runner.decoder.layers
-        if hasattr(layer.mlp, "experts")
-    )
-    assert max(experts) <= -(-routed // size)
+    assert max(each.num_experts for each in problems) <= -(-problems[0].routed_experts // size)
 
 
 def test_paused_engine_computes_for_the_others(tiny_model, monkeypatch):
