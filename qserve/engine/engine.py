@@ -258,6 +258,7 @@ class Engine:
     def recompute_all(self) -> None:
         """Preempt all running requests: they compute their tokens' KV pages again."""
         self._settle()
+        self._remote_kv.end_fetches()
         self.scheduler.preempt_all()
         self.reset_prefix_cache()
 

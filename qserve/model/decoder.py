@@ -14,6 +14,7 @@ from qserve.model.blocks.gemma.altup import Streams
 from qserve.model.blocks.gemma.layer_inputs import LayerInputs
 from qserve.model.blocks.layer import Layer
 from qserve.model.blocks.linear import Linear, Product, products_of
+from qserve.model.blocks.moe import MoeMlp
 from qserve.model.blocks.norm import Norm
 from qserve.model.cache_spec import Cache
 from qserve.model.model_config import ModelConfig
@@ -220,9 +221,9 @@ class Decoder(torch.nn.Module):
     def compute_for_others(self) -> None:
         """Take part in a step in which this engine has no tokens, with its experts."""
         x_0C = self._empty(1, torch.empty(0))[0]
-        for layer in self.layers:
-            if getattr(layer.mlp, "exchange", None) is not None:
-                layer.mlp.compute_for_others(x_0C)
+        for module in self.layers.modules():
+            if isinstance(module, MoeMlp) and module.exchange is not None:
+                module.compute_for_others(x_0C)
 
     def labels(self, hidden_SC: torch.Tensor) -> torch.Tensor:
         """A classifier's logits [S, labels], in float32."""

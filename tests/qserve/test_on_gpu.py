@@ -223,7 +223,7 @@ def test_penalties_and_filters_count_the_step_in_flight(quantized_5m):
     assert outputs[0].token_ids == outputs[1].token_ids
     assert outputs[0].logprobs == outputs[1].logprobs
     # the third way to count: what the host saw
-    counts = ahead.engine.runner._history.table[0].cpu()
+    counts = ahead.engine.runner.sampler.history.table[0].cpu()
     ids = outputs[0].token_ids
     want = torch.bincount(torch.tensor(ids), minlength=len(counts))
     assert torch.equal((counts >> 1).long(), want)

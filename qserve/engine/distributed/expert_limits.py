@@ -12,6 +12,7 @@ def check_shared_experts(config: EngineConfig, decoder: Decoder, model: ModelCon
     """Raise InputError for what does not work with engines that share experts."""
     if not config.shares_experts:
         return
+    given = _given(config)
     name = model.family.architecture
     of_layers = is_fallback(model) or any(
         isinstance(module, DenseAndExperts) for module in decoder.modules()
@@ -24,8 +25,21 @@ def check_shared_experts(config: EngineConfig, decoder: Decoder, model: ModelCon
         ("--kv-transfer-config", config.kv_transfer is not None, "remove it"),
     ):
         if is_there:
-            raise InputError(
-                f"--data-parallel-size {config.data_parallel_size} --enable-expert-parallel",
-                f"does not work with {subject}",
-                remedy,
-            )
+            raise InputError(given, f"does not work with {subject}", remedy)
+
+
+def check_shared_residence(config: EngineConfig) -> None:
+    """Raise InputError for sleep and new weights of engines that share experts.
+
+    Another engine may be in a step, which needs this engine's experts.
+    """
+    if config.shares_experts:
+        raise InputError(
+            "sleep and new weights",
+            f"do not work with {_given(config)}: the engines use each other's experts",
+            "use --tensor-parallel-size instead, or restart the server with other weights",
+        )
+
+
+def _given(config: EngineConfig) -> str:
+    return f"--data-parallel-size {config.data_parallel_size} --enable-expert-parallel"

@@ -89,24 +89,26 @@ class _Rank:
             self._ranks.leave()
 
     def __getattr__(self, name: str):
-        return getattr(self._worker, name)
+        return getattr(self._worker.transfers if name in TRANSFERS else self._worker, name)
 
 
+OPENED = ("open_pages", "open_peer")
+SENT = ("send_pages", "expect_no_more_pages", "cancel_pages")
 # Calls whose reply the leader waits for; of all others what comes back stays here.
-ANSWERED = (
-    *("start", "load", "warm_up_shapes", "num_pages_that_fit", "prepare"),
-    *("open_pages", "open_peer"),
-)
+ANSWERED = ("start", "load", "warm_up_shapes", "num_pages_that_fit", "prepare", *OPENED)
 CALLS = (
     *(*ANSWERED, "compile_kernels", "offload_pages", "launch", "logits", "capture_next"),
     *("place_adapter", "forget_adapter", "tap", "prepare_replay", "run_replay", "leave"),
-    *("send_pages", "expect_no_more_pages", "cancel_pages"),
+    *SENT,
 )
-# Calls that return a future, whose result is the reply.
-BEGUN = (
-    *("read_adapter", "reside", "match_pages", "load_pages", "save_pages"),
+BEGUN_TRANSFERS = (
+    *("match_pages", "load_pages", "save_pages"),
     *("deepest_states", "load_states", "save_states", "receive_pages"),
 )
+# Calls that return a future, whose result is the reply.
+BEGUN = ("read_adapter", "reside", *BEGUN_TRANSFERS)
+# Calls of RankTransfers; all others are of the worker.
+TRANSFERS = (*OPENED, *SENT, *BEGUN_TRANSFERS)
 
 
 def main(argv: list[str] | None = None) -> int:

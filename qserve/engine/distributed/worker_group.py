@@ -235,14 +235,14 @@ class WorkerGroup:
         Raises InputError.
         """
         with self._together("open_pages"):
-            sizes = [self._ours.open_pages()]
+            sizes = [self._ours.transfers.open_pages()]
         if self._rank_group is not None:
             sizes += [reply[0] for reply in self._rank_group.replies()]
         page_bytes, state_bytes = zip(*sizes, strict=True)
-        pages = SharedPages(self._ours.pages, self._rank_group, page_bytes)
-        if self._ours.states is None:
+        pages = SharedPages(self._ours.transfers.pages, self._rank_group, page_bytes)
+        if self._ours.transfers.states is None:
             return pages, None
-        states = SharedPages(self._ours.states, self._rank_group, state_bytes, "states")
+        states = SharedPages(self._ours.transfers.states, self._rank_group, state_bytes, "states")
         return pages, states
 
     def open_peer(self, digest: str, form: str) -> SharedPeerPages:
@@ -252,10 +252,10 @@ class WorkerGroup:
         """
         engine = secrets.token_hex(8)
         with self._together("open_peer", engine, digest, form):
-            self._ours.open_peer(engine, digest, form)
+            self._ours.transfers.open_peer(engine, digest, form)
         if self._rank_group is not None:
             self._rank_group.replies()
-        return SharedPeerPages(self._ours.peer, self._rank_group)
+        return SharedPeerPages(self._ours.transfers.peer, self._rank_group)
 
     def free_unused(self) -> None:
         """Free the device's unused memory after it ran out."""
@@ -315,7 +315,7 @@ class WorkerGroup:
             if self._ours is not None:
                 self._ours.write_loads()
                 if self._rank_group is None:
-                    self._ours.close_peer()
+                    self._ours.transfers.close_peer()
                 leave(self._exchange)
         finally:
             if self._rank_group is not None:

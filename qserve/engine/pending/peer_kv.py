@@ -149,6 +149,7 @@ class PeerKv:
 
     def remove(self, request: Request) -> bool:
         """Drop an aborted request. Returns True if it waited to be queued."""
+        self._num_sent.pop(request.request_id, None)
         if self._followers.pop(request, None) is not None:
             return True
         fetch = self._fetches.get(request)
@@ -159,6 +160,22 @@ class PeerKv:
             self._given_up.append(fetch)
         self._finish(fetch, queues=False)
         return True
+
+    def end_fetches(self) -> None:
+        """Queue all requests now, because pages are about to lose their memory or their meaning.
+
+        Waits for the threads that write to them.
+        """
+        fetches = [each for each in self._fetches.values() if each.loads is not None]
+        for fetch in fetches:
+            self._pages.cancel(fetch.number)
+        for fetch in (*fetches, *self._given_up):
+            fetch.loads.result()
+            self._pool.settle_(fetch.table, [])
+        waiting = [*self._fetches, *self._followers]
+        self._fetches, self._followers, self._given_up = {}, {}, []
+        for request in waiting:
+            self._scheduler.add(request)
 
     def before_launch(self, plan: StepPlan) -> None:
         """Send the full pages of prompts that a step completes."""
@@ -193,7 +210,7 @@ class PeerKv:
         """Look for a request's pages. Returns True if it waits for them."""
         if not self._config.loads:
             return False
-        _, keys = self._cache.missing(request)
+        keys = self._cache.missing(request).elsewhere
         request.page_keys = []  # they may change before it is queued
         if not keys:
             return False

@@ -266,6 +266,9 @@ class RemoteKv:
                 ready.append(request)
         return ready
 
+    def end_fetches(self) -> None:
+        """Do nothing: threads write to the host tier, which keeps its memory."""
+
     def before_launch(self, plan: StepPlan) -> None:
         """Do nothing: pages are saved after their step."""
 

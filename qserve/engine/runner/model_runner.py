@@ -4,15 +4,14 @@
 that the host does not know yet are taken on the device from the samples of the in-flight step.
 """
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
 import torch
 
-from qkernels import ops
 from qkernels.moe.experts import PreparedExperts
-from qkernels.sampling.settings import Samples, SampleSettings
 from qserve.config import EngineConfig
 from qserve.engine.runner.covered_tokens import CoveredTokens
 from qserve.engine.runner.encoder import Encoder
@@ -23,16 +22,16 @@ from qserve.engine.runner.microbatches import microbatches
 from qserve.engine.runner.page_copies import PageCopies, copy_pages, copy_states
 from qserve.engine.runner.pooling import launch_pooling
 from qserve.engine.runner.prompt_logprobs import SLICE_BYTES, launch_prompt_logprobs
-from qserve.engine.runner.sampler import TokenHistory
+from qserve.engine.runner.sampler import Sampler
 from qserve.engine.runner.speculator import DraftedStep, Speculator
 from qserve.engine.runner.step_handle import LaunchedForward, StepHandle
-from qserve.engine.runner.warm_up import warm_up_shapes, warm_up_step
+from qserve.engine.runner.warm_up import warm_up_shapes
 from qserve.engine.scheduling.plan import Drafting
 from qserve.engine.step.context_parallel import divide, is_divided
 from qserve.engine.step.device_step import Batch, BatchForm
 from qserve.engine.step.split_step import long_pairs
 from qserve.engine.step.step_input import StepInput
-from qserve.engine.step.transfer import HostCopy, to_device
+from qserve.engine.step.transfer import to_device
 from qserve.kv_transfer.peer.sender import PageSender
 from qserve.lora.slot_memory import SlotMemory
 from qserve.model.cache_spec import Cache, StepLimits, WarmUpShape, make_caches
@@ -75,8 +74,7 @@ class ModelRunner:
         if config.enable_prefix_caching:
             self.num_snapshots = config.num_state_snapshots or 0
         self._under_way: LaunchedForward | None = None
-        self._last_samples: torch.Tensor | None = None
-        self._history = TokenHistory(config.max_num_seqs, decoder.config.vocab_size, device)
+        self.sampler = Sampler(config.max_num_seqs, decoder.config.vocab_size, device)
         self.graphs: StepGraphs | None = None
         self.page_copies: PageCopies | None = None
         self.state_copies: PageCopies | None = None
@@ -154,7 +152,7 @@ class ModelRunner:
         """Device memory that requests may still allocate, in addition to that of steps."""
         of_encoder = 0 if self.encoder is None else self.encoder.bytes_to_come
         of_layer = max((spec.bytes_to_come for spec in self.cache_specs), default=0)
-        return self._history.bytes_to_come + SLICE_BYTES + of_encoder + of_layer
+        return self.sampler.history.bytes_to_come + SLICE_BYTES + of_encoder + of_layer
 
     def allocate_pages(self, num_pages: int) -> None:
         """Make the KV pages, and the states of models that have some."""
@@ -213,21 +211,13 @@ class ModelRunner:
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
         )
-        adapters = self.adapters
-        shapes = warm_up_shapes(
-            self.decoder, self.cache_specs, limits, sums=sums, adapters=adapters
-        )
-        return list(shapes)
+        specs, adapters = self.cache_specs, self.adapters
+        return list(warm_up_shapes(self.decoder, specs, limits, sums=sums, adapters=adapters))
 
     def check_graphs(self) -> None:
         """Raise InputError where plain torch would read a cache, which CUDA graphs cannot hold."""
         for spec in dict.fromkeys(self.cache_specs):
             spec.check_graphs(self.decoder.dtype, self.device.type)
-
-    def warm_up_steps(self, max_num_seqs: int, max_model_len: int) -> list[StepInput]:
-        """Warm-up steps of these shapes."""
-        shapes = self.warm_up_shapes(max_num_seqs, max_model_len)
-        return [warm_up_step(shape, self.config.block_size, self.drafting) for shape in shapes]
 
     @torch.inference_mode()
     def capture_graphs(self, max_num_seqs: int, max_model_len: int) -> None:
@@ -286,9 +276,10 @@ class ModelRunner:
         if key is None:
             self.launch_forward(step)
             return self.launch_sampling(step)
-        self._move_pages(step)
-        tokens = self.graphs.replay_whole(key, step, self._last_samples)
-        self._last_samples = self.graphs.whole.samples_R
+        with self._sending_pages():
+            self._move_pages(step)
+            tokens = self.graphs.replay_whole(key, step, self.sampler.last_samples)
+        self.sampler.last_samples = self.graphs.whole.samples_R
         return StepHandle(tokens=tokens)
 
     @torch.inference_mode()
@@ -299,13 +290,19 @@ class ModelRunner:
         """
         if self._ranks.exchange is not None:
             self._ranks.exchange.begin(step.num_tokens)
+        with self._sending_pages():
+            self._launch_forward(step)
+
+    @contextlib.contextmanager
+    def _sending_pages(self) -> Iterator[None]:
+        """Context of a step whose pages may go to other engines."""
         sender = self.page_sender
         if sender is None:
-            self._launch_forward(step)
+            yield
             return
         sender.wait_for_last()
         try:
-            self._launch_forward(step)
+            yield
             sender.send_rest()
         except BaseException:
             sender.forget_failed()
@@ -369,47 +366,8 @@ class ModelRunner:
     @torch.inference_mode()
     def launch_sampling(self, step: StepInput) -> StepHandle:
         """Start the sampling of a step, whose masks may have arrived since."""
-        if self._under_way is None:
-            return StepHandle()
-        (outputs, logits_SV, prompts, pools, drafting, _), self._under_way = self._under_way, None
-        if not step.num_sampled:
-            self._last_samples = None
-            if drafting is not None:
-                drafting.propose(outputs)
-            return StepHandle(prompts=prompts, pools=pools)
-        for fill in step.history_fills:
-            self._history.fill_(fill)
-        settings = SampleSettings.of_words(step.sample_words_SP, step.sample_bias_E)
-        emitted = drafts = None
-        if drafting is None:
-            samples = self._draw(logits_SV, settings.to(self.device))
-            # A failed row's request may be in the next step already: its token must be a valid
-            # index.
-            self._last_samples = samples.tokens_S.clamp(min=0)
-            tokens = HostCopy(samples.tokens_S)
-        else:
-            samples = drafting.draw(logits_SV, settings, self._draw, self._history.table)
-            tokens, emitted = drafting.tokens, drafting.num_emitted
-            drafts = drafting.propose(outputs)
-        log_probabilities = None
-        if settings.num_logprobs >= 0:
-            log_probabilities = (
-                HostCopy(samples.logprobs_S),
-                HostCopy(samples.top_logprobs_SN),
-                HostCopy(samples.top_tokens_SN),
-            )
-        return StepHandle(
-            tokens=tokens,
-            num_logprobs=() if log_probabilities is None else step.num_logprobs,
-            log_probabilities=log_probabilities,
-            prompts=prompts,
-            pools=pools,
-            emitted=emitted,
-            drafts=drafts,
-        )
-
-    def _draw(self, logits_SV: torch.Tensor, settings: SampleSettings) -> Samples:
-        return ops.sample_(logits_SV, settings, self._history.table)
+        forward, self._under_way = self._under_way, None
+        return StepHandle() if forward is None else self.sampler.launch(step, forward)
 
     def offload_pages(self, num_slots: int, num_states: int = 0) -> None:
         """Allocate host memory for `num_slots` KV pages and `num_states` snapshots of states.
@@ -509,20 +467,8 @@ class ModelRunner:
             drafting = self.speculator.begin(step, batch, key)
             drafting.fill_(self._ranks.pipeline)
             return drafting
-        count = len(step.pending_index)
-        if count == 0 or not self._draws:
-            return None
-        token_ids = batch.token_ids_T
-        in_order = np.arange(count)
-        if np.array_equal(step.pending_index, in_order) and np.array_equal(
-            step.pending_row, in_order
-        ):  # decode steps of the same requests, the usual case
-            token_ids[:count] = self._last_samples[:count]
-            return None
-        index, rows = (
-            to_device(array, self.device) for array in (step.pending_index, step.pending_row)
-        )
-        token_ids[index] = self._last_samples[rows]
+        if self._draws:
+            self.sampler.fill_pending_(step, batch.token_ids_T)
         return None
 
     @torch.inference_mode()
@@ -545,13 +491,6 @@ class ModelRunner:
         """Take part in a step of engines that share the experts, without tokens."""
         if self._ranks.exchange.begin(0):
             self.decoder.compute_for_others()
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """Hidden states [T, C] of a batch."""
-        self._adapt(batch)
-        if self.covered is not None:
-            batch = self.covered.advance_(batch)
-        return self.decoder(batch.token_ids_T, batch, self.caches)
 
     def _adapt(self, batch: Batch) -> None:
         """Set the adapter of each row for the decoder's linears."""

@@ -6,7 +6,6 @@ Every rank makes the same calls in the same order, because most of them compute 
 import contextlib
 import dataclasses
 import functools
-import json
 import logging
 import threading
 import weakref
@@ -14,7 +13,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -24,8 +22,11 @@ from qkernels.gpu.cache_keys import hash_compiler
 from qkernels.gpu.device import INTERPRETED
 from qkernels.gpu.launch import recorded_launches
 from qserve.config import EngineConfig
-from qserve.engine.distributed.expert_limits import check_shared_experts
-from qserve.engine.distributed.peer_limits import check_peer
+from qserve.engine.distributed.expert_limits import (
+    check_shared_experts,
+    check_shared_residence,
+)
+from qserve.engine.distributed.rank_transfers import RankTransfers
 from qserve.engine.fallback_limits import is_fallback
 from qserve.engine.invariance_limits import check_dtype
 from qserve.engine.runner.devices import pick_dtype
@@ -49,9 +50,6 @@ from qserve.engine.runner.step_handle import StepHandle
 from qserve.engine.runner.warm_up import warm_up_step, with_adapters
 from qserve.engine.start_phases import phase
 from qserve.engine.step.step_input import StepInput
-from qserve.kv_transfer.connector import make_connector
-from qserve.kv_transfer.peer.rank_pages import PeerRankPages
-from qserve.kv_transfer.rank_pages import RankPages
 from qserve.lora.layout import AdapterLayout
 from qserve.lora.rank_adapters import RankAdapters
 from qserve.lora.slot_memory import SlotMemory
@@ -62,7 +60,7 @@ from qserve.model.loading.loader import load
 from qserve.model.loading.rounding_source import open_source
 from qserve.model.model_config import ModelConfig
 from qserve.model.resident.update_source import UpdateSource
-from qserve.model.sharing import first_kv_head, place_experts
+from qserve.model.sharing import place_experts
 from qserve.parallel.ranks import ALONE, Ranks
 
 logger = logging.getLogger(__name__)
@@ -95,9 +93,6 @@ class Worker:
         self._compile_pool = None
         self._record: StartRecord | None = None  # known_shapes fills it
         self.adapters: RankAdapters | None = None  # filled below with --enable-lora
-        self.pages: RankPages | None = None  # open_pages fills both
-        self.states: RankPages | None = None
-        self.peer: PeerRankPages | None = None  # open_peer fills it
         self.replay: Replay | None = None  # prepare_replay fills it
         if self._plans_kernels:
             threading.Thread(target=hash_compiler, name="compiler", daemon=True).start()
@@ -109,6 +104,7 @@ class Worker:
             if self._compile_pool is not None:
                 self._compile_pool.close()
             raise
+        self.transfers = RankTransfers(self.runner, model, self._ranks)
 
     def _load(self, config: EngineConfig, model: ModelConfig, device: torch.device) -> ModelRunner:
         with (
@@ -190,6 +186,7 @@ class Worker:
     def residence(self) -> Residence:
         """Weights and pages of this rank, which sleep and get new contents."""
         runner, model = self.runner, self._model
+        check_shared_residence(runner.config)
         if is_fallback(model):
             raise InputError(
                 "sleep and new weights",
@@ -419,96 +416,6 @@ class Worker:
         ):
             self.runner.offload_pages(num_slots, num_states)
 
-    def open_pages(self) -> tuple[int, int]:
-        """Open this rank's connectors for KV pages and, if there are some, snapshots of states.
-
-        Returns the bytes of a page and of a snapshot. Raises InputError.
-        """
-        copies, states = self.runner.page_copies, self.runner.state_copies
-        config, rank, size = self.runner.config.kv_transfer, self._ranks.rank, self._ranks.size
-        connector = make_connector(config, copies.page_bytes)
-        self.pages = RankPages(connector, copies, rank=rank, size=size)
-        if states is None:
-            return copies.page_bytes, 0
-        connector = make_connector(config, states.page_bytes)
-        self.states = RankPages(connector, states, rank=rank, size=size, kind="states")
-        return copies.page_bytes, states.page_bytes
-
-    def match_pages(self, keys_NB: np.ndarray) -> Future:
-        """Number of these pages that this rank's connector has, up to the first it lacks."""
-        return self.pages.match(keys_NB)
-
-    def load_pages(self, keys_NB: np.ndarray, slots: Sequence[int]) -> Future:
-        """Fill slots of the host tier."""
-        return self.pages.load(keys_NB, slots)
-
-    def save_pages(self, keys_NB: np.ndarray, pages: Sequence[int]) -> Future:
-        """Save pages of the device."""
-        return self.pages.save(keys_NB, pages)
-
-    def deepest_states(self, keys_NB: np.ndarray) -> Future:
-        """Number of keys up to the last whose snapshot this rank's connector has."""
-        return self.states.deepest(keys_NB)
-
-    def load_states(self, keys_NB: np.ndarray, slots: Sequence[int]) -> Future:
-        """Fill slots of snapshots in the host tier."""
-        return self.states.load(keys_NB, slots)
-
-    def save_states(self, keys_NB: np.ndarray, slots: Sequence[int]) -> Future:
-        """Save states of these slots of the device."""
-        return self.states.save(keys_NB, slots)
-
-    def open_peer(self, engine: str, digest: str, form: str) -> int:
-        """Open this rank's `peer` connector. Returns the most pages that it takes at a time.
-
-        `engine`: its random name. `digest`, `form` (JSON): what pages depend on. Raises InputError.
-        """
-        config, runner = self.runner.config, self.runner
-        size = config.tensor_parallel_size
-        first = first_kv_head(self._model, size, self._ranks.rank % size)
-        check_peer(config, runner, first)
-        self.peer = PeerRankPages(
-            config.kv_transfer,
-            runner.cache_specs,
-            lambda: runner.caches,
-            runner.device,
-            engine=engine,
-            rank=self._ranks.rank,
-            num_ranks=self._ranks.size,
-            first_kv_head=first,
-            model=config.model,
-            digest=digest,
-            form=json.loads(form),
-            # a request's first page may have been begun before
-            step_pages=config.max_num_batched_tokens // config.block_size + config.max_num_seqs,
-        )
-        runner.page_sender = self.peer.sender
-        return self.peer.num_slots
-
-    def send_pages(self, keys_NB: np.ndarray, pages: Sequence[int]) -> None:
-        """Send pages to other engines that the step that is launched next completes."""
-        self.peer.send(keys_NB, pages)
-
-    def receive_pages(
-        self, number: int, keys_NB: np.ndarray, pages: Sequence[int], waits: bool
-    ) -> Future:
-        """Fill pages of the device from other engines."""
-        return self.peer.receive(number, keys_NB, pages, waits)
-
-    def expect_no_more_pages(self, number: int) -> None:
-        """Let a call of `receive_pages` wait no longer for pages that are not announced."""
-        self.peer.expect_no_more(number)
-
-    def cancel_pages(self, number: int) -> None:
-        """Let a call of `receive_pages` end soon."""
-        self.peer.cancel(number)
-
-    def close_peer(self) -> None:
-        """Close the `peer` connector, if there is one."""
-        if self.peer is not None:
-            self.peer.close()
-            self.peer = self.runner.page_sender = None
-
     def _graph_step(self) -> StepInput:
         """Step about as large as the largest CUDA graph."""
         config, rows = self.runner.config, self._max_num_seqs
@@ -535,7 +442,7 @@ class Worker:
     def close(self) -> None:
         """Wait for the device and free every CUDA graph. Nothing runs after it."""
         self.finish()
-        self.close_peer()
+        self.transfers.close_peer()
         self.replay = None
         for each in (self.runner.graphs, self.runner.speculator):
             if each is not None:

@@ -56,7 +56,7 @@ def test_the_pages_leave_room_for_the_table(monkeypatch):
         launch=lambda step: SimpleNamespace(result=lambda: None),
         config=SimpleNamespace(gpu_memory_utilization=0.5),
         bytes_per_page=1,
-        _history=history,
+        sampler=SimpleNamespace(history=history),
         encoder=None,
         cache_specs=[],
         media_buffers=lambda: SimpleNamespace(nbytes=5),

@@ -3,8 +3,7 @@
 import os
 
 from formats.errors import InputError
-from qserve.engine.distributed import rank_process
-from qserve.engine.runner import worker
+from qserve.engine.distributed import rank_process, rank_transfers
 
 
 def fail(config, page_bytes):
@@ -12,5 +11,5 @@ def fail(config, page_bytes):
 
 
 if __name__ == "__main__":
-    worker.make_connector = fail
+    rank_transfers.make_connector = fail
     os._exit(rank_process.main())

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,8 +13,9 @@ import torch
 from formats.errors import InputError
 from qserve.config import EngineConfig
 from qserve.engine.distributed import worker_group
-from qserve.engine.engine import Engine
+from qserve.engine.engine import CALL_SECONDS, Engine
 from qserve.engine.ipc.data_parallel import start_engines
+from qserve.model.blocks.moe import MoeMlp
 from qserve.parallel.expert_exchange import ExpertExchange
 from qserve.params.sampling_params import SamplingParams
 from tests.qserve.parallel.in_threads import WAIT_SECONDS, Meeting
@@ -82,10 +84,15 @@ def together(folder, size, prompts, engine_of, monkeypatch, during=lambda engine
             for number, prompt in enumerate(prompts):
                 if engine_of[number] == rank:
                     engine.add_request(str(number), prompt, GREEDY)
-            for _ in range(MOST_STEPS):
-                if not left[0] and not engine.has_work():
-                    break
+            idle = steps = 0
+            while left[0] or engine.has_work():
+                assert steps < MOST_STEPS and idle * CALL_SECONDS < WAIT_SECONDS
                 during(engine)
+                if not engine.has_work():  # as the engine's process waits for a message
+                    idle += 1
+                    time.sleep(CALL_SECONDS)
+                    continue
+                steps += 1
                 for event in engine.step():
                     assert not event.error
                     tokens[int(event.request_id)] += event.token_ids
@@ -111,11 +118,13 @@ PROMPTS = [list(range(start, start + 9 + 3 * start)) for start in range(3, 9)]
     [
         ("deepseek_v3", 2),
         ("qwen3_moe", 2),
+        ("nemotron_h_moe", 2),  # layers that are experts alone
         *(
             pytest.param(family, size, marks=pytest.mark.exhaustive)
             for family, size in (
                 *(("deepseek_v3", 4), ("qwen2_moe", 2), ("gpt_oss", 2), ("mixtral", 4)),
                 *(("glm4_moe", 2), ("llama4", 2)),
+                *(("kimi_linear", 2), ("minimax", 2)),
             )
         ),
     ],
@@ -126,18 +135,13 @@ def test_tokens_are_those_of_one_engine(family, size, tiny_model, monkeypatch):
     engine_of = [(number * number) % max(1, size - 1) for number in range(len(PROMPTS))]
     tokens, engines = together(folder, size, PROMPTS, engine_of, monkeypatch)
     assert tokens == alone(folder, PROMPTS)
-    experts = [
-        layer.mlp.experts.problem.num_experts
+    problems = [
+        module.experts.problem
         for engine in engines
-        for layer in engine.runner.decoder.layers
-        if hasattr(layer.mlp, "experts")
+        for module in engine.runner.decoder.modules()
+        if isinstance(module, MoeMlp)
     ]
-    routed = next(
-        layer.mlp.experts.problem.routed_experts
-        for layer in engines[0].runner.decoder.layers
-        if hasattr(layer.mlp, "experts")
-    )
-    assert max(experts) <= -(-routed // size)
+    assert max(each.num_experts for each in problems) <= -(-problems[0].routed_experts // size)
 
 
 def test_paused_engine_computes_for_the_others(tiny_model, monkeypatch):
@@ -148,6 +152,29 @@ def test_paused_engine_computes_for_the_others(tiny_model, monkeypatch):
     folder = tiny_model("deepseek_v3")
     tokens, _ = together(folder, 2, PROMPTS[:2], [0, 0], monkeypatch, pause)
     assert tokens == alone(folder, PROMPTS[:2])
+
+
+def test_engines_keep_the_experts_that_others_use(tiny_model, monkeypatch):
+    """Sleep, new weights and their digests are refused; requests then still work."""
+    refused = []
+
+    def use(engine):
+        operations = engine.operations
+        calls = (
+            lambda: operations.sleep(1),
+            lambda: operations.check_sleep(2),
+            lambda: operations.stage(folder=engine.config.model),
+            operations.weight_digests,
+        )
+        for call in calls if engine.config.data_parallel_rank == 1 else ():
+            with pytest.raises(InputError, match="do not work with --data-parallel-size 2"):
+                call()
+            refused.append(call)
+
+    folder = tiny_model("deepseek_v3")
+    tokens, engines = together(folder, 2, PROMPTS[:1], [0], monkeypatch, use)
+    assert tokens == alone(folder, PROMPTS[:1]) and len(refused) >= 4
+    engines[1].operations.check_sleep(0)
 
 
 @pytest.mark.parametrize(

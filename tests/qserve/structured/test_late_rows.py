@@ -137,7 +137,7 @@ def test_the_others_go_on_while_a_mask_is_made(docs_5m, monkeypatch, gate, mode,
         computed += [chunk.request.request_id for plan in plans for chunk in plan.chunks]
     assert run.count("slow") == at and "slow" not in run.ends
     assert "slow" not in computed, "nothing is computed for it in vain"
-    table = engine.runner._history.table  # None before the first token that is counted
+    table = engine.runner.sampler.history.table  # None before the first token that is counted
     counts_V = [] if table is None else table[engine._requests["slow"].row]
     assert sum(int(count) // 2 for count in counts_V) == at, "what was dropped is not counted"
     # Where masks go along with the launch a row is in every other step, late masks or not. With

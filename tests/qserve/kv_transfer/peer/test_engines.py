@@ -7,6 +7,7 @@ import logging
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from formats.errors import InputError
 from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
 from qserve.engine.pending import peer_kv
+from qserve.engine.runner.graphs.whole_steps import is_whole
+from qserve.engine.step.transfer import HostCopy
 from qserve.kv_transfer.peer import peers
 from qserve.kv_transfer.peer.slot_index import SUFFIX, SlotIndex
 from qserve.params.handling import Handling
@@ -206,7 +209,7 @@ def test_pages_of_an_engine_that_differs_are_refused(
 
 def test_overwritten_pages_are_computed(make_engine, cold, docs_5m):
     prefill = make_engine("kv_producer", max_num_batched_tokens=32, max_num_seqs=1)
-    pages = prefill.workers._ours.peer.num_slots
+    pages = prefill.workers._ours.transfers.peer.num_slots
     run(prefill, [PROMPT], ONE)
     for n in range(3 + pages // 6):
         run(prefill, [[100 + n, *PROMPT[1:]]], ONE)
@@ -220,7 +223,7 @@ def test_overwritten_pages_are_computed(make_engine, cold, docs_5m):
 def test_slot_that_is_overwritten_during_the_copy_does_not_count(make_engine, cold, monkeypatch):
     prefill, decode = make_engine("kv_producer"), make_engine("kv_consumer")
     run(prefill, [PROMPT], ONE)
-    receiver = decode.workers._ours.peer.receiver
+    receiver = decode.workers._ours.transfers.peer.receiver
     index = prefill.runner.page_sender._index
     copy = receiver._copy
 
@@ -252,6 +255,73 @@ def test_pages_of_a_step_that_fails_are_not_found_and_later_ones_are(
             run(prefill, [prompt], ONE)
         tokens, cached = run(decode, [prompt])
         assert tokens == [cold(prompt)] and cached == [pages]
+
+
+@pytest.mark.parametrize("come", [True, False])
+def test_pages_that_come_while_the_engine_falls_asleep_are_not_found(come, make_engine, cold):
+    """Sleep takes the memory of pages: threads must not write there, and nothing is left in it."""
+    prefill, decode = make_engine("kv_producer"), make_engine("kv_consumer")
+    for name in ("0", "1"):  # the second one follows the first
+        decode.add_request(name, PROMPT, GREEDY, handling=AWAITS)
+    decode.step()
+    (fetch,) = decode._remote_kv._fetches.values()
+    if come:
+        run(prefill, [PROMPT], ONE)
+        assert fetch.loads.result(30) == [True] * 6
+    decode.pause("keep")
+    decode.recompute_all()
+    assert fetch.loads.done() and not decode._pending.num_waiting
+    decode.operations.sleep(1)
+    decode.operations.wake_up()
+    decode.resume()
+    decode.scheduler.check_integrity()
+    tokens = {"0": [], "1": []}
+    while decode.has_work():
+        for event in decode.step():
+            tokens[event.request_id] += event.token_ids
+    assert tokens == {name: cold(PROMPT) for name in tokens}
+    assert decode.scheduler.pool.num_free == 100
+
+
+def test_aborted_prompt_may_be_sent_again_under_its_name(make_engine, cold):
+    prefill = make_engine("kv_producer", max_num_batched_tokens=16)
+    decode = make_engine("kv_consumer")
+    prefill.add_request("0", [3, *PROMPT], ONE)
+    prefill.step()
+    prefill.abort("0")
+    run(prefill, [PROMPT], ONE)
+    tokens, cached = run(decode, [PROMPT])
+    assert tokens == [cold(PROMPT)] and cached == [24]
+
+
+class OneTokenGraphs:
+    """In the place of CUDA graphs of whole steps: runs these without the hooks of layers."""
+
+    def __init__(self, runner):
+        self.runner, self.num_replays = runner, 0
+        self.whole = SimpleNamespace(samples_R=None)
+
+    def key_for(self, step, *, whole=False):
+        return "a key" if whole and is_whole(step) else None
+
+    def replay_whole(self, key, step, last_samples):
+        self.num_replays += 1
+        batch = self.runner.batch_of(step)
+        self.runner._fill_pending(step, batch)
+        self.whole.samples_R = self.runner.forward_logits(batch).logits_SV.argmax(-1)
+        return HostCopy(self.whole.samples_R)
+
+
+def test_last_token_of_a_prompt_in_a_whole_graph_sends_its_page(make_engine, cold):
+    """The second chunk of the prompt is one token, and completes a page."""
+    prompt = PROMPT[:24]
+    prefill = make_engine("kv_producer", max_num_batched_tokens=23)
+    graphs = prefill.runner.graphs = OneTokenGraphs(prefill.runner)
+    decode = make_engine("kv_consumer")
+    run(prefill, [prompt], ONE)
+    assert graphs.num_replays == 1 and not prefill.runner.page_sender.is_sending
+    tokens, cached = run(decode, [[*prompt, 3]])
+    assert tokens == [cold([*prompt, 3])] and cached == [24]
 
 
 def test_engine_without_free_pages_computes_later(make_engine, cold, monkeypatch):
@@ -344,7 +414,7 @@ def test_process_that_is_killed_between_layers(make_engine, cold, docs_5m, tmp_p
         assert dying.wait(60) == -9
     assert tokens == [cold(PROMPT)] and cached == [0]
     assert (
-        not decode.workers._ours.peer.receiver.num_peers
+        not decode.workers._ours.transfers.peer.receiver.num_peers
     )  # looks, and removes dead engines' files
     assert not list((tmp_path / "peers").iterdir())
 
