@@ -1,4 +1,4 @@
-"""Engines that compute prompts and engines that decode, behind one server."""
+"""Engines that compute prompts and engines that decode, in one server."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ PARAMS = SamplingParams(max_tokens=9)
 
 
 class FakeSupervisor:
-    """An engine that answers when `go` is set, and records what it is told."""
+    """Engine that answers when `go` is set, and records calls."""
 
     def __init__(self, problem="") -> None:
         self.is_alive, self.problem = True, problem
@@ -179,6 +179,10 @@ def test_engines_have_gpus_of_their_own():
         ({"prefill_tensor_parallel_size": 2}, "requires --prefill-engines"),
         ({"prefill_engines": 1, "data_parallel_rank": 0}, "--data-parallel-rank"),
         ({"prefill_engines": 1, "pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
+        (
+            {"prefill_engines": 1, "prefill_context_parallel_size": 2},
+            "--prefill-engines: does not work with --prefill-context-parallel-size",
+        ),
         ({"prefill_engines": 1, "enable_prefix_caching": False}, "requires the prefix cache"),
         (
             {"prefill_engines": 1, "kv_transfer_config": '{"kv_connector": "peer"}'},
