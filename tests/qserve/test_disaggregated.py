@@ -11,6 +11,7 @@ import torch
 from formats.errors import InputError
 from qserve import LLM, AsyncLLM, SamplingParams
 from qserve.config import EngineConfig
+from qserve.engine.engine import Engine
 from qserve.engine.ipc import data_parallel
 from qserve.engine.ipc.client import RefusedError
 from qserve.engine.ipc.disaggregated import DisaggregatedEngines
@@ -193,6 +194,13 @@ def test_engines_have_gpus_of_their_own():
 def test_settings_that_do_not_agree_are_refused(settings, message):
     with pytest.raises(InputError, match=message):
         EngineConfig(model="m", **settings)
+
+
+def test_model_that_cannot_be_sent_is_refused_by_the_flag_that_a_user_gave(tiny_model):
+    config = EngineConfig(model=str(tiny_model("lfm2")), prefill_engines=1, device="cpu")
+    for each in DisaggregatedEngines._configs(config):
+        with pytest.raises(InputError, match="--prefill-engines: does not work with Lfm2ForC"):
+            Engine(each)
 
 
 @pytest.mark.exhaustive
