@@ -23,7 +23,7 @@ from formats.errors import InputError
 from formats.in_memory.weights import Weight
 from formats.plan import Plan
 from formats.quant_config import HEAD
-from formats.scheme import Scheme
+from formats.scheme import NO_WHOLE_GROUPS, Scheme
 
 if TYPE_CHECKING:  # it loads transformers
     from calibrate.calibration.stream import Stream
@@ -83,11 +83,11 @@ class Outer:
         """Raise InputError if a module would stay in float, or a format would not be read back."""
         for module, scheme in self.schemes.items():
             if plan.schemes[module] is None:
-                raise InputError(
-                    f"{FLAGS[module]} {scheme}",
-                    plan.reasons[module],
-                    "give a scheme with other groups, such as w8a16-sym-g32",
-                )
+                reason = plan.reasons[module]
+                remedy = "remove one of the two flags"  # `ignore` has it
+                if NO_WHOLE_GROUPS in reason:
+                    remedy = "give a scheme with other groups, such as w8a16-sym-g32"
+                raise InputError(f"{FLAGS[module]} {scheme}", reason, remedy)
             if module == EMBEDDING and not plan.layout.embeddings:
                 raise InputError(
                     FLAGS[module],

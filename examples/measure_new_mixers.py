@@ -2,10 +2,10 @@
 
     python examples/measure_new_mixers.py --json mixers.json
 
-One layer of DeepSeek-V3.2 (128 heads, an indexer of 64 heads of 128, 2,048 keys of a row), of Kimi
-Linear (32 heads of 128) and of MiniMax-Text-01 (64 heads of 128): decode steps, and one chunk of a
-prompt. Each line has the time, and the time that the bytes which must be read and written take at
---gb-per-s. On a GPU the time is that of a CUDA graph's replays.
+Runs one layer of DeepSeek-V3.2 (128 heads, an indexer of 64 heads of 128, 2,048 keys of a row), of
+Kimi Linear (32 heads of 128) and of MiniMax-Text-01 (64 heads of 128). It measures decode steps and
+one chunk of a prompt. Each line has the measured time, and the time that --gb-per-s takes for the
+bytes that must be read and written. On a GPU, CUDA graphs are replayed.
 """
 
 import argparse

@@ -3,10 +3,10 @@
     python examples/train_dflash.py MODEL --data texts.jsonl --output head
     python examples/train_dflash.py MODEL --data texts.jsonl --markov-rank 256 --output head
 
-Blocks begin at random places of the texts, and the head learns the target's distribution of all
-their tokens at once from its states before the block. With --markov-rank the head is DSpark's,
-whose drafts also depend on the token before. The embedding is the target's, and so is the output
-matrix, unless --draft-vocab keeps the most frequent tokens.
+Blocks begin at random places of the texts. From the target's states before a block the head learns
+to predict all tokens of the block in one pass. With --markov-rank the head is DSpark's: its drafts
+also depend on the token before. Embedding and output matrix are the target's. --draft-vocab keeps
+the most frequent tokens of the output matrix.
 
 The folder holds `original/` (z-lab, DeepSpec) and `speculators/` (vLLM).
 examples/measure_acceptance.py measures the head in the engine.

@@ -92,7 +92,8 @@ class LayerRunner:
             if row.theta_key:
                 self._by_theta = _rotations(rotary, config, row.theta_key, device)
         # A CPU computes in float32; a GPU in the model's own 16 bits, with float32 statistics.
-        stored = reader.entries[layer_map.embedding].dtype
+        table = reader.entries.get(layer_map.embedding)  # None: it has codes
+        stored = (table or reader.entries[layer_map.last_norm]).dtype
         self.dtype = stored if torch.device(device).type == "cuda" else torch.float32
         self._positions: dict[tuple[int, str, float | None], Any] = {}
         # The embeddings of positions [S, D], of models that learn them.

@@ -1,9 +1,10 @@
 """DFlash or DSpark head as a torch module, for training and calibration.
 
 A block begins at an anchor: its first row has the anchor's token, the others the mask token. Rows
-see the target's states before the anchor and their own block (arXiv 2602.06036). Legend: B windows,
-S tokens of a window, A anchors, N rows of a block, Q = A * N rows, C hidden size, F inputs of `fc`,
-D head dim, K drafts, V target vocabulary, U draft vocabulary.
+see the target's states before the anchor and their own block (arXiv 2602.06036).
+
+Legend: B windows, S tokens of a window, A anchors, N rows of a block, Q = A * N rows, C hidden
+size, F inputs of `fc`, D head dim, K drafts, V target vocabulary, U draft vocabulary.
 """
 
 from collections.abc import Iterator, Mapping

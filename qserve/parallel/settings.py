@@ -206,6 +206,11 @@ class ParallelSettings:
                 "use --tensor-parallel-size",
             ),
             (
+                "--prefill-context-parallel-size",
+                self.prefill_context_parallel_size > 1,
+                "use --prefill-tensor-parallel-size",
+            ),
+            (
                 "--distributed-executor-backend ray",
                 self.distributed_executor_backend == "ray",
                 "use mp: KV pages pass from GPU to GPU of one host",

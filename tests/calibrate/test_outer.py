@@ -185,7 +185,10 @@ def test_embedding_is_in_codes_and_layers_are_calibrated_on_its_rows(small_5m, t
             {"quantize_embedding": W8, "output_format": "gptq"},
             "gptq cannot hold a quantized embedding",
         ),
-        ({"quantize_head": W8, "ignore": ["lm_head"]}, "ignored"),
+        (
+            {"quantize_head": W8, "ignore": ["lm_head"]},
+            "ignored .remove one of the two flags",
+        ),
     ],
 )
 def test_what_cannot_be_written_is_named(small_5m, tmp_path, options, message):

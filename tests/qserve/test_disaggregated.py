@@ -1,4 +1,4 @@
-"""Engines that compute prompts and engines that decode, behind one server."""
+"""Engines that compute prompts and engines that decode, in one server."""
 
 import asyncio
 import contextlib
@@ -11,6 +11,7 @@ import torch
 from formats.errors import InputError
 from qserve import LLM, AsyncLLM, SamplingParams
 from qserve.config import EngineConfig
+from qserve.engine.engine import Engine
 from qserve.engine.ipc import data_parallel
 from qserve.engine.ipc.client import RefusedError
 from qserve.engine.ipc.disaggregated import DisaggregatedEngines
@@ -23,7 +24,7 @@ PARAMS = SamplingParams(max_tokens=9)
 
 
 class FakeSupervisor:
-    """An engine that answers when `go` is set, and records what it is told."""
+    """Engine that answers when `go` is set, and records calls."""
 
     def __init__(self, problem="") -> None:
         self.is_alive, self.problem = True, problem
@@ -179,6 +180,10 @@ def test_engines_have_gpus_of_their_own():
         ({"prefill_tensor_parallel_size": 2}, "requires --prefill-engines"),
         ({"prefill_engines": 1, "data_parallel_rank": 0}, "--data-parallel-rank"),
         ({"prefill_engines": 1, "pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
+        (
+            {"prefill_engines": 1, "prefill_context_parallel_size": 2},
+            "--prefill-engines: does not work with --prefill-context-parallel-size",
+        ),
         ({"prefill_engines": 1, "enable_prefix_caching": False}, "requires the prefix cache"),
         (
             {"prefill_engines": 1, "kv_transfer_config": '{"kv_connector": "peer"}'},
@@ -189,6 +194,13 @@ def test_engines_have_gpus_of_their_own():
 def test_settings_that_do_not_agree_are_refused(settings, message):
     with pytest.raises(InputError, match=message):
         EngineConfig(model="m", **settings)
+
+
+def test_model_that_cannot_be_sent_is_refused_by_the_flag_that_a_user_gave(tiny_model):
+    config = EngineConfig(model=str(tiny_model("lfm2")), prefill_engines=1, device="cpu")
+    for each in DisaggregatedEngines._configs(config):
+        with pytest.raises(InputError, match="--prefill-engines: does not work with Lfm2ForC"):
+            Engine(each)
 
 
 @pytest.mark.exhaustive

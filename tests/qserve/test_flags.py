@@ -287,7 +287,7 @@ SAME_AS_JSON = {
 
 @pytest.fixture
 def served(monkeypatch):
-    """What `qserve serve` was told."""
+    """Arguments that `qserve serve` got."""
     seen = []
     command = dataclasses.replace(COMMANDS["serve"], run=lambda *given: seen.append(given) or 0)
     monkeypatch.setitem(COMMANDS, "serve", command)

@@ -34,8 +34,9 @@ def type_of(weight: Weight, name: str) -> BlockType:
         raise CheckpointError(name, "has 8-bit inputs, which GGUF does not state", REMEDY)
     if isinstance(weight, Fp4Weight) and spec.type == "mxfp4":
         return BY_NAME["MXFP4"]
-    length = spec.group_length(weight.in_features)
-    if not isinstance(weight, PackedWeight) or length % BLOCK:
+    if not isinstance(weight, PackedWeight):
+        raise CheckpointError(name, f"{weight.scheme} has no lossless form in GGUF", REMEDY)
+    if spec.group_length(weight.in_features) % BLOCK:
         raise CheckpointError(
             name, f"{weight.scheme} has no lossless form in GGUF: its blocks have 32 inputs", REMEDY
         )

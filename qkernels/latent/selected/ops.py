@@ -1,5 +1,6 @@
-"""Selection of keys by an indexer, and attention over them: each checks its arguments, then runs a
-kernel.
+"""Selection of keys by an indexer, and attention over them.
+
+Each function checks its arguments, then runs a kernel.
 
 Legend: T rows of a step, R requests, I heads of the indexer, D numbers of its keys, H query heads,
 E numbers of an entry, L of its latent, P pages, B tokens of a page, X pages of a block table, K

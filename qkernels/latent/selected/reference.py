@@ -1,4 +1,4 @@
-"""An indexer's scores and attention over the keys that it selects, in plain torch.
+"""Scores of an indexer, and attention over the keys that it selects, in plain torch.
 
 Legend: T rows of a step, R requests, I heads of the indexer, D numbers of its keys, H query heads,
 E numbers of an entry, L of its latent, P pages, B tokens of a page, X pages of a block table, N

@@ -11,7 +11,7 @@ def check_peer(config: EngineConfig, runner: ModelRunner, first_kv_head: int) ->
 
     `first_kv_head`: of this rank.
     """
-    subject = f"{FLAG} peer"
+    subject = f"{FLAG} peer, or --prefill-engines"
     if config.pipeline_parallel_size > 1:
         raise InputError(
             subject,

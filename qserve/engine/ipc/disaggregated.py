@@ -27,7 +27,7 @@ from qserve.params.sampling_params import SamplingParams
 # Of a request on an engine that computes its prompt: the token is dropped.
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False)
 
-# A request waits for its turn at the other engine for so long; it is told when that has ended.
+# Longest wait for the other engine. Usually its end, or its failure, is reported earlier.
 PATIENCE_SECONDS = 600.0
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class DisaggregatedEngines(DataParallelEngines):
         group: str,
         handling: Handling,
     ) -> None:
-        """Compute a prompt. The engine that decodes is told when that has ended."""
+        """Compute a prompt, and report its end or failure to the engine that decodes."""
         try:
             chosen = self._choose(prompt_token_ids, handling, self._prefill_ranks)
             values = request_id, prompt_token_ids, ONE_TOKEN, ignore, client, group, handling

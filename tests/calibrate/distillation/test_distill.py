@@ -99,6 +99,21 @@ def test_the_written_model_predicts_more_like_the_float_model(
     assert engine_divergence(source, reference) == pytest.approx(done.trained.before, rel=0.02)
 
 
+@pytest.mark.parametrize("outer", ["quantize_head", "quantize_embedding"])
+def test_head_and_embedding_in_codes_stay(quantized, tiny_model, tmp_path, outer):
+    """The student predicts with them: the engine finds the same divergence."""
+    settings = {outer: Scheme.parse("w8a16-sym-g32")}
+    source = quantized("qwen3", "w3a16-sym-g32", "compressed-tensors", **settings)
+    done = distilled(source, tiny_model("qwen3"), tmp_path / "out")
+    found = engine_divergence(tmp_path / "out", tiny_model("qwen3"))
+    assert found == pytest.approx(done.trained.after, rel=0.02)
+    assert done.trained.after < done.trained.before
+    before, after = (load_file(each / "model.safetensors") for each in (source, tmp_path / "out"))
+    module = "lm_head." if outer == "quantize_head" else "model.embed_tokens."
+    names = [name for name in before if name.startswith(module) and name.endswith("_packed")]
+    assert names and all(torch.equal(before[name], after[name]) for name in names)
+
+
 @pytest.mark.parametrize(
     ("scheme", "output_format", "leaf"),
     [

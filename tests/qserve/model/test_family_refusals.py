@@ -1,4 +1,4 @@
-"""What families cannot compute is refused by name, by the server and before quantization."""
+"""Refusals, by name, of models that a family cannot compute: in serving and quantizing."""
 
 import pytest
 

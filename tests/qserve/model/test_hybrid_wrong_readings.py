@@ -146,7 +146,7 @@ WRONG = {
 }
 
 
-# Seen where a request goes on alone.
+# Visible in decode steps only.
 WRONG_LATER = {
     "convolution that forgets": conv_state(torch.zeros_like),
     "convolution that remembers the oldest for the newest": conv_state(lambda c: c.flip(2)),
@@ -158,7 +158,7 @@ WRONG_LATER = {
 
 @pytest.mark.parametrize("name", DELTA_NETS)
 def test_a_wrong_reading_is_seen(hybrid, monkeypatch, name):
-    """One start for all: a decoder is mended by the weights that it had."""
+    """One start for all readings; the decoder gets its right weights back after each."""
     llm = LLM(hybrid(name), device="cpu", max_model_len=64)
     decoder, right = llm.engine.runner.decoder, llm.logits(TOKENS)
     kept = {

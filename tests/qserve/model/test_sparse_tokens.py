@@ -303,7 +303,7 @@ def test_ranks_that_divide_a_prompt(model_of):
 
 @pytest.mark.parametrize(("num_stages", "is_refused"), [(2, True), (3, True), (1, False)])
 def test_first_layer_of_a_stage_needs_an_indexer(model_of, num_stages, is_refused):
-    """Of three layers the second has none."""
+    """The second of three layers has none."""
     config = ModelConfig.from_folder(model_of("glm-5.2"))
     stages = {"num_stages": num_stages, "ranks": (0, 1, 2), "ahead": None, "back": None}
     pipeline = Pipeline(stage=min(1, num_stages - 1), **stages)

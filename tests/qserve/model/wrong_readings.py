@@ -26,7 +26,7 @@ def moved_window(by):
 
 
 def swapped(first, second):
-    """Two weights of a layer, one in place of the other."""
+    """Exchange two weights of a layer."""
 
     def change(layer):
         a, b = (layer.get_submodule(name) for name in (first, second))

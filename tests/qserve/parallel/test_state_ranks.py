@@ -57,7 +57,7 @@ def test_a_norm_over_ranks_comes_before_or_after_the_gate(tmp_path, first):
     [("lfm2", "conv.out_proj"), ("lfm2", "conv.in_proj"), ("granite_hybrid", "mamba.out_proj")],
 )
 def test_act_order(family, name, written, tmp_path):
-    """What a rank reads in another order than it is made is gathered."""
+    """Ranks gather inputs that they read in another order than they compute them."""
     folder = edited(
         written("w4a16-sym-g32", "gptq", family),
         tmp_path / "x",

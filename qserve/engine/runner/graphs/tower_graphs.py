@@ -18,7 +18,7 @@ NUM_GRAPHS = 32  # sizes whose graphs are kept, and as many that were seen once
 
 
 class CallSize(NamedTuple):
-    """What a graph is for: the number of images, and the rows and columns of their patches."""
+    """Size of a call that a graph can replay: number of images, rows and columns of patches."""
 
     batch: int
     rows: int
