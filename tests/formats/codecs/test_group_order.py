@@ -1,4 +1,4 @@
-"""Groups of inputs that a file states: adjacent ones are found at once, others are sorted."""
+"""Groups of inputs that a file states: adjacent ones need no order, others are sorted."""
 
 import pytest
 import torch
