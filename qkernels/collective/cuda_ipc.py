@@ -173,7 +173,7 @@ def copy_from(address: int, target: torch.Tensor) -> None:
 
 
 def register_host(tensor: torch.Tensor) -> None:
-    """Let the device copy to a tensor in host memory that others allocated, while the host continues.
+    """Let the device copy to host memory that others allocated, while the host continues.
 
     Raises PeerAccessError. CUDA's runtime would keep the error, and raise it in a later call.
     """
