@@ -60,7 +60,6 @@ def _row(name: str, solver: Solver, *transforms: Transform, **options: Any) -> R
 
 
 ACT_ORDER = ", act-order"
-_BY_MAGNITUDE = {"order": ORDERS["act-order"]}
 ORDERED = (gptq.solve, gptq.solve_corrected)  # solvers that accept any order of inputs
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -88,13 +87,26 @@ def with_act_order(recipe: Recipe) -> Recipe:
 
     Raises InputError without a solver.
     """
-    if recipe.solver not in ORDERED:
-        able = ", ".join(row.name for row in RECIPES.values() if row.solver in ORDERED)
+    if not _takes_order(recipe.solver):
+        able = ", ".join(row.name for row in RECIPES.values() if _takes_order(row.solver))
         raise InputError(
             f"recipe {recipe.name!r}", "rounds inputs in their given order", f"use {able}"
         )
-    solver = partial(recipe.solver, **_BY_MAGNITUDE)
+    solver = partial(recipe.solver, order=ORDERS["act-order"])
     return replace(recipe, name=f"{recipe.name}{ACT_ORDER}", solver=solver, act_order=True)
+
+
+def _takes_order(solver: Solver) -> bool:
+    """True if the solver accepts any order of inputs, and none is chosen yet."""
+    function, _, keywords = _call_of(solver)
+    return function in ORDERED and "order" not in keywords
+
+
+def _call_of(solver: Solver) -> tuple[Solver, tuple[Any, ...], dict[str, Any]]:
+    """A solver's function and what is bound to it: partial objects do not compare by these."""
+    if isinstance(solver, partial):
+        return solver.func, solver.args, solver.keywords
+    return solver, (), {}
 
 
 def find_recipe(recipe: str | Recipe) -> Recipe:
@@ -111,12 +123,11 @@ def identity_of(recipe: Recipe) -> str | None:
 
     A solver that was changed must not continue the layers of an unfinished run.
     """
-    plain, solver = recipe, recipe.solver
-    is_partial = isinstance(solver, partial) and not solver.args
-    if recipe.act_order and is_partial and solver.keywords == _BY_MAGNITUDE:
-        name = recipe.name.removesuffix(ACT_ORDER)
-        plain = replace(recipe, name=name, solver=solver.func, act_order=False)
-    if RECIPES.get(plain.name) == plain:
+    ours = RECIPES.get(recipe.name.removesuffix(ACT_ORDER))
+    if ours is not None and recipe.act_order and _takes_order(ours.solver):
+        ours = with_act_order(ours)
+    is_same_solver = ours is not None and _call_of(recipe.solver) == _call_of(ours.solver)
+    if is_same_solver and replace(recipe, solver=ours.solver) == ours:
         return recipe.name
     if not recipe.version:
         return None

@@ -333,6 +333,11 @@ def test_recipes_of_the_table_are_identified_by_name_and_others_by_version():
     row = RECIPES["smoothquant"]
     assert identity_of(row) == "smoothquant"
     assert identity_of(with_act_order(RECIPES["gptq"])) == "gptq, act-order"
+    refining = with_act_order(RECIPES["gptaq+refine"])
+    assert identity_of(refining) == "gptaq+refine, act-order"
+    assert identity_of(replace(RECIPES["gptaq+refine"], solver=RECIPES["gptaq"].solver)) is None
+    with pytest.raises(InputError, match="rounds inputs in their given order"):
+        with_act_order(refining)
     others = [
         Recipe(name="smoothquant", solver=gptq.solve),
         replace(RECIPES["gptq"], solver=partial(gptq.solve, order=ORDERS["static"])),
