@@ -672,4 +672,4 @@ WITHOUT_RANKS = (
     "mimo_v2",
 )
 # four linears in one matrix
-WITHOUT_ADAPTERS = ("afmoe",)
+WITHOUT_ADAPTERS = ("afmoe", *STATES)

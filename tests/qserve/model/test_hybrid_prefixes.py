@@ -58,6 +58,8 @@ def make_engine(folder, steps_in_flight=0, **settings):
     for cache in engine.runner.caches:
         for tensor in cache.slot_tensors:  # what no request has written
             tensor.fill_(torch.nan)
+    if engine.runner.state_copies is not None:  # memory of an earlier engine may have its states
+        engine.runner.state_copies._slots_SF.fill_(255)  # NaN
     return engine
 
 

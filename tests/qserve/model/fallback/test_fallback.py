@@ -206,7 +206,7 @@ def test_other_recipes_need_a_row(made, tmp_path, capsys):
 @pytest.mark.parametrize("kind", some(REFUSED, "bert", "minimax", "mamba"))
 def test_models_that_cannot_run_so_say_why(made, kind):
     with pytest.raises(InputError, match=REFUSED[kind]):
-        LLM(str(made(kind)), device="cpu", dtype="float32")
+        LLM(str(made(kind)), device="cpu", dtype="float32", model_impl="transformers")
 
 
 def edited(folder, target, **fields):

@@ -56,8 +56,11 @@ def read(folder, **settings):
     return model, open_source(CheckpointReader(folder), model, CPU)
 
 
-def assert_same_bits(folder, quantized, **settings):
-    """The linears of the quantized folder, and no others, are rounded, and to its bits."""
+def assert_same_bits(folder, quantized, but=(), **settings):
+    """The linears of the quantized folder, and no others, are rounded, and to its bits.
+
+    `but`: last names of linears whose bits may differ.
+    """
     _, stored = read(quantized)
     model, rounded = read(folder, **settings)
     modules = {name.rpartition(".")[0] for name in stored.reader.entries}
@@ -68,6 +71,8 @@ def assert_same_bits(folder, quantized, **settings):
         shape = rounded.reader.entries[f"{module}.weight"].shape
         want, found = stored.weight(module, shape), rounded.weight(module, shape)
         assert found.scheme == want.scheme, module
+        if module.rpartition(".")[2] in but:
+            continue
         assert same_weight(found, want) is None, module
 
 
@@ -84,7 +89,9 @@ RARE = ("w8a16-asym", "w2a16-sym", "w2a16-asym", "w3a16-asym", "w6a16-sym", "w4a
 )
 def test_every_scheme_has_the_bits_of_quantize(name, tiny_model, written):
     quantized = written(NAMES[name] or name, None)
-    assert_same_bits(tiny_model("llama"), quantized, quantization=name)
+    # what other servers load as one matrix shares a scale in a file
+    but = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj") if "nvfp4" in name else ()
+    assert_same_bits(tiny_model("llama"), quantized, but, quantization=name)
 
 
 @pytest.mark.exhaustive
