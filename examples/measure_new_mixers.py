@@ -11,41 +11,18 @@ bytes that must be read and written. On a GPU, CUDA graphs are replayed.
 import argparse
 import json
 import math
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from measure_latent_attention import ENTRY, LATENT, PAGE, make_step, microseconds
 
 from qkernels import ops
-from qkernels.attention.cache import AttentionStep
 from qkernels.causal_conv.state import StateStep
 from qkernels.latent.cache import PagedLatents
 
-LATENT, ENTRY, PAGE, INDEX_HEADS, INDEX_WIDTH = 512, 576, 16, 64, 128
+INDEX_HEADS, INDEX_WIDTH = 64, 128
 Case = tuple[str, Callable[[], object], float]  # name, call, bytes
-
-
-def microseconds(run: Callable[[], object], device: str, repeats: int) -> float:
-    """Mean time of a call."""
-    run()
-    if device != "cuda":
-        start = time.perf_counter()
-        for _ in range(repeats):
-            run()
-        return (time.perf_counter() - start) / repeats * 1e6
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    graph.replay()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(repeats):
-        graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / repeats * 1e3
 
 
 def selected(requests: int, count: int, keys: int, most: int, heads: int, device: str) -> Iterator:
@@ -53,14 +30,7 @@ def selected(requests: int, count: int, keys: int, most: int, heads: int, device
     made = {"device": device, "dtype": torch.bfloat16}
     pages = -(-keys // PAGE) * requests
     rows = requests * count
-    int32 = {"dtype": torch.int32, "device": device}
-    step = AttentionStep(
-        block_tables_RX=torch.randperm(pages, device=device).int().view(requests, -1),
-        query_starts_R1=torch.arange(0, rows + 1, count, **int32),
-        context_lengths_R=torch.full((requests,), keys, **int32),
-        max_query_len=count,
-        max_context_len=keys,
-    )
+    step = make_step(requests, count, keys, device)
     cache = PagedLatents(pages=torch.randn(pages, PAGE, ENTRY, **made))
     index_keys = torch.randn(pages, PAGE, INDEX_WIDTH, **made)
     q_TID = torch.randn(rows, INDEX_HEADS, INDEX_WIDTH, **made)

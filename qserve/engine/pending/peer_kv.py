@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from qserve.config import EngineConfig
 from qserve.engine.distributed.worker_group import WorkerGroup
 from qserve.engine.kv_cache.block_pool import NULL_PAGE
-from qserve.engine.pending.remote_kv import MAX_WAIT_SECONDS
+from qserve.engine.pending.remote_kv import MAX_WAIT_SECONDS, digest_of_pages
 from qserve.engine.request import Request
 from qserve.engine.scheduling.plan import StepPlan
 from qserve.engine.scheduling.scheduler import Scheduler
-from qserve.engine.start_phases import phase
 from qserve.engine.token_event import TokenEvent
 from qserve.kv_transfer.config import KvTransferConfig
-from qserve.kv_transfer.model_digest import page_digest
 from qserve.kv_transfer.peer.shared_pages import SharedPeerPages
 from qserve.model.model_config import ModelConfig
 
@@ -82,12 +80,8 @@ class PeerKv:
             "activations": str(runner.decoder.dtype).removeprefix("torch."),
             "block size": f"{config.block_size} tokens",
         }
-        dummy_seed = config.seed if config.load_format == "dummy" else None
         text = json.dumps(form)
-        with phase("Digesting the weights"):
-            digest = page_digest(
-                config.model, model, max_model_len=max_model_len, dummy_seed=dummy_seed, form=text
-            )
+        digest = digest_of_pages(config, model, max_model_len, text)
         pages = workers.open_peer(digest, text)
         transfer = config.kv_transfer
         logger.info("KV pages are exchanged with peers of this host as %s", transfer.role)

@@ -42,6 +42,18 @@ STATE = b"state "  # before a page's key: that of the snapshot at its end
 logger = logging.getLogger(__name__)
 
 
+def digest_of_pages(config: EngineConfig, model: ModelConfig, max_model_len: int, form: str) -> str:
+    """Digest of what an engine's pages depend on. `form`: what they depend on besides the model."""
+    with phase("Digesting the weights"):
+        return page_digest(
+            config.model,
+            model,
+            max_model_len=max_model_len,
+            dummy_seed=config.seed if config.load_format == "dummy" else None,
+            form=form,
+        )
+
+
 def host_bytes(config: EngineConfig, page_bytes: int, state_bytes: int, max_model_len: int) -> int:
     """Memory of the host tier that an engine needs."""
     transfer = config.kv_transfer
@@ -150,14 +162,7 @@ class RemoteKv:
         if config.num_ranks > 1:
             form += f", tensor parallel {config.tensor_parallel_size}"
             form += f", stages {config.pipeline_parallel_size}"
-        with phase("Digesting the weights"):
-            digest = page_digest(
-                config.model,
-                model,
-                max_model_len=max_model_len,
-                dummy_seed=config.seed if config.load_format == "dummy" else None,
-                form=form,
-            )
+        digest = digest_of_pages(config, model, max_model_len, form)
         logger.info("KV pages are exchanged through %s as %s", transfer.connector, transfer.role)
         return cls(scheduler, transfer, pages, states, model=digest)
 
