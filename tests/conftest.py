@@ -1,6 +1,7 @@
 """Models for the tests: the bundled one, its quantized form, tiny random ones of each family."""
 
 import functools
+import logging
 import os
 import re
 import signal
@@ -52,6 +53,15 @@ def kernels_compile_where_they_are_launched():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compile_pool, "MAX_WORKERS", 0)
         yield
+
+
+@pytest.fixture(autouse=True)
+def root_logger_keeps_its_level():
+    """Commands that run inside a test set it, for all tests that follow."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    root.setLevel(level)
 
 
 def pytest_addoption(parser):

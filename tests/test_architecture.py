@@ -230,8 +230,8 @@ def test_caches_are_known_by_their_specs_alone():
     mixers = set(classes_with("cache_spec", MIXERS)) - {"Mixer"}
     caches = set(classes_with("page_tensors", ROOT / "qkernels"))
     assert mixers == {
-        *("Attention", "DeltaNet", "LatentAttention", "Mamba2", "NoMixer", "ShortConv"),
-        *("SharedAttention", "SideBySide"),
+        *("Attention", "DeltaNet", "KimiDelta", "LatentAttention", "LightningAttention", "Mamba2"),
+        *("NoMixer", "SharedAttention", "ShortConv", "SideBySide"),
     }
     assert caches == {"PagedKv", "PagedLatents", "StateSlots"}
     for path in (ROOT / "qserve").rglob("*.py"):
