@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from formats.compatibility.loads_in import Verdict
-from formats.gguf.architectures import ARCHITECTURES
+from formats.gguf.architectures.table import ARCHITECTURES
 from formats.gguf.container import ALIGNMENT, DEFAULT_ALIGNMENT, GgufFile, read_gguf
 from formats.gguf.folder import read_index
 from formats.gguf.pre_tokenizers import PRE_TOKENIZERS

@@ -4,7 +4,8 @@ import struct
 from typing import Any
 
 from formats.errors import CheckpointError
-from formats.gguf.architectures import Architecture, find_architecture
+from formats.gguf.architectures.architecture import Architecture
+from formats.gguf.architectures.table import find_architecture
 from formats.gguf.container import GgufFile
 
 MAX_SIZE = 2**31

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from formats.architecture.family import Family
 from formats.architecture.projection import Projection
 from formats.errors import CheckpointError
-from formats.gguf.architectures import Architecture
+from formats.gguf.architectures.architecture import Architecture
 from formats.gguf.container import StoredTensor
 from formats.gguf.rope import FREQUENCIES, LONG, SHORT
 

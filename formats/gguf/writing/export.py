@@ -17,7 +17,7 @@ from formats.architecture.family import Family
 from formats.checkpoint import CheckpointReader, TensorEntry
 from formats.errors import CheckpointError
 from formats.families import FAMILIES
-from formats.gguf.architectures import Architecture
+from formats.gguf.architectures.architecture import Architecture
 from formats.gguf.block_types import BY_NAME, BlockType
 from formats.gguf.entries import GgufEntry, JoinedEntry
 from formats.gguf.names import BOTH_UP, KEY_UP, VALUE_UP, linear_names, other_names

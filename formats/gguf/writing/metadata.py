@@ -9,7 +9,8 @@ from typing import Any
 
 from formats.architecture.family import Family
 from formats.errors import CheckpointError
-from formats.gguf.architectures import ARCHITECTURES, Architecture
+from formats.gguf.architectures.architecture import Architecture
+from formats.gguf.architectures.table import ARCHITECTURES
 from formats.gguf.config import make_config
 from formats.gguf.container import read_gguf
 from formats.gguf.metadata import Metadata

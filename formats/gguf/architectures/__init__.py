@@ -1,0 +1,1 @@
+"""Architectures of GGUF files: what each does differently from the family's checkpoint."""
