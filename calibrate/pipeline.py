@@ -67,7 +67,7 @@ from formats.hub.fetch import local_path
 from formats.hub.selection import ADAPTER
 from formats.inspection.inspect import inspect_checkpoint
 from formats.names import FormatName, RecipeName
-from formats.plan import EXCEPTIONS_FORMAT, fits_any, fitted_scheme, make_plan
+from formats.plan import EXCEPTIONS_FORMAT, fits_any, fitted_scheme, make_plan, usual_scheme
 from formats.quality.checksums import checksums
 from formats.quality.probe import NUM_TOKENS, Probe
 from formats.quality.record import QUALITY
@@ -91,7 +91,7 @@ def quantize_checkpoint(
     overrides: Iterable[tuple[str, Scheme]] = (),
     bits: float | None = None,
     pad: bool = False,
-    fit_groups: bool = False,
+    fit_groups: bool | None = False,
     input_scales: Mapping[str, torch.Tensor | float] | None = None,
     quantize_head: Scheme | None = None,
     quantize_embedding: Scheme | None = None,
@@ -130,7 +130,8 @@ def quantize_checkpoint(
 
     `bits`: mean bits per weight. Each linear gets 2 to 8 bits according to its sensitivity
     (calibrate/mixed_bits.py); `scheme` then sets groups and symmetry. `fit_groups` replaces the
-    scheme's groups by the largest of 128, 64 and 32 that fits every linear.
+    scheme's groups by the largest of 128, 64 and 32 that fits every linear; None: only if
+    they would leave over a tenth of the weights in float.
 
     `quantize_head` and `quantize_embedding`: schemes of these matrices, which else stay in float
     (calibrate/outer.py).
@@ -174,8 +175,9 @@ def quantize_checkpoint(
         model.check_keys_are_kept()
     outer = Outer.of(model, quantize_head, quantize_embedding)
     overrides = [*outer.overrides, *overrides]
-    if fit_groups:
-        scheme = fitted_scheme(scheme, model.shapes, ignore=ignore, overrides=overrides)
+    if fit_groups is not False:
+        choose = fitted_scheme if fit_groups else usual_scheme
+        scheme = choose(scheme, model.shapes, ignore=ignore, overrides=overrides)
     devices = Devices.parse(device)
     device = devices.first
     padding = make_padding(model.config, model.shapes, scheme) if pad else None

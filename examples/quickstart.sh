@@ -38,7 +38,7 @@ esac
 
 echo "== Quantize $model"
 # shellcheck disable=SC2086  # a scheme and its flags
-qserve quantize "$model" --output "$work/quantized" --group-size auto --scheme $scheme
+qserve quantize "$model" --output "$work/quantized" --scheme $scheme
 
 echo "== Serve it"
 qserve serve "$work/quantized" --port 0 >"$work/serve.log" 2>&1 &

@@ -35,6 +35,7 @@ from formats.scheme import (
 )
 
 ACT_ORDER_FORMAT = "gptq"  # the only format that is written with act-order
+MOST_IN_FLOAT = 0.1  # of the weights, for want of whole groups, before smaller groups are usual
 EXCEPTIONS_FORMAT = "compressed-tensors"  # the format that every reader takes if linears differ
 
 
@@ -241,14 +242,49 @@ def fitted_scheme(
     """
     if str(scheme) in FIXED_SCHEMES | MICROSCALED:
         raise SchemeError(f"scheme {scheme}", "its scales are fixed", "leave `group_size` out")
+    sizes = [K for _, K in _chosen(shapes, ignore, overrides)]
+    return _with_groups(scheme, fitting_group_size(sizes))
+
+
+def usual_scheme(
+    scheme: Scheme,
+    shapes: Mapping[str, tuple[int, int]],
+    *,
+    ignore: Sequence[str] = (),
+    overrides: Iterable[tuple[str, Scheme]] = (),
+) -> Scheme:
+    """Return the scheme for a user who names no group size.
+
+    It has smaller groups if its own would leave over a tenth of the weights in float, and smaller
+    ones fit every linear. Ignored and overridden linears do not count.
+    """
+    size = scheme.weight.group_size
+    if size < 1 or str(scheme) in FIXED_SCHEMES | MICROSCALED:
+        return scheme
+    chosen = _chosen(shapes, ignore, overrides)
+    left = sum(N * K for N, K in chosen if K % size)
+    fitting = fitting_group_size(K for _, K in chosen)
+    if fitting == CHANNEL or left <= MOST_IN_FLOAT * sum(N * K for N, K in chosen):
+        return scheme
+    return _with_groups(scheme, fitting)
+
+
+def _with_groups(scheme: Scheme, size: int) -> Scheme:
+    return replace(scheme, weight=replace(scheme.weight, group_size=size))
+
+
+def _chosen(
+    shapes: Mapping[str, tuple[int, int]],
+    ignore: Sequence[str],
+    overrides: Iterable[tuple[str, Scheme]],
+) -> list[tuple[int, int]]:
+    """Return the shapes of the linears that are neither ignored nor overridden."""
     overrides = list(overrides)
-    sizes = [
-        K
-        for name, (_, K) in shapes.items()
+    return [
+        shape
+        for name, shape in shapes.items()
         if not fits_any(overrides, name) and not any(fits(each, name) for each in ignore)
     ]
-    weight = replace(scheme.weight, group_size=fitting_group_size(sizes))
-    return replace(scheme, weight=weight)
 
 
 def fits(pattern: str, name: str) -> bool:

@@ -108,7 +108,8 @@ class QuantizeConfig(HubSettings):
     group_size: int | str | None = setting(
         None,
         "number of inputs that share a scale; -1: one scale per output; auto: the largest "
-        "of 128, 64 and 32 that divides every linear (default: 128)",
+        "of 128, 64 and 32 that divides every linear (default: 128, or as auto where 128 would "
+        "leave over a tenth of the weights in float)",
     )
     device: str = setting(
         "auto",

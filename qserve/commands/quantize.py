@@ -35,6 +35,7 @@ def quantize(model: str, config: QuantizeConfig) -> int:
 
     config = with_recipe_file(config)
     fits_groups = config.group_size == AUTO_GROUPS
+    unstated = config.group_size is None and config.scheme in SCHEMES
     is_type = config.scheme in GGUF_TYPES
     is_gguf = config.format == GGUF or (is_type and config.format is None)
     if is_type and not is_gguf:
@@ -119,7 +120,7 @@ def quantize(model: str, config: QuantizeConfig) -> int:
             quality_windows=config.quality_windows,
             spill=config.spill,
             settings=recipe_settings(config),
-            fit_groups=fits_groups,
+            fit_groups=None if unstated else fits_groups,
             chats=CalibrationChats(model),
             **settings,
         )

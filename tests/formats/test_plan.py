@@ -5,7 +5,7 @@ import torch
 
 from formats.architecture.padding import make_padding
 from formats.errors import CheckpointError, InputError, SchemeError
-from formats.plan import fits, fitted_scheme, make_plan, parse_override
+from formats.plan import fits, fitted_scheme, make_plan, parse_override, usual_scheme
 from formats.quant_config import QuantConfig
 from formats.scheme import Scheme
 
@@ -213,6 +213,31 @@ def test_where_nothing_fits_the_error_names_the_groups():
 def test_auto_groups_are_the_largest_that_servers_take(inputs, inner, expected):
     found = fitted_scheme(Scheme.parse("w4a16-sym"), wide_shapes(inputs, inner))
     assert str(found) == expected
+
+
+@pytest.mark.parametrize(
+    ("inputs", "inner", "expected"),
+    [
+        (512, 1536, "w4a16-sym"),
+        (576, 1536, "w4a16-sym-g64"),  # 43 % have no whole groups of 128
+        (2048, 2080, "w4a16-sym-g32"),  # a third: down_proj
+        (2048, 96, "w4a16-sym"),  # less than a tenth
+        (1000, 4096, "w4a16-sym"),  # nothing smaller fits
+    ],
+)
+def test_usual_groups_are_smaller_only_where_many_weights_need_it(inputs, inner, expected):
+    scheme = Scheme.parse("w4a16-sym")
+    assert str(usual_scheme(scheme, wide_shapes(inputs, inner))) == expected
+    for fixed in ("w8a8", "w4a16-mxfp4", "w8a8-fp8-block"):
+        scheme = Scheme.parse(fixed)
+        assert usual_scheme(scheme, wide_shapes(inputs, inner)) == scheme
+
+
+def test_usual_groups_do_not_count_what_is_ignored_or_overridden():
+    shapes, scheme = wide_shapes(2048, 2080), Scheme.parse("w4a16-sym")
+    assert usual_scheme(scheme, shapes, ignore=["down_proj"]) == scheme
+    other = [("down_proj", Scheme.parse("w8a16-sym-g32"))]
+    assert usual_scheme(scheme, shapes, overrides=other) == scheme
 
 
 def test_auto_groups_look_only_at_what_is_quantized_so():

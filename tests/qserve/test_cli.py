@@ -120,6 +120,12 @@ def test_scheme_that_does_not_fit_names_the_layer(capsys, docs_5m, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_groups_are_smaller_where_the_usual_ones_fit_no_linear(tiny_model, tmp_path, capsys):
+    arguments = ["quantize", str(tiny_model("llama")), "-o", str(tmp_path / "x")]
+    assert main([*arguments, "--recipe", "rtn", "--quality-windows", "0"]) == 0
+    assert "linears to w4a16-sym-g32 by rtn, as gptq" in capsys.readouterr().out
+
+
 @pytest.mark.exhaustive
 def test_auto_chooses_the_groups(docs_5m, tmp_path, capsys):
     arguments = ["quantize", str(docs_5m), "-o", str(tmp_path / "x"), "--group-size", "auto"]

@@ -69,7 +69,7 @@ class OnlineQuantization:
 
     name: str  # as the user wrote it
     scheme: Scheme | None = None  # None: linears that no override matches stay in float
-    fit_groups: bool = False
+    fit_groups: bool | None = False  # None: if the usual ones leave many weights in float
     ignore: tuple[str, ...] = ()  # patterns, as in `qserve quantize --ignore`
     overrides: tuple[tuple[str, Scheme], ...] = ()  # the first pattern that matches counts
     method: str = ""  # quant_method of the quantized checkpoints that this name may stand for
@@ -120,7 +120,7 @@ class OnlineQuantization:
 
         `config` and `sizes`: a ModelConfig's values and sizes.
         """
-        from formats.plan import fitted_scheme, make_plan
+        from formats.plan import fitted_scheme, make_plan, usual_scheme
 
         if self.scheme is None and not self.overrides:
             raise InputError(
@@ -136,6 +136,8 @@ class OnlineQuantization:
             scheme = self.overrides[0][1]
         elif self.fit_groups:
             scheme = fitted_scheme(scheme, shapes, **choice)
+        elif self.fit_groups is None:
+            scheme = usual_scheme(scheme, shapes, **choice)
         self._check_groups({n: s for n, s in shapes.items() if n not in unasked}, scheme)
         plan = make_plan(shapes, scheme, unasked=unasked, **choice)
         return RoundingPlan(config=plan.config(""), schemes=plan.quantized, reasons=plan.reasons)
@@ -183,8 +185,8 @@ def _base_name(scheme: Scheme) -> str:
     return str(replace(scheme, weight=replace(scheme.weight, group_size=DEFAULT_GROUP_SIZE)))
 
 
-def _parse_scheme(text: str) -> tuple[Scheme, bool]:
-    """Return a scheme by name, and True if its groups shall fit the model. Raises InputError."""
+def _parse_scheme(text: str) -> tuple[Scheme, bool | None]:
+    """Return a scheme by name, and `fit_groups` of OnlineQuantization. Raises InputError."""
     subject, name = f"{FLAG} {text:.80}", text.removesuffix(AUTO)
     scheme = _find_scheme(name, subject)
     fit_groups = name != text
@@ -196,7 +198,8 @@ def _parse_scheme(text: str) -> tuple[Scheme, bool]:
             "its scales of activations come from calibration data",
             f"use {name.removesuffix('-static')}, or `qserve quantize` first",
         )
-    return scheme, fit_groups
+    states_no_groups = name in ALIASES | SCHEMES and not _is_fixed(scheme)
+    return scheme, True if fit_groups else None if states_no_groups else False
 
 
 def _find_scheme(name: str, subject: str) -> Scheme:

@@ -41,6 +41,7 @@ NAMES = {
     },
     "w4a16-g32": G32,
     "w4a16-auto": G32,
+    "w4a16": G32,  # its groups of 128 fit none
     "w8a16-channel": "w8a16-sym-channel",
     "fp8": "w8a8-fp8",
     "fp8_per_tensor": ALIASES["fp8_per_tensor"],
@@ -242,8 +243,8 @@ def test_bad_settings_are_refused_before_the_model_is_read(name, config, words):
     ("name", "config", "words"),
     [
         # the tiny model has 64 and 96 inputs
-        ("w4a16", {}, "64 inputs are not divisible by the group size 128 (use w4a16-sym-auto, here "
-         "groups of 32)"),
+        ("w4a16-g128", {}, "64 inputs are not divisible by the group size 128 (use w4a16-sym-auto,"
+         " here groups of 32)"),
         ("w4a16-asym-g64", {}, "down_proj: its 96 inputs"),
         ("w4a16-asym-g64", {"ignore": ["o_proj"]}, "use w4a16-asym-auto, here groups of 32"),
         ("fp8", {"targets": {"up_proj": "w4a16"}}, '"ignore": ["model.layers.0.mlp.up_proj"]'),
