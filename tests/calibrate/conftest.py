@@ -14,8 +14,8 @@ from calibrate.calibration.capture import HiddenStates, collect_statistics
 from calibrate.calibration.layer_runner import LayerRunner
 from calibrate.float_model import FloatModel
 from calibrate.layer import load_transforms
-from calibrate.pipeline import _rewrite_model
 from calibrate.recipe import Recipe
+from calibrate.run.prepare import rewrite_model
 from calibrate.solvers.solving import LayerContext
 from formats.codecs.config_fields import EMBEDDING
 from formats.scheme import QuantSpec
@@ -110,7 +110,7 @@ def stream_logits(
         layer_map=layer_map, config=reader.config, spec=spec, activation_bits=bits
     )
     recipe = Recipe(name="test", solver=None, transforms=transforms)
-    model = _rewrite_model(reader, recipe, context)
+    model = rewrite_model(reader, recipe, context)
     hidden = HiddenStates(
         ids_WS, model.get(layer_map.embedding, reader.get(layer_map.embedding)), runner
     )

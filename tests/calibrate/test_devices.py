@@ -78,7 +78,7 @@ def test_several_devices_write_what_one_does(
     if "kv_cache" in options:
         options = {**options, "output_format": "compressed-tensors"}
     monkeypatch.setattr(
-        "calibrate.pipeline.read_evaluation",
+        "calibrate.run.prepare.read_evaluation",
         lambda _, text, *__: text and Evaluation(ids_WS=EVALUATED, text=text),
     )
     one = quantize(tiny_model(family), tmp_path / "one", "cpu", **options)

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from calibrate import pipeline, recipe
+from calibrate import recipe
 from calibrate.pipeline import quantize_checkpoint
+from calibrate.run import finish
 from calibrate.solvers import rtn
 from formats.checkpoint import CheckpointReader
 from formats.codecs import gptq
@@ -413,13 +414,13 @@ DOWN = "model.layers.1.mlp.down_proj"
 def test_tampering_with_the_staged_folder_stops_the_publication(
     tiny_checkpoint, monkeypatch, tamper, named
 ):
-    verify = pipeline.verify
+    verify = finish.verify
 
     def tampered(folder, *others):
         tamper(folder)
         verify(folder, *others)
 
-    monkeypatch.setattr(pipeline, "verify", tampered)
+    monkeypatch.setattr(finish, "verify", tampered)
     source = tiny_checkpoint().write()
     with pytest.raises(CheckpointError, match=named):
         quantize(source, SCHEME)

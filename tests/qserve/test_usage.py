@@ -85,7 +85,7 @@ def test_help_has_the_commands_own_flags_first(capsys):
 def test_wrong_settings_show_before_the_texts_are_read(
     capsys, docs_5m, tmp_path, monkeypatch, flags, words
 ):
-    monkeypatch.setattr("calibrate.pipeline.read_for_model", lambda *_: pytest.fail("too late"))
+    monkeypatch.setattr("calibrate.run.settings.read_for_model", lambda *_: pytest.fail("too late"))
     command = ["quantize", str(docs_5m), "-o", str(tmp_path / "out"), *flags]
     captured = fails_with(capsys, command, words)
     assert "[Errno" not in captured.err

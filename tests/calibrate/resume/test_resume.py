@@ -353,11 +353,11 @@ def test_recipes_of_the_table_are_identified_by_name_and_others_by_version():
 
 def test_blocks_of_a_gguf_file_resume(docs_5m, tmp_path, monkeypatch):
     """Finished layers of K-quants are read back, and the file has the bytes of one run."""
-    from calibrate import pipeline
     from calibrate.gguf_file import quantize_to_gguf
+    from calibrate.run import layers
 
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    solve, solved = pipeline.quantize_layer, []
+    solve, solved = layers.quantize_layer, []
 
     def interrupted(*arguments, context, **settings):
         solved.append(context.layer)
@@ -365,7 +365,7 @@ def test_blocks_of_a_gguf_file_resume(docs_5m, tmp_path, monkeypatch):
             raise DiskError("disk", "is full")
         return solve(*arguments, context=context, **settings)
 
-    monkeypatch.setattr(pipeline, "quantize_layer", interrupted)
+    monkeypatch.setattr(layers, "quantize_layer", interrupted)
     whole, target = tmp_path / "whole.gguf", tmp_path / "out.gguf"
     options = {"scheme": "q4_k_m", "recipe": "rtn", "progress": False, "quality_windows": 0}
     with pytest.raises(DiskError):

@@ -1,0 +1,115 @@
+"""The layers of a run: solve each one, or read it from the journal, and write its codes."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from calibrate.layer import FinishedLayer, load_transforms, quantize_layer
+from calibrate.results.output import Output
+from calibrate.results.report import LinearReport
+from calibrate.resume.journal import Journal
+from calibrate.run.prepare import Run
+from calibrate.solvers.solving import LayerContext, LayerState
+
+if TYPE_CHECKING:  # it loads transformers
+    from calibrate.calibration.stream import Stream
+
+log = logging.getLogger(__name__)
+
+
+def solve_layers(
+    run: Run, stream: "Stream | None", output: Output, journal: Journal, bar: tqdm
+) -> None:
+    """Write the codes of all layers in order. Those of an interrupted run are not solved again."""
+    model = run.model
+    for layer in range(model.num_layers):
+        show = partial(advance, bar, f"layer {layer + 1}/{model.num_layers}")
+        original = model.layer(layer, run.devices.first)
+        prefix = model.layer_map.prefix(layer)
+        context = replace(run.context, layer=layer, prefix=prefix, notes=[])
+        state = load_transforms(original, run.recipe, context)
+        digest = model.layer_digests[layer]
+        finished = journal.read(layer, run.devices.first, digest)
+        if finished is None:
+            finished = _solve(run, stream, original, state, context, show)
+            journal.write(layer, finished, digest)
+        else:
+            show("found finished", len(finished.packed))
+            if stream is not None:
+                stream.advance_reference(layer, state)
+        kv_scales = None
+        if stream is not None:
+            with run.clock("next inputs"):
+                kv_scales = stream.advance(layer, original, finished)
+        with run.clock("writing"):
+            output.add_layer(prefix, finished, model)
+            if kv_scales is not None:
+                output.add_kv_scales(prefix, kv_scales)
+        _log_layer(prefix, finished.reports)
+
+
+def advance(bar: tqdm, where: str, what: str, count: int = 1) -> None:
+    """Show what is done, and count linears."""
+    bar.set_description(f"{where} {what}")
+    bar.update(count)
+
+
+def _solve(
+    run: Run,
+    stream: "Stream | None",
+    original: LayerState,
+    state: LayerState,
+    context: LayerContext,
+    show: Callable[..., None],
+) -> FinishedLayer:
+    """Return a layer's codes. `state` is the layer after the recipe's transforms."""
+    layer, recipe, clock = context.layer, run.recipe, run.clock
+    with clock("statistics"):
+        show("running the calibration data", 0)
+        statistics = {}
+        if stream is not None and _reads_data(run, context.prefix):
+            statistics = stream.statistics(layer, state)
+    with clock("solving"):
+        finished = quantize_layer(
+            original,
+            state,
+            statistics,
+            schemes=run.schemes,
+            recipe=recipe,
+            context=context,
+            input_scales=run.settings.input_scales,
+            before_linear=show,
+            devices=run.devices,
+        )
+    if stream is not None:
+        with clock("next inputs"):
+            stream.advance_reference(layer, state)
+    if recipe.tuning is not None:
+        with clock("tuning"):
+            show("tuning", 0)
+            tuned = stream.tune(layer, state, finished, recipe.tuning, run.settings.seed)
+            finished = tuned.measured_again(state, statistics)
+    return finished
+
+
+def _reads_data(run: Run, prefix: str) -> bool:
+    """True if a layer's statistics are read: some linear is solved, or a transform changes all."""
+    changes = any(transform.on_statistics is not None for transform in run.recipe.transforms)
+    return changes or any(name.startswith(f"{prefix}.") for name in run.schemes)
+
+
+def _log_layer(prefix: str, reports: tuple[LinearReport, ...]) -> None:
+    if not reports:
+        log.info("%s: left in float", prefix)
+        return
+    worst = max(reports, key=lambda r: r.output_error or r.relative_error)
+    kind = "weight" if worst.output_error is None else "output"
+    error = 100 * (worst.output_error or worst.relative_error)
+    log.info("%s: largest %s error %.2f %%, of %s", prefix, kind, error, worst.name)
+    for report in reports:
+        for note in report.notes:
+            log.warning("%s: %s", report.name, note)
