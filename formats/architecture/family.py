@@ -87,6 +87,9 @@ class Family:
     # Names of the matrices [hidden_size, hidden_size], numbered from 0, that make the other streams
     # of hidden states from embeddings, and of those that lead back; empty: there is one stream.
     streams: tuple[str, ...] = ()
+    # Why a layer is not divided over GPUs, empty if it is: the engine, `inspect` and the table of
+    # families read this alone.
+    undivided: str = ""
     gated: bool = True  # gate_up makes gate and up; down reads activation(gate) * up
     # Attention and feed-forward read the same norm, and both outputs are added to its input. That
     # norm `feeds` the projection of attention.
