@@ -87,6 +87,9 @@ class Family:
     # Names of the matrices [hidden_size, hidden_size], numbered from 0, that make the other streams
     # of hidden states from embeddings, and of those that lead back; empty: there is one stream.
     streams: tuple[str, ...] = ()
+    # Why a layer is not divided over GPUs, empty if it is: the engine, `inspect` and the table of
+    # families read this alone.
+    undivided: str = ""
     gated: bool = True  # gate_up makes gate and up; down reads activation(gate) * up
     # Attention and feed-forward read the same norm, and both outputs are added to its input. That
     # norm `feeds` the projection of attention.
@@ -124,7 +127,7 @@ class Family:
     tied: bool = False  # default of tie_word_embeddings
     float16: bool = True  # activations stay within its range
     rules: ConfigRules | None = None  # None: `inspect` does not check its config and tensors
-    # How files differ from the usual form (stored_form.py): their own keys of config.json by the
+    # How files differ from the usual form (stored_form/): their own keys of config.json by the
     # usual ones; a prefix that some leave out; weights of a layer are [inputs, outputs]; tensors
     # of a layer that hold masks or other tables, which are computed.
     config_keys: Mapping[str, str] = field(default_factory=dict)

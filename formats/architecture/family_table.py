@@ -32,7 +32,6 @@ class FamilyFacts:
 
 def facts(family: Family) -> FamilyFacts:
     """Return what the project supports of a family."""
-    has_states = family.state_mixer is not None
     has_layer = family.draft_layers_key or family.draft_names.layer
     drafters = "any drafter and its MTP layer" if has_layer else "any drafter"
     return FamilyFacts(
@@ -41,7 +40,7 @@ def facts(family: Family) -> FamilyFacts:
         model_type=family.model_type,
         kind=_kind(family),
         served=family.served,
-        tensor_parallel=not (has_states or family.full_layers),
+        tensor_parallel=not family.undivided,
         speculation=drafters,
         windows={"none": "none", "all": "all", "layer_types": "some"}[family.window],
     )

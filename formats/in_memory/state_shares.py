@@ -21,8 +21,6 @@ HEADS: dict[Kind, tuple[str, str, tuple[str, str]]] = {
     "Mamba-2": ("mamba_n_heads", "mamba_n_groups", ("Mamba-2 heads", "groups")),
 }
 
-WHOLE: tuple[Kind, ...] = ("Kimi delta attention", "lightning attention")  # on one GPU
-
 
 def share_states(
     mixer: StateMixer,
@@ -37,12 +35,6 @@ def share_states(
     `inputs`: of the layer's output projection, `name` with `scheme`. Raises InputError if they
     cannot be divided.
     """
-    if mixer.kind in WHOLE:
-        raise InputError(
-            f"--tensor-parallel-size {size}",
-            f"does not work with {mixer.kind}, which is not divided",
-            "serve it on one GPU",
-        )
     if mixer.kind not in HEADS:
         shares = share_features(name, inputs, size, scheme)
         return tuple(HeadShare(heads=share, kv_heads=share) for share in shares)

@@ -66,8 +66,8 @@ def _why_not(
     family = FAMILIES.get(names[0]) if is_name else None
     if family is None:
         return "unknown: config.json names no architecture that is known here"
-    if family.full_layers:
-        return "layers with different heads are not divided over GPUs"
+    if family.undivided:
+        return family.undivided
     sizes, mixer = family.sizes(config), family.state_mixer
     state_end = None if mixer is None else f".{mixer.out.linears[0].name}"
     attention: list[Scheme | None] = []

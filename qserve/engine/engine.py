@@ -15,9 +15,9 @@ from qserve.config import EngineConfig
 from qserve.engine.build import EngineParts
 from qserve.engine.control.commands import ABORT, KEEP
 from qserve.engine.control.operations import Operations
-from qserve.engine.control.pause import Pause, check_mode
 from qserve.engine.in_flight import InFlightSteps, StepRanges
 from qserve.engine.input_processor import InputProcessor
+from qserve.engine.pending.pending import Pause, check_mode
 from qserve.engine.report import EngineReport
 from qserve.engine.request import Deadlines, Request, Status
 from qserve.engine.runner.model_runner import ModelRunner

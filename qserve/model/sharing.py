@@ -289,11 +289,13 @@ def check_ranks(
         )
     if size == 1 or family.builder == BUILDER:  # transformers' model is divided by its modules
         return
-    if config.family.full_layers:
+    if family.undivided:
         raise InputError(
             f"--tensor-parallel-size {size}",
-            f"does not work with {config.family.architecture}, whose layers have different heads",
-            "serve it on one GPU" if is_one_stage else "use --pipeline-parallel-size",
+            f"does not work with {family.architecture}: {family.undivided}",
+            "serve it on one GPU"
+            if is_one_stage or config.has_states
+            else "use --pipeline-parallel-size",
         )
     _head_shares(config, size)
     sizes = config.sizes

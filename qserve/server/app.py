@@ -20,7 +20,7 @@ from qserve.server.admin.settings import REFUSE
 from qserve.server.anthropic import routes as anthropic
 from qserve.server.anthropic.errors import ConvertErrors
 from qserve.server.http.api_key import Keys, RequireKey
-from qserve.server.http.budget import Admission, Budget
+from qserve.server.http.clients import Admission, Budget
 from qserve.server.http.errors import add_error_handlers
 from qserve.server.http.foreign_pages import RefuseForeignPages, hosts_of
 from qserve.server.http.framing import CheckHead, NameRequests, OriginForm, UnderPath

@@ -17,7 +17,7 @@ from qserve.params.sampling_params import SamplingParams
 from qserve.profile.profiler_config import ProfilerConfig
 from qserve.server.adapters import ServedAdapters
 from qserve.server.http.api_key import Keys
-from qserve.server.http.budget import Admission, Budget
+from qserve.server.http.clients import Admission, Budget
 from qserve.server.observability.metrics import Metrics
 from qserve.server.observability.tracing import Tracing
 from qserve.server.prepare.preparation import Preparation

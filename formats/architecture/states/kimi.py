@@ -69,6 +69,7 @@ KIMI_LINEAR: dict[str, Any] = {
     **LATENT,
     "builder": "hybrid.kimi_linear",
     "state_mixer": KIMI_DELTA,
+    "undivided": "Kimi delta attention is not divided",
     "norms": _with_experts(LATENT["norms"]),
     "experts": experts(
         _MODULE,

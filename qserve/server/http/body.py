@@ -5,7 +5,7 @@ from typing import Protocol
 
 from starlette.requests import ClientDisconnect, Request
 
-from qserve.server.http.budget import Budget, Hold
+from qserve.server.http.clients import Budget, Hold
 from qserve.server.http.errors import ApiError, ClientGone
 
 # Counted characters outside of strings, the limit, and the name of what they begin or separate.

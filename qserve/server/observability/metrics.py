@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 from qserve.config import EngineConfig
 from qserve.engine.report import EngineReport
 from qserve.engine.token_event import RequestFacts, TokenEvent
-from qserve.server.http.budget import Admission
+from qserve.server.http.clients import Admission
 
 REASONS = ("stop", "length", "abort", "error")
 REJECTIONS = ("outputs", "prompt_tokens")  # in the order of Admission.held

@@ -11,7 +11,6 @@ from qserve.multimodal.reader import MediaUrl, ReadMedia
 from qserve.output_parsing.output_parser import HARMONY, ParseSettings
 from qserve.params.sampling_params import SamplingParams
 from qserve.server.http.errors import ApiError
-from qserve.server.requests import template_settings
 from qserve.server.requests.generation_job import (
     PromptTooLong,
     check_length,
@@ -19,17 +18,23 @@ from qserve.server.requests.generation_job import (
     fitted,
     generation_job,
 )
+from qserve.server.requests.generation_params import form_param, form_warnings, output_form
 from qserve.server.requests.job import Arrival, Job
-from qserve.server.requests.output_form import form_param, form_warnings, output_form
-from qserve.server.requests.protocol import ChatCompletionRequest, Message, parse
+from qserve.server.requests.protocol import EFFORT, ChatCompletionRequest, Message, parse
 from qserve.server.requests.served_model import ServedModel
 from qserve.server.requests.tool_use import AUTO, NAMED, NONE, REQUIRED, ToolUse, tool_use
 from qserve.structured.params import StructuredOutputsParams
+from qserve.text.tokenizer import Tokenizer
 
 NUM_END_TOKENS = 16  # of the prompt, searched for the start and end of reasoning
 BROKEN_ARGUMENTS = "not a JSON object, read as {}"
 SYSTEM = ("system", "developer")
 USER, TOOL = "user", "tool"
+# Templates without an effort may still turn thinking on and off. As in vLLM, any effort but
+# "none" turns it on.
+SWITCHES = ("enable_thinking", "thinking")
+NO_EFFORT = "none"
+KWARGS = "chat_template_kwargs"
 # fields of a chat that do not work with images and videos: the reason
 NOT_WITH_MEDIA = {
     "truncate_prompt_tokens": "would cut images and videos",
@@ -92,7 +97,7 @@ def chat_request_job(
         params = _with_tokens(model, parsing, params)
         if form is not None:
             form = _behind_reasoning(model, parsing, form)
-    of_template = template_settings.ignored(request, model.tokenizer)
+    of_template = unread_settings(request, model.tokenizer)
     names = [*ignored, *use.ignored(model, form), *of_template]
     return generation_job(
         model,
@@ -174,7 +179,7 @@ def chat_tokens(
         "tools": use.for_template,
         "add_generation_prompt": not continues and request.add_generation_prompt is not False,
         "continue_final_message": continues,
-        "template_kwargs": template_settings.settings(request, model.tokenizer),
+        "template_kwargs": template_variables(request, model.tokenizer),
     }
     messages = [message.for_template for message in request.messages]
     if model.tokenizer.needs_parts:
@@ -297,3 +302,52 @@ def most_that_fit(messages: Sequence[Any], fits: Callable[[list[Any]], bool]) ->
         return list(messages)
     counts = range(1, len(groups))
     return without(1 + bisect.bisect_left(counts, True, key=lambda count: fits(without(count))))
+
+
+def template_variables(request: ChatCompletionRequest, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Variables for the template. Raises ApiError for two different efforts."""
+    given = _given_settings(request, tokenizer)
+    effort = request.reasoning_effort
+    if effort is not None and given.get(EFFORT, effort) != effort:
+        raise ApiError(
+            400,
+            f"{EFFORT}: expected the same value as {KWARGS}.{EFFORT}, or only one of the"
+            f" two, found {effort!r}.",
+            EFFORT,
+        )
+    return _of_effort(effort, tokenizer) | given
+
+
+def unread_settings(request: ChatCompletionRequest, tokenizer: Tokenizer) -> list[str]:
+    """Names of fields that are set and that the template does not read."""
+    given, effort = _given_settings(request, tokenizer), request.reasoning_effort
+    asked = request.chat_template_kwargs or {}
+    names = [f"{KWARGS}.{name}" for name in asked if name not in given]
+    is_read = EFFORT in given or _of_effort(effort, tokenizer).keys() - given
+    return names + [EFFORT] * (effort is not None and not is_read)
+
+
+def _given_settings(request: ChatCompletionRequest, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Settings in `chat_template_kwargs` that the template reads.
+
+    Raises ApiError for the server's own names, and for values a template could loop over.
+    """
+    given = {}
+    for name, value in (request.chat_template_kwargs or {}).items():
+        param = f"{KWARGS}.{name}"
+        if name in tokenizer.reserved_settings:
+            raise ApiError(400, f"{param:.300}: is set by the server. Leave it out.", param[:300])
+        if name not in tokenizer.template_settings:
+            continue
+        if value is not None and not isinstance(value, bool | int | float | str):
+            raise ApiError(400, f"{param}: expected a boolean, a number or a string.", param)
+        given[name] = value
+    return given
+
+
+def _of_effort(effort: str | None, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Template variables that express a reasoning effort."""
+    if effort is None:
+        return {}
+    meanings = {EFFORT: effort} | dict.fromkeys(SWITCHES, effort != NO_EFFORT)
+    return {name: meanings[name] for name in meanings if name in tokenizer.template_settings}

@@ -1,8 +1,8 @@
 """The job of POST /v1/completions."""
 
 from qserve.server.requests.generation_job import checked_params, encode, fitted, generation_job
+from qserve.server.requests.generation_params import form_param, form_warnings, output_form
 from qserve.server.requests.job import Arrival, Job
-from qserve.server.requests.output_form import form_param, form_warnings, output_form
 from qserve.server.requests.protocol import CompletionRequest, parse
 from qserve.server.requests.served_model import ServedModel
 

@@ -4,26 +4,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from qserve.errors import ParameterError
 from qserve.multimodal.media import MediaItem
 from qserve.output_parsing.output_parser import ParseSettings
-from qserve.params.generation_defaults import DEFAULTED
 from qserve.params.handling import Handling
-from qserve.params.sampling_params import MAX_LOGPROBS, SamplingParams
+from qserve.params.sampling_params import SamplingParams
 from qserve.server.http.errors import ApiError
-from qserve.server.requests import beam_fields
+from qserve.server.requests.generation_params import beam_search, ignored_in_search, sampling_params
 from qserve.server.requests.job import Arrival, Job, check_truncation, check_vocabulary, new_key
 from qserve.server.requests.protocol import (
-    MAX_ALL_STOP_CHARS,
-    MAX_TEMPERATURE,
-    ChatCompletionRequest,
     GenerationRequest,
 )
 from qserve.server.requests.served_model import ServedModel
 from qserve.structured.params import StructuredOutputsParams
 from qserve.text.tokenizer import with_bad_words
 
-COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat may fill the context
 MAX_CHOICES = 1024  # outputs of one request, over all its prompts
 
 
@@ -58,7 +52,7 @@ def checked_params(
             )
     check_truncation(model, request.truncate_prompt_tokens)
     params = sampling_params(request, model.defaults, model.max_model_len)
-    search = beam_fields.beam_search(request)
+    search = beam_search(request)
     num_each = params.n if search is None else search.beam_width
     if num_prompts * num_each > MAX_CHOICES:
         raise ApiError(
@@ -114,7 +108,7 @@ def generation_job(
 
     `params`: for an empty context. `form`: constraint of the output. `media`: of the only prompt.
     """
-    search = beam_fields.beam_search(request, form)
+    search = beam_search(request, form)
     if form is not None:
         params = replace(params, structured_outputs=form)
     params = with_bad_words(params, lambda: model.tokenizer)
@@ -147,7 +141,7 @@ def generation_job(
         returns_token_ids=bool(request.return_token_ids),
         parsing=parsing,
         tokens_as_ids=bool(request.return_tokens_as_token_ids),
-        ignored=(*ignored, *beam_fields.ignored(request)),
+        ignored=(*ignored, *ignored_in_search(request)),
         warnings=tuple(warnings),
         repeated=repeated or {},
         handling=arrival.salted(handling),
@@ -172,72 +166,3 @@ def check_length(model: ServedModel, text: str, request: GenerationRequest) -> N
     at_least = len(text) // model.tokenizer.max_token_chars
     if at_least >= model.max_model_len:
         raise PromptTooLong(model.max_model_len, at_least, is_at_least=True)
-
-
-def sampling_params(
-    request: GenerationRequest, defaults: dict[str, float], room: int
-) -> SamplingParams:
-    """Return the parameters for a prompt that leaves `room` tokens. Raises ParameterError.
-
-    A field that the request does not state has the model's default, or else OpenAI's.
-    """
-    _check_limits(request)
-    max_tokens, logprobs, prompt_logprobs = request.max_tokens, None, request.prompt_logprobs
-    if request.max_completion_tokens is not None:
-        max_tokens = request.max_completion_tokens
-        if max_tokens < 1:
-            raise ParameterError("max_completion_tokens", f"expected 1 or more, found {max_tokens}")
-    if isinstance(request, ChatCompletionRequest):
-        if max_tokens is None:
-            max_tokens = room
-        if request.logprobs:
-            logprobs = request.top_logprobs or 0
-            if not 0 <= logprobs <= MAX_LOGPROBS:
-                raise ParameterError(
-                    "top_logprobs", f"expected 0 to {MAX_LOGPROBS}, found {logprobs}"
-                )
-    else:
-        logprobs = request.logprobs
-        if max_tokens is None:
-            max_tokens = COMPLETION_MAX_TOKENS
-        if request.echo and (logprobs is not None or max_tokens == 0):
-            # An echo includes the prompt's; max_tokens: 0 is useful only with them.
-            prompt_logprobs = max(prompt_logprobs or 0, logprobs or 0)
-    fields = {
-        name: getattr(request, name)
-        for name in (
-            *DEFAULTED,
-            "n",
-            "presence_penalty",
-            "frequency_penalty",
-            "logit_bias",
-            "seed",
-            "min_tokens",
-            "stop",
-            "stop_token_ids",
-            "allowed_token_ids",
-            "bad_words",
-            "ignore_eos",
-            "include_stop_str_in_output",
-            "skip_special_tokens",
-        )
-    }
-    fields["logprobs"], fields["prompt_logprobs"] = logprobs, prompt_logprobs
-    given = {name: value for name, value in fields.items() if value is not None}
-    if request.use_beam_search:
-        # Beam search does not sample, so the model's sampling defaults do not apply.
-        defaults = {"temperature": 0.0}
-        given = {k: v for k, v in given.items() if k not in beam_fields.WITHOUT_EFFECT}
-    return SamplingParams(**(defaults | given), max_tokens=min(max_tokens, room))
-
-
-def _check_limits(request: GenerationRequest) -> None:
-    """Raise ParameterError for values that Python programs may give and clients may not."""
-    temperature = request.temperature
-    if temperature is not None and not 0 <= temperature <= MAX_TEMPERATURE:
-        raise ParameterError("temperature", f"expected 0 to {MAX_TEMPERATURE}, found {temperature}")
-    count = sum(map(len, request.stop or ()))
-    if count > MAX_ALL_STOP_CHARS:
-        raise ParameterError(
-            "stop", f"expected at most {MAX_ALL_STOP_CHARS} characters in all, found {count}"
-        )

@@ -234,7 +234,7 @@ class GenerationRequest(Body):
     priority: int | None = None
     cache_salt: CacheSalt = None
     n: int | None = None
-    use_beam_search: bool | None = None  # see beam_fields.py, also for the next three
+    use_beam_search: bool | None = None  # see generation_params.py, also for the next three
     best_of: int | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
@@ -246,7 +246,7 @@ class GenerationRequest(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, Any] | None = None  # checked by SamplingParams
-    response_format: dict[str, Any] | None = None  # see output_form.py, also for the next
+    response_format: dict[str, Any] | None = None  # see generation_params.py, also for the next
     structured_outputs: dict[str, Any] | None = None
     prompt_logprobs: int | None = None
     seed: int | None = None
@@ -327,7 +327,7 @@ class ChatCompletionRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    reasoning_effort: Effort | None = None  # see template_settings.py, also for the next
+    reasoning_effort: Effort | None = None  # see chat.py, also for the next
     chat_template_kwargs: Annotated[
         dict[str, Any] | None, at_most(MAX_TEMPLATE_SETTINGS, "settings")
     ] = None

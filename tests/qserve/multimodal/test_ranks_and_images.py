@@ -16,11 +16,10 @@ from tests.tiny_vision import VISION_FAMILIES, film
 
 # Positions of three axes, and rows that the first layers add.
 DEFAULT = "qwen3_vl"
-STATES = ("qwen3_5", "qwen3_5_moe")  # models with states have one rank
+STATES = ("qwen3_5", "qwen3_5_moe")  # models with states have one stage
 FAMILIES = [
     pytest.param(name, marks=() if name == DEFAULT else pytest.mark.exhaustive)
     for name in VISION_FAMILIES
-    if name not in STATES
 ]
 
 
@@ -36,7 +35,8 @@ def test_tokens_of_two_ranks(family, vision):
         longer = f"{text} and then"
         (again,), (event,) = model.run(engine, (longer, images))  # its rows are on both ranks
         assert again == model.expected(longer, images)
-        assert event.facts.num_cached > 0
+        # snapshots of states are farther apart than these prompts are long
+        assert (event.facts.num_cached > 0) == (family not in STATES)
     finally:
         engine.close()
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from qserve.config import ServerConfig
 from qserve.server.http.body import LIMITS, BodyScan
-from qserve.server.http.budget import Budget
-from qserve.server.http.clients import Turns, client_key
+from qserve.server.http.clients import Budget, Turns, client_key
 from qserve.server.http.errors import ApiError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

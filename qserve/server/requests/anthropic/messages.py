@@ -7,7 +7,6 @@ import msgspec
 
 from formats.errors import InputError
 from qserve.server.http.errors import ApiError, as_api_error
-from qserve.server.requests import template_settings
 from qserve.server.requests.anthropic.blocks import (
     ASSISTANT,
     IMAGE,
@@ -27,7 +26,7 @@ from qserve.server.requests.anthropic.tools import (
     callable_tools,
     chat_tool_fields,
 )
-from qserve.server.requests.chat import chat_request_job, chat_tokens
+from qserve.server.requests.chat import KWARGS, SWITCHES, chat_request_job, chat_tokens
 from qserve.server.requests.generation_job import PromptTooLong
 from qserve.server.requests.job import Arrival, Job
 from qserve.server.requests.protocol import EFFORT, ChatCompletionRequest, read, validate
@@ -35,7 +34,6 @@ from qserve.server.requests.served_model import ServedModel
 from qserve.server.requests.tool_use import tool_use
 from qserve.server.requests.unsupported import unknown
 
-KWARGS = template_settings.KWARGS
 # Chat fields that Anthropic's API lacks; they have the same meaning here.
 PASSED_ON = (
     *("request_id", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -177,7 +175,7 @@ def _chat(
 def _switches(model: ServedModel) -> list[str]:
     """Settings of the chat template that turn thinking on and off."""
     known = model.tokenizer.template_settings
-    return [name for name in template_settings.SWITCHES if name in known]
+    return [name for name in SWITCHES if name in known]
 
 
 def _ignored(request: MessagesRequest, model: ServedModel) -> list[str]:
