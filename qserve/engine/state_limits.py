@@ -34,7 +34,7 @@ LIMITS = (
         "pages are useful only with snapshots of states",
     ),
     Limit(
-        "--kv-transfer-config peer, or --prefill-engines",
+        "--kv-transfer-config peer or nixl, or --prefill-engines",
         lambda config: config.kv_transfer is not None and config.kv_transfer.is_peer,
         "the connector sends KV pages, and no states",
     ),

@@ -8,7 +8,8 @@ from typing import Any
 from formats.errors import InputError
 
 FLAG = "--kv-transfer-config"
-PEER = "peer"  # pages go from engine to engine (peer/)
+PEER = "peer"  # pages go from engine to engine of one host (peer/)
+NIXL = "nixl"  # pages go from engine to engine, also of other hosts (nixl/)
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 # vLLM's keys -> our fields
 NAMES = {
@@ -39,7 +40,7 @@ class KvTransferConfig:
     @property
     def is_peer(self) -> bool:
         """True for pages that pass from engine to engine, without a store between them."""
-        return self.connector == PEER
+        return self.connector in (PEER, NIXL)
 
     @property
     def answers_after_saving(self) -> bool:
@@ -73,7 +74,7 @@ class KvTransferConfig:
             )
         config = cls(**{"connector": ""} | {NAMES[k]: v for k, v in found.items() if k in NAMES})
         if not isinstance(config.connector, str) or not config.connector:
-            raise InputError(FLAG, "expected kv_connector: folder, peer, or module:Class")
+            raise InputError(FLAG, "expected kv_connector: folder, peer, nixl, or module:Class")
         if config.role not in ROLES:
             raise InputError(
                 FLAG, f"kv_role: expected one of {', '.join(ROLES)}, found {config.role!r}"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from formats.errors import InputError
-from qserve.kv_transfer.config import FLAG, PEER, KvTransferConfig
+from qserve.kv_transfer.config import FLAG, NIXL, PEER, KvTransferConfig
 from qserve.kv_transfer.folder import FolderConnector
 
 
@@ -44,7 +44,9 @@ def make_connector(config: KvTransferConfig, page_bytes: int) -> KvConnector:
 
 def _import(path: str) -> Callable[[Mapping[str, Any], int], KvConnector]:
     module, _, name = path.replace(":", ".").rpartition(".")
-    expected = f"kv_connector: expected one of {', '.join((*CONNECTORS, PEER))}, or module:Class"
+    expected = (
+        f"kv_connector: expected one of {', '.join((*CONNECTORS, PEER, NIXL))}, or module:Class"
+    )
     if not module:
         raise InputError(FLAG, f"{expected}, found {path!r}")
     try:

@@ -21,6 +21,7 @@ from typing import Any
 
 from formats.errors import InputError, one_line
 from qserve.kv_transfer.config import FLAG
+from qserve.kv_transfer.secret import read_secret
 
 MAGIC = b"qserveKV2\0\0\0\0\0\0\0"
 KEY_BYTES = DIGEST_BYTES = 32
@@ -34,7 +35,6 @@ GIB = 2**30
 RECOUNT_SHARE = 1 / 20
 KEPT_SHARE = 0.9  # of the limit, after files were removed
 ABANDONED_SECONDS = 600.0  # a partial file of this age has no writer any more
-MAX_SECRET_BYTES = 64  # longest key that SHA-256 uses unhashed
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class FolderConnector:
             raise InputError(f"{FLAG} path", f"expected a folder, found {path!r}")
         if isinstance(most, bool) or not isinstance(most, int | float) or not most > 0:
             raise InputError(f"{FLAG} max_gb", f"expected a number above 0, found {most!r}")
-        secret = _read_secret(settings.get("secret_file"))
+        secret = read_secret(settings.get("secret_file"))
         return cls(Path(path), page_bytes, max_bytes=most * GIB, secret=secret)
 
     def match(self, keys: Sequence[bytes]) -> int:
@@ -202,18 +202,3 @@ def _entries(path: str | Path) -> list[os.DirEntry]:
             return list(entries)
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def _read_secret(path: object) -> bytes:
-    """Content of the file without outer white space; empty without a file. Raises InputError."""
-    if path is None:
-        return b""
-    try:
-        secret = Path(path).read_bytes().strip()
-    except (OSError, TypeError) as error:
-        raise InputError(f"{FLAG} secret_file", f"cannot be read: {one_line(error)}") from error
-    if not 16 <= len(secret) <= MAX_SECRET_BYTES:
-        raise InputError(
-            f"{FLAG} secret_file", f"expected 16 to {MAX_SECRET_BYTES} bytes, found {len(secret)}"
-        )
-    return secret

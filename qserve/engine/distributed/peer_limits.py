@@ -1,4 +1,4 @@
-"""Limits of the KV connector `peer`."""
+"""Limits of the KV connectors `peer` and `nixl`."""
 
 from formats.errors import InputError
 from qserve.config import EngineConfig
@@ -11,7 +11,7 @@ def check_peer(config: EngineConfig, runner: ModelRunner, first_kv_head: int) ->
 
     `first_kv_head`: of this rank.
     """
-    subject = f"{FLAG} peer, or --prefill-engines"
+    subject = f"{FLAG} peer or nixl, or --prefill-engines"
     if config.pipeline_parallel_size > 1:
         raise InputError(
             subject,

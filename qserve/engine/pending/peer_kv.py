@@ -1,4 +1,4 @@
-"""PeerKv: KV pages that other engines of this host compute, through the connector `peer`.
+"""PeerKv: KV pages that other engines compute, through the connector `peer` or `nixl`.
 
 An engine that sends names the pages that a step completes before it launches the step. An engine
 that receives reserves pages for a request and lets threads fill them; the request is queued once
@@ -84,7 +84,7 @@ class PeerKv:
         digest = digest_of_pages(config, model, max_model_len, text)
         pages = workers.open_peer(digest, text)
         transfer = config.kv_transfer
-        logger.info("KV pages are exchanged with peers of this host as %s", transfer.role)
+        logger.info("KV pages are exchanged by %s as %s", transfer.connector, transfer.role)
         return cls(scheduler, transfer, pages, model=digest)
 
     @property

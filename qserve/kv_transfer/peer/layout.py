@@ -47,6 +47,10 @@ class PageTensor(msgspec.Struct, frozen=True, kw_only=True):
         """The shape without the number of heads."""
         return [size for axis, size in enumerate(self.shape) if axis != self.axis]
 
+    def view(self, bytes_X: torch.Tensor) -> torch.Tensor:
+        """Pages [N, ...] in bytes."""
+        return bytes_X.view(getattr(torch, self.dtype)).view(-1, *self.shape)
+
 
 class BufferFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Description of one rank's buffer. Other engines read it as JSON."""

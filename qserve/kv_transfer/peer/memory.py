@@ -3,9 +3,10 @@
 import contextlib
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -54,6 +55,26 @@ def allocate(path: Path, num_bytes: int, device: torch.device) -> BufferMemory:
     )
 
 
+class TransferError(RuntimeError):
+    """Memory of another engine cannot be read."""
+
+
+class SlotMemory(Protocol):
+    """Another rank's buffer."""
+
+    def read(
+        self, numbers: Sequence[int], slot: int, count: int
+    ) -> Iterator[tuple[int, slice, torch.Tensor]]:
+        """Tensors of a run of slots: the tensor's number, the rows of the run, and their bytes.
+
+        They are valid until the next one; on a GPU copies are under way on the current stream.
+        Raises RuntimeError.
+        """
+
+    def close(self) -> None:
+        """End the use of the memory. No copy may use it."""
+
+
 class PeerMemory:
     """Another rank's buffer, mapped into this process."""
 
@@ -81,22 +102,22 @@ class PeerMemory:
             self._address = opened = open_handle(bytes.fromhex(facts.handle), device)
             self._close = lambda: close_handle(opened)
 
-    def read(self, number: int, slot: int, count: int) -> torch.Tensor:
-        """Tensor `number` of a run of slots: [count, ...] on this rank's device.
+    def read(
+        self, numbers: Sequence[int], slot: int, count: int
+    ) -> Iterator[tuple[int, slice, torch.Tensor]]:
+        """Tensors of a run of slots, each as a whole: [count, ...] on this rank's device."""
+        for number in numbers:
+            tensor = self._facts.tensors[number]
+            start = self._offsets[number] + slot * tensor.num_bytes
+            size = count * tensor.num_bytes
+            if self._bytes_X is not None:
+                found = self._bytes_X[start : start + size]
+            else:
+                from qkernels.collective.cuda_ipc import copy_from
 
-        On a GPU the copy is under way on the current stream.
-        """
-        tensor = self._facts.tensors[number]
-        start = self._offsets[number] + slot * tensor.num_bytes
-        size = count * tensor.num_bytes
-        if self._bytes_X is not None:
-            found = self._bytes_X[start : start + size]
-        else:
-            from qkernels.collective.cuda_ipc import copy_from
-
-            found = torch.empty(size, dtype=torch.uint8, device=self._device)
-            copy_from(self._address + start, found)
-        return found.view(getattr(torch, tensor.dtype)).view(count, *tensor.shape)
+                found = torch.empty(size, dtype=torch.uint8, device=self._device)
+                copy_from(self._address + start, found)
+            yield number, slice(0, count), tensor.view(found)
 
     def close(self) -> None:
         """Unmap the memory. No copy may use it."""

@@ -1,19 +1,18 @@
-"""Peers: engines of this host whose pages a rank can read, found by their files in a folder."""
+"""Peers: engines whose pages a rank can read."""
 
-import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-
-import torch
 
 from formats.errors import InputError
+from qserve.kv_transfer.peer.finder import Finder
 from qserve.kv_transfer.peer.layout import BufferFacts, Source, mismatch, sources
-from qserve.kv_transfer.peer.memory import BYTES_SUFFIX, PeerMemory
-from qserve.kv_transfer.peer.slot_index import SUFFIX, IndexFileError, SlotIndex
+from qserve.kv_transfer.peer.memory import SlotMemory, TransferError
+from qserve.kv_transfer.peer.slot_table import SlotTable
 
+RETRY_SECONDS = 30.0  # until an engine is used again whose pages could not be read
 SCAN_SECONDS = 0.5
 
 logger = logging.getLogger(__name__)
@@ -23,8 +22,8 @@ logger = logging.getLogger(__name__)
 class Peer:
     """Another engine: the buffers of its ranks, which hold the same pages in the same slots."""
 
-    indexes: list[SlotIndex]
-    memories: list[PeerMemory]
+    indexes: list[SlotTable]
+    memories: list[SlotMemory]
     sources: list[list[Source]]  # of each own tensor
     numbers: dict[bytes, tuple[int, int]] = field(default_factory=dict)  # key -> page, batch
     num_read: int = 0  # pages whose entries were read
@@ -55,8 +54,11 @@ class Peer:
         return min(index.num_layers(number, count, batch) for index in self.indexes)
 
     def refresh(self) -> None:
-        """Read the entries that were written since the last time."""
+        """Read the entries that were written since the last time. Raises TransferError."""
+        for index in self.indexes[1:]:
+            index.pull()
         index = self.indexes[0]
+        index.pull(self.num_read)
         begun = index.begun
         self.num_read = max(self.num_read, begun - self.num_slots)
         while self.num_read < begun:
@@ -77,12 +79,12 @@ class Peer:
 
 
 class Peers:
-    """The usable engines of a folder. One thread at a time calls the methods."""
+    """The usable engines that a finder finds. One thread at a time calls the methods."""
 
-    def __init__(self, folder: Path, ours: BufferFacts, device: torch.device) -> None:
-        self._folder, self._ours, self._device = folder, ours, device
+    def __init__(self, finder: Finder, ours: BufferFacts) -> None:
+        self._finder, self._ours = finder, ours
         self._peers: dict[str, Peer] = {}
-        self._refused: set[str] = set()  # engines, and files that are no index
+        self._refused: dict[str, float] = {}  # engine -> when it may be used again
         self._scanned = float("-inf")
         # waits for copies out of their memory, before that is unmapped
         self.finish_copies: Callable[[], None] = lambda: None
@@ -97,15 +99,28 @@ class Peers:
         """Read what engines have announced; look for new and dead ones from time to time."""
         if now or time.monotonic() - self._scanned > SCAN_SECONDS:
             self._scanned = time.monotonic()
-            self._scan()
-        for peer in self._peers.values():
-            peer.refresh()
+            self._scan(now)
+        for peer in self:
+            try:
+                peer.refresh()
+            except TransferError as error:
+                self.drop(peer, f"cannot be read ({error})")
+
+    def renew(self, peer: Peer) -> bool:
+        """Read again which slots were given to other pages. Returns False if that fails."""
+        try:
+            for index in peer.indexes:
+                index.pull()
+        except TransferError as error:
+            self.drop(peer, f"cannot be read ({error})")
+            return False
+        return True
 
     def drop(self, peer: Peer, reason: str) -> None:
         """Use an engine no more."""
         if self._peers.pop(peer.name, None) is not None:
             logger.warning("KV peer %s %s: its pages are computed here instead", peer.name, reason)
-            self._refused.add(peer.name)
+            self._refused[peer.name] = time.monotonic() + RETRY_SECONDS
             self.finish_copies()
             peer.close()
 
@@ -114,42 +129,28 @@ class Peers:
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()
+        self._finder.close()
 
-    def _scan(self) -> None:
+    def _scan(self, now: bool) -> None:
         for peer in self:
             if not peer.is_alive:
-                paths = [index.path for index in peer.indexes]
+                indexes = peer.indexes
                 self.drop(peer, "is gone")
-                for path in paths:
-                    _remove(path)
-        found: dict[str, list[SlotIndex]] = {}
-        for path in sorted(self._folder.glob(f"*{SUFFIX}")):
-            engine = path.name.partition(".")[0]
-            if engine in self._peers or engine in self._refused or engine == self._ours.engine:
-                continue
-            try:
-                index = SlotIndex.open(path)
-            except (OSError, ValueError, IndexFileError) as error:
-                if not isinstance(error, FileNotFoundError) and path.name not in self._refused:
-                    self._refused.add(path.name)
-                    logger.warning("KV peer: %s %s; it is not used", path, error)
-                continue
-            if index.is_alive:
-                found.setdefault(engine, []).append(index)
-                continue
-            index.close()
-            _remove(path)
-        for engine, indexes in found.items():
+                for index in indexes:
+                    self._finder.forget_dead(index)
+        self._refused = {n: until for n, until in self._refused.items() if until > time.monotonic()}
+        known = {self._ours.engine, *self._peers, *self._refused}
+        for engine, indexes in self._finder.find(known, now=now).items():
             if len(indexes) < indexes[0].facts.num_ranks:
                 for index in indexes:  # the others are still starting
                     index.close()
                 continue
             self._add(engine, indexes)
 
-    def _add(self, engine: str, indexes: list[SlotIndex]) -> None:
+    def _add(self, engine: str, indexes: list[SlotTable]) -> None:
         indexes.sort(key=lambda index: index.facts.rank)
         facts = [index.facts for index in indexes]
-        memories: list[PeerMemory] = []
+        memories: list[SlotMemory] = []
         try:
             if reason := mismatch(self._ours, facts[0]):
                 raise InputError(
@@ -160,29 +161,12 @@ class Peers:
                 )
             taken = sources(self._ours.tensors, [each.tensors for each in facts])
             for index in indexes:
-                memories.append(PeerMemory(index.path, index.facts, self._device))
-        except (InputError, OSError, ValueError) as error:
+                memories.append(self._finder.memory(index))
+        except (InputError, OSError, RuntimeError, ValueError) as error:
             logger.error("%s. Its pages are computed here instead", error)
-            self._refused.add(engine)
+            self._refused[engine] = math.inf
             for each in (*memories, *indexes):
                 each.close()
             return
         self._peers[engine] = Peer(indexes=indexes, memories=memories, sources=taken)
         logger.info("KV peer %s: %d ranks, %d slots", engine, len(facts), facts[0].num_slots)
-
-
-def remove_dead(folder: Path) -> None:
-    """Remove the files of engines that were killed: on a CPU they hold memory."""
-    for path in folder.glob(f"*{SUFFIX}"):
-        with contextlib.suppress(OSError, ValueError, IndexFileError):
-            index = SlotIndex.open(path)
-            is_alive = index.is_alive
-            index.close()
-            if not is_alive:
-                _remove(path)
-
-
-def _remove(path: Path) -> None:
-    """Remove the files of an engine that was killed."""
-    for each in (path, path.with_suffix(BYTES_SUFFIX)):
-        each.unlink(missing_ok=True)

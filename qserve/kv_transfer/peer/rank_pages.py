@@ -9,13 +9,11 @@ import torch
 
 from formats.errors import InputError
 from qserve.kv_transfer.config import FLAG, KvTransferConfig
+from qserve.kv_transfer.links import make_link
 from qserve.kv_transfer.peer.layout import BufferFacts, PageTensor
-from qserve.kv_transfer.peer.memory import BYTES_SUFFIX, allocate
-from qserve.kv_transfer.peer.peers import Peers, remove_dead
+from qserve.kv_transfer.peer.peers import Peers
 from qserve.kv_transfer.peer.receiver import PageReceiver
 from qserve.kv_transfer.peer.sender import PageSender
-from qserve.kv_transfer.peer.settings import PeerSettings
-from qserve.kv_transfer.peer.slot_index import SUFFIX
 from qserve.model.cache_spec import Cache, CacheSpec
 
 STEPS_IN_BUFFER = 4
@@ -48,9 +46,8 @@ class PeerRankPages:
         """
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        settings = PeerSettings.parse(config.extra)
-        settings.make_folder()
-        remove_dead(settings.path)
+        self._link = link = make_link(config, device)
+        settings = link.settings
         tensors = _tensors(specs, caches(), first_kv_head)
         page_bytes = sum(tensor.num_bytes for tensor in tensors)
         num_slots = STEPS_IN_BUFFER * step_pages
@@ -77,20 +74,26 @@ class PeerRankPages:
         self.sender: PageSender | None = None  # None: it only receives
         self.receiver: PageReceiver | None = None  # None: it only sends
         ours = BufferFacts(**facts, device=str(device))
-        if config.saves:
-            path = settings.path / f"{engine}.{rank}{SUFFIX}"
-            memory = allocate(path.with_suffix(BYTES_SUFFIX), ours.offsets[-1], device)
-            ours = BufferFacts(
-                **facts, device=memory.device, handle=memory.handle, address=memory.address
-            )
-            try:
-                self.sender = PageSender(path, ours, memory, device, caches)
-            except BaseException:
-                memory.close()
-                raise
-        if config.loads:
-            peers = Peers(settings.path, ours, device)
-            self.receiver = PageReceiver(peers, ours, device, caches, patience=settings.patience_s)
+        try:
+            if config.saves:
+                index, memory = link.publish(
+                    ours,
+                    lambda at, h, address: BufferFacts(
+                        **facts, device=at, handle=h, address=address
+                    ),
+                )
+                self.sender = PageSender(index, memory, device, caches)
+            if config.loads:
+                self.receiver = PageReceiver(
+                    Peers(link.finder(ours), ours),
+                    ours,
+                    device,
+                    caches,
+                    patience=settings.patience_s,
+                )
+        except BaseException:
+            self.close()
+            raise
         self.num_slots = num_slots
 
     def send(self, keys_NB: np.ndarray, pages: Sequence[int]) -> None:
@@ -118,6 +121,7 @@ class PeerRankPages:
             if each is not None:
                 each.close()
         self.receiver = self.sender = None
+        self._link.close()
 
 
 def _tensors(

@@ -226,10 +226,14 @@ class PageReceiver:
                 self._stream.wait_event(job.after)
                 job.after = None
             pages_N = job.pages_N[run.index : run.index + run.count]
-            for index in range(start, self._layer_ends[ready - 1]):
-                for source in run.peer.sources[index]:
-                    found = run.peer.memories[source.rank].read(index, slot, run.count)
-                    _write(tensors[index], pages_N, found, self._tensors[index].axis, source)
+            numbers = range(start, self._layer_ends[ready - 1])
+            for rank, memory in enumerate(run.peer.memories):
+                taken = {n: [s for s in run.peer.sources[n] if s.rank == rank] for n in numbers}
+                wanted = [number for number, parts in taken.items() if parts]
+                for number, rows, found in memory.read(wanted, slot, run.count):
+                    for source in taken[number]:
+                        axis = self._tensors[number].axis
+                        _write(tensors[number], pages_N[rows], found, axis, source)
 
     def _is_over(self, job: _Job, waits: bool) -> bool:
         left = [run for run in job.runs if run.num_layers < len(self._layer_ends)]
@@ -250,8 +254,10 @@ class PageReceiver:
         if self._stream is not None:
             self._stream.synchronize()
         loaded = [False] * len(job.keys)
+        usable = {peer for peer in {run.peer for run in job.runs} if self._peers.renew(peer)}
         for run in job.runs:
-            if run.num_layers < len(self._layer_ends) or not run.is_valid:
+            is_whole = run.num_layers == len(self._layer_ends)
+            if not is_whole or run.peer not in usable or not run.is_valid:
                 break
             loaded[run.index : run.index + run.count] = [True] * run.count
         with self._changed:

@@ -8,17 +8,15 @@ in a CUDA graph, `send_rest` copies all layers.
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from qserve.kv_transfer.peer.layout import BufferFacts, widened
+from qserve.kv_transfer.peer.layout import widened
 from qserve.kv_transfer.peer.memory import BufferMemory
-from qserve.kv_transfer.peer.slot_index import LAYER_BITS, SlotIndex
+from qserve.kv_transfer.peer.slot_table import LAYER_BITS, SlotTable
 from qserve.model.cache_spec import Cache
 
 logger = logging.getLogger(__name__)
@@ -40,19 +38,16 @@ class PageSender:
 
     def __init__(
         self,
-        path: Path,
-        facts: BufferFacts,
+        index: SlotTable,
         memory: BufferMemory,
         device: torch.device,
         caches: Callable[[], Sequence[Cache]],
     ) -> None:
-        """`path`: of the index. `caches`: of all layers, as they are now."""
+        """`index`: of `memory`. `caches`: of all layers, as they are now."""
         self._memory, self._device, self._caches = memory, device, caches
-        self._index = SlotIndex.create(path, facts)
+        self._index, facts = index, index.facts
         self._regions = [
-            memory.bytes_X[start : start + facts.num_slots * tensor.num_bytes]
-            .view(getattr(torch, tensor.dtype))
-            .view(facts.num_slots, *tensor.shape)
+            tensor.view(memory.bytes_X[start : start + facts.num_slots * tensor.num_bytes])
             for start, tensor in zip(facts.offsets, facts.tensors, strict=False)
         ]
         self._layer_ends = facts.layer_ends
@@ -147,8 +142,6 @@ class PageSender:
         if self._stream is not None:
             self._stream.synchronize()
             torch.cuda.cudart().cudaHostUnregister(self._progress_S.data_ptr())
-        with contextlib.suppress(OSError):
-            os.unlink(self._index.path)
         self._regions.clear()
         del self._progress_S
         self._index.close()

@@ -23,8 +23,13 @@ DEVICES = [
 @pytest.mark.parametrize("device", DEVICES)
 def test_one_rank_and_two_read_each_other(device, docs_5m, tmp_path):
     """KV heads are divided on one side, in both directions."""
+    exchange_between_one_rank_and_two("peer", device, docs_5m, tmp_path)
+
+
+def exchange_between_one_rank_and_two(connector, device, docs_5m, tmp_path):
+    """Each of two engines decodes a prompt that the other one has computed."""
     transfer = {
-        "kv_connector": "peer",
+        "kv_connector": connector,
         "kv_connector_extra_config": {"path": str(tmp_path)},
     }
     settings = {"device": device, "num_gpu_blocks_override": 64, "max_model_len": 256}

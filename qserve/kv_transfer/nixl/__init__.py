@@ -1,0 +1,1 @@
+"""Connector `nixl`: KV pages between engines through NIXL, also of other hosts."""

@@ -1,0 +1,195 @@
+"""AddressFinder: connections to the ranks of other engines, by addresses from settings and files.
+
+A thread connects, so that a host which does not answer delays no request. Each rank that sends
+writes its address to a file in the folder of the settings, which may be shared by several hosts.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from qserve.kv_transfer.nixl.agent import Agent
+from qserve.kv_transfer.nixl.page_server import ConnectionRefused, PageConnection
+from qserve.kv_transfer.nixl.remote import RemotePages, RemoteTable, Staging
+from qserve.kv_transfer.nixl.settings import Address, NixlSettings
+from qserve.kv_transfer.peer.memory import TransferError
+from qserve.kv_transfer.peer.slot_table import SlotTable
+
+SUFFIX = ".nixl"
+PASS_SECONDS = 0.5  # between looks for engines
+RETRY_SECONDS = 10.0  # until an address is tried again that did not answer
+NOW_SECONDS = 1.0  # that a request may wait for the look for engines
+
+logger = logging.getLogger(__name__)
+
+
+class AddressFinder:
+    """The other engines that one rank can reach."""
+
+    def __init__(
+        self,
+        settings: NixlSettings,
+        engine: str,
+        agent: Agent,
+        staging: Callable[[], Staging],
+    ) -> None:
+        """`engine`: the own one. `staging`: made with the first engine that is found."""
+        self._settings, self._engine, self._agent, self._staging = settings, engine, agent, staging
+        self._connections: dict[Address, PageConnection] = {}
+        self._not_before: dict[Address, float] = {}  # when to try again
+        self._reported: set[Address] = set()
+        self._changed = threading.Condition()
+        self._num_begun = self._num_ended = 0  # passes
+        self._is_wanted = self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="kv-find", daemon=True)
+        self._thread.start()
+
+    def find(self, known: Collection[str], *, now: bool) -> dict[str, list[RemoteTable]]:
+        """Tables of engines whose ranks all answer. `now`: waits for a new look at addresses."""
+        if now:
+            with self._changed:
+                wanted = self._num_begun + 1
+                self._is_wanted = True
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._num_ended >= wanted, NOW_SECONDS)
+        engines: dict[str, list[PageConnection]] = {}
+        with self._changed:
+            for connection in self._connections.values():
+                facts = connection.announcement.facts
+                if facts.engine not in known and connection.is_alive:
+                    engines.setdefault(facts.engine, []).append(connection)
+        found = {}
+        for engine, connections in engines.items():
+            if len(connections) == connections[0].announcement.facts.num_ranks:
+                found[engine] = self._tables(engine, connections)
+        return {engine: tables for engine, tables in found.items() if tables}
+
+    def memory(self, index: RemoteTable) -> RemotePages:
+        """Buffer of a table. Raises InputError."""
+        return RemotePages(self._agent, index, self._staging())
+
+    def forget_dead(self, index: SlotTable) -> None:
+        """The thread forgets connections that have ended."""
+
+    def close(self) -> None:
+        """End the thread and all connections."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join(10)
+        for each in self._connections.values():
+            each.close()
+        self._connections.clear()
+
+    def _tables(self, engine: str, connections: list[PageConnection]) -> list[RemoteTable]:
+        tables: list[RemoteTable] = []
+        try:
+            for each in connections:
+                tables.append(RemoteTable(self._agent, each))
+        except TransferError as error:
+            logger.warning("KV peer %s: %s", engine, error)
+            for table in tables:
+                table.close()
+            return []
+        return tables
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._is_wanted and not self._is_closed:
+                    self._changed.wait(PASS_SECONDS)
+                if self._is_closed:
+                    return
+                self._is_wanted = False
+                self._num_begun += 1
+            try:
+                self._look()
+            except Exception:
+                logger.exception("KV peers cannot be looked for")
+            with self._changed:
+                self._num_ended = self._num_begun
+                self._changed.notify_all()
+
+    def _look(self) -> None:
+        """Connect to the addresses that have no connection."""
+        with self._changed:
+            for address, connection in list(self._connections.items()):
+                if not connection.is_alive:
+                    del self._connections[address]
+                    connection.close()
+        files = self._files()
+        waiting = list(dict.fromkeys((*self._settings.peers, *files)))
+        for address in waiting:  # grows with the ranks of engines that are found
+            connection = self._connections.get(address)
+            if connection is None and time.monotonic() >= self._not_before.get(address, 0.0):
+                connection = self._connect(address, files.get(address))
+            if connection is None or address not in self._settings.peers:
+                continue
+            facts = connection.announcement.facts
+            for rank in range(1, facts.num_ranks if facts.rank == 0 else 1):
+                other = address[0], address[1] + rank
+                if other not in waiting:
+                    waiting.append(other)
+
+    def _files(self) -> dict[Address, Path]:
+        """Addresses in the folder, without the own ones."""
+        found = {}
+        for path in self._settings.common.path.glob(f"*{SUFFIX}"):
+            if path.name.partition(".")[0] == self._engine:
+                continue
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                values = json.loads(path.read_bytes())
+                found[str(values["host"]), int(values["port"])] = path
+        return found
+
+    def _connect(self, address: Address, path: Path | None) -> PageConnection | None:
+        """Connect to one rank. `path`: of the file that names it."""
+        name = f"{address[0]}:{address[1]}"
+        try:
+            connection = PageConnection(address, self._settings.secret)
+        except ConnectionRefusedError:  # nobody listens: it has not started, or it has ended
+            if path is not None and _is_of_this_host(path):
+                path.unlink(missing_ok=True)
+            return None
+        except (OSError, ConnectionRefused) as error:
+            self._not_before[address] = time.monotonic() + RETRY_SECONDS
+            if address not in self._reported:
+                self._reported.add(address)
+                logger.warning("KV peer %s %s; it is tried again", name, _reason(error))
+            return None
+        self._reported.discard(address)
+        if connection.announcement.facts.engine == self._engine:
+            self._not_before[address] = float("inf")  # all engines may have the same settings
+            connection.close()
+            return None
+        with self._changed:
+            self._connections[address] = connection
+        return connection
+
+
+def write_address(folder: Path, engine: str, rank: int, address: Address) -> Path:
+    """Let engines that share the folder find this rank. Raises OSError."""
+    host, port = address
+    path = folder / f"{engine}.{rank}{SUFFIX}"
+    text = json.dumps({"host": host, "port": port, "node": socket.gethostname()})
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    os.replace(partial, path)
+    return path
+
+
+def _is_of_this_host(path: Path) -> bool:
+    try:
+        return json.loads(path.read_bytes())["node"] == socket.gethostname()
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, ConnectionRefused) else f"does not answer ({error})"

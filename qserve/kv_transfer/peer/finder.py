@@ -1,0 +1,93 @@
+"""Finder: where the indexes of other engines come from. FolderFinder: files of this host."""
+
+import logging
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from qserve.kv_transfer.peer.memory import BYTES_SUFFIX, PeerMemory, SlotMemory
+from qserve.kv_transfer.peer.slot_index import SUFFIX, IndexFileError, SlotIndex
+from qserve.kv_transfer.peer.slot_table import SlotTable
+
+logger = logging.getLogger(__name__)
+
+
+class Finder(Protocol):
+    """Source of the indexes of other engines' ranks."""
+
+    def find(self, known: Collection[str], *, now: bool) -> dict[str, list[Any]]:
+        """Indexes of living engines by the engine's name, without those of `known`.
+
+        `now`: also those of engines that have just started.
+        """
+
+    def memory(self, index: Any) -> SlotMemory:
+        """Buffer of an index. Raises InputError, OSError or RuntimeError."""
+
+    def forget_dead(self, index: SlotTable) -> None:
+        """Remove what a dead engine has left behind."""
+
+    def close(self) -> None:
+        """End the search."""
+
+
+class FolderFinder:
+    """Indexes and buffers of engines of this host, by their files in a folder."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self._folder, self._device = folder, device
+        self._refused: set[str] = set()  # files that are no index
+
+    def find(self, known: Collection[str], *, now: bool) -> dict[str, list[SlotIndex]]:
+        """Open the indexes. Both values of `now` look at the folder."""
+        found: dict[str, list[SlotIndex]] = {}
+        for path in sorted(self._folder.glob(f"*{SUFFIX}")):
+            engine = path.name.partition(".")[0]
+            if engine in known:
+                continue
+            try:
+                index = SlotIndex.open(path)
+            except (OSError, ValueError, IndexFileError) as error:
+                if not isinstance(error, FileNotFoundError) and path.name not in self._refused:
+                    self._refused.add(path.name)
+                    logger.warning("KV peer: %s %s; it is not used", path, error)
+                continue
+            if index.is_alive:
+                found.setdefault(engine, []).append(index)
+                continue
+            index.close()
+            _remove(path)
+        return found
+
+    def memory(self, index: SlotIndex) -> PeerMemory:
+        """Map the buffer. Raises InputError, OSError or PeerAccessError."""
+        return PeerMemory(index.path, index.facts, self._device)
+
+    def forget_dead(self, index: SlotTable) -> None:
+        """Remove the files of an engine that was killed."""
+        if isinstance(index, SlotIndex):
+            _remove(index.path)
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+def remove_dead(folder: Path) -> None:
+    """Remove the files of engines that were killed: on a CPU they hold memory."""
+    for path in folder.glob(f"*{SUFFIX}"):
+        try:
+            index = SlotIndex.open(path)
+        except (OSError, ValueError, IndexFileError):
+            continue
+        is_alive = index.is_alive
+        index.close()
+        if not is_alive:
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove the files of an engine that was killed."""
+    for each in (path, path.with_suffix(BYTES_SUFFIX)):
+        each.unlink(missing_ok=True)

@@ -1,0 +1,60 @@
+"""PageLink: how engines find each other and read each other's buffers. MappedLink: on one host."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from qserve.kv_transfer.peer.finder import Finder, FolderFinder, remove_dead
+from qserve.kv_transfer.peer.layout import BufferFacts
+from qserve.kv_transfer.peer.memory import BYTES_SUFFIX, BufferMemory, allocate
+from qserve.kv_transfer.peer.settings import PeerSettings
+from qserve.kv_transfer.peer.slot_index import SUFFIX, SlotIndex
+from qserve.kv_transfer.peer.slot_table import SlotTable
+
+# (device, handle, address) of memory -> the description of a buffer in it
+Describe = Callable[[str, str, int], BufferFacts]
+
+
+class PageLink(Protocol):
+    """One rank's link to other engines."""
+
+    settings: PeerSettings
+
+    def publish(self, ours: BufferFacts, describe: Describe) -> tuple[SlotTable, BufferMemory]:
+        """Make this rank's buffer, and let others find it. `ours`: without its memory.
+
+        Raises InputError.
+        """
+
+    def finder(self, ours: BufferFacts) -> Finder:
+        """Search for the buffers of other engines."""
+
+    def close(self) -> None:
+        """End the link, after all that uses it."""
+
+
+class MappedLink:
+    """Buffers that engines of one host map, found by files in a folder."""
+
+    def __init__(self, extra: Mapping[str, Any], device: torch.device) -> None:
+        """`extra`: kv_connector_extra_config. Raises InputError."""
+        self.settings, self._device = PeerSettings.parse(extra), device
+        self.settings.make_folder()
+        remove_dead(self.settings.path)
+
+    def publish(self, ours: BufferFacts, describe: Describe) -> tuple[SlotTable, BufferMemory]:
+        path = self.settings.path / f"{ours.engine}.{ours.rank}{SUFFIX}"
+        memory = allocate(path.with_suffix(BYTES_SUFFIX), ours.offsets[-1], self._device)
+        try:
+            facts = describe(memory.device, memory.handle, memory.address)
+            return SlotIndex.create(path, facts), memory
+        except BaseException:
+            memory.close()
+            raise
+
+    def finder(self, ours: BufferFacts) -> FolderFinder:
+        return FolderFinder(self.settings.path, self._device)
+
+    def close(self) -> None:
+        """Nothing is left: readers and the writer close what they have opened."""
