@@ -31,7 +31,7 @@ class Recipe:
     tuning: Tuning | None = None  # of each layer as a whole, after its linears are solved
     act_order: bool = False  # the solver groups inputs freely, with an index in the file
     # Some windows are held out of the statistics. A linear whose solution is worse on these than
-    # rounding to nearest is rounded.
+    # rounding to nearest is rounded, and factors of a transform that are worse are left out.
     guarded: bool = False
     # Of your own code and its settings; change it with them. A run without one does not resume.
     version: str = ""
@@ -54,9 +54,17 @@ class Recipe:
                 )
 
 
-def _row(name: str, solver: Solver, *transforms: Transform, **options: Any) -> Recipe:
-    guarded = solver is not rtn.solve
-    return Recipe(name=name, solver=solver, transforms=transforms, guarded=guarded, **options)
+def _row(
+    name: str, solver: Solver, *transforms: Transform, needs_data: bool = True, **options: Any
+) -> Recipe:
+    return Recipe(
+        name=name,
+        solver=solver,
+        transforms=transforms,
+        needs_data=needs_data,
+        guarded=needs_data,
+        **options,
+    )
 
 
 ACT_ORDER = ", act-order"

@@ -3,10 +3,11 @@
     python examples/compare_recipes.py MODEL --texts wiki.txt heldout.jsonl --calibration C.jsonl
 
 It shows perplexity, KL divergence and the share of equal top tokens. Each recipe is one `qserve
-quantize`, each text one `qserve eval --against MODEL`; the commands are printed. Other tools get
-the same windows of token ids. They are taken where this interpreter has them, or from another
-environment with `--tool llm-compressor=PYTHON`. With several --calibration each recipe is
-calibrated on each of them. `--check` fails if a recipe ends above rtn.
+quantize`, which is printed. Each text has the figures of `qserve eval --against MODEL`; the float
+model runs once. Other tools get the same windows of token ids. They are taken where this
+interpreter has them, or from another environment with `--tool llm-compressor=PYTHON`. A tool that
+fails is named, and the table goes on. With several --calibration each recipe is calibrated on each
+of them. `--check` fails if a recipe ends above rtn.
 """
 
 import argparse
@@ -18,20 +19,27 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from calibrate.float_model import FloatModel
+from calibrate.quality.agreement import AgreementSum
 from calibrate.recipe import RECIPES
 from calibrate.texts.data import read_for_model
+from calibrate.texts.documents import read_texts
+from calibrate.texts.evaluate import make_windows, text_opening
+from formats.errors import InputError
 from formats.scheme import Scheme
 from formats.table import text_table
+from qserve.llm import LLM
+from qserve.text.tokenizer import Tokenizer
 
 HEADER = ("recipe", "calibration", "text", "perplexity", "float", "KL divergence", "same top token")
 # Tools of other_quantizers.py -> the module that each needs
 TOOLS = {"llm-compressor": "llmcompressor", "gptqmodel": "gptqmodel", "auto-round": "auto_round"}
 NEAREST = "rtn"
+BLOCK_SIZE = 16  # tokens of a page of the KV cache
 NO_DATA = "-"  # as a calibration set: the recipe reads none
 
 
@@ -93,14 +101,52 @@ def quantize_by(
     )
 
 
-def measure(folder: Path, text: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    windows = ("--windows", str(arguments.windows), "--sequence-length", str(arguments.length))
-    return json.loads(
-        qserve(
-            *("eval", str(folder), "--against", arguments.model, "--text", text, *windows),
-            *("--device", arguments.device, "--dtype", arguments.dtype, "--json"),
+class Reference:
+    """The float model's logits on each text's windows, and other models' distance from them."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        tokenizer = Tokenizer(arguments.model)
+        self.opening = text_opening(tokenizer)
+        model = self._load(arguments.model)
+        self.logits = {
+            text: [
+                (ids_S, model.logits(ids_S.tolist()))
+                for ids_S in make_windows(
+                    read_texts(text),
+                    lambda text: tokenizer.encode(text, add_special_tokens=False),
+                    tokenizer.bos_token_id,
+                    arguments.length,
+                    arguments.windows,
+                    opening=self.opening,
+                    source=text,
+                )
+            ]
+            for text in arguments.texts
+        }
+
+    def _load(self, folder: str) -> LLM:
+        length = self.arguments.length
+        return LLM(
+            folder,
+            device=self.arguments.device,
+            dtype=self.arguments.dtype,
+            max_model_len=length,
+            max_num_seqs=1,
+            num_gpu_blocks_override=-(-length // BLOCK_SIZE) + 1,
+            block_size=BLOCK_SIZE,
+            enforce_eager=True,
         )
-    )
+
+    def measure(self, folder: str) -> dict[str, dict[str, Any]]:
+        """Return what `qserve eval --against` finds, by text."""
+        model, found = self._load(folder), {}
+        for text, windows in self.logits.items():
+            total = AgreementSum()
+            for ids_S, logits_SV in windows:
+                total.add(ids_S, logits_SV, model.logits(ids_S.tolist()), self.opening)
+            found[text] = asdict(total.result())
+        return found
 
 
 def write_windows(file: Path, calibration: str, arguments: argparse.Namespace) -> Path:
@@ -151,6 +197,14 @@ def spread(rows: Sequence[Row]) -> str:
     return text_table(("recipe", "text", "least KL", "largest KL", "ratio"), cells) if cells else ""
 
 
+def as_json(rows: Sequence[Row]) -> str:
+    values = [
+        {**row.measured, "recipe": row.recipe, "calibration": row.calibration, "text": row.text}
+        for row in rows
+    ]
+    return json.dumps(values, indent=1) + "\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
@@ -175,16 +229,19 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     rows: list[Row] = []
+    failed: list[str] = []
+    reference = Reference(arguments)
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(arguments.work or temporary)
         work.mkdir(parents=True, exist_ok=True)
 
         def add(name: str, calibration: str, folder: Path) -> None:
-            for text in arguments.texts:
-                found = measure(folder, text, arguments)
-                own = NO_DATA if calibration == NO_DATA else Path(calibration).name
+            own = NO_DATA if calibration == NO_DATA else Path(calibration).name
+            for text, found in reference.measure(str(folder)).items():
                 rows.append(Row(recipe=name, calibration=own, text=Path(text).name, measured=found))
                 print(" | ".join(rows[-1].cells()), flush=True)
+            if arguments.json:
+                Path(arguments.json).write_text(as_json(rows))
             if not arguments.work:
                 shutil.rmtree(folder)
 
@@ -202,18 +259,17 @@ def main() -> int:
             for number, calibration in enumerate(arguments.calibration):
                 file = write_windows(work / f"windows-{number}.json", calibration, arguments)
                 folder = empty(f"{tool}-{number}")
-                quantize_by(python, tool, folder, file, arguments)
-                add(tool, calibration, folder)
+                try:
+                    quantize_by(python, tool, folder, file, arguments)
+                    add(tool, calibration, folder)
+                except (subprocess.CalledProcessError, InputError) as error:
+                    failed.append(f"{tool}, calibrated on {calibration}: {error}")
+                    print(failed[-1], flush=True)
     print(text_table(HEADER, [row.cells() for row in rows]))
     print(spread(rows))
-    if arguments.json:
-        values = [
-            {**row.measured, "recipe": row.recipe, "calibration": row.calibration, "text": row.text}
-            for row in rows
-        ]
-        Path(arguments.json).write_text(json.dumps(values, indent=1) + "\n")
     worse = above_nearest(rows)
     print("\n".join(f"above rtn: {line}" for line in worse))
+    print("\n".join(f"failed: {line}" for line in failed))
     return 1 if worse and arguments.check else 0
 
 

@@ -185,6 +185,14 @@ class InputStatistics:
             return None
         return (error / reference) ** 0.5 if reference else 0.0
 
+    def held_out_sample(self) -> torch.Tensor | None:
+        """Evenly spaced held-out tokens [T, K], as many as `sample`; None if there are too few."""
+        held = [each.inputs_TK for each in self._held]
+        if sum(map(len, held)) < FEWEST_HELD:
+            return None
+        held_TK = torch.cat(held)
+        return held_TK[:: -(-len(held_TK) // (SAMPLE_PER_CALL * SAMPLE_CALLS))]
+
     def squared_error(self, difference_NK: torch.Tensor) -> torch.Tensor:
         """Squared output error of each row, [N], summed over the tokens seen."""
         difference_NK = difference_NK.float()

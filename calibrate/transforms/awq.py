@@ -3,8 +3,8 @@
 Lin et al., "AWQ: Activation-aware Weight Quantization" (2023). For each shared input the factor s =
 x^r / w^(1-r) is searched over r (also with w = 1: the "duo" choice). x is the inputs' root mean
 square and w the weights' mean magnitude. The error of a candidate is the error of the linears'
-outputs. The factors are folded into the previous operator. The solver's search of scales does the
-clipping.
+outputs. The best ones are left out if they enlarge it on held-out windows. The factors are folded
+into the previous operator. The solver's search of scales does the clipping.
 """
 
 import math
@@ -27,6 +27,7 @@ from formats.scheme import QuantSpec
 NUM_RATIOS = 20
 # One range per group and candidate: it is cheap, and hardly changes the order of candidates.
 SEARCH_METHOD = "full-range"
+LEFT_OUT = "without awq factors, which enlarge the output error on held-out windows"
 SMALLEST = 1e-4  # relative to the largest; smaller values are noise of the data, or a dead channel
 
 
@@ -49,9 +50,30 @@ def scale_layer(
             error = output_error(weights, scale_K, stats, context.spec)
             if error < best_error:
                 best_K, best_error = scale_K, error
-        if best_K is not None:
-            changed |= move_scale(current, statistics, pair, best_K, context)
+        if best_K is None:
+            continue
+        if not helps_held_out(weights, best_K, stats, context.spec):
+            stats.notes.append(LEFT_OUT)
+            continue
+        changed |= move_scale(current, statistics, pair, best_K, context)
     return changed
+
+
+def helps_held_out(
+    weights: list[torch.Tensor], scale_K: torch.Tensor, stats: InputStatistics, spec: QuantSpec
+) -> bool:
+    """True unless the factors enlarge the output error on held-out windows."""
+    joined_NK = torch.cat(weights)
+
+    def error(factors_K: torch.Tensor) -> float | None:
+        found_NK = torch.cat([_rounded(each, factors_K, spec) for each in weights])
+        return stats.held_out_error(joined_NK, found_NK)
+
+    try:
+        plain = error(torch.ones_like(scale_K))
+    except RangeError:  # without factors, no checkpoint can hold the weights
+        return True
+    return plain is None or error(scale_K) <= plain
 
 
 def candidates(
@@ -87,15 +109,20 @@ def output_error(
     """
     error = 0.0
     for weight_NK in weights:
-        scaled_NK = weight_NK * scale_K
         try:
-            scales_NG, zeros_NG = affine.choose_scales(scaled_NK, spec, method=SEARCH_METHOD)
+            rounded_NK = _rounded(weight_NK, scale_K, spec)
         except RangeError:  # no checkpoint can hold weights with these factors
             return math.inf
-        codes_NK = affine.quantize(scaled_NK, scales_NG, zeros_NG, spec)
-        rounded_NK = affine.dequantize(codes_NK, scales_NG, zeros_NG) / scale_K
         error += float(stats.squared_error(weight_NK - rounded_NK).double().sum())
     return error
+
+
+def _rounded(weight_NK: torch.Tensor, scale_K: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+    """The weight rounded under the factors, without them again. Raises RangeError."""
+    scaled_NK = weight_NK * scale_K
+    scales_NG, zeros_NG = affine.choose_scales(scaled_NK, spec, method=SEARCH_METHOD)
+    codes_NK = affine.quantize(scaled_NK, scales_NG, zeros_NG, spec)
+    return affine.dequantize(codes_NK, scales_NG, zeros_NG) / scale_K
 
 
 AWQ = Transform(name="awq", on_statistics=scale_layer)

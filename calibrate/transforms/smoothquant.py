@@ -3,7 +3,7 @@
 Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language
 Models" (2022). s_j = max|X_j|^alpha / max|W_j|^(1-alpha), for inputs that come from a norm. alpha
 is given for the whole model, or searched for each input to minimize the error of the rounded
-product on a sample of tokens.
+product on a sample of tokens. Searched factors are left out if they enlarge it on held-out windows.
 """
 
 import math
@@ -29,6 +29,7 @@ from formats.scheme import QuantSpec
 ALPHAS = tuple(i / 10 for i in range(11))
 SEARCH_METHOD = "full-range"
 MAX_FACTOR = 1e4
+LEFT_OUT = "without smoothquant factors, which enlarge the output error on held-out windows"
 
 
 def smooth_layer(
@@ -63,11 +64,31 @@ def smooth_layer(
                 for a, scale_K in tried.items()
             }
             best = min(errors, key=errors.get)
+            if best >= 0 and not helps_held_out(weights, tried[best], stats, context):
+                stats.notes.append(LEFT_OUT)
+                best = -1.0
         else:
             best = alpha
         if best >= 0:
             changed |= move_scale({**state, **changed}, statistics, pair, tried[best], context)
     return changed
+
+
+def helps_held_out(
+    weights: list[torch.Tensor],
+    scale_K: torch.Tensor,
+    stats: InputStatistics,
+    context: LayerContext,
+) -> bool:
+    """True unless the factors enlarge the error of the rounded product on held-out windows."""
+    held_TK = stats.held_out_sample()
+    if held_TK is None:
+        return True
+    scaled, plain = (
+        product_error(weights, each_K, held_TK, context)
+        for each_K in (scale_K, torch.ones_like(scale_K))
+    )
+    return scaled <= plain
 
 
 def factors(

@@ -1,5 +1,7 @@
 """Held-out windows: no solver fits them, and the better of two solutions is chosen on them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,10 +9,16 @@ from calibrate.calibration.capture import HiddenStates, add_statistics, empty_st
 from calibrate.calibration.layer_runner import LayerRunner
 from calibrate.calibration.statistics import MOST_HELD, HeldOut, InputStatistics
 from calibrate.float_model import FloatModel
+from calibrate.layer_map import find_layer_map
 from calibrate.pipeline import quantize_checkpoint
 from calibrate.recipe import RECIPES, Recipe
 from calibrate.solvers import gptq, rtn
+from calibrate.solvers.solving import LayerContext
 from calibrate.texts.data import CalibrationData
+from calibrate.transforms import smoothquant
+from calibrate.transforms.awq import AWQ
+from calibrate.transforms.smoothquant import SMOOTHQUANT
+from formats.checkpoint import CheckpointReader
 from formats.scheme import QuantSpec, Scheme
 
 SPEC = QuantSpec(bits=4, symmetric=True, group_size=32)
@@ -122,9 +130,81 @@ def test_better_solution_is_kept(tiny_model, tmp_path):
     assert all(linear.held_out_error is not None for linear in report.linears)
 
 
+def nearest(weight_NK, stats, spec, name):
+    return rtn.solve(weight_NK, None, spec, name)
+
+
+WITH_DATA = [name for name, recipe in RECIPES.items() if recipe.needs_data]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(each, marks=() if each in ("gptaq", "smoothquant") else pytest.mark.exhaustive)
+        for each in WITH_DATA
+    ],
+)
+def test_each_recipe_replaces_a_bad_solution(tiny_model, tmp_path, name):
+    """With its own transforms: the codes are those of rounding to nearest after these."""
+
+    def quantize(folder: str, solver):
+        return quantize_checkpoint(
+            tiny_model("llama"),
+            tmp_path / folder,
+            scheme=Scheme(weight=SPEC),
+            recipe=replace(RECIPES[name], solver=solver, tuning=None),
+            calibration=DATA,
+            quality_windows=0,
+            progress=False,
+        )
+
+    guarded, rounded = quantize("guarded", shifted), quantize("rounded", nearest)
+    for ours, plain in zip(guarded.linears, rounded.linears, strict=True):
+        assert ours.relative_error == plain.relative_error
+        assert any(note.startswith("rounded to nearest: output error") for note in ours.notes)
+    assert f"on held-out windows, with {name}" in guarded.to_text()
+
+
+@pytest.mark.parametrize("transform", [AWQ, SMOOTHQUANT], ids=lambda transform: transform.name)
+def test_factors_that_do_not_hold_are_left_out(tiny_model, transform, monkeypatch):
+    """Other channels are large in the held-out tokens than in those that factors are chosen by."""
+
+    def large(width: int) -> torch.Tensor:
+        return torch.where(torch.arange(width) < width // 8, 30.0, 1.0)
+
+    # SmoothQuant's own factors allow for the held-out tokens' ranges.
+    monkeypatch.setattr(smoothquant, "factors", lambda weights, *_: large(len(weights[0][0])))
+    reader = CheckpointReader(tiny_model("llama"))
+    layer_map = find_layer_map(reader.config)
+    state = {n: reader.get(f"model.layers.0.{n}") for n in reader.children("model.layers.0")}
+    context = LayerContext(layer_map=layer_map, config=reader.config, spec=SPEC, activation_bits=8)
+    (first, *_) = context.layer_map.inputs(context.config, context.layer)
+    for like_fitted in (True, False):
+        statistics = {}
+        for group in context.layer_map.inputs(context.config, context.layer):
+            width = state[f"{group[0]}.weight"].shape[1]
+            large_K = large(width)
+            held_K = large_K if like_fitted else large_K.flip(0)
+            stats = held_statistics(
+                normal(200, width) * large_K, normal(80, width, seed=1) * held_K
+            )
+            statistics |= dict.fromkeys(group, stats)
+        changed = transform.on_statistics(state, statistics, context)
+        norm = "input_layernorm.weight"
+        notes = statistics[first[0]].notes
+        if like_fitted:
+            assert not torch.equal(changed[norm], state[norm]) and not notes
+        else:
+            assert norm not in changed
+            assert notes == [
+                f"without {transform.name} factors, which enlarge the output error on held-out"
+                " windows"
+            ]
+
+
 def test_recipes_with_data_are_guarded():
     for name, recipe in RECIPES.items():
-        assert recipe.guarded == (recipe.solver is not rtn.solve), name
+        assert recipe.guarded == recipe.needs_data, name
 
 
 def test_correction_is_left_out_where_it_does_not_hold():
