@@ -44,22 +44,28 @@ def make_config(metadata: Metadata) -> dict[str, Any]:
         family.inner_key: _feed_forward(metadata),
         "head_dim": head_dim(metadata),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
-        family.norm_eps_key: _norm_eps(metadata),
         **{key: metadata.size(name) for key, name in SIZES.items()},
         **row.fixed,
     }
+    if family.norm_eps_key:
+        config[family.norm_eps_key] = _norm_eps(metadata)
+    _check_constants(metadata)
     for key, name in row.keys.items():
         value = metadata.get(name)
         if value is not None:
             config[key] = value if isinstance(value, bool) else metadata.number(name)
     for key, name in row.bias_keys.items():
-        config[key] = any(each.endswith(f".{name}") for each in gguf.tensors)
+        ends = (f".{name}", f".{name.replace('attn_q.', 'attn_qkv.')}")
+        config[key] = any(each.endswith(ends) for each in gguf.tensors)
     if not has_experts(metadata):
         for key in ("num_local_experts", "num_experts_per_tok"):
             config.pop(key, None)
     config |= _windows(metadata, layers)
     config |= latent_keys(metadata)
-    config |= rope_keys(metadata, config)
+    if family.rotates(config):
+        config |= rope_keys(metadata, config)
+    if row.more_config is not None:
+        config |= row.more_config(metadata, config)
     if row.name in WIDE_GEMMA_LAYERS:
         wide = layers == WIDE_GEMMA_LAYERS[row.name]
         width = config["hidden_size"] // heads if wide else config["head_dim"]
@@ -68,7 +74,19 @@ def make_config(metadata: Metadata) -> dict[str, Any]:
         value = gguf.metadata.get(name)
         # None, too: the defaults of config classes are ids of other vocabularies
         config[key] = value if type(value) is int and value < embedding.shape[0] else None
-    return config
+    if not row.states_head_dim:
+        del config["head_dim"]
+    own = {key: config[usual] for usual, key in family.config_keys.items() if usual in config}
+    return {**config, **own}
+
+
+def _check_constants(metadata: Metadata) -> None:
+    """Raise CheckpointError for a file that states another value of the row's constants."""
+    for key, expected in metadata.architecture.constants.items():
+        found = metadata.get(key)
+        is_off = expected is None and not found
+        if found is not None and found != expected and not is_off:
+            raise metadata.wrong(key, f"expected {expected!r}, found {found!r:.60}")
 
 
 def find_family(metadata: Metadata) -> Family:

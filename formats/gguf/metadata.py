@@ -18,7 +18,8 @@ class Metadata:
         """Raises CheckpointError for an unknown architecture."""
         self.gguf, self.subject = gguf, str(gguf.files[0])
         name = gguf.metadata.get("general.architecture")
-        self.architecture: Architecture = find_architecture(name, self.subject)
+        row: Architecture = find_architecture(name, self.subject)
+        self.architecture = row.variant_of_file(gguf.tensors)
 
     def get(self, key: str) -> Any:
         """Return a value, or None where the file has none. An array of equal numbers is one."""

@@ -34,7 +34,10 @@ class Presented:
     stored: StoredTensor
     shape: tuple[int, ...]
     first_row: int = 0  # of the stored rows
-    heads: int = 0  # rows are in the order of rotated pairs in so many heads; 0: in the usual one
+    # Rows are in the order of rotated pairs in so many heads, or, with `kv_heads`, all queries come
+    # first, then all keys, then all values; 0: in the family's order (row_orders.py)
+    heads: int = 0
+    kv_heads: int = 0
     offset: float = 0.0  # what the stored values are above the family's
     # kv_b_proj of latent attention in two tensors: `stored` has the part of keys, transposed
     # [heads, latent, key], and this one that of values [heads, value, latent]
@@ -123,8 +126,15 @@ class NameMap:
             offset = self.family.norm_offset if kind == "weight" else 0.0
             yield self._whole(stored, f"{layer}.{norm}.{kind}", offset=offset)
         elif local in self._linears:
-            heads = self._permuted.get(local, 0)
-            yield self._whole(stored, f"{layer}.{self._linears[local]}.{kind}", heads=heads)
+            name = f"{layer}.{self._linears[local]}.{kind}"
+            if local == "attn_qkv" and self.family.qkv.by_head:
+                yield self._whole(stored, name, heads=self.heads, kv_heads=self.kv_heads)
+            else:
+                yield self._whole(stored, name, heads=self._permuted.get(local, 0))
+        elif local == "attn_qkv" and "attn_q" in self._linears:
+            yield from self._parts_of_qkv(stored, layer, kind, subject)
+        elif f"{local}.{kind}" in self.architecture.tensors:
+            yield self._whole(stored, f"{layer}.{self.architecture.tensors[f'{local}.{kind}']}")
         elif self._others.get(f"{local}.{kind}") is not None:
             yield self._whole(stored, f"{layer}.{self._others[f'{local}.{kind}']}")
         elif local in self._experts and len(stored.shape) == 3:
@@ -143,6 +153,26 @@ class NameMap:
         else:
             raise _unplaced(stored, self.architecture, subject)
 
+    def _parts_of_qkv(
+        self, stored: StoredTensor, layer: str, kind: str, subject: str
+    ) -> Iterator[Presented]:
+        """Yield q, k and v of a file that has them as one matrix, unlike the family."""
+        counts = (self.heads, self.kv_heads, self.kv_heads)
+        width, rest = divmod(stored.shape[0], sum(counts))
+        if rest:
+            problem = f"expected rows of {sum(counts)} heads, found {stored.shape[0]}"
+            raise CheckpointError(f"{subject}: {stored.name}", problem, "convert the model again")
+        first = 0
+        for local, count in zip(("attn_q", "attn_k", "attn_v"), counts, strict=True):
+            yield Presented(
+                name=f"{layer}.{self._linears[local]}.{kind}",
+                stored=stored,
+                shape=(count * width, *stored.shape[1:]),
+                first_row=first,
+                heads=self._permuted.get(local, 0),
+            )
+            first += count * width
+
     def _whole(self, stored: StoredTensor, name: str, **different: float) -> Presented:
         whole = Presented(name=name, stored=stored, shape=stored.shape)
         shared = self.family.experts and self.family.experts.shared
@@ -152,14 +182,7 @@ class NameMap:
 
     @property
     def _outer_names(self) -> dict[str, str]:
-        names = {
-            "token_embd.weight": self.family.embedding,
-            "output_norm.weight": self.family.last_norm,
-            "output.weight": self.family.head,
-        }
-        if self.family.norm_bias:
-            names["output_norm.bias"] = self.family.last_norm_bias
-        return names
+        return outer_names(self.family)
 
     @property
     def _permuted(self) -> dict[str, int]:
@@ -188,6 +211,24 @@ class NameMap:
             else:
                 names |= {f"{key}.{kind}": f"{name}.{kind}" for kind in ("weight", "bias")}
         return names
+
+
+def outer_names(family: Family) -> dict[str, str]:
+    """Return the family's names of the tensors outside of layers by GGUF's."""
+    names = {"token_embd.weight": family.embedding, "output.weight": family.head}
+    if family.norm_weights:
+        names["output_norm.weight"] = family.last_norm
+    if family.norm_bias:
+        names["output_norm.bias"] = family.last_norm_bias
+    if family.head_bias:
+        names["output.bias"] = family.head_bias_name
+    if family.positions is not None:
+        names["position_embd.weight"] = family.positions.name
+    if family.embedding_norm and family.norm_weights:
+        names["token_embd_norm.weight"] = family.embedding_norm
+        if family.norm_bias:
+            names["token_embd_norm.bias"] = family.embedding_norm_bias
+    return names
 
 
 def other_names(family: Family, of_experts: str) -> dict[str, str]:

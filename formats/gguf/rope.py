@@ -24,7 +24,8 @@ MAX_DIVISORS = 4096
 def rope_keys(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of rotary embeddings. Raises CheckpointError."""
     theta = metadata.number("rope.freq_base", 10000.0)
-    keys: dict[str, Any] = {"rope_theta": float(theta)}
+    own = metadata.architecture.rope_names
+    keys: dict[str, Any] = {own.get("rope_theta", "rope_theta"): float(theta)}
     local = metadata.number("rope.freq_base_swa")
     if local is not None and "rope_local_base_freq" in config:
         keys["rope_local_base_freq"] = float(local)
@@ -32,8 +33,10 @@ def rope_keys(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     if width > config["head_dim"]:
         raise metadata.wrong("rope.dimension_count", f"exceeds head_dim, {config['head_dim']}")
     # A key of its own also where it is 1: some config classes have another default.
-    if width != config["head_dim"] or config["model_type"] in ("glm4", "glm4_moe", "nemotron"):
-        keys["partial_rotary_factor"] = width / config["head_dim"]
+    is_part = config["model_type"] == "glm4_moe" or metadata.architecture.default_part != 1.0
+    if width != config["head_dim"] or is_part:
+        key = "partial_rotary_factor"
+        keys[own.get(key, key)] = width / config["head_dim"]
     scaling = _scaling(metadata, config, float(theta), width)
     if scaling is not None:
         keys["rope_scaling"] = scaling
