@@ -189,7 +189,7 @@ def _scalars(metadata: Metadata) -> dict[str, list[Any]]:
             raise CheckpointError(
                 f"{metadata.subject}: {key}", f"expected a number for each of {count} layers"
             )
-        shapes = {tensor: shape for tensor, shape in family.activation_tensors.values()}
+        shapes = dict(family.activation_tensors.values())
         for number, value in enumerate(values):
             full = f"{family.layer.format(i=number)}.{name}"
             found[full] = [[1] * len(shapes[name]), float(value)]

@@ -59,6 +59,14 @@ class Architecture:
     # llama.cpp reads a head of its own from the file ("own"), or always takes the embedding
     # ("tied"); "": either, as the file has it.
     head: Literal["", "own", "tied"] = ""
+    # llama.cpp reads keys and values also of layers that read those of an earlier one
+    fills_shared_layers: bool = False
+    # Sizes may be lists by layer; the functions below read and write them.
+    sizes_by_layer: bool = False
+    # The same for rotary embeddings that differ from the usual: Metadata -> keys of config.json,
+    # and config.json -> metadata and the divisors of `rope_freqs.weight`
+    rope_config: Callable[[Any], Mapping[str, Any]] | None = None
+    rope_metadata: Callable[[Mapping[str, Any]], tuple[dict[str, Any], list[float]]] | None = None
     # Functions of this row: (Metadata, config.json so far) -> more keys, and config.json -> more
     # metadata. The latter raises CheckpointError for what the architecture has no form for.
     more_config: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]] | None = None

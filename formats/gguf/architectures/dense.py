@@ -19,7 +19,6 @@ from formats.gguf.architectures.parts import (
 from formats.gguf.writing.container_writer import Value
 
 
-
 def _ministral3_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return YaRN with the factors of scores, where the file states them."""
     scaling = dict(config.get("rope_scaling") or {})
@@ -79,6 +78,7 @@ DENSE = (
         norms=AROUND,
         keys=SOFTCAPS,
         fixed=GELU,
+        head="tied",
         window="pattern",
         pattern=2,
     ),
@@ -149,6 +149,7 @@ DENSE = (
     ),
     Architecture(
         name="command-r",
+        head="tied",
         family="CohereForCausalLM",
         norms={"attn_norm": "input_layernorm"},
         keys={"logit_scale": "logit_scale"},
@@ -156,6 +157,7 @@ DENSE = (
     ),
     Architecture(
         name="cohere2",
+        head="tied",
         family="Cohere2ForCausalLM",
         norms={"attn_norm": "input_layernorm"},
         keys={"logit_scale": "logit_scale"},

@@ -18,6 +18,7 @@ from formats.checkpoint import CheckpointReader, TensorEntry
 from formats.errors import CheckpointError
 from formats.families import FAMILIES
 from formats.gguf.architectures.architecture import Architecture
+from formats.gguf.architectures.parts import FREQUENCIES
 from formats.gguf.block_types import BY_NAME, BlockType
 from formats.gguf.entries import GgufEntry, JoinedEntry
 from formats.gguf.names import (
@@ -27,8 +28,8 @@ from formats.gguf.names import (
     linear_names,
     other_names,
     outer_names,
+    stream_names,
 )
-from formats.gguf.rope import FREQUENCIES
 from formats.gguf.row_orders import to_gguf
 from formats.gguf.schemes import BLOCK, BLOCK_SCHEMES, fitting, name_of
 from formats.gguf.writing.container_writer import (
@@ -43,6 +44,7 @@ from formats.gguf.writing.metadata import (
     REMEDY,
     architecture_of,
     check_states,
+    head_width,
     metadata_of,
     num_experts,
 )
@@ -184,6 +186,8 @@ class _Export:
             )
         for name, module in modules.items():
             found += self._tensor(name, [module])
+        for name, stack in stream_names(family).items():
+            found += self._tensor(name, stack, stacked=True)
         for number in range(config["num_hidden_layers"]):
             found += self._layer(number)
         for name, module in (("output_norm", last_norm), ("output", head)):
@@ -216,6 +220,9 @@ class _Export:
                 found += self._halves(stem, f"{prefix}.{ours}.weight")
                 continue
             found += self._tensor(f"{stem}.{theirs}", [f"{prefix}.{ours}"], optional=True)
+        has_keys = any(each.name == f"{stem}.attn_k.weight" for each in found)
+        if self._row.fills_shared_layers and not has_keys:
+            found += self._zero_keys(stem)
         for theirs, ours in self._row.tensors.items():
             if f"{prefix}.{ours}" in self._reader:
                 found.append(self._floats(f"{stem}.{theirs}", [f"{prefix}.{ours}"], False))
@@ -224,6 +231,30 @@ class _Export:
             for theirs, ours in other_names(family, "{e}").items():
                 modules = [f"{prefix}.{ours.format(e=e)}" for e in range(count)]
                 found += self._tensor(f"{stem}.{theirs}", modules, optional=True, stacked=True)
+        return found
+
+    def _zero_keys(self, stem: str) -> list[NewTensor]:
+        """Return keys and values of zeros, for a layer that reads those of an earlier one."""
+        config = self._reader.config
+        width, hidden = head_width(config), config["hidden_size"]
+        heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+        shapes = {
+            "attn_k": (heads * width, hidden),
+            "attn_v": (heads * width, hidden),
+            "attn_k_norm": (width,),
+        }
+        found = []
+        for local, shape in shapes.items():
+            kind = BY_NAME["F32" if len(shape) == 1 else "F16"]
+            count = kind.row_bytes(torch.Size(shape).numel())
+            found.append(
+                NewTensor(
+                    name=f"{stem}.{local}.weight",
+                    type=kind,
+                    shape=shape,
+                    make=lambda count=count: bytes(count),
+                )
+            )
         return found
 
     def _tensor(

@@ -34,6 +34,8 @@ NOT_COMPARED = {
 }
 WHOLE = ("expert_count", "expert_used_count", "expert_shared_count", "leading_dense_block_count")
 WHOLE += ("expert_group_count", "expert_group_used_count", "attention.kv_lora_rank")
+WHOLE += ("embedding_length_per_layer_input", "attention.shared_kv_layers")
+WHOLE += ("altup.num_inputs", "altup.active_idx")
 
 
 GELUS = ("gelu", "gelu_new", "gelu_pytorch_tanh")  # llama.cpp has one for all
@@ -109,7 +111,11 @@ def metadata_of(
         if value is not None:
             own[theirs] = _stated(theirs, value)
     own |= _windows(config, row)
-    rope, divisors = _rope(config, width, row) if family.rotates(config) else ({}, None)
+    rope, divisors = {}, None
+    if row.rope_metadata is not None:
+        rope, divisors = row.rope_metadata(config)
+    elif family.rotates(config):
+        rope, divisors = _rope(config, width, row)
     own |= rope
     if row.more_metadata is not None:
         own |= row.more_metadata(config)
