@@ -96,6 +96,7 @@ class CheckpointReader:
                 in_blocks=in_blocks,
             )
             self.config, self.entries = opened.config, opened.entries
+            self.transposed = transposed_names(self.config, self.entries)
             self.gguf_summary = opened.summary
             return
         index_path = self.folder / INDEX

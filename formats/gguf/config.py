@@ -6,7 +6,7 @@ from typing import Any
 from formats.architecture.family import MAX_LAYERS, Family
 from formats.errors import CheckpointError
 from formats.gguf.container import GgufFile
-from formats.gguf.metadata import Metadata
+from formats.gguf.metadata import MAX_SIZE, Metadata
 from formats.gguf.rope import rope_keys
 
 # config.json key -> metadata key below the architecture
@@ -44,22 +44,30 @@ def make_config(metadata: Metadata) -> dict[str, Any]:
         family.inner_key: _feed_forward(metadata),
         "head_dim": head_dim(metadata),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
-        family.norm_eps_key: _norm_eps(metadata),
         **{key: metadata.size(name) for key, name in SIZES.items()},
         **row.fixed,
     }
+    if family.norm_eps_key:
+        config[family.norm_eps_key] = _norm_eps(metadata)
+    _check_constants(metadata)
     for key, name in row.keys.items():
         value = metadata.get(name)
         if value is not None:
             config[key] = value if isinstance(value, bool) else metadata.number(name)
     for key, name in row.bias_keys.items():
-        config[key] = any(each.endswith(f".{name}") for each in gguf.tensors)
+        ends = (f".{name}", f".{name.replace('attn_q.', 'attn_qkv.')}")
+        config[key] = any(each.endswith(ends) for each in gguf.tensors)
     if not has_experts(metadata):
         for key in ("num_local_experts", "num_experts_per_tok"):
             config.pop(key, None)
     config |= _windows(metadata, layers)
     config |= latent_keys(metadata)
-    config |= rope_keys(metadata, config)
+    if row.rope_config is not None:
+        config |= row.rope_config(metadata)
+    elif family.rotates(config):
+        config |= rope_keys(metadata, config)
+    if row.more_config is not None:
+        config |= row.more_config(metadata, config)
     if row.name in WIDE_GEMMA_LAYERS:
         wide = layers == WIDE_GEMMA_LAYERS[row.name]
         width = config["hidden_size"] // heads if wide else config["head_dim"]
@@ -68,7 +76,19 @@ def make_config(metadata: Metadata) -> dict[str, Any]:
         value = gguf.metadata.get(name)
         # None, too: the defaults of config classes are ids of other vocabularies
         config[key] = value if type(value) is int and value < embedding.shape[0] else None
-    return config
+    if not row.states_head_dim:
+        del config["head_dim"]
+    own = {key: config[usual] for usual, key in family.config_keys.items() if usual in config}
+    return {**config, **own}
+
+
+def _check_constants(metadata: Metadata) -> None:
+    """Raise CheckpointError for a file that states another value of the row's constants."""
+    for key, expected in metadata.architecture.constants.items():
+        found = metadata.get(key)
+        is_off = expected is None and not found
+        if found is not None and found != expected and not is_off:
+            raise metadata.wrong(key, f"expected {expected!r}, found {found!r:.60}")
 
 
 def find_family(metadata: Metadata) -> Family:
@@ -79,7 +99,8 @@ def find_family(metadata: Metadata) -> Family:
         has_window=bool(window),
         by_sigmoid=metadata.get("expert_gating_func") == SIGMOID,
     )
-    return family.variant({"q_lora_rank": _query_rank(metadata)})
+    stated = {key: metadata.get(name) for key, name in metadata.architecture.keys.items()}
+    return family.variant({**stated, "q_lora_rank": _query_rank(metadata)})
 
 
 def has_experts(metadata: Metadata) -> bool:
@@ -112,7 +133,7 @@ def num_kv_heads(metadata: Metadata) -> int:
     """Return the number of KV heads; files of latent attention state one, of the latents."""
     heads = metadata.size("attention.head_count")
     is_latent = metadata.architecture.is_latent
-    return heads if is_latent else metadata.size("attention.head_count_kv", heads)
+    return heads if is_latent else _first_size(metadata, "attention.head_count_kv", heads)
 
 
 def latent_keys(metadata: Metadata) -> dict[str, Any]:
@@ -170,7 +191,18 @@ def _feed_forward(metadata: Metadata) -> int:
     """Return the width of the dense feed-forward; of a file with experts alone, theirs."""
     own = "feed_forward_length"
     expert = "expert_feed_forward_length"
-    return metadata.size(expert if metadata.get(own) in (None, 0) else own)
+    return _first_size(metadata, expert if metadata.get(own) in (None, 0) else own)
+
+
+def _first_size(metadata: Metadata, key: str, default: int | None = None) -> int:
+    """Return a size; of a list by layer, where the architecture has one, its first."""
+    values = metadata.get(key)
+    if not metadata.architecture.sizes_by_layer or not isinstance(values, list):
+        return metadata.size(key, default)
+    first = values[0]
+    if not all(type(value) is int and 0 < value < MAX_SIZE for value in values):
+        raise metadata.wrong(key, f"expected positive whole numbers, found {values!r:.60}")
+    return first
 
 
 def _norm_eps(metadata: Metadata) -> float:

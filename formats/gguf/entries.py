@@ -7,6 +7,7 @@ tensor as floats. Nothing is decoded before it is read.
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -16,6 +17,7 @@ from formats.gguf import kernel_forms
 from formats.gguf.blocks import decode_rows
 from formats.gguf.kernel_forms import CODES, SCALES, form_of
 from formats.gguf.names import Presented
+from formats.gguf.row_orders import to_family
 from formats.gguf.staged import BLOCKS
 from formats.scheme import Scheme
 
@@ -39,7 +41,7 @@ class GgufEntry(TensorEntry):
         presented = self.presented
         rows = self._decoded(0, self._num_rows)
         if presented.heads:
-            rows = _halves_first(rows, presented.heads)
+            rows = to_family(rows, presented.heads, presented.kv_heads)
         if presented.offset:
             rows = rows - presented.offset
         return rows.reshape(self.shape).to(self.dtype)
@@ -62,21 +64,29 @@ class GgufEntry(TensorEntry):
 
     def stored_rows(self) -> torch.Tensor:
         """Read the blocks of all rows, in the family's order: uint8 [rows, row bytes]."""
-        row_bytes = self.presented.stored.type.row_bytes(self.presented.shape[-1])
+        row_bytes = self.presented.stored.type.row_bytes(self._row_length)
         first = self.presented.first_row
         data = self.read_bytes(first * row_bytes, (first + self._num_rows) * row_bytes)
         rows = data.reshape(-1, row_bytes)
-        return _halves_first(rows, self.presented.heads) if self.presented.heads else rows
+        presented = self.presented
+        if not presented.heads:
+            return rows
+        return to_family(rows, presented.heads, presented.kv_heads)
+
+    @property
+    def _row_length(self) -> int:
+        """Number of values of a stored row. Vectors of floats have one in each of their rows."""
+        presented = self.presented
+        is_column = len(presented.shape) == 1 and presented.stored.type.float_dtype
+        return 1 if is_column else presented.shape[-1]
 
     @property
     def _num_rows(self) -> int:
-        """Number of stored rows. A vector is one value in each of its rows, if rows are moved."""
-        shape = self.presented.shape
-        return 1 if len(shape) == 1 else torch.Size(shape[:-1]).numel()
+        return torch.Size(self.presented.shape).numel() // self._row_length
 
     def _decoded(self, start: int, stop: int) -> torch.Tensor:
         presented, kind = self.presented, self.presented.stored.type
-        in_features = presented.shape[-1]
+        in_features = self._row_length
         row_bytes = kind.row_bytes(in_features)
         first = presented.first_row + start
         data = self.read_bytes(first * row_bytes, (presented.first_row + stop) * row_bytes)
@@ -86,8 +96,7 @@ class GgufEntry(TensorEntry):
             return kernel_forms.codes_of(data, kind, in_features)
         if self.content == SCALES:
             return kernel_forms.scales_of(data, kind, in_features, self.name)
-        decoded = decode_rows(data, kind, in_features)
-        return decoded.reshape(-1, 1) if len(presented.shape) == 1 else decoded
+        return decode_rows(data, kind, in_features)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +131,41 @@ class JoinedEntry(TensorEntry):
         return self.keys, self.values
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalarEntry(TensorEntry):
+    """Tensor of one number that the metadata hold."""
+
+    value: float
+
+    def read(self) -> torch.Tensor:
+        return torch.full(self.shape, self.value, dtype=self.dtype)
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        return self.read()[start:stop]
+
+    def blocks(self, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (0, the number)."""
+        yield 0, self.read().flatten()
+
+
+def make_scalars(
+    found: Mapping[str, tuple[tuple[int, ...], float]], file: Path
+) -> dict[str, TensorEntry]:
+    """Return entries of tensors that the metadata of a file hold, given (shape, number)."""
+    return {
+        name: ScalarEntry(
+            name=name,
+            dtype=torch.float32,
+            shape=shape,
+            num_bytes=torch.float32.itemsize,
+            file=file,
+            offset=0,
+            value=value,
+        )
+        for name, (shape, value) in found.items()
+    }
+
+
 def _joined(name: str, presented: Presented, dtype: torch.dtype | None) -> JoinedEntry:
     heads = presented.stored.shape[0]
     keys, values = (
@@ -149,11 +193,6 @@ def _joined(name: str, presented: Presented, dtype: torch.dtype | None) -> Joine
         values=values,
         heads=heads,
     )
-
-
-def _halves_first(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return rows of pairs (2 i, 2 i + 1) in each head as those of halves (i, i + half)."""
-    return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
 
 
 def make_entries(
@@ -185,7 +224,8 @@ def _floats(name: str, presented: Presented, dtype: torch.dtype | None) -> Tenso
     num_bytes = kind.row_bytes(torch.Size(presented.shape).numel())
     plain = getattr(torch, kind.float_dtype) if kind.float_dtype else None
     if plain is not None and not (presented.heads or presented.offset):
-        row_bytes = kind.row_bytes(presented.shape[-1])
+        row_length = 1 if len(presented.shape) == 1 else presented.shape[-1]
+        row_bytes = kind.row_bytes(row_length)
         return TensorEntry(
             name=name,
             dtype=plain,
@@ -261,6 +301,8 @@ def schemes_of(found: Mapping[str, Presented], family: Family) -> dict[str, Sche
         module = name.removesuffix(".weight")
         is_matrix = module != name and len(presented.shape) == 2 and module not in outer
         if not is_matrix or not (module.startswith(before) or module == head):
+            continue
+        if family.float_linears and module.endswith(family.float_linears):
             continue
         if (router and module.endswith(router)) or (shared and module.endswith(f".{shared}")):
             continue

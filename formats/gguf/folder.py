@@ -24,7 +24,7 @@ from formats.gguf.metadata import Metadata
 from formats.gguf.names import NameMap, Presented
 from formats.gguf.tokenizer import tokenizer_files
 
-FORMAT = 3  # version of the folder's content; a new one makes new folders
+FORMAT = 4  # version of the folder's content; a new one makes new folders
 INDEX = "gguf.json"
 SUFFIX = ".gguf"
 REMEDY = "give the GGUF file again"
@@ -36,6 +36,8 @@ class GgufIndex:
 
     path: Path  # the first file
     presented: dict[str, Presented]
+    # Tensors of one number that the metadata hold: (shape, number) by name
+    scalars: dict[str, tuple[tuple[int, ...], float]]
 
 
 def find_gguf(path: str | Path) -> Path | None:
@@ -147,7 +149,12 @@ def _make_texts(file: Path, stated: list[list[Any]]) -> dict[str, str]:
         config[BLOCK] = config_block.write(schemes, types)
     numbers = {path: number for number, path in enumerate(gguf.files)}
     tensors = [_row(each, numbers) for each in found.values()]
-    index = {"format": FORMAT, "files": stated, "tensors": tensors}
+    index = {
+        "format": FORMAT,
+        "files": stated,
+        "tensors": tensors,
+        "scalars": _scalars(metadata),
+    }
     others = tokenizer_files(metadata, config)
     values = {"config.json": config, **others, INDEX: index}
     return {
@@ -168,13 +175,35 @@ def _name_map(metadata: Metadata) -> NameMap:
     )
 
 
+def _scalars(metadata: Metadata) -> dict[str, list[Any]]:
+    """Return (shape, number) of each tensor that the metadata hold, by its full name.
+
+    Raises CheckpointError for a list without a number for each layer.
+    """
+    family, count, found = find_family(metadata), num_layers(metadata), {}
+    for key, name in metadata.architecture.scalars.items():
+        stated = metadata.gguf.metadata.get(key)
+        values = as_list(stated) or [stated] * count
+        is_number = all(type(value) in (int, float) and abs(value) < 1e30 for value in values)
+        if len(values) != count or not is_number:
+            raise CheckpointError(
+                f"{metadata.subject}: {key}", f"expected a number for each of {count} layers"
+            )
+        shapes = dict(family.activation_tensors.values())
+        for number, value in enumerate(values):
+            full = f"{family.layer.format(i=number)}.{name}"
+            found[full] = [[1] * len(shapes[name]), float(value)]
+    return found
+
+
 def _row(each: Presented, numbers: dict[Path, int]) -> list[Any]:
     parts = [each.stored, *([each.values] if each.values else [])]
     places = [
         [numbers[stored.file], stored.type.id, stored.offset, list(stored.shape), stored.name]
         for stored in parts
     ]
-    return [each.name, list(each.shape), each.first_row, each.heads, each.offset, places]
+    order = [each.heads, each.kv_heads]
+    return [each.name, list(each.shape), each.first_row, order, each.offset, places]
 
 
 def read_index(folder: Path) -> GgufIndex:
@@ -188,7 +217,7 @@ def read_index(folder: Path) -> GgufIndex:
             if _fingerprint(path) != stated:
                 raise CheckpointError(str(path), "has changed since it was opened", REMEDY)
         presented = {}
-        for name, shape, first_row, heads, offset, places in index["tensors"]:
+        for name, shape, first_row, order, offset, places in index["tensors"]:
             stored, *values = (
                 StoredTensor(
                     name=stored_name,
@@ -205,14 +234,18 @@ def read_index(folder: Path) -> GgufIndex:
                 values=values[0] if values else None,
                 shape=tuple(shape),
                 first_row=first_row,
-                heads=heads,
+                heads=order[0],
+                kv_heads=order[1],
                 offset=offset,
             )
+        scalars = {
+            name: (tuple(shape), float(value)) for name, (shape, value) in index["scalars"].items()
+        }
     except (OSError, ValueError, LookupError, TypeError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(str(folder / INDEX), "is damaged", "remove its folder") from None
-    return GgufIndex(path=files[0], presented=presented)
+    return GgufIndex(path=files[0], presented=presented, scalars=scalars)
 
 
 def as_list(values: Any) -> list[Any]:

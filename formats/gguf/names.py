@@ -8,12 +8,13 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from formats.architecture.family import Family
+from formats.architecture.family import STREAMS, Family
 from formats.architecture.projection import Projection
 from formats.errors import CheckpointError
 from formats.gguf.architectures.architecture import Architecture
+from formats.gguf.architectures.parts import FREQUENCIES
 from formats.gguf.container import StoredTensor
-from formats.gguf.rope import FREQUENCIES, LONG, SHORT
+from formats.gguf.rope import LONG, SHORT
 
 IN_CONFIG = (FREQUENCIES, LONG, SHORT)  # read for config.json
 OF_A_LAYER = re.compile(r"blk\.(?P<number>\d{1,5})\.(?P<local>.+)\.(?P<kind>weight|bias)")
@@ -34,7 +35,10 @@ class Presented:
     stored: StoredTensor
     shape: tuple[int, ...]
     first_row: int = 0  # of the stored rows
-    heads: int = 0  # rows are in the order of rotated pairs in so many heads; 0: in the usual one
+    # Rows are in the order of rotated pairs in so many heads, or, with `kv_heads`, all queries come
+    # first, then all keys, then all values; 0: in the family's order (row_orders.py)
+    heads: int = 0
+    kv_heads: int = 0
     offset: float = 0.0  # what the stored values are above the family's
     # kv_b_proj of latent attention in two tensors: `stored` has the part of keys, transposed
     # [heads, latent, key], and this one that of values [heads, value, latent]
@@ -100,6 +104,10 @@ class NameMap:
         if stored.name in IN_CONFIG:
             return
         match = OF_A_LAYER.fullmatch(stored.name)
+        stack = stream_names(self.family).get(stored.name.removesuffix(".weight"))
+        if stack and len(stored.shape) == 3 and stored.shape[0] == len(stack):
+            yield from _stacked(stored, stack)
+            return
         if match is None:
             name = self._outer_names.get(stored.name)
             if name is None:
@@ -123,25 +131,45 @@ class NameMap:
             offset = self.family.norm_offset if kind == "weight" else 0.0
             yield self._whole(stored, f"{layer}.{norm}.{kind}", offset=offset)
         elif local in self._linears:
-            heads = self._permuted.get(local, 0)
-            yield self._whole(stored, f"{layer}.{self._linears[local]}.{kind}", heads=heads)
+            name = f"{layer}.{self._linears[local]}.{kind}"
+            if local == "attn_qkv" and self.family.qkv.by_head:
+                yield self._whole(stored, name, heads=self.heads, kv_heads=self.kv_heads)
+            else:
+                yield self._whole(stored, name, heads=self._permuted.get(local, 0))
+        elif local == "attn_qkv" and "attn_q" in self._linears:
+            yield from self._parts_of_qkv(stored, layer, kind, subject)
+        elif f"{local}.{kind}" in self.architecture.tensors:
+            yield self._whole(stored, f"{layer}.{self.architecture.tensors[f'{local}.{kind}']}")
         elif self._others.get(f"{local}.{kind}") is not None:
             yield self._whole(stored, f"{layer}.{self._others[f'{local}.{kind}']}")
         elif local in self._experts and len(stored.shape) == 3:
-            E, N, K = stored.shape
-            for number in range(E):
-                name = self._experts[local].format(e=number)
-                yield Presented(
-                    name=f"{layer}.{name}.{kind}",
-                    stored=stored,
-                    shape=(N, K),
-                    first_row=number * N,
-                )
+            names = [self._experts[local].format(e=number) for number in range(stored.shape[0])]
+            yield from _stacked(stored, [f"{layer}.{name}" for name in names], kind)
         elif (old := OLD_EXPERT.fullmatch(local)) and f"{old['local']}_exps" in self._experts:
             name = self._experts[f"{old['local']}_exps"].format(e=int(old["number"]))
             yield self._whole(stored, f"{layer}.{name}.{kind}")
         else:
             raise _unplaced(stored, self.architecture, subject)
+
+    def _parts_of_qkv(
+        self, stored: StoredTensor, layer: str, kind: str, subject: str
+    ) -> Iterator[Presented]:
+        """Yield q, k and v of a file that has them as one matrix, unlike the family."""
+        counts = (self.heads, self.kv_heads, self.kv_heads)
+        width, rest = divmod(stored.shape[0], sum(counts))
+        if rest:
+            problem = f"expected rows of {sum(counts)} heads, found {stored.shape[0]}"
+            raise CheckpointError(f"{subject}: {stored.name}", problem, "convert the model again")
+        first = 0
+        for local, count in zip(("attn_q", "attn_k", "attn_v"), counts, strict=True):
+            yield Presented(
+                name=f"{layer}.{self._linears[local]}.{kind}",
+                stored=stored,
+                shape=(count * width, *stored.shape[1:]),
+                first_row=first,
+                heads=self._permuted.get(local, 0),
+            )
+            first += count * width
 
     def _whole(self, stored: StoredTensor, name: str, **different: float) -> Presented:
         whole = Presented(name=name, stored=stored, shape=stored.shape)
@@ -152,14 +180,7 @@ class NameMap:
 
     @property
     def _outer_names(self) -> dict[str, str]:
-        names = {
-            "token_embd.weight": self.family.embedding,
-            "output_norm.weight": self.family.last_norm,
-            "output.weight": self.family.head,
-        }
-        if self.family.norm_bias:
-            names["output_norm.bias"] = self.family.last_norm_bias
-        return names
+        return outer_names(self.family)
 
     @property
     def _permuted(self) -> dict[str, int]:
@@ -188,6 +209,46 @@ class NameMap:
             else:
                 names |= {f"{key}.{kind}": f"{name}.{kind}" for kind in ("weight", "bias")}
         return names
+
+
+def _stacked(stored: StoredTensor, modules: list[str], kind: str = "weight") -> Iterator[Presented]:
+    """Yield each matrix of a stack [modules, N, K]."""
+    _, N, K = stored.shape
+    for number, module in enumerate(modules):
+        yield Presented(name=f"{module}.{kind}", stored=stored, shape=(N, K), first_row=number * N)
+
+
+def outer_names(family: Family) -> dict[str, str]:
+    """Return the family's names of the tensors outside of layers by GGUF's."""
+    names = {"token_embd.weight": family.embedding, "output.weight": family.head}
+    if family.norm_weights:
+        names["output_norm.weight"] = family.last_norm
+    if family.norm_bias:
+        names["output_norm.bias"] = family.last_norm_bias
+    if family.head_bias:
+        names["output.bias"] = family.head_bias_name
+    if family.positions is not None:
+        names["position_embd.weight"] = family.positions.name
+    if family.layer_inputs is not None:
+        names |= {
+            "per_layer_token_embd.weight": family.layer_inputs.table,
+            "per_layer_model_proj.weight": f"{family.layer_inputs.model_projection}.weight",
+            "per_layer_proj_norm.weight": family.layer_inputs.model_norm,
+        }
+    if family.embedding_norm and family.norm_weights:
+        names["token_embd_norm.weight"] = family.embedding_norm
+        if family.norm_bias:
+            names["token_embd_norm.bias"] = family.embedding_norm_bias
+    return names
+
+
+def stream_names(family: Family) -> dict[str, list[str]]:
+    """Return the family's linears that a file has in one stack, by GGUF's name of the stack."""
+    stacks = ("altup_proj", "altup_unembd_proj")
+    return {
+        stack: [f"{name}.{number}" for number in range(STREAMS - 1)]
+        for stack, name in zip(stacks, family.streams, strict=False)
+    }
 
 
 def other_names(family: Family, of_experts: str) -> dict[str, str]:
@@ -228,6 +289,9 @@ def linear_names(family: Family) -> dict[str, str]:
     else:
         of_qkv = zip(("attn_q", "attn_k", "attn_v"), qkv.members, strict=True)
         names |= {key: name for key, (name, _) in of_qkv}
+    if family.layer_inputs is not None:
+        inputs = family.layer_inputs
+        names |= {"inp_gate": inputs.gate.name, "proj": inputs.projection.name}
     return names | _feed_forward(family.gate_up, family.down, "")
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from formats.architecture.stored_form import usual_config
 from formats.codecs.config_fields import BLOCK
 from formats.families import FAMILIES
 from formats.files.tensor_entry import TensorEntry
 from formats.gguf.block_types import BY_NAME
-from formats.gguf.entries import make_entries, schemes_of
+from formats.gguf.entries import make_entries, make_scalars, schemes_of
 from formats.gguf.folder import INDEX, read_index
 from formats.in_memory.k_weight import is_in_blocks
 from formats.scheme import Scheme
@@ -40,8 +41,8 @@ def open_gguf(
     `as_floats`: no linear has codes. `rounded`: floats have the dtype of config.json. `in_blocks`
     False: types that stay in blocks (KWeight) are floats.
     """
-    index = read_index(folder)
-    family = FAMILIES[config["architectures"][0]]
+    index, config = read_index(folder), usual_config(dict(config))
+    family = FAMILIES[config["architectures"][0]].variant(config)
     schemes = schemes_of(index.presented, family)
     on_codes = [
         name
@@ -55,7 +56,10 @@ def open_gguf(
     dtype = getattr(torch, str(config.get("dtype")), None) if rounded else None
     return OpenedGguf(
         config={key: value for key, value in config.items() if key != BLOCK or not as_floats},
-        entries=make_entries(index.presented, on_codes, float_dtype=dtype),
+        entries={
+            **make_entries(index.presented, on_codes, float_dtype=dtype),
+            **make_scalars(index.scalars, index.path),
+        },
         summary=_summary(index.path, types),
     )
 

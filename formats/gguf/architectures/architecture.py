@@ -1,12 +1,21 @@
 """The row of an architecture: one value of `general.architecture`. Needs no torch."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 from formats.architecture.family import Family
+from formats.architecture.flags import Flag, is_set
 from formats.families import FAMILIES
 from formats.gguf.architectures.parts import BEFORE
+
+
+class Variant(NamedTuple):
+    """Fields of a row that differ in some files."""
+
+    tensor: str  # the files that have it; its name below layer 0
+    flag: Flag  # the same in config.json
+    fields: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +39,58 @@ class Architecture:
     with_window: str = ""
     with_sigmoid: str = ""  # experts are chosen by sigmoid
     also: tuple[str, ...] = ()  # families with the same layers, which are written so
+    variants: tuple[Variant, ...] = ()
+    # Other tensors of a layer: GGUF's full name below the layer -> the family's
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    # Tensors of one number in each layer, which files hold as a list: key of the metadata -> the
+    # family's name below the layer
+    scalars: Mapping[str, str] = field(default_factory=dict)
+    # Metadata that llama.cpp needs although config.json does not state them; a file that is read
+    # must state the same, or nothing. None: is not written.
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    # What config.json must state, by key, for llama.cpp to read the file
+    needs: Mapping[str, Any] = field(default_factory=dict)
+    needs_square_output: bool = False  # the same: heads times their width is the hidden size
+    # The class's names for the usual keys of rotary embeddings, and its defaults
+    rope_names: Mapping[str, str] = field(default_factory=dict)
+    default_theta: float | None = None
+    default_part: float = 1.0  # share of a head that rotates
+    states_head_dim: bool = True  # False: the config class computes it and takes no other
+    # llama.cpp reads a head of its own from the file ("own"), or always takes the embedding
+    # ("tied"); "": either, as the file has it.
+    head: Literal["", "own", "tied"] = ""
+    # llama.cpp reads keys and values also of layers that read those of an earlier one
+    fills_shared_layers: bool = False
+    # Sizes may be lists by layer; the functions below read and write them.
+    sizes_by_layer: bool = False
+    # The same for rotary embeddings that differ from the usual: Metadata -> keys of config.json,
+    # and config.json -> metadata and the divisors of `rope_freqs.weight`
+    rope_config: Callable[[Any], Mapping[str, Any]] | None = None
+    rope_metadata: Callable[[Mapping[str, Any]], tuple[dict[str, Any], list[float]]] | None = None
+    # Functions of this row: (Metadata, config.json so far) -> more keys, and config.json -> more
+    # metadata. The latter raises CheckpointError for what the architecture has no form for.
+    more_config: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]] | None = None
+    more_metadata: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
 
     def family_of(self, *, has_experts: bool, has_window: bool, by_sigmoid: bool = False) -> Family:
         """Return the family's row for a file with experts, chosen by sigmoid, or a window."""
         name = (has_experts and self.with_experts) or (has_window and self.with_window)
         name = (by_sigmoid and self.with_sigmoid) or name
         return FAMILIES[name or self.family]
+
+    def variant_of_file(self, names: Collection[str]) -> "Architecture":
+        """Return the row with the fields of a file with these tensors."""
+        for tensor, _, different in self.variants:
+            if f"blk.0.{tensor}" in names:
+                return replace(self, **different)
+        return self
+
+    def variant_of_config(self, config: Mapping[str, Any]) -> "Architecture":
+        """Return the row with the fields of the file that a config.json becomes."""
+        for _, flag, different in self.variants:
+            if is_set(flag, config):
+                return replace(self, **different)
+        return self
 
     @property
     def is_latent(self) -> bool:

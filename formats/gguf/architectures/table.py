@@ -4,10 +4,14 @@ from typing import Any
 
 from formats.errors import CheckpointError
 from formats.gguf.architectures.architecture import Architecture
+from formats.gguf.architectures.classics import CLASSICS
 from formats.gguf.architectures.dense import DENSE
+from formats.gguf.architectures.gemma import GEMMAS
 from formats.gguf.architectures.mixtures import MIXTURES
 
-ARCHITECTURES: dict[str, Architecture] = {row.name: row for row in (*DENSE, *MIXTURES)}
+ARCHITECTURES: dict[str, Architecture] = {
+    row.name: row for row in (*DENSE, *CLASSICS, *GEMMAS, *MIXTURES)
+}
 
 
 def find_architecture(name: Any, subject: str) -> Architecture:

@@ -18,10 +18,19 @@ from formats.checkpoint import CheckpointReader, TensorEntry
 from formats.errors import CheckpointError
 from formats.families import FAMILIES
 from formats.gguf.architectures.architecture import Architecture
+from formats.gguf.architectures.parts import FREQUENCIES
 from formats.gguf.block_types import BY_NAME, BlockType
 from formats.gguf.entries import GgufEntry, JoinedEntry
-from formats.gguf.names import BOTH_UP, KEY_UP, VALUE_UP, linear_names, other_names
-from formats.gguf.rope import FREQUENCIES
+from formats.gguf.names import (
+    BOTH_UP,
+    KEY_UP,
+    VALUE_UP,
+    linear_names,
+    other_names,
+    outer_names,
+    stream_names,
+)
+from formats.gguf.row_orders import to_gguf
 from formats.gguf.schemes import BLOCK, BLOCK_SCHEMES, fitting, name_of
 from formats.gguf.writing.container_writer import (
     NewTensor,
@@ -32,8 +41,10 @@ from formats.gguf.writing.container_writer import (
 from formats.gguf.writing.encode import INTEGER_TYPES, encode_floats, encode_weight, type_of
 from formats.gguf.writing.latent import split_by_head
 from formats.gguf.writing.metadata import (
+    REMEDY,
     architecture_of,
     check_states,
+    head_width,
     metadata_of,
     num_experts,
 )
@@ -88,6 +99,7 @@ def export_gguf(
     metadata, divisors = metadata_of(
         reader.config, family, row, target.stem, is_split=export.is_split
     )
+    metadata |= export.scalars()
     tensors = export.tensors()
     if divisors is not None:
         data = struct.pack(f"<{len(divisors)}f", *divisors)
@@ -130,7 +142,7 @@ def family_of(config: Mapping[str, Any]) -> tuple[Family, Architecture]:
     family = FAMILIES.get(names[0])
     if family is None:
         raise CheckpointError(f"architecture {names[0]}", "is not known", "use a known family")
-    return family.variant(config), architecture_of(family)
+    return family.variant(config), architecture_of(family, config)
 
 
 class _Export:
@@ -159,20 +171,44 @@ class _Export:
 
     def tensors(self) -> list[NewTensor]:
         """Return all tensors, in the order of the model. Raises CheckpointError."""
-        family, found = self._family, []
-        found += self._tensor("token_embd", [family.embedding.removesuffix(".weight")])
-        config = self._reader.config
+        family, config, found = self._family, self._reader.config, []
+        modules = {
+            name.removesuffix(".weight"): ours.removesuffix(".weight")
+            for name, ours in outer_names(family).items()
+            if name.endswith(".weight")
+        }
+        head, last_norm = modules.pop("output"), modules.pop("output_norm", None)
+        if family.is_tied(config):
+            head = modules["token_embd"] if self._row.head == "own" else None
+        elif self._row.head == "tied":
+            raise CheckpointError(
+                head, f"is a head of its own, which {self._row.name} has none of in GGUF", REMEDY
+            )
+        for name, module in modules.items():
+            found += self._tensor(name, [module])
+        for name, stack in stream_names(family).items():
+            found += self._tensor(name, stack, stacked=True)
         for number in range(config["num_hidden_layers"]):
             found += self._layer(number)
-        found += self._tensor("output_norm", [family.last_norm.removesuffix(".weight")])
-        if not family.is_tied(config):
-            found += self._tensor("output", [family.head.removesuffix(".weight")])
+        for name, module in (("output_norm", last_norm), ("output", head)):
+            found += self._tensor(name, [module]) if module else []
         self._left.discard(family.head)
         left = sorted(self._left)
         if left:
             raise CheckpointError(
                 left[0], f"and {len(left) - 1} more tensors have no name in GGUF", "remove them"
             )
+        return found
+
+    def scalars(self) -> dict[str, Value]:
+        """Return the metadata of tensors of one number in each layer."""
+        found = {}
+        layers = range(self._reader.config["num_hidden_layers"])
+        for key, name in self._row.scalars.items():
+            names = [f"{self._family.layer.format(i=number)}.{name}" for number in layers]
+            values = [self._reader.get(each).item() for each in names]
+            self._left -= set(names)
+            found[key] = Value(type="f32", value=values)
         return found
 
     def _layer(self, number: int) -> list[NewTensor]:
@@ -184,11 +220,41 @@ class _Export:
                 found += self._halves(stem, f"{prefix}.{ours}.weight")
                 continue
             found += self._tensor(f"{stem}.{theirs}", [f"{prefix}.{ours}"], optional=True)
+        has_keys = any(each.name == f"{stem}.attn_k.weight" for each in found)
+        if self._row.fills_shared_layers and not has_keys:
+            found += self._zero_keys(stem)
+        for theirs, ours in self._row.tensors.items():
+            if f"{prefix}.{ours}" in self._reader:
+                found.append(self._floats(f"{stem}.{theirs}", [f"{prefix}.{ours}"], False))
         if family.experts is not None:
             count = num_experts(self._reader.config) or 0
             for theirs, ours in other_names(family, "{e}").items():
                 modules = [f"{prefix}.{ours.format(e=e)}" for e in range(count)]
                 found += self._tensor(f"{stem}.{theirs}", modules, optional=True, stacked=True)
+        return found
+
+    def _zero_keys(self, stem: str) -> list[NewTensor]:
+        """Return keys and values of zeros, for a layer that reads those of an earlier one."""
+        config = self._reader.config
+        width, hidden = head_width(config), config["hidden_size"]
+        heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+        shapes = {
+            "attn_k": (heads * width, hidden),
+            "attn_v": (heads * width, hidden),
+            "attn_k_norm": (width,),
+        }
+        found = []
+        for local, shape in shapes.items():
+            kind = BY_NAME["F32" if len(shape) == 1 else "F16"]
+            count = kind.row_bytes(torch.Size(shape).numel())
+            found.append(
+                NewTensor(
+                    name=f"{stem}.{local}.weight",
+                    type=kind,
+                    shape=shape,
+                    make=lambda count=count: bytes(count),
+                )
+            )
         return found
 
     def _tensor(
@@ -256,7 +322,7 @@ class _Export:
                 if type_of(weight, module) != kind:
                     raise CheckpointError(module, f"is not {kind.name} as {modules[0]} is")
                 parts.append(encode_weight(weight, module, exact=self._exact))
-            return _to_bytes(self._in_pairs(name, torch.cat(parts)))
+            return _to_bytes(self._reordered(name, torch.cat(parts)))
 
         full = (len(modules), *shape) if stacked else shape
         return NewTensor(name=f"{name}.weight", type=kind, shape=full, make=make)
@@ -279,13 +345,13 @@ class _Export:
         def make() -> bytes:
             if _holds_blocks(entry):
                 rows = [self._reader.entries[each].stored_rows() for each in names]
-                return _to_bytes(self._in_pairs(name.rpartition(".")[0], torch.cat(rows)))
+                return _to_bytes(self._reordered(name.rpartition(".")[0], torch.cat(rows)))
             parts = [self._reader.get(each) for each in names]
             parts = [part.float() + offset if offset else part for part in parts]
             rows = [encode_floats(part, kind) for part in parts]
             if len(entry.shape) == 1 and not stacked:
                 rows = [row.reshape(entry.shape[0], -1) for row in rows]
-            return _to_bytes(self._in_pairs(name.rpartition(".")[0], torch.cat(rows)))
+            return _to_bytes(self._reordered(name.rpartition(".")[0], torch.cat(rows)))
 
         shape = (len(names), *entry.shape) if stacked else tuple(entry.shape)
         return NewTensor(name=name, type=kind, shape=shape, make=make)
@@ -301,14 +367,15 @@ class _Export:
             return BY_NAME[name_of(fitting(BLOCK_SCHEMES[wanted], in_features)).upper()]
         return BY_NAME[FLOAT_TYPES.get(entry.dtype, "F32")]
 
-    def _in_pairs(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows of q or k in the order of rotated pairs, where the row says so."""
+    def _reordered(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of q, k or all three in GGUF's order."""
         local, config = name.rpartition(".")[2], self._reader.config
         heads = config["num_attention_heads"]
-        heads = {"attn_q": heads, "attn_k": config.get("num_key_value_heads") or heads}.get(local)
-        if heads is None or not self._row.permuted:
-            return rows
-        return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        kv_heads = config.get("num_key_value_heads") or heads
+        if local == "attn_qkv" and self._family.qkv.by_head:
+            return to_gguf(rows, heads, kv_heads)
+        own = {"attn_q": heads, "attn_k": kv_heads}.get(local)
+        return rows if own is None or not self._row.permuted else to_gguf(rows, own)
 
 
 def _holds_blocks(entry: TensorEntry) -> bool:

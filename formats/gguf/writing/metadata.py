@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.architecture.family import Family
+from formats.architecture.stored_form import usual_config
 from formats.errors import CheckpointError
 from formats.gguf.architectures.architecture import Architecture
 from formats.gguf.architectures.table import ARCHITECTURES
@@ -26,19 +27,26 @@ NOT_COMPARED = {
     *("architectures", "model_type", "dtype", "hidden_act", "tie_word_embeddings"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "rope_theta", "rope_scaling"),
     *("quantization_config", "sliding_window", "partial_rotary_factor", ORIGINAL),
+    # of Falcon and GPT-BigCode, which follow from the number of KV heads
+    *("multi_query", "new_decoder_architecture", "num_kv_heads"),
     # layers for drafts only are left out
     "num_nextn_predict_layers",
 }
 WHOLE = ("expert_count", "expert_used_count", "expert_shared_count", "leading_dense_block_count")
 WHOLE += ("expert_group_count", "expert_group_used_count", "attention.kv_lora_rank")
+WHOLE += ("embedding_length_per_layer_input", "attention.shared_kv_layers")
+WHOLE += ("altup.num_inputs", "altup.active_idx")
 
 
-def architecture_of(family: Family) -> Architecture:
+GELUS = ("gelu", "gelu_new", "gelu_pytorch_tanh")  # llama.cpp has one for all
+
+
+def architecture_of(family: Family, config: Mapping[str, Any]) -> Architecture:
     """Return the row that a family is written as. Raises CheckpointError if there is none."""
     for row in ARCHITECTURES.values():
         names = (row.family, row.with_experts, row.with_window, row.with_sigmoid, *row.also)
         if family.architecture in names and row.name not in NOT_WRITTEN:
-            return row
+            return row.variant_of_config(config)
     raise CheckpointError(f"architecture {family.architecture}", "is not written as GGUF", REMEDY)
 
 
@@ -67,6 +75,20 @@ def metadata_of(
     state.
     """
     heads, width = config["num_attention_heads"], head_width(config)
+    _check_activation(config, family, row)
+    for key, needed in row.needs.items():
+        if config.get(key, needed) != needed:
+            raise CheckpointError(
+                f"config.json {key}",
+                f"is {config[key]!r:.60}, but {row.name} in GGUF has {needed!r:.60}",
+                REMEDY,
+            )
+    if row.needs_square_output and heads * width != config["hidden_size"]:
+        raise CheckpointError(
+            "config.json head_dim",
+            f"expected {config['hidden_size'] // heads} in {row.name}, found {width}",
+            REMEDY,
+        )
     own: dict[str, Any] = {
         "block_count": _u32(config["num_hidden_layers"]),
         "context_length": _u32(config["max_position_embeddings"]),
@@ -85,9 +107,18 @@ def metadata_of(
         value = num_experts(config) if theirs == "expert_count" else config.get(key)
         if value is not None:
             own[theirs] = _u32(value) if theirs in WHOLE else _stated(theirs, value)
+    for theirs, value in row.constants.items():
+        if value is not None:
+            own[theirs] = _stated(theirs, value)
     own |= _windows(config, row)
-    rope, divisors = _rope(config, width)
+    rope, divisors = {}, None
+    if row.rope_metadata is not None:
+        rope, divisors = row.rope_metadata(config)
+    elif family.rotates(config):
+        rope, divisors = _rope(config, width, row)
     own |= rope
+    if row.more_metadata is not None:
+        own |= row.more_metadata(config)
     if row.is_latent:
         own |= latent_metadata(config, is_split=is_split)
     general = {
@@ -101,7 +132,7 @@ def metadata_of(
 
 def check_states(file: Path, config: Mapping[str, Any]) -> None:
     """Raise CheckpointError if the metadata of a file mean another config.json than `config`."""
-    read = make_config(Metadata(read_gguf(file)))
+    read = usual_config(make_config(Metadata(read_gguf(file))))
     layers = range(config["num_hidden_layers"])
     interval = read.get("no_rope_layer_interval")
     if interval:
@@ -113,6 +144,18 @@ def check_states(file: Path, config: Mapping[str, Any]) -> None:
                 f"is {config[key]!r:.60}, but {read['model_type']} in GGUF has {read[key]!r:.60}",
                 REMEDY,
             )
+
+
+def _check_activation(config: Mapping[str, Any], family: Family, row: Architecture) -> None:
+    """Raise CheckpointError for an activation that is not the architecture's only one."""
+    usual = family.activations[0]
+    found = config.get(family.activation_key, usual) if family.activation_key else usual
+    if found != usual and not {found, usual} <= set(GELUS):
+        raise CheckpointError(
+            f"config.json {family.activation_key}",
+            f"{row.name} has {usual!r} in GGUF, found {found!r:.40}",
+            REMEDY,
+        )
 
 
 def _u32(value: int) -> Value:
@@ -146,15 +189,22 @@ def _windows(config: Mapping[str, Any], row: Architecture) -> dict[str, Any]:
     return found
 
 
-def _rope(config: Mapping[str, Any], width: int) -> tuple[dict[str, Any], list[float] | None]:
+def _rope(
+    config: Mapping[str, Any], width: int, row: Architecture
+) -> tuple[dict[str, Any], list[float] | None]:
     stated = config.get("rope_parameters") or {}
     full = stated.get("full_attention", stated)
     scaling = {**full, **(config.get("rope_scaling") or {})}  # the older key takes precedence
-    theta = scaling.get("rope_theta", config.get("rope_theta"))
+    for usual, own in row.rope_names.items():
+        config = {usual: config[own], **config} if own in config else config
+    theta = scaling.get("rope_theta", config.get("rope_theta", row.default_theta))
     if theta is None:
         raise CheckpointError("config.json rope_theta", "is not stated", "add it")
-    part = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
-    rotated = int(width * part)
+    part = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    rotated = int(width * (row.default_part if part is None else part))
+    if scaling.get("rope_type") == "dynamic" and scaling.get("alpha"):  # one theta for all lengths
+        theta *= scaling["alpha"] ** (rotated / (rotated - 2))
+        scaling["rope_type"] = "default"
     keys: dict[str, Any] = {
         "rope.freq_base": _f32(theta),
         "rope.dimension_count": _u32(rotated),
