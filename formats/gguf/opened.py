@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from formats.architecture.stored_form import usual_config
+from formats.architecture.stored_form.config import usual_config
 from formats.codecs.config_fields import BLOCK
 from formats.families import FAMILIES
 from formats.files.tensor_entry import TensorEntry

@@ -1,6 +1,7 @@
 """`qserve quantize`: write a quantized copy of a float model, or of a draft head."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import qserve
@@ -12,59 +13,18 @@ from qserve.command_line.tool_config import QuantizeConfig
 
 
 def quantize(model: str, config: QuantizeConfig) -> int:
-    from calibrate.devices import Devices
-    from calibrate.gguf_file import quantize_to_gguf
-    from calibrate.heads.quantize import quantize_head
-    from calibrate.pipeline import quantize_checkpoint
-    from calibrate.recipe import default_recipe
     from formats.checkpoint import check_is_free
-    from formats.gguf.schemes import base_scheme
     from formats.gguf.writing.container_writer import check_file_is_free
     from formats.heads.folder import is_head_folder
     from formats.hub.fetch import local_path
-    from formats.hub.selection import ADAPTER, DRAFTER, MODEL
-    from formats.plan import parse_override
-    from formats.scheme import SCHEMES, Scheme
+    from formats.hub.selection import DRAFTER, MODEL
     from formats.table import parse_size
-    from qserve.model.fallback.quantize import (
-        check_settings,
-        has_no_row,
-        quantize_fallback,
-    )
-    from qserve.multimodal.calibration import CalibrationChats
+    from qserve.model.fallback.quantize import has_no_row
 
     config = with_recipe_file(config)
-    fits_groups = config.group_size == AUTO_GROUPS
-    unstated = config.group_size is None and config.scheme in SCHEMES
-    is_type = config.scheme in GGUF_TYPES
-    is_gguf = config.format == GGUF or (is_type and config.format is None)
-    if is_type and not is_gguf:
-        raise InputError(f"--scheme {config.scheme}", "is of GGUF files", "add --format gguf")
-    if is_type and config.group_size is not None and not fits_groups:
-        raise InputError("--group-size", f"blocks of {config.scheme} are fixed", "remove it")
-    scheme = config.scheme
-    if not is_type:
-        scheme = Scheme.parse(scheme, None if fits_groups else config.group_size)
-    if fits_groups and config.scheme not in SCHEMES:
-        raise InputError(
-            "--group-size", f"the scheme {config.scheme} already sets it", "set one of them"
-        )
-    settings = {
-        "scheme": scheme,
-        "recipe": config.recipe,
-        "output_format": None if is_gguf else config.format,
-        "ignore": config.ignore,
-        "overrides": [parse_override(text) for text in config.override],
-        "calibration": config.calibration,
-        "samples": config.samples,
-        "sequence_length": config.sequence_length,
-        "seed": config.seed,
-        "bos": config.bos,
-        "device": device_of(config.device),
-        "quantizer": f"qserve-kit:{qserve.__version__}",
-    }
-    max_shard_bytes = parse_size(config.max_shard_size)
-    (check_file_is_free if is_gguf else check_is_free)(config.output)
+    asked = _Asked.of(config)
+    parse_size(config.max_shard_size)  # raises before a model is fetched
+    (check_file_is_free if asked.is_gguf else check_is_free)(config.output)
     model = local_path(
         model,
         MODEL if config.target is None else DRAFTER,
@@ -73,60 +33,144 @@ def quantize(model: str, config: QuantizeConfig) -> int:
         download_dir=config.download_dir,
     )
     if is_head_folder(model):
-        if len(Devices.parse(settings["device"]).names) > 1:
-            raise InputError(
-                "--device", f"{model} is a draft head, which is quantized on one device", "name one"
-            )
-        if fits_groups:
-            raise InputError("--group-size", f"{model} is a draft head", "give a number")
-        if is_gguf:
-            raise InputError("--format gguf", f"{model} is a draft head", "write another format")
-        for name in NOT_OF_A_HEAD:
-            if getattr(config, name):
-                flag = "--" + name.replace("_", "-")
-                raise InputError(flag, f"{model} is a draft head", "remove it")
-        target = config.target and local_path(config.target, download_dir=config.download_dir)
-        chats = None if target is None else CalibrationChats(target)
-        report = quantize_head(model, config.output, target=target, chats=chats, **settings)
+        report = _quantize_head(model, config, asked)
     elif config.target is not None:
         raise InputError("--target", f"{model} is not a draft head", "remove it")
     elif has_no_row(model):
-        recipe = "" if is_gguf or fits_groups else config.recipe or _usual_recipe(scheme)
-        given = [name for name in (*NOT_OF_A_HEAD, "override", "adapter") if getattr(config, name)]
-        check_settings(model, recipe, given)
-        names = ("output_format", "ignore", "quantizer")
-        own = {name: settings[name] for name in names}
-        solve = None if recipe == "rtn" else _solver(model, scheme, settings)
-        report = quantize_fallback(model, config.output, scheme, solve=solve, **own)
+        report = _quantize_fallback(model, config, asked)
     else:
-        settings["recipe"] = config.recipe or default_recipe(
-            base_scheme(scheme) if is_type else scheme
-        )
-        report = (quantize_to_gguf if is_gguf else quantize_checkpoint)(
-            model,
-            config.output,
-            bits=config.bits,
-            pad=config.pad,
-            quantize_head=_outer_scheme(config.quantize_head, config.group_size),
-            quantize_embedding=_outer_scheme(config.quantize_embedding, config.group_size),
-            act_order=config.act_order,
-            max_shard_bytes=max_shard_bytes,
-            kv_cache=config.kv_cache_scheme,
-            adapter=config.adapter
-            and local_path(config.adapter, ADAPTER, download_dir=config.download_dir),
-            kv_per_head=config.kv_per_head,
-            moe_calibrate_all_experts=config.moe_calibrate_all_experts,
-            eval_text=config.eval_text,
-            quality_windows=config.quality_windows,
-            spill=config.spill,
-            settings=recipe_settings(config),
-            fit_groups=None if unstated else fits_groups,
-            chats=CalibrationChats(model),
-            **settings,
-        )
+        report = _quantize_model(model, config, asked)
     print(report.to_text())
     print(f"Wrote and verified {config.output}")
     return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """Scheme and format of the flags, and the arguments that all kinds of models take."""
+
+    scheme: Any  # Scheme, or the name of a type of GGUF's blocks
+    is_gguf: bool
+    fit_groups: bool | None  # as in quantize_checkpoint
+    arguments: dict[str, Any]  # of quantize_checkpoint
+
+    @classmethod
+    def of(cls, config: QuantizeConfig) -> "_Asked":
+        """Raises InputError for flags that exclude each other."""
+        from formats.plan import parse_override
+        from formats.scheme import SCHEMES, Scheme
+
+        is_auto = config.group_size == AUTO_GROUPS
+        is_type = config.scheme in GGUF_TYPES
+        is_gguf = config.format == GGUF or (is_type and config.format is None)
+        if is_type and not is_gguf:
+            raise InputError(f"--scheme {config.scheme}", "is of GGUF files", "add --format gguf")
+        if is_type and config.group_size is not None and not is_auto:
+            raise InputError("--group-size", f"blocks of {config.scheme} are fixed", "remove it")
+        scheme = config.scheme
+        if not is_type:
+            scheme = Scheme.parse(scheme, None if is_auto else config.group_size)
+        if is_auto and config.scheme not in SCHEMES:
+            raise InputError(
+                "--group-size", f"the scheme {config.scheme} already sets it", "set one of them"
+            )
+        is_unstated = config.group_size is None and config.scheme in SCHEMES
+        return cls(
+            scheme=scheme,
+            is_gguf=is_gguf,
+            fit_groups=None if is_unstated else is_auto,
+            arguments={
+                "scheme": scheme,
+                "recipe": config.recipe,
+                "output_format": None if is_gguf else config.format,
+                "ignore": config.ignore,
+                "overrides": [parse_override(text) for text in config.override],
+                "calibration": config.calibration,
+                "samples": config.samples,
+                "sequence_length": config.sequence_length,
+                "seed": config.seed,
+                "bos": config.bos,
+                "device": device_of(config.device),
+                "quantizer": f"qserve-kit:{qserve.__version__}",
+            },
+        )
+
+
+def _quantize_model(model: Any, config: QuantizeConfig, asked: _Asked) -> Any:
+    """Quantize a model of the table of families."""
+    from calibrate.gguf_file import quantize_to_gguf
+    from calibrate.pipeline import quantize_checkpoint
+    from calibrate.recipe import default_recipe
+    from formats.gguf.schemes import base_scheme
+    from formats.hub.fetch import local_path
+    from formats.hub.selection import ADAPTER
+    from formats.table import parse_size
+    from qserve.multimodal.calibration import CalibrationChats
+
+    is_type = asked.scheme in GGUF_TYPES
+    usual = default_recipe(base_scheme(asked.scheme) if is_type else asked.scheme)
+    adapter = config.adapter and local_path(
+        config.adapter, ADAPTER, download_dir=config.download_dir
+    )
+    return (quantize_to_gguf if asked.is_gguf else quantize_checkpoint)(
+        model,
+        config.output,
+        **asked.arguments | {"recipe": config.recipe or usual},
+        bits=config.bits,
+        pad=config.pad,
+        fit_groups=asked.fit_groups,
+        quantize_head=_outer_scheme(config.quantize_head, config.group_size),
+        quantize_embedding=_outer_scheme(config.quantize_embedding, config.group_size),
+        act_order=config.act_order,
+        max_shard_bytes=parse_size(config.max_shard_size),
+        kv_cache=config.kv_cache_scheme,
+        kv_per_head=config.kv_per_head,
+        adapter=adapter,
+        moe_calibrate_all_experts=config.moe_calibrate_all_experts,
+        eval_text=config.eval_text,
+        quality_windows=config.quality_windows,
+        spill=config.spill,
+        settings=recipe_settings(config),
+        chats=CalibrationChats(model),
+    )
+
+
+def _quantize_head(model: Any, config: QuantizeConfig, asked: _Asked) -> Any:
+    """Quantize a draft head. Raises InputError for flags of models."""
+    from calibrate.devices import Devices
+    from calibrate.heads.quantize import quantize_head
+    from formats.hub.fetch import local_path
+    from qserve.multimodal.calibration import CalibrationChats
+
+    if len(Devices.parse(asked.arguments["device"]).names) > 1:
+        raise InputError(
+            "--device", f"{model} is a draft head, which is quantized on one device", "name one"
+        )
+    if asked.fit_groups:
+        raise InputError("--group-size", f"{model} is a draft head", "give a number")
+    if asked.is_gguf:
+        raise InputError("--format gguf", f"{model} is a draft head", "write another format")
+    for name in NOT_OF_A_HEAD:
+        if getattr(config, name):
+            flag = "--" + name.replace("_", "-")
+            raise InputError(flag, f"{model} is a draft head", "remove it")
+    target = config.target and local_path(config.target, download_dir=config.download_dir)
+    chats = None if target is None else CalibrationChats(target)
+    return quantize_head(model, config.output, target=target, chats=chats, **asked.arguments)
+
+
+def _quantize_fallback(model: Any, config: QuantizeConfig, asked: _Asked) -> Any:
+    """Quantize a model that runs through transformers. Raises InputError for other flags."""
+    from qserve.model.fallback.quantize import check_settings, quantize_fallback
+
+    recipe = ""
+    if not (asked.is_gguf or asked.fit_groups):
+        recipe = config.recipe or _usual_recipe(asked.scheme)
+    given = [name for name in (*NOT_OF_A_HEAD, "override", "adapter") if getattr(config, name)]
+    check_settings(model, recipe, given)
+    own = {name: asked.arguments[name] for name in ("output_format", "ignore", "quantizer")}
+    solve = None if recipe == "rtn" else _solver(model, asked.scheme, asked.arguments)
+    return quantize_fallback(model, config.output, asked.scheme, solve=solve, **own)
 
 
 def _outer_scheme(text: str | None, group_size: int | str | None) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.architecture.family import Family
-from formats.architecture.stored_form import usual_config
+from formats.architecture.stored_form.config import usual_config
 from formats.errors import CheckpointError
 from formats.gguf.architectures.architecture import Architecture
 from formats.gguf.architectures.table import ARCHITECTURES
