@@ -182,7 +182,8 @@ class Engine:
         plan = self.scheduler.schedule()
         self._stats.note_plan(plan)
         if plan.chunks:
-            self._remote_kv.before_launch(plan)
+            if self._remote_kv is not None:
+                self._remote_kv.before_launch(plan)
             events += self._in_flight.launch(plan)
         elif self.workers.is_wanted:
             self.workers.compute_for_others()
@@ -191,7 +192,8 @@ class Engine:
             self._masks.wait_a_little()
         if self.profiler.is_armed:
             self.profiler.after_step()
-        events = self._remote_kv.after_step(events)
+        if self._remote_kv is not None:
+            events = self._remote_kv.after_step(events)
         self._forget_finished(events)
         return events
 
@@ -258,14 +260,17 @@ class Engine:
     def recompute_all(self) -> None:
         """Preempt all running requests: they compute their tokens' KV pages again."""
         self._settle()
-        self._remote_kv.end_fetches()
+        if self._remote_kv is not None:
+            self._remote_kv.end_fetches()
         self.scheduler.preempt_all()
         self.reset_prefix_cache()
 
     def _settle(self) -> None:
         """Wait for the steps in flight, and keep their events for the next step."""
         if self._in_flight:
-            events = self._remote_kv.after_step(self._in_flight.take(0))
+            events = self._in_flight.take(0)
+            if self._remote_kv is not None:
+                events = self._remote_kv.after_step(events)
             self._forget_finished(events)
             self._ended += events
 
