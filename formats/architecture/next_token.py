@@ -1,8 +1,8 @@
 """Multi-token prediction (MTP) layers, stored next to a model's own layers.
 
-An MTP layer predicts the token after the next. DeepSeek-V3 (arXiv 2412.19437, section 2.2), GLM-4.5
-and Qwen3.5 have such layers. Each is a decoder layer of the family with attention. It reads a state
-of the model and the next token. The equations, in DeepSeek's names:
+An MTP layer predicts the token after the next. It is a decoder layer of the family with attention,
+and reads a state of the model and the next token. DeepSeek-V3 (arXiv 2412.19437, section 2.2),
+GLM-4.5 and Qwen3.5 have such layers. The equations, in DeepSeek's names:
 
     x = eh_proj([enorm(embedding of token i + 1), hnorm(state of position i)])
     state = shared_head.norm(layer(x))        logits of token i + 2 = shared_head.head(state)

@@ -4,7 +4,6 @@ It is made once, in the user's cache, under a key of the file's path, size and t
 any model folder; the weights stay in the GGUF file. Needs no torch where the folder exists.
 """
 
-import array
 import atexit
 import hashlib
 import json
@@ -213,8 +212,3 @@ def read_index(folder: Path) -> GgufIndex:
             raise
         raise CheckpointError(str(folder / INDEX), "is damaged", "remove its folder") from None
     return GgufIndex(path=files[0], presented=presented)
-
-
-def as_list(values: Any) -> list[Any]:
-    """Return an array of metadata as a list; [] for anything else."""
-    return list(values) if isinstance(values, list | array.array) else []
