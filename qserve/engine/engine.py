@@ -67,8 +67,9 @@ class Engine:
         self._pause = Pause()
         self._ended: list[TokenEvent] = []  # by a pause or an abort; the next step returns them
         self.operations = Operations(config, self.model_config, self.workers)
-        # Masks follow drafts, every rank samples, and states take no token twice as late rows do:
-        # then rows wait for the token before.
+        # A row with a mask waits for its previous token in three cases: masks depend on drafts;
+        # every rank samples, so masks are part of the launch; a state must not take a token twice,
+        # as that of a late row would.
         several, states = self.workers.num_ranks > 1, self.runner.has_states
         self._masks = MaskJobs(waits=speculates or several or states)
         self._deadlines = Deadlines()

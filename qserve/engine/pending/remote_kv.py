@@ -1,9 +1,10 @@
 """RemoteKv: KV pages that come from other engines, and go to them, through a KvConnector.
 
-A request whose pages are not all here waits, unqueued, while threads ask the connector for them
-and read them into slots of the host tier; then it is queued and finds them. Steps go on meanwhile.
-What a request computed is copied off the device when a token has come of it, and written by other
-threads. Both are help, not need: what is late, refused or too much is computed, or not kept.
+A request whose pages are not all here is not queued yet. Threads ask the connector for the missing
+pages and read them into slots of the host tier, while steps continue. Then the request is queued
+and finds its pages. The pages that a request computed are copied off the device with its next
+token, and other threads write them. Neither is required: pages that are late, refused or too many
+are computed, or not saved.
 
 Pages of models with states are useful only up to a snapshot of states. So their requests wait for
 the deepest snapshot with all pages before it, or for nothing.
