@@ -20,7 +20,7 @@ from formats.architecture.family import Family
 from formats.architecture.projection import Shape
 from formats.architecture.sizes import num_experts
 from formats.checkpoint import TensorEntry
-from formats.families import FAMILIES
+from formats.families import family_of
 from formats.layouts import is_quantized
 from formats.table import size_text
 
@@ -117,8 +117,6 @@ def draft_linears(
 
 def _family(config: Mapping[str, Any]) -> Family | None:
     """Return the family that config.json names if it may have MTP layers."""
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    family = FAMILIES.get(name) if isinstance(name, str) else None
+    family = family_of(config)
     has_any = family is not None and (family.draft_layers_key or family.draft_prefix)
     return family.variant(config) if has_any else None
