@@ -95,9 +95,8 @@ def model():
     return make
 
 
-@pytest.fixture
-def gptq_model() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(tensors, config) of the same model in 4 bits, groups of 32, both free to be changed."""
+@functools.cache
+def _gptq() -> tuple[dict[str, torch.Tensor], QuantConfig]:
     spec = QuantSpec(bits=4, symmetric=True, group_size=32)
     tensors = {}
     for name, tensor in _float_tensors().items():
@@ -107,8 +106,15 @@ def gptq_model() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             continue
         for field, value in gptq.encode(PackedWeight.from_float(tensor, spec)).items():
             tensors[f"{module}.{field}"] = value
-    block = QuantConfig(scheme=Scheme(weight=spec), quantizer="test:1").to_dict()
-    return tensors, {**CONFIG, BLOCK: block}
+    return tensors, QuantConfig(scheme=Scheme(weight=spec), quantizer="test:1")
+
+
+@pytest.fixture
+def gptq_model() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(tensors, config) of the same model in 4 bits, groups of 32, both free to be changed."""
+    tensors, block = _gptq()
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    return copies, {**CONFIG, BLOCK: block.to_dict()}
 
 
 @pytest.fixture
