@@ -7,7 +7,7 @@ in qserve/model/families/.
 from collections.abc import Mapping
 from typing import Any
 
-from formats.architecture.family import Family
+from formats.architecture.family import Family, architecture_of
 from formats.architecture.rows.classics import CLASSICS
 from formats.architecture.rows.dense import DENSE
 from formats.architecture.rows.hybrids import HYBRIDS
@@ -24,11 +24,14 @@ def served_architectures() -> tuple[str, ...]:
     return tuple(name for name, family in FAMILIES.items() if family.served)
 
 
+def family_of(config: Mapping[str, Any]) -> Family | None:
+    """Return the family of config.json's only architecture."""
+    return FAMILIES.get(architecture_of(config) or "")
+
+
 def known_family(config: Mapping[str, Any]) -> Family | None:
     """Return the family of config.json's model_type, or else of its only architecture."""
-    names = config.get("architectures")
-    is_one = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
-    return checked_family(config) or (FAMILIES.get(names[0]) if is_one else None)
+    return checked_family(config) or family_of(config)
 
 
 def checked_family(config: Mapping[str, Any]) -> Family | None:

@@ -169,7 +169,7 @@ def families(config: FamiliesConfig) -> int:
 COMMANDS: dict[str, Command] = {
     "quantize": QUANTIZE,
     "serve": Command(
-        help="serve a model behind an OpenAI-compatible endpoint",
+        help="serve a model through an OpenAI-compatible API",
         settings=(EngineConfig, ServerConfig, DeploySettings),
         run=serve,
     ),

@@ -1,9 +1,9 @@
-"""Carried: channels of hidden states for what layers read besides them, as in Gemma 4 E2B and E4B.
+"""Carried: extra channels of hidden states, for other inputs of layers, as in Gemma 4 E2B and E4B.
 
 A layer reads an input of each token (LayerInputs), and the last layers read keys and values of
 earlier ones; Gemma 3n's layers read several streams of hidden states. Further streams, tokens, keys
-and values are channels behind those of the hidden states, in this order. So they pass through
-everything that takes a layer's inputs or outputs, and gradients do, too.
+and values are channels after those of the hidden states, in this order. So they pass through
+everything that takes a layer's inputs or outputs, and so do gradients.
 
 Legend: B windows, S tokens of a window, D hidden size, X channels with those that are carried, U
 different tokens, L layers, P width of a layer's input, J KV heads, H head dim, N streams.

@@ -60,8 +60,8 @@ def verify(
 ) -> None:
     """Raise CheckpointError, naming the tensor, unless `folder` holds exactly what it must.
 
-    This covers every linear of `expected` with its codes, scales and zeros, every tensor
-    `rewritten` by a transform with its digest, and every other tensor of `source` bit for bit,
+    Linears of `expected` must have their codes, scales and zeros. Tensors `rewritten` by a
+    transform must have their digests. All other tensors of `source` must be the same bit for bit,
     except for a tied head. There must be no other tensor. The configuration must read back the
     same; apart from it `config` must be unchanged (None: the source's).
     """

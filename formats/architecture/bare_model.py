@@ -8,6 +8,7 @@ has a matrix of labels (SCORE) instead of the head.
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from formats.architecture.family import architecture_of
 from formats.families import FAMILIES
 
 _WITH_HEAD, _BARE, _CLASSIFIER = "ForCausalLM", "Model", "ForSequenceClassification"
@@ -52,11 +53,9 @@ def with_head(config: dict[str, Any], names: Collection[str], *, is_bare: bool) 
 
 
 def _class_with_head(config: Mapping[str, Any]) -> str | None:
-    names = config.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        return None
+    name = architecture_of(config) or ""
     for ending in (_BARE, _CLASSIFIER):
-        if names[0].endswith(ending):
-            found = names[0].removesuffix(ending) + _WITH_HEAD
+        if name.endswith(ending):
+            found = name.removesuffix(ending) + _WITH_HEAD
             return found if found in FAMILIES else None
     return None

@@ -10,9 +10,8 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from formats.architecture.experts import Experts
-from formats.architecture.family import Family
 from formats.architecture.sizes import num_experts
-from formats.families import FAMILIES
+from formats.families import family_of
 
 # Names of gate, up and down in an expert, and of the module that holds the experts.
 LEAVES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
@@ -39,7 +38,7 @@ def canonical_names(config: Mapping[str, Any], names: Collection[str]) -> dict[s
     # no tool renames those without a gate, or those that no module of the layer holds
     if experts is None or not (experts.gated and experts.module):
         return {}
-    family = _family(config)
+    family = family_of(config)
     dense = {
         linear.name.rpartition(".")[2]: linear.name.rpartition(".")[0]
         for projection in (family.gate_up, family.down)
@@ -79,7 +78,7 @@ def missing_experts(config: Mapping[str, Any], names: Collection[str]) -> tuple[
 
     `names` are tensor names as `canonical_names` returns them.
     """
-    family, count = _family(config), num_experts(config)
+    family, count = family_of(config), num_experts(config)
     experts = experts_apart(config)
     layers = config.get("num_hidden_layers")
     if experts is None or not count or type(layers) is not int:
@@ -105,15 +104,9 @@ def describe_found(prefix: str, names: Collection[str]) -> str:
     return ", ".join(list(shapes)[:6]) or "no tensors of experts"
 
 
-def _family(config: Mapping[str, Any]) -> Family | None:
-    names = config.get("architectures")
-    is_one = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
-    return FAMILIES.get(names[0]) if is_one else None
-
-
 def experts_apart(config: Mapping[str, Any]) -> Experts | None:
     """Return the experts of a family that stores a linear per expert, else None."""
-    family = _family(config)
+    family = family_of(config)
     experts = None if family is None else family.variant(config).experts
     return None if experts is None or experts.fused else experts
 

@@ -36,6 +36,13 @@ MAX_LAYERS = 10_000  # far more than any model has
 DERIVED = ("rotary_emb.inv_freq",)
 
 
+def architecture_of(config: Mapping[str, Any]) -> str | None:
+    """Return the one architecture that config.json names; None: none, or several."""
+    names = config.get("architectures")
+    is_one = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
+    return names[0] if is_one else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """Row of the table: one architecture."""
@@ -82,7 +89,6 @@ class Family:
     names_in_transformers: Mapping[str, str] = field(default_factory=dict)
     # transformers' tensors of a layer, and those of this row that are their parts, in order
     joined_in_transformers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    unread_modules: tuple[str, ...] = ()  # modules of a layer whose tensors are not used
     float_linears: tuple[str, ...] = ()  # other linears of a layer, which are never quantized
     # Names of the matrices [hidden_size, hidden_size], numbered from 0, that make the other streams
     # of hidden states from embeddings, and of those that lead back; empty: there is one stream.

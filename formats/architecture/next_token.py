@@ -1,8 +1,8 @@
 """Multi-token prediction (MTP) layers, stored next to a model's own layers.
 
-An MTP layer predicts the token after the next. DeepSeek-V3 (arXiv 2412.19437, section 2.2), GLM-4.5
-and Qwen3.5 have such layers. Each is a decoder layer of the family with attention. It reads a state
-of the model and the next token. The equations, in DeepSeek's names:
+An MTP layer predicts the token after the next. It is a decoder layer of the family with attention,
+and reads a state of the model and the next token. DeepSeek-V3 (arXiv 2412.19437, section 2.2),
+GLM-4.5 and Qwen3.5 have such layers. The equations, in DeepSeek's names:
 
     x = eh_proj([enorm(embedding of token i + 1), hnorm(state of position i)])
     state = shared_head.norm(layer(x))        logits of token i + 2 = shared_head.head(state)
@@ -20,7 +20,7 @@ from formats.architecture.family import Family
 from formats.architecture.projection import Shape
 from formats.architecture.sizes import num_experts
 from formats.checkpoint import TensorEntry
-from formats.families import FAMILIES
+from formats.families import family_of
 from formats.layouts import is_quantized
 from formats.table import size_text
 
@@ -117,8 +117,6 @@ def draft_linears(
 
 def _family(config: Mapping[str, Any]) -> Family | None:
     """Return the family that config.json names if it may have MTP layers."""
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    family = FAMILIES.get(name) if isinstance(name, str) else None
+    family = family_of(config)
     has_any = family is not None and (family.draft_layers_key or family.draft_prefix)
     return family.variant(config) if has_any else None

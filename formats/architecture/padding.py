@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from formats.errors import CheckpointError
-from formats.families import FAMILIES
+from formats.families import FAMILIES, family_of
 from formats.scheme import Scheme
 
 KEY = "intermediate_size"
@@ -97,8 +97,7 @@ def make_padding(
 
 def _key(config: Mapping[str, Any]) -> str:
     """Return the family's config key of the width."""
-    names = config.get("architectures") or ("",)
-    family = FAMILIES.get(names[0]) if isinstance(names[0], str) else None
+    family = family_of(config)
     return KEY if family is None else family.inner_key
 
 

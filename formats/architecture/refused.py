@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from formats.architecture.family import architecture_of
 from formats.errors import CheckpointError
 
 _CHATGLM = (
@@ -22,8 +23,7 @@ REFUSED: dict[str, tuple[str, str]] = {
 
 def check_not_refused(config: Mapping[str, Any]) -> None:
     """Raise CheckpointError, with the reason, if config.json names a refused architecture."""
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and len(names) == 1 else None
-    if isinstance(name, str) and name in REFUSED:
+    name = architecture_of(config)
+    if name in REFUSED:
         problem, remedy = REFUSED[name]
         raise CheckpointError("config.json architectures", f"{name} {problem}", remedy)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from formats.architecture.family import EITHER_ORDER
+from formats.architecture.family import EITHER_ORDER, architecture_of
 from formats.architecture.rope_types import one_axis
 from formats.architecture.sizes import is_size
 from formats.families import FAMILIES
@@ -123,8 +123,8 @@ _DEFAULTS = {
 
 def has_text_part(config: Mapping[str, Any]) -> bool:
     """Return True for the config.json of a multimodal model whose text model is known."""
-    names, text = config.get("architectures"), _stated_text(config)
-    is_wrapper = isinstance(names, list) and len(names) == 1 and names[0] in WRAPPERS
+    text = _stated_text(config)
+    is_wrapper = architecture_of(config) in WRAPPERS
     return is_wrapper and isinstance(text, dict) and bool(_architecture(text))
 
 

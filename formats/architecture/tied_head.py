@@ -9,8 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from formats.architecture.family import Family
-from formats.families import FAMILIES
+from formats.families import family_of
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TIE = "tie_word_embeddings"
@@ -31,14 +30,8 @@ _Entry = TypeVar("_Entry", bound=StoredTensor)
 
 def says_tied(config: Mapping[str, Any]) -> bool:
     """Return True if config.json, or else its family's default, asks for a tied head."""
-    family = _family(config)
+    family = family_of(config)
     return config.get(TIE, family is not None and family.tied) is True
-
-
-def _family(config: Mapping[str, Any]) -> Family | None:
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    return FAMILIES.get(name) if isinstance(name, str) else None
 
 
 def settle_head(
@@ -53,7 +46,7 @@ def settle_head(
     """
     if not says_tied(config):
         return config, entries
-    family = _family(config)
+    family = family_of(config)
     embedding = EMBEDDING if family is None else family.embedding
     has_embedding = any(name.startswith(embedding.removesuffix("weight")) for name in entries)
     head = {n for n in entries if n.startswith("lm_head.") and not n.endswith(".bias")}

@@ -11,7 +11,6 @@ import math
 import re
 import struct
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -271,11 +270,3 @@ class _Header:
 
     def _wrong(self, problem: str, remedy: str = REMEDY) -> CheckpointError:
         return CheckpointError(str(self._path), problem, remedy)
-
-
-def natural_layers(tensors: dict[str, StoredTensor]) -> Iterator[int]:
-    """Yield the number of the layer of each tensor of a layer."""
-    for name in tensors:
-        match = re.match(r"blk\.(\d{1,5})\.", name)
-        if match is not None:
-            yield int(match[1])

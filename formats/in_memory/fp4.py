@@ -20,8 +20,8 @@ from formats.scheme import FP4_TYPES, ActivationSpec, QuantSpec, Scheme
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 LARGEST = MAGNITUDES[-1]
-# Scales that the search tries, relative to the first choice, which clips (almost) nothing: powers
-# of two of MXFP4; of NVFP4 also larger ones, since numbers above 4 are far apart.
+# Scales that the search tries, relative to the first choice, which clips (almost) nothing. Those of
+# MXFP4 are powers of two. NVFP4 also tries larger ones, since numbers above 4 are far apart.
 SEARCHED = {
     "mxfp4": (1.0, 0.5, 2.0),
     "nvfp4": (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 1.1, 1.2, 1.3, 1.4, 1.5),

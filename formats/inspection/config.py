@@ -13,7 +13,7 @@ from formats.architecture.sizes import check_heads
 from formats.architecture.variant_check import check_variant
 from formats.checkpoint import CONFIG
 from formats.errors import InputError
-from formats.families import FAMILIES, checked_family, known_family
+from formats.families import FAMILIES, checked_family, family_of, known_family
 from formats.inspection.findings import Findings
 
 # Without these keys a reader uses its own defaults, such as 4096; so with Family.inner_key.
@@ -104,9 +104,7 @@ def _check_stated_numbers(config: Mapping[str, Any], inner_key: str, findings: F
 
 def _refused_variant(config: Mapping[str, Any]) -> str:
     """Return why this project does not compute the variant that config.json asks for, or ""."""
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and len(names) == 1 else None
-    family = FAMILIES.get(name) if isinstance(name, str) else None
+    family = family_of(config)
     try:
         if family is not None:
             check_variant(family.variant(config), config)

@@ -9,7 +9,7 @@ from typing import Any
 
 from formats.architecture.sizes import num_experts
 from formats.errors import InputError
-from formats.families import FAMILIES
+from formats.families import FAMILIES, family_of
 from formats.in_memory.dense import is_dense
 from formats.in_memory.shares import EXPERT, share_features, share_heads
 from formats.in_memory.state_shares import share_states
@@ -61,9 +61,7 @@ def _why_not(
         return "unknown without a config.json"
     if size == 1:
         return ""
-    names = config.get("architectures")
-    is_name = isinstance(names, list) and names and isinstance(names[0], str)
-    family = FAMILIES.get(names[0]) if is_name else None
+    family = family_of(config)
     if family is None:
         return "unknown: config.json names no architecture that is known here"
     if family.undivided:

@@ -56,7 +56,7 @@ class PagedKv:
             return cls(k_pages=keys, v_pages=values, k_scales=pairs[0], v_scales=pairs[1])
         if static_scales is not None:
             scales = [scale.expand(P, B, J) for scale in static_scales]
-        else:  # the scales of one head are adjacent: a kernel reads them at once
+        else:  # the scales of one head are adjacent: a kernel reads them together
             scales = [torch.zeros(P, J, B, device=device).transpose(1, 2) for _ in range(2)]
         return cls(
             k_pages=keys,

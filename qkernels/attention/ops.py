@@ -143,7 +143,7 @@ def paged_attention(
                   they may be read while it still runs
     kernel        asks for a row of attention/rows.py, or forbids some with a leading minus
 
-    Row i of `count` stands at position context_length - count + i; its key must be in the pages
+    Row i of `count` has position context_length - count + i; its key must be in the pages
     already. Rows beyond the last request are unspecified on a GPU; rows that see nothing are zero.
     """
     check_float("paged_attention q", q_THD)

@@ -153,7 +153,7 @@ def paged_attention(
 ) -> torch.Tensor | Limbs:
     """Causal attention of each request's query rows over its paged keys, in float32. [T, H, D].
 
-    Row i of a request with `count` rows stands at position context_length - count + i and sees
+    Row i of a request with `count` rows has position context_length - count + i and sees
     itself and the `window` - 1 keys before it (None: all), and with `last_keys_T` keys after it.
     With `chunk_size` it sees no key of an earlier chunk of positions. Rows that see nothing, or
     that belong to no request, are zero.

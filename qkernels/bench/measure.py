@@ -1,9 +1,9 @@
 """How a kernel is measured: a correctness gate, cold inputs, one CUDA graph.
 
-A time is the median over replays of one CUDA graph that makes a call on every copy of its inputs,
-enough copies that none is still in the L2 when its turn comes again: a decode step reads each
-weight once, from memory. No time is taken of a call whose result is wrong. The floor is the larger
-of bytes over bandwidth and operations over peak.
+A time is the median over replays of one CUDA graph. The graph makes a call on every copy of the
+inputs. There are enough copies that none is still in the L2 cache at its next call: a decode step
+reads each weight once, from memory. A call with a wrong result is not timed. The floor is the
+larger of bytes over bandwidth and operations over peak.
 """
 
 import statistics

@@ -24,9 +24,9 @@ def causal_conv_(
 ) -> torch.Tensor:
     """silu of a convolution of each channel of x [T, C] over its request's last W inputs.
 
-    `conv` keeps the newest L inputs, that of position p in column p % L, so that the rows of a step
-    may be computed again from any of them on if L is W - 1 plus their number. `kernel` names a row
-    of causal_conv/rows.py instead of the best one.
+    `conv` keeps the newest L inputs, that of position p in column p % L. If L is W - 1 plus the
+    rows of a step, these rows may be computed again from any of them on. `kernel` names a row of
+    causal_conv/rows.py instead of the best one.
     """
     _check("causal_conv_", x_TC, 1, weight_CW, bias_C, conv_PCL, step)
     return _run(rows.CAUSAL_CONV, x_TC, weight_CW, bias_C, conv_PCL, step, kernel)

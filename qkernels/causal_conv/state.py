@@ -1,9 +1,8 @@
 """State slots of layers that keep states instead of keys, and the slot of each request of a step.
 
-A verification computes rows of which some may be rejected. So a slot's memory does not include them
-yet: the slot has the inputs of its newest rows, and the next step first applies those of the
-accepted ones ("lacking" rows). Rows are found by their positions, so that nothing else has to be
-known of the verification.
+Some rows of a verification may be rejected, so a slot's memory does not include them yet. The slot
+has the inputs of its newest rows, and the next step first applies those of the accepted ones
+("lacking" rows). Rows are found by their positions alone.
 
 Legend: P slots, R requests of a step, C channels of the convolution, L inputs of it that are kept,
 H heads, K rows and V columns of a head's state, N newest rows, I inputs of a row.

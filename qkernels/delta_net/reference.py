@@ -1,8 +1,8 @@
 """The gated delta net in plain torch, one request and one token after the other: the definition.
 
 Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024), with the norms of
-Qwen3-Next; and Kimi Delta Attention ("Kimi Linear", arXiv 2510.26692), which keeps another share of
-each key channel. Legend: T tokens of a step, C channels of queries, keys and values, P slots, J key
+Qwen3-Next; and Kimi Delta Attention ("Kimi Linear", arXiv 2510.26692), where each key channel has
+its own decay. Legend: T tokens of a step, C channels of queries, keys and values, P slots, J key
 heads, H value heads, K key dim, V value dim, A decays of a token (H, or H K), X decays of a head (1
 or K).
 """

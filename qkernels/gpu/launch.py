@@ -30,9 +30,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     """Run kernel[grid](*arguments, **constants); from the second call on with little host time.
 
     Triton describes all arguments and options of each launch as text, to find the compiled kernel.
-    Here a tuple finds it: the device, and everything that Triton specializes on. Launches that the
-    tuple cannot describe go through Triton (an address not divisible by 16, an integer beyond 32
-    bits, an unknown type), as does the first launch of each kind, and all after
+    Here a tuple finds it: the device, and everything that Triton specializes on. Some launches go
+    through Triton: the first one of each kind, those that the tuple cannot describe (an address not
+    divisible by 16, an integer beyond 32 bits, an unknown type), and all after
     set_plain_launches(True). `arguments` are the kernel's first parameters, `constants` the others
     and Triton's options. Descriptors come from gpu/tma.py.
     """

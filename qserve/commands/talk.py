@@ -12,7 +12,6 @@ from qserve.commands.client_http import ServerClient, ServerError
 KEYS = ("QSERVE_API_KEY", "OPENAI_API_KEY")  # environment variables, if --api-key is not given
 PROMPT = "> "
 DIM, PLAIN = "\033[2m", "\033[0m"  # terminal style of reasoning
-Show = Callable[[str], None]
 
 
 def chat(config: TalkConfig) -> int:

@@ -40,7 +40,7 @@ class EngineParts:
     max_model_len: int
     workers: WorkerGroup
     scheduler: Scheduler
-    transfers: RemoteKv | PeerKv
+    transfers: RemoteKv | PeerKv | None  # None: KV pages are not exchanged
     adapters: AdapterTable | None  # None: the engine takes none
     pending: PendingRequests
 
@@ -103,9 +103,10 @@ class EngineParts:
                 max_model_len=max_model_len, looks_ahead=workers.runner.looks_ahead
             ),
         )
-        is_peer = config.kv_transfer is not None and config.kv_transfer.is_peer
-        make_transfers = PeerKv.make if is_peer else RemoteKv.make
-        transfers = make_transfers(config, model, max_model_len, workers, scheduler)
+        transfers = None
+        if config.kv_transfer is not None:
+            make_transfers = PeerKv.make if config.kv_transfer.is_peer else RemoteKv.make
+            transfers = make_transfers(config, model, max_model_len, workers, scheduler)
         adapters = make_table(config, workers.adapters)
         return cls(
             model=model,

@@ -67,8 +67,9 @@ class Engine:
         self._pause = Pause()
         self._ended: list[TokenEvent] = []  # by a pause or an abort; the next step returns them
         self.operations = Operations(config, self.model_config, self.workers)
-        # Masks follow drafts, every rank samples, and states take no token twice as late rows do:
-        # then rows wait for the token before.
+        # A row with a mask waits for its previous token in three cases: masks depend on drafts;
+        # every rank samples, so masks are part of the launch; a state must not take a token twice,
+        # as that of a late row would.
         several, states = self.workers.num_ranks > 1, self.runner.has_states
         self._masks = MaskJobs(waits=speculates or several or states)
         self._deadlines = Deadlines()
@@ -182,7 +183,8 @@ class Engine:
         plan = self.scheduler.schedule()
         self._stats.note_plan(plan)
         if plan.chunks:
-            self._remote_kv.before_launch(plan)
+            if self._remote_kv is not None:
+                self._remote_kv.before_launch(plan)
             events += self._in_flight.launch(plan)
         elif self.workers.is_wanted:
             self.workers.compute_for_others()
@@ -191,7 +193,8 @@ class Engine:
             self._masks.wait_a_little()
         if self.profiler.is_armed:
             self.profiler.after_step()
-        events = self._remote_kv.after_step(events)
+        if self._remote_kv is not None:
+            events = self._remote_kv.after_step(events)
         self._forget_finished(events)
         return events
 
@@ -258,14 +261,17 @@ class Engine:
     def recompute_all(self) -> None:
         """Preempt all running requests: they compute their tokens' KV pages again."""
         self._settle()
-        self._remote_kv.end_fetches()
+        if self._remote_kv is not None:
+            self._remote_kv.end_fetches()
         self.scheduler.preempt_all()
         self.reset_prefix_cache()
 
     def _settle(self) -> None:
         """Wait for the steps in flight, and keep their events for the next step."""
         if self._in_flight:
-            events = self._remote_kv.after_step(self._in_flight.take(0))
+            events = self._in_flight.take(0)
+            if self._remote_kv is not None:
+                events = self._remote_kv.after_step(events)
             self._forget_finished(events)
             self._ended += events
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from qserve.engine.pending.peer_kv import PeerKv
 from qserve.engine.pending.remote_kv import RemoteKv
 from qserve.engine.report import EngineReport
 from qserve.engine.scheduling.plan import StepPlan, load_of
@@ -26,7 +27,7 @@ class EngineStats:
     """Statistics of one engine."""
 
     def __init__(
-        self, scheduler: Scheduler, transfers: RemoteKv, clock: Callable[[], float]
+        self, scheduler: Scheduler, transfers: RemoteKv | PeerKv | None, clock: Callable[[], float]
     ) -> None:
         self._scheduler, self._remote_kv, self._clock = scheduler, transfers, clock
         self._last_result = 0.0  # time of the last step's tokens, by `clock`
@@ -48,7 +49,7 @@ class EngineStats:
         for request in plan.admitted:
             request.facts = request.facts._replace(queue_seconds=now - request.arrived)
         looked_up = self._scheduler.cache.take_counts()
-        external = self._remote_kv.take_counts()
+        external = (0, 0) if self._remote_kv is None else self._remote_kv.take_counts()
         return {
             "num_step_tokens": plan.num_tokens,
             "num_preempted": len(plan.preempted),

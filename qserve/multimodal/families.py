@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from formats.architecture.family import architecture_of
 from formats.errors import InputError, one_line
 from formats.quant_config import BLOCK
 from qserve.model.filled_config import filled_config
@@ -165,9 +166,7 @@ class VisionConfig:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "VisionConfig | None":
         """Return what config.json describes; None for a text model. Raises InputError."""
-        names = values.get("architectures")
-        name = names[0] if isinstance(names, list) and len(names) == 1 else None
-        family = VISION_FAMILIES.get(name) if isinstance(name, str) else None
+        family = VISION_FAMILIES.get(architecture_of(values) or "")
         if family is None or not isinstance(values.get("vision_config"), dict):
             return None
         values = _filled(values)

@@ -92,23 +92,23 @@ class MediaSettings:
     )
     limit_mm_per_prompt: str | None = setting(
         None,
-        f"most images and videos of one prompt, as {LIMIT_FORM}; default: {MAX_IMAGES} images and"
-        f" {MAX_VIDEOS} videos",
+        f"maximum number of images and videos in one prompt, as {LIMIT_FORM}; default:"
+        f" {MAX_IMAGES} images and {MAX_VIDEOS} videos",
     )
     max_media_bytes: int = setting(20 * 2**20, "largest file of one image in bytes", low=1)
     max_image_pixels: int = setting(
-        2**26, "most pixels of one image, checked before it is decoded", low=1, high=2**28
+        2**26, "maximum pixels of one image, checked before it is decoded", low=1, high=2**28
     )
     media_fetch_timeout: float = setting(
         10.0, "seconds that fetching all images and videos of one request may take", low=0.001
     )
     max_video_bytes: int = setting(64 * 2**20, "largest file of one video in bytes", low=1)
     max_video_frames: int = setting(
-        768, "most frames of one video that the model sees", low=1, high=2**14
+        768, "maximum frames of one video that the model sees", low=1, high=2**14
     )
     max_video_pixels: int = setting(
         3 * 2**23,
-        "most pixels of these frames together; those of longer or larger videos are scaled down",
+        "maximum pixels of these frames together; those of longer or larger videos are scaled down",
         low=1,
         high=3 * 2**23,
     )

@@ -1,7 +1,7 @@
 """Choose the parsers of tool calls and reasoning from a model's chat template and config.
 
-A rule names texts of which the template has all, or the model type. The first rule that fits
-counts, so a format whose texts contain those of another comes before it.
+A rule matches a template that contains all of its texts, or a model type. The first rule that
+matches counts, so a format whose texts contain those of another comes before it.
 """
 
 import json

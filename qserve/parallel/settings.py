@@ -28,8 +28,8 @@ class ParallelSettings:
     )
     prefill_context_parallel_min_tokens: int = setting(
         1024,
-        "with --prefill-context-parallel-size: fewest prompt tokens of a request in one step that"
-        " are divided",
+        "with --prefill-context-parallel-size: minimum number of prompt tokens of a request in one"
+        " step to be divided",
         low=1,
     )
     data_parallel_size: int = setting(
@@ -41,7 +41,7 @@ class ParallelSettings:
     )
     data_parallel_rank: int | None = setting(
         None,
-        "run this one of the --data-parallel-size engines alone, on its GPUs; default: all",
+        "run only this one of the --data-parallel-size engines, on its GPUs; default: all",
         low=0,
         high=63,
     )
@@ -52,7 +52,7 @@ class ParallelSettings:
     )
     prefill_engines: int = setting(
         0,
-        "engines that compute prompts alone, on GPUs of their own, and send the KV pages to the"
+        "engines that only compute prompts, on GPUs of their own, and send the KV pages to the"
         " other engines from GPU to GPU",
         low=0,
         high=64,

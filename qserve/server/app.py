@@ -25,10 +25,10 @@ from qserve.server.http.errors import add_error_handlers
 from qserve.server.http.foreign_pages import RefuseForeignPages, hosts_of
 from qserve.server.http.framing import CheckHead, NameRequests, OriginForm, UnderPath
 from qserve.server.http.rate_limit import LimitRate
+from qserve.server.http.route_list import CountResponses
 from qserve.server.models.select import SelectModel
 from qserve.server.models.turns import ModelTurns
 from qserve.server.observability.metrics import Metrics
-from qserve.server.observability.response_count import CountResponses
 from qserve.server.observability.tracing import Tracing
 from qserve.server.openai import (
     chat,

@@ -33,7 +33,7 @@ class ServerConfig(AdminSettings, MediaSettings, ModelsSettings, StoreSettings):
     check: bool = setting(
         True,
         "before serving, compare scales and a few logits with those that quantize stored in the "
-        "folder, if any, and refuse a model that differs; --no-check: serve without",
+        "folder, if any, and refuse a model that differs; --no-check: skip this check",
     )
     root_path: str = setting(
         "", "path under which a reverse proxy exposes this server, such as /llm"

@@ -16,8 +16,7 @@ from formats.scheme import Scheme
 from qkernels import replace_linears
 from qkernels.choice import FIXED_ORDER
 from qserve.training.attention import NAME, register
-from qserve.training.linear import FixedOrderLinear
-from qserve.training.norm import EngineLayerNorm
+from qserve.training.layers import EngineLayerNorm, FixedOrderLinear
 
 ROTARY = "RotaryEmbedding"  # end of the names of transformers' classes
 ALIGNMENT = 64  # bytes: what torch allocates on a CPU

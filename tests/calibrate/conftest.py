@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from calibrate.calibration.capture import HiddenStates, collect_statistics
+from calibrate.calibration.capture import HiddenStates
 from calibrate.calibration.layer_runner import LayerRunner
 from calibrate.float_model import FloatModel
 from calibrate.layer import load_transforms
@@ -19,6 +19,7 @@ from calibrate.run.prepare import rewrite_model
 from calibrate.solvers.solving import LayerContext
 from formats.codecs.config_fields import EMBEDDING
 from formats.scheme import QuantSpec
+from tests.calibrate.statistics_of import collect_statistics
 from tests.qserve.model.variants import edited
 
 torch.set_num_threads(1)

@@ -1,5 +1,6 @@
 """Tiny checkpoints for the formats tests: two layers, 64 wide, built without calibrate."""
 
+import functools
 import json
 import struct
 from collections.abc import Callable
@@ -63,32 +64,39 @@ def float_model() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     return _float_tensors(), dict(CONFIG)
 
 
+@functools.cache
+def _quantized(
+    method: str, name: str, kv_cache: str | None
+) -> tuple[dict[str, torch.Tensor], QuantConfig]:
+    """Tensors and quantization block of the float model in a scheme; rounding takes 0.1 s."""
+    scheme, state, schemes = Scheme.parse(name), {}, {}
+    for full, tensor in _float_tensors().items():
+        module = full.removesuffix(".weight")
+        if "_proj" not in full:
+            state[full] = tensor
+            continue
+        schemes[module] = scheme
+        scale = 0.5 if scheme.activation and not scheme.activation.dynamic else None
+        packed = with_activation(round_to_nearest(tensor, scheme.weight), scheme, scale)
+        for field, value in ENCODE[method](packed, module).items():
+            state[f"{module}.{field}"] = value
+    return state, QuantConfig.of_modules(method, schemes, "test:1", kv_cache=kv_cache)
+
+
 @pytest.fixture
-def model(float_model):
+def model():
     """model(format, scheme, kv_cache) -> (tensors, config), both free to be changed."""
 
     def make(method: str, name: str, kv_cache: str | None = None):
-        tensors, config = float_model
-        scheme, state, schemes = Scheme.parse(name), {}, {}
-        for full, tensor in tensors.items():
-            module = full.removesuffix(".weight")
-            if "_proj" not in full:
-                state[full] = tensor
-                continue
-            schemes[module] = scheme
-            scale = 0.5 if scheme.activation and not scheme.activation.dynamic else None
-            packed = with_activation(round_to_nearest(tensor, scheme.weight), scheme, scale)
-            for field, value in ENCODE[method](packed, module).items():
-                state[f"{module}.{field}"] = value
-        block = QuantConfig.of_modules(method, schemes, "test:1", kv_cache=kv_cache)
-        return state, {**config, BLOCK: block.to_dict()}
+        state, block = _quantized(method, name, kv_cache)
+        tensors = {name: tensor.clone() for name, tensor in state.items()}
+        return tensors, {**CONFIG, BLOCK: block.to_dict()}
 
     return make
 
 
-@pytest.fixture
-def gptq_model() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(tensors, config) of the same model in 4 bits, groups of 32, both free to be changed."""
+@functools.cache
+def _gptq() -> tuple[dict[str, torch.Tensor], QuantConfig]:
     spec = QuantSpec(bits=4, symmetric=True, group_size=32)
     tensors = {}
     for name, tensor in _float_tensors().items():
@@ -98,8 +106,15 @@ def gptq_model() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             continue
         for field, value in gptq.encode(PackedWeight.from_float(tensor, spec)).items():
             tensors[f"{module}.{field}"] = value
-    block = QuantConfig(scheme=Scheme(weight=spec), quantizer="test:1").to_dict()
-    return tensors, {**CONFIG, BLOCK: block}
+    return tensors, QuantConfig(scheme=Scheme(weight=spec), quantizer="test:1")
+
+
+@pytest.fixture
+def gptq_model() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(tensors, config) of the same model in 4 bits, groups of 32, both free to be changed."""
+    tensors, block = _gptq()
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    return copies, {**CONFIG, BLOCK: block.to_dict()}
 
 
 @pytest.fixture

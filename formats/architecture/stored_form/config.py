@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from formats.architecture.family import Family
+from formats.architecture.family import architecture_of
 from formats.architecture.rows.uneven import laguna_heads, mimo_heads
 from formats.architecture.stored_form import classics, gemma, hybrids, latent, mixtures, parts
-from formats.families import FAMILIES
+from formats.families import family_of
 
 # model_type -> that of the family with the same layers
 _SAME_LAYERS = {
@@ -79,13 +79,6 @@ def replaced_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: config[key] for key in _same(config)}
 
 
-def family_of(config: Mapping[str, Any]) -> Family | None:
-    """Return the row of config.json's architecture, if it states one that has a row."""
-    names = config.get("architectures")
-    is_one = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
-    return FAMILIES.get(names[0]) if is_one else None
-
-
 def _usual_type(config: dict[str, Any]) -> dict[str, Any]:
     """Return config.json with the names of the family that has the same layers or files."""
     same = _same(config)
@@ -94,11 +87,10 @@ def _usual_type(config: dict[str, Any]) -> dict[str, Any]:
 
 def _same(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of config.json that name a family that is read as another one."""
-    model_type, names = config.get("model_type"), config.get("architectures")
+    model_type, name = config.get("model_type"), architecture_of(config)
     found: dict[str, Any] = {}
     if isinstance(model_type, str) and model_type in _SAME_LAYERS:
         found["model_type"] = _SAME_LAYERS[model_type]
-    is_one = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
-    if is_one and names[0] in _SAME_FILES:
-        found["architectures"] = [_SAME_FILES[names[0]]]
+    if name in _SAME_FILES:
+        found["architectures"] = [_SAME_FILES[name]]
     return found

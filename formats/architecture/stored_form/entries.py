@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from formats.architecture.expert_stacks import split_experts
-from formats.architecture.stored_form.config import family_of
+from formats.families import family_of
 from formats.files.tensor_entry import TensorEntry
 
 

@@ -85,7 +85,7 @@ class PendingRequests:
         scheduler: Scheduler,
         grammars: GrammarQueue,
         adapters: AdapterTable | None,
-        transfers: RemoteKv | PeerKv,
+        transfers: RemoteKv | PeerKv | None,
     ) -> None:
         self._scheduler, self._grammars = scheduler, grammars
         self._adapters, self._remote_kv = adapters, transfers
@@ -93,11 +93,12 @@ class PendingRequests:
     @property
     def num_waiting(self) -> int:
         adapted = 0 if self._adapters is None else self._adapters.num_waiting
-        return self._grammars.num_waiting + adapted + self._remote_kv.num_waiting
+        for_pages = 0 if self._remote_kv is None else self._remote_kv.num_waiting
+        return self._grammars.num_waiting + adapted + for_pages
 
     @property
     def has_work(self) -> bool:
-        return self.num_waiting > 0 or self._remote_kv.has_work
+        return self.num_waiting > 0 or (self._remote_kv is not None and self._remote_kv.has_work)
 
     def add(self, request: Request) -> None:
         """Queue a request as soon as it needs nothing more. Raises InputError."""
@@ -123,21 +124,22 @@ class PendingRequests:
         if self._adapters is not None and self._adapters.num_waiting:
             for request, error in self._adapters.take_ready(wait_a_little=is_idle):
                 if error is None:
-                    self._remote_kv.queue(request)
+                    self._queue(request)
                 else:
                     events.append(_refusal(request, error))
-        if self._remote_kv.has_work:
+        if self._remote_kv is not None and self._remote_kv.has_work:
             self._remote_kv.queue_ready(wait_a_little=is_idle)
         return events
 
     def stop_waiting(self, request_id: str) -> None:
         """Await no further KV pages for a request than those that are announced."""
-        self._remote_kv.stop_waiting(request_id)
+        if self._remote_kv is not None:
+            self._remote_kv.stop_waiting(request_id)
 
     def remove(self, request: Request) -> bool:
         """Drop an aborted request. Returns True if it waited here."""
         return (
-            self._remote_kv.remove(request)
+            (self._remote_kv is not None and self._remote_kv.remove(request))
             or (request.adapter is not None and self._adapters.drop(request))
             or self._grammars.remove(request)
         )
@@ -148,10 +150,17 @@ class PendingRequests:
 
     def _add_compiled(self, request: Request) -> None:
         if request.adapter is None:
-            self._remote_kv.queue(request)
+            self._queue(request)
         else:
             self._scheduler.check(request)
             self._adapters.add(request)
+
+    def _queue(self, request: Request) -> None:
+        """Queue a request, at the latest when its KV pages have come."""
+        if self._remote_kv is None:
+            self._scheduler.add(request)
+        else:
+            self._remote_kv.queue(request)
 
 
 def _refusal(request: Request, reason: str, is_temporary: bool = False) -> TokenEvent:

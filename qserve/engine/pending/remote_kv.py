@@ -1,9 +1,10 @@
 """RemoteKv: KV pages that come from other engines, and go to them, through a KvConnector.
 
-A request whose pages are not all here waits, unqueued, while threads ask the connector for them
-and read them into slots of the host tier; then it is queued and finds them. Steps go on meanwhile.
-What a request computed is copied off the device when a token has come of it, and written by other
-threads. Both are help, not need: what is late, refused or too much is computed, or not kept.
+A request whose pages are not all here is not queued yet. Threads ask the connector for the missing
+pages and read them into slots of the host tier, while steps continue. Then the request is queued
+and finds its pages. The pages that a request computed are copied off the device with its next
+token, and other threads write them. Neither is required: pages that are late, refused or too many
+are computed, or not saved.
 
 Pages of models with states are useful only up to a snapshot of states. So their requests wait for
 the deepest snapshot with all pages before it, or for nothing.
@@ -106,19 +107,16 @@ class _StateFetch:
 
 
 class RemoteKv:
-    """Exchange of KV pages with a connector. Only the engine's thread calls the methods.
-
-    Requests pass through it to the scheduler also if there is no connector.
-    """
+    """Exchange of KV pages with a connector. Only the engine's thread calls the methods."""
 
     def __init__(
         self,
         scheduler: Scheduler,
-        config: KvTransferConfig | None = None,
-        pages: SharedPages | None = None,
-        states: SharedPages | None = None,
+        config: KvTransferConfig,
+        pages: SharedPages,
+        states: SharedPages | None,
         *,
-        model: str = "",
+        model: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`model`: digest that distinguishes this model's pages (kv_transfer/model_digest.py)."""
@@ -127,8 +125,7 @@ class RemoteKv:
         self._host = scheduler.pool.host
         snapshots = scheduler.snapshots
         self._state_host = None if snapshots is None else snapshots.host
-        if config is not None:
-            self._cache.model, self._cache.exports = model, [] if config.saves else None
+        self._cache.model, self._cache.exports = model, [] if config.saves else None
         self._clock = clock
         self._fetches: dict[Request, _Fetch] = {}
         self._given_up: list[
@@ -150,8 +147,6 @@ class RemoteKv:
     ) -> "RemoteKv":
         """Make it for an engine whose workers have slots. Raises InputError."""
         transfer = config.kv_transfer
-        if transfer is None:
-            return cls(scheduler)
         (pages, states), runner = workers.open_pages(), workers.runner
         page_bytes = ", ".join(map(str, pages.page_bytes))
         # A drafter's keys lie in the same pages.
@@ -193,7 +188,7 @@ class RemoteKv:
 
     def _fetch(self, request: Request) -> bool:
         """Look for a request's pages. Returns True if it waits for them."""
-        if self._config is None or not self._config.loads:
+        if not self._config.loads:
             return False
         missing = self._cache.missing(request)
         request.page_keys = []  # they may change before it is queued
@@ -282,8 +277,6 @@ class RemoteKv:
 
     def after_step(self, events: list[TokenEvent]) -> list[TokenEvent]:
         """Save the pages of finished tokens. Returns the events that may be sent now."""
-        if self._config is None:
-            return events
         for future in [each for each in self._writes if each.done()]:
             del self._writes[future]
         writes: dict[str, list[Future]] = {}

@@ -30,8 +30,8 @@ from qserve.engine.step.step_input import PromptRows
 from qserve.engine.step.transfer import HostCopy, to_device
 from qserve.engine.token_event import TokenLogprobs
 
-# Logits that exist at a time. Of each: 4 bytes, 8 of candidates for the likeliest, 1 for its rank.
-# The 8000 rows of a long prompt would take 4 GB for a vocabulary of 128,256.
+# Logits in memory at a time. Each takes 4 bytes, 8 more as a candidate for the likeliest tokens,
+# and 1 for the rank. The 8000 rows of a long prompt would take 4 GB for a vocabulary of 128,256.
 SLICE_LOGITS = 2**24
 SLICE_BYTES = 13 * SLICE_LOGITS
 MOST_ROWS = 2**15  # of a slice; a grid has up to 65535

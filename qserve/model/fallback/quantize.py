@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from formats.architecture.family import architecture_of
 from formats.checkpoint import CONFIG, CheckpointReader, read_json
 from formats.errors import InputError
 from formats.families import FAMILIES
@@ -16,7 +17,6 @@ from formats.scheme import Scheme
 from qserve.model.fallback.loading import load_float
 from qserve.model.fallback.support import (
     AUTO,
-    architecture_of,
     config_of,
     is_chosen,
     model_class,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from formats.architecture.family import Family
+from formats.architecture.family import Family, architecture_of
 from formats.architecture.refused import REFUSED
 from formats.errors import InputError, one_line
 from formats.families import FAMILIES
@@ -37,13 +37,6 @@ def is_chosen(config: Mapping[str, Any], implementation: str) -> bool:
         model_class(config)
         return True
     return False
-
-
-def architecture_of(config: Mapping[str, Any]) -> str | None:
-    """Return the one architecture that config.json names."""
-    names = config.get("architectures")
-    is_one = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
-    return names[0] if is_one else None
 
 
 def model_class(config: Mapping[str, Any]) -> type:

@@ -1,6 +1,6 @@
 """OLMo 2, OLMo 3, FlexOlmo and EXAONE 4: norms after attention and feed-forward, none before them.
 
-Queries and keys are normed, too: all of a token's together in OLMo, those of each head in EXAONE.
+Queries and keys are normed, too: over all heads together in OLMo, by head in EXAONE.
 config.json and formats/architecture/rows state windows, and which layers rotate and how.
 """
 

@@ -18,12 +18,12 @@ class AdminSettings:
     )
     admin_api_key_file: str | None = setting(
         None,
-        "file with API keys, one per line, that alone may use the routes of --enable-admin-routes,"
-        " and any other route; default: every API key may",
+        "file with API keys, one per line, for the routes of --enable-admin-routes; no other key"
+        " may use these, and these keys may use all routes; default: every API key may",
     )
     paused_requests: str = setting(
         WAIT,
-        "what requests get while the model is paused or asleep; wait: their turn when it goes on;"
-        " refuse: 503 with Retry-After",
+        "what requests get while the model is paused or asleep; wait: their turn when generation"
+        " resumes; refuse: 503 with Retry-After",
         (WAIT, REFUSE),
     )

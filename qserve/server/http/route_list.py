@@ -1,13 +1,18 @@
-"""Lists of routes, filled by decorators."""
+"""Lists of routes, filled by decorators, and the middleware that counts responses by route."""
 
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
-from starlette.types import Scope
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from qserve.server.http.errors import CLIENT_GONE
 
 READ = ("GET", "HEAD")
+METRICS = "metrics"  # in a request's scope: those of its model, if the server has several
+UNROUTED = "none"  # no route matched, or the request was refused before routing
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -37,3 +42,48 @@ class RouteList(list[CountedRoute]):
 
     def post(self, path: str) -> Callable[[Handler], Handler]:
         return self.route(path, ("POST",))
+
+
+class ResponseMetrics(Protocol):
+    """The part of Metrics that counts responses."""
+
+    def count_response(self, method: str, handler: str, status: int) -> None: ...
+
+
+class CountResponses:
+    """ASGI middleware that counts each request once, by route and response status.
+
+    `metrics` are those of the first model; requests to another count there.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: ResponseMetrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = None
+
+        async def counting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                self._count(scope, status)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counting)
+        except Exception:
+            if status is None:
+                # the framework sends this answer outside of this middleware
+                self._count(scope, 500)
+            raise
+        if status is None:
+            self._count(scope, CLIENT_GONE)
+
+    def _count(self, scope: Scope, status: int) -> None:
+        # The router sets it. Its path has parameter names instead of the client's values.
+        path = getattr(scope.get("route"), "path", None)
+        metrics = scope.get(METRICS, self._metrics)
+        metrics.count_response(scope["method"], path or UNROUTED, status)

@@ -12,8 +12,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from qserve.server.http.body import Body
 from qserve.server.http.clients import client_key
 from qserve.server.http.errors import ApiError, ClientGone
+from qserve.server.http.route_list import METRICS
 from qserve.server.models.turns import ModelTurns
-from qserve.server.observability.response_count import METRICS
 from qserve.server.service import SERVICE, Service
 
 JSON = "application/json"

@@ -1,9 +1,8 @@
 """ModelTurns: models that share one device's memory; all but one sleep."""
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Protocol
 
@@ -50,15 +49,6 @@ class ModelTurns:
         self._num_running = 0
         self._waiting: dict[int, list[asyncio.Future[None]]] = {}  # by model, first come first
         self._change: asyncio.Task[None] | None = None
-
-    @contextlib.asynccontextmanager
-    async def using(self, index: int) -> AsyncIterator[None]:
-        """Keep a model awake inside the block. Raises ApiError(503) if it does not wake up."""
-        await self.enter(index)
-        try:
-            yield
-        finally:
-            self.leave()
 
     async def enter(self, index: int) -> None:
         """Wait until a model is awake. The caller must call `leave`. Raises ApiError(503)."""

@@ -319,7 +319,10 @@ def template_variables(request: ChatCompletionRequest, tokenizer: Tokenizer) -> 
 
 
 def unread_settings(request: ChatCompletionRequest, tokenizer: Tokenizer) -> list[str]:
-    """Names of fields that are set and that the template does not read."""
+    """Names of fields that are set and that the template does not read.
+
+    They are ignored: clients send the same ones to every model.
+    """
     given, effort = _given_settings(request, tokenizer), request.reasoning_effort
     asked = request.chat_template_kwargs or {}
     names = [f"{KWARGS}.{name}" for name in asked if name not in given]

@@ -18,7 +18,7 @@ from qserve.structured.grammar import check_grammar, unenforced
 from qserve.structured.params import FIELD, StructuredOutputsParams, as_structured_outputs
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions; a chat may fill the context
-# Sampling fields have no effect: beam search takes the likeliest tokens.
+# sampling fields without effect in a beam search, which takes the likeliest tokens
 WITHOUT_EFFECT = ("temperature", "top_p", "top_k", "min_p", "seed")
 # fields that cannot be combined with beam search: the values without effect
 NOT_IN_SEARCH: dict[str, tuple] = {

@@ -16,8 +16,8 @@ class StoreSettings:
     )
     response_store_bytes: int = setting(
         2**30,
-        "most bytes that --response-store keeps; beyond it the least recently used go first, of the"
-        " API key that has most",
+        "maximum bytes that --response-store keeps; beyond it the API key with the most bytes loses"
+        " its least recently used responses",
         low=2**12,
     )
     response_store_days: float = setting(

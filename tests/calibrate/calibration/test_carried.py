@@ -4,10 +4,11 @@ import pytest
 import torch
 import transformers
 
-from calibrate.calibration.capture import HiddenStates, collect_statistics
+from calibrate.calibration.capture import HiddenStates
 from calibrate.calibration.layer_runner import LayerRunner
 from calibrate.float_model import FloatModel
 from calibrate.loss_gradient import layer_gradients
+from tests.calibrate.statistics_of import collect_statistics
 
 # with shared keys and inputs of layers; the second with several streams of hidden states, too
 FAMILIES = ("gemma4_shared", "gemma3n")

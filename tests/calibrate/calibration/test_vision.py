@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from calibrate import mixed_bits
-from calibrate.calibration.capture import HiddenStates, collect_statistics, held_out_windows
+from calibrate.calibration.capture import HiddenStates, held_out_windows
 from calibrate.calibration.layer_runner import LayerRunner
 from calibrate.calibration.vision import VisionModel
 from calibrate.distillation.distill import distill_checkpoint
@@ -25,6 +25,7 @@ from formats.errors import CheckpointError, InputError
 from formats.scheme import Scheme
 from qserve.cli import main
 from qserve.multimodal.calibration import CalibrationChats
+from tests.calibrate.statistics_of import collect_statistics
 from tests.tiny_vision import VISION_FAMILIES, picture, write_tiny_vision
 
 # tiles; a mask in both directions; positions of three axes and deepstack

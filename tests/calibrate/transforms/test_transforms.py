@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from calibrate.calibration.activations import fake_quantize_tokens
-from calibrate.calibration.capture import HiddenStates, collect_statistics
+from calibrate.calibration.capture import HiddenStates
 from calibrate.calibration.layer_runner import LayerRunner
 from calibrate.calibration.statistics import InputStatistics
 from calibrate.layer_map import find_layer_map
@@ -24,6 +24,7 @@ from calibrate.transforms.smoothquant import SMOOTHQUANT, smooth_layer
 from formats.checkpoint import CheckpointReader
 from formats.errors import InputError
 from formats.scheme import QuantSpec
+from tests.calibrate.statistics_of import collect_statistics
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 IDS = torch.randint(0, 512, (3, 40), generator=torch.Generator().manual_seed(0))

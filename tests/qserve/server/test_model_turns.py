@@ -40,7 +40,8 @@ class Engine:
         return None, ""
 
     async def serve(self, turns, steps=1):
-        async with turns.using(self.index):
+        await turns.enter(self.index)
+        try:
             assert self.device.awake == {self.index}
             self.num_running += 1
             try:
@@ -48,6 +49,8 @@ class Engine:
                     await asyncio.sleep(0)
             finally:
                 self.num_running -= 1
+        finally:
+            turns.leave()
 
 
 def test_requests_of_the_awake_model_start_at_once():
