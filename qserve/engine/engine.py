@@ -131,6 +131,10 @@ class Engine:
             raise InputError(
                 f"request {request_id}", "is running already", "give each request its own id"
             )
+        if handling.is_for_another and self._pause.is_on:
+            raise InputError(  # the engine that decodes would wait for pages as long as this pause
+                "the engine that computes prompts", "is paused or asleep", "resume it"
+            )
         request = self._input_processor.make(
             request_id,
             prompt_token_ids,

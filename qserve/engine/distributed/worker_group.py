@@ -35,6 +35,7 @@ from qserve.kv_transfer.shared_pages import SharedPages
 from qserve.lora.shared_adapters import SharedAdapters
 from qserve.model.cache_spec import WarmUpShape
 from qserve.model.model_config import ModelConfig
+from qserve.model.resident.checksum import checksum
 from qserve.parallel.expert_exchange import ExpertExchange, join_experts, leave
 from qserve.parallel.ranks import ALONE, join
 
@@ -52,6 +53,7 @@ class WorkerGroup:
         self._page_bytes: tuple[int, ...] = ()  # of each rank; filled below
         self._state_bytes: tuple[int, ...] = ()  # of a state slot of each rank
         self._exchange: ExpertExchange | None = None  # with engines that share the experts
+        self._checksum = ""  # of the weights of all engines that share the experts
         self._shapes: list[WarmUpShape] = []  # filled by compile_kernels, used by prepare
         if config.num_ranks == 1:
             device = pick_device(config)
@@ -61,6 +63,8 @@ class WorkerGroup:
                 self._exchange = self._join_experts(device)
                 ranks = dataclasses.replace(ALONE, exchange=self._exchange)
             self._ours = Worker(config, model, max_model_len, device, ranks)
+            if self._exchange is not None:
+                self._checksum = self._exchange.digest_of_all(checksum(self.runner.decoder))
             self._page_bytes = (self.runner.bytes_per_page,)
             self._state_bytes = (self.runner.bytes_per_state,)
             return
@@ -84,6 +88,10 @@ class WorkerGroup:
     def shares_experts(self) -> bool:
         """True if other engines take part in each step."""
         return self._exchange is not None
+
+    def checksum(self) -> str:
+        """Checksum of the leader's weights, or of those of all engines that share the experts."""
+        return self._checksum or checksum(self.runner.decoder)
 
     @property
     def is_wanted(self) -> bool:
