@@ -2,8 +2,8 @@
 
 A request goes to both at the same time. The engine that decodes waits for the KV pages that the
 other one computes, which pass from GPU to GPU layer by layer (qserve/kv_transfer/peer). It computes
-the prompt itself if the other engine refuses the request, is paused, fails or dies: a client sees no
-error.
+the prompt itself if the other engine refuses the request, is paused, fails or dies. A client sees
+no error.
 """
 
 import asyncio
