@@ -16,6 +16,7 @@ from qserve.engine.build import EngineParts
 from qserve.engine.control.commands import ABORT, KEEP
 from qserve.engine.control.operations import Operations
 from qserve.engine.control.pause import Pause, check_mode
+from qserve.engine.distributed.executors import WaitingRanks
 from qserve.engine.in_flight import InFlightSteps, StepRanges
 from qserve.engine.input_processor import InputProcessor
 from qserve.engine.report import EngineReport
@@ -41,15 +42,17 @@ class Engine:
     def __init__(
         self,
         config: EngineConfig,
+        ranks: WaitingRanks | None = None,
         *,
         steps_in_flight: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Load the model. Raises InputError.
 
-        `steps_in_flight` is 1 on a GPU unless given; on a CPU, which computes in `launch`, 0.
+        `ranks`: processes of the other ranks, if they were started before. `steps_in_flight` is 1
+        on a GPU unless given; on a CPU, which computes in `launch`, 0.
         """
-        parts = EngineParts.start(config)
+        parts = EngineParts.start(config, ranks)
         self.config, self._clock = config, clock
         self.model_config, self.max_model_len = parts.model, parts.max_model_len
         self.workers, self.scheduler = parts.workers, parts.scheduler

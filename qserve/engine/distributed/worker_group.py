@@ -17,7 +17,7 @@ import torch
 
 from formats.errors import InputError
 from qserve.config import EngineConfig
-from qserve.engine.distributed.executors import ProcessExecutor
+from qserve.engine.distributed.executors import ProcessExecutor, WaitingRanks
 from qserve.engine.distributed.rank_channel import RankDiedError
 from qserve.engine.distributed.rank_group import RankGroup
 from qserve.engine.distributed.shared_residence import SharedResidence
@@ -45,8 +45,17 @@ logger = logging.getLogger(__name__)
 class WorkerGroup:
     """A loaded model, ready for steps once it has pages."""
 
-    def __init__(self, config: EngineConfig, model: ModelConfig, max_model_len: int) -> None:
-        """Load the model. Raises InputError, which names the rank if there are several."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        max_model_len: int,
+        waiting: WaitingRanks | None = None,
+    ) -> None:
+        """Load the model. Raises InputError, which names the rank if there are several.
+
+        `waiting`: processes of the other ranks, if they were started before.
+        """
         self._config = config
         self._ours: Worker | None = None  # filled below
         self._rank_group: RankGroup | None = None
@@ -69,7 +78,7 @@ class WorkerGroup:
             self._state_bytes = (self.runner.bytes_per_state,)
             return
         try:
-            self._start_ranks(config, model, max_model_len)
+            self._start_ranks(config, model, max_model_len, waiting)
         except BaseException:
             self.close()
             raise
@@ -102,8 +111,14 @@ class WorkerGroup:
         """Take part in a step in which this engine has no tokens."""
         self.runner.compute_for_others()
 
-    def _start_ranks(self, config: EngineConfig, model: ModelConfig, max_model_len: int) -> None:
-        executor = _executor(config, max_model_len)
+    def _start_ranks(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        max_model_len: int,
+        waiting: WaitingRanks | None,
+    ) -> None:
+        executor = _executor(config, max_model_len, waiting)
         device = pick_device(config, executor.leader_index, executor.num_here)
         use_device(device, config)
         self._rank_group = RankGroup(executor.start)
@@ -364,10 +379,10 @@ class WorkerGroup:
             rank_group.is_waiting = False
 
 
-def _executor(config: EngineConfig, max_model_len: int) -> Any:
+def _executor(config: EngineConfig, max_model_len: int, waiting: WaitingRanks | None) -> Any:
     """Make the executor that starts the other ranks."""
     if config.distributed_executor_backend == "ray":
         from qserve.engine.distributed.ray_executor import RayExecutor  # an extra
 
         return RayExecutor(config, max_model_len)
-    return ProcessExecutor(config, max_model_len)
+    return ProcessExecutor(config, max_model_len, waiting)
