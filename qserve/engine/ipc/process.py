@@ -325,6 +325,7 @@ def _take_messages(
             engine.stop_waiting(message.request_id)
         elif isinstance(message, ResetPrefixCache):
             engine.reset_prefix_cache()
+            logger.info("The prefix cache was emptied by an operator")
         elif isinstance(message, Profile):
             line.send(_answer(message.number, lambda command=message: _profile(engine, command)))
         elif isinstance(message, Operate):

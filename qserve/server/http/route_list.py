@@ -7,6 +7,8 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
+from qserve.server.http.errors import ApiError
+
 READ = ("GET", "HEAD")
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -37,3 +39,12 @@ class RouteList(list[CountedRoute]):
 
     def post(self, path: str) -> Callable[[Handler], Handler]:
         return self.route(path, ("POST",))
+
+
+def refusing(routes: Sequence[Route], reason: str) -> list[CountedRoute]:
+    """Routes with the same paths and methods that answer 404 with a reason."""
+
+    async def refuse(_: Request) -> Response:
+        raise ApiError(404, reason)
+
+    return [CountedRoute(each.path, refuse, methods=sorted(each.methods)) for each in routes]
