@@ -13,26 +13,32 @@ from formats.scheme import CHANNEL
 
 def check_fused(linears: list[LinearSummary], quant: QuantConfig | None, findings: Findings) -> str:
     """Report members of a fused matrix that differ. Returns the first such matrix, or ""."""
-    unstated = {linear.name for linear in linears if _is_float_unstated(linear, quant)}
-    by_parent: dict[str, dict[str, str]] = defaultdict(dict)
+    by_parent: dict[str, dict[str, LinearSummary]] = defaultdict(dict)
     for linear in linears:
         parent, _, local = linear.name.rpartition(".")
-        # floats of another dtype are cast into the matrix
-        by_parent[parent][local] = "float" if "float" in linear.traits else linear.scheme
+        by_parent[parent][local] = linear
     first = ""
-    for parent, schemes in by_parent.items():
+    for parent, members_of in by_parent.items():
         for members in FUSED:
-            present = {local: schemes[local] for local in members if local in schemes}
-            if len(set(present.values())) > 1:
-                text = ", ".join(f"{local} {scheme}" for local, scheme in present.items())
+            present = {local: members_of[local] for local in members if local in members_of}
+            schemes = {local: _fused_scheme(linear) for local, linear in present.items()}
+            if len(set(schemes.values())) > 1:
+                text = ", ".join(f"{local} {scheme}" for local, scheme in schemes.items())
+                # only now: a config may have a rule for each expert, and a model many experts
+                is_unstated = any(_is_float_unstated(each, quant) for each in present.values())
                 findings.error(
                     parent,
                     f"{text}: servers load these as one matrix",
                     "give them one scheme",
-                    read_here=unstated.isdisjoint(f"{parent}.{local}" for local in present),
+                    read_here=not is_unstated,
                 )
                 first = first or f"{', '.join(present)} of {parent}"
     return first
+
+
+def _fused_scheme(linear: LinearSummary) -> str:
+    """The scheme that members share; floats of another dtype are cast into the matrix."""
+    return "float" if "float" in linear.traits else linear.scheme
 
 
 def _is_float_unstated(linear: LinearSummary, quant: QuantConfig | None) -> bool:

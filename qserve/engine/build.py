@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from formats.errors import InputError
 from qserve.config import EngineConfig
 from qserve.engine import media_limits, state_limits
+from qserve.engine.distributed.executors import WaitingRanks
 from qserve.engine.distributed.worker_group import WorkerGroup
 from qserve.engine.fallback_limits import check_fallback
 from qserve.engine.invariance_limits import check_invariance
@@ -45,7 +46,7 @@ class EngineParts:
     pending: PendingRequests
 
     @classmethod
-    def start(cls, config: EngineConfig) -> "EngineParts":
+    def start(cls, config: EngineConfig, ranks: WaitingRanks | None = None) -> "EngineParts":
         """Load the model. Raises InputError."""
         # Before the model: a mistyped name should fail before a long load.
         policy = make_policy(config.scheduling_policy, prefill_batch_size=config.prefill_batch_size)
@@ -66,7 +67,7 @@ class EngineParts:
             logger.info("%s", placement.to_text())
         state_limits.check_context_parallel(config)
         check_loads(model, config.record_expert_loads)
-        workers = WorkerGroup(config, model, max_model_len)
+        workers = WorkerGroup(config, model, max_model_len, ranks)
         try:
             return cls._around(workers, config, model, max_model_len, policy)
         except BaseException:

@@ -15,6 +15,7 @@ from qserve.config import EngineConfig
 from qserve.engine.build import EngineParts
 from qserve.engine.control.commands import ABORT, KEEP
 from qserve.engine.control.operations import Operations
+from qserve.engine.distributed.executors import WaitingRanks
 from qserve.engine.in_flight import InFlightSteps, StepRanges
 from qserve.engine.input_processor import InputProcessor
 from qserve.engine.pending.pending import Pause, check_mode
@@ -41,15 +42,17 @@ class Engine:
     def __init__(
         self,
         config: EngineConfig,
+        ranks: WaitingRanks | None = None,
         *,
         steps_in_flight: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Load the model. Raises InputError.
 
-        `steps_in_flight` is 1 on a GPU unless given; on a CPU, which computes in `launch`, 0.
+        `ranks`: processes of the other ranks, if they were started before. `steps_in_flight` is 1
+        on a GPU unless given; on a CPU, which computes in `launch`, 0.
         """
-        parts = EngineParts.start(config)
+        parts = EngineParts.start(config, ranks)
         self.config, self._clock = config, clock
         self.model_config, self.max_model_len = parts.model, parts.max_model_len
         self.workers, self.scheduler = parts.workers, parts.scheduler
@@ -131,6 +134,10 @@ class Engine:
         if request_id in self._requests:
             raise InputError(
                 f"request {request_id}", "is running already", "give each request its own id"
+            )
+        if handling.is_for_another and self._pause.is_on:
+            raise InputError(  # the engine that decodes would wait for pages as long as this pause
+                "the engine that computes prompts", "is paused or asleep", "resume it"
             )
         request = self._input_processor.make(
             request_id,

@@ -10,6 +10,7 @@ which no engine has tokens. Legend: n engines, T own rows, M rows of all engines
 
 import contextlib
 import datetime
+import hashlib
 import threading
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +23,7 @@ from formats.errors import InputError
 FLAG = "--data-parallel-address"
 FILE, TCP = "file://", "tcp://"
 CLOSE_SECONDS = 5.0
+DIGEST_DIGITS = 15  # of a digest: 60 bits, which `counts` sends as one number
 TIMEOUT = datetime.timedelta(seconds=1800)  # maximum wait of an engine for another
 
 
@@ -61,6 +63,11 @@ class ExpertExchange:
     def is_wanted(self) -> bool:
         """True if the other engines make steps or are about to."""
         return self.is_in_wave or self._line.is_called(self._wave)
+
+    def digest_of_all(self, digest: str) -> str:
+        """Digest of all engines' hexadecimal digests: equal on all. All engines make the call."""
+        number = int(digest[:DIGEST_DIGITS], 16)
+        return hashlib.sha256(str(self._line.counts(number)).encode()).hexdigest()
 
     def begin(self, num_tokens: int) -> bool:
         """Agree on the next step. Returns False if no engine has tokens: the wave has ended."""

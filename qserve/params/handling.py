@@ -24,6 +24,7 @@ class Handling:
     lora: LoRARequest | None = None  # LoRA adapter of the request
     # another engine computes the prompt: wait for its KV pages (--kv-transfer-config peer)
     awaits_pages: bool = False
+    is_for_another: bool = False  # compute the prompt for an engine that awaits its pages
     media: tuple[MediaItem, ...] = ()  # of the prompt, in order of their positions
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ from qserve.server.http.errors import add_error_handlers
 from qserve.server.http.foreign_pages import RefuseForeignPages, hosts_of
 from qserve.server.http.framing import CheckHead, NameRequests, OriginForm, UnderPath
 from qserve.server.http.rate_limit import LimitRate
-from qserve.server.http.route_list import CountResponses
+from qserve.server.http.route_list import CountResponses, refusing
 from qserve.server.models.select import SelectModel
 from qserve.server.models.turns import ModelTurns
 from qserve.server.observability.metrics import Metrics
@@ -128,6 +128,18 @@ def make_service(
     )
 
 
+def check_keys(config: ServerConfig, keys: Keys) -> None:
+    """Raise InputError for settings without the API key that they need."""
+    if keys:
+        return
+    for flag, is_set in (
+        ("--enable-admin-routes", config.enable_admin_routes),
+        ("--lora-folder", config.lora_folder is not None),
+    ):
+        if is_set:
+            raise InputError(flag, "requires an API key", "add --api-key or --api-key-file")
+
+
 def app_of(
     services: Sequence[Service], config: ServerConfig, *, turns: ModelTurns | None = None
 ) -> Starlette:
@@ -141,12 +153,12 @@ def app_of(
     of_operators = [route for topic in OPERATOR_TOPICS for route in topic.routes]
     if config.profiler is not None:
         of_operators += control.profile_routes(config.profiler)
+    check_keys(config, keys)
     if config.enable_admin_routes:
-        if not keys:
-            raise InputError("--enable-admin-routes", "requires an API key", "add --api-key")
         of_operators += [*operations.routes, *weights.routes]
-    if config.lora_folder is not None and not keys:
-        raise InputError("--lora-folder", "requires an API key", "add --api-key")
+    else:
+        reason = "This server was started without --enable-admin-routes."
+        found += refusing([*operations.routes, *weights.routes], reason)
     app = Starlette(routes=[*found, *of_operators])
     app.router.redirect_slashes = False
     app.state.service, app.state.services = services[0], tuple(services)

@@ -19,7 +19,7 @@ from qserve.processes import logs
 from qserve.processes.log_limit import limit_logging
 from qserve.server.adapters import ServedAdapters
 from qserve.server.admin.reload import on_hangup
-from qserve.server.app import app_of, open_store
+from qserve.server.app import app_of, check_keys, open_store
 from qserve.server.hosted_model import HostedModel
 from qserve.server.http.api_key import Keys
 from qserve.server.http.http_protocol import (
@@ -57,7 +57,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig, *, engine: str = EN
 async def _serve(models: Sequence[ModelConfig], config: ServerConfig, engine: str) -> int:
     logs.configure(config.log_level, config.log_format, text="%(message)s")
     limit_logging()
-    Keys(config)
+    check_keys(config, Keys(config))  # before a model is loaded
     check_tls(config)
     tracing = tracing_to(config.otlp_traces_endpoint)
     connections = Connections(
@@ -68,6 +68,7 @@ async def _serve(models: Sequence[ModelConfig], config: ServerConfig, engine: st
     with bind(config) as listener, contextlib.ExitStack() as ends:
         ends.callback(remove, config.uds)
         ends.callback(tracing.close)
+        have_loaded = ends.enter_context(on_hangup())
         store = open_store(config)
         if store is not None:
             ends.callback(store.close)
@@ -91,7 +92,8 @@ async def _serve(models: Sequence[ModelConfig], config: ServerConfig, engine: st
                 config.shutdown_timeout,
                 stopping,
             )
-            with _on_stop_signal(server.stop), on_hangup(services):
+            have_loaded(services)
+            with _on_stop_signal(server.stop):
                 watches = [asyncio.create_task(_stop_when_dead(e.client, server)) for e in hosted]
                 for each in hosted:
                     await _until_ready(each.preparation, server)

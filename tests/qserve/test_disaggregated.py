@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -76,9 +77,9 @@ def test_both_engines_get_a_request_at_the_same_time():
         salted = Handling(cache_salt="key", priority=3)
         task = await group.send("a", handling=salted)
         (params, handling) = group.prefill[0].requests["a"]
-        assert params.max_tokens == 1 and handling == salted
+        assert params.max_tokens == 1 and handling == replace(salted, is_for_another=True)
         (params, handling) = group.decoder.requests["a"]
-        assert params == PARAMS and handling.awaits_pages and handling.cache_salt == "key"
+        assert params == PARAMS and handling == replace(salted, awaits_pages=True)
         assert not group.decoder.stopped
         group.prefill[0].go.set()
         await asyncio.sleep(0.01)
@@ -120,6 +121,27 @@ def test_prompt_is_decoded_without_the_engine_that_fails(problem, caplog):
 
     asyncio.run(main())
     assert "Request a: its prompt is computed where it is decoded" in caplog.text
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait"])
+def test_paused_engine_refuses_prompts_of_others_and_holds_its_own(mode, docs_5m):
+    """The engine that decodes would wait for pages until the pause ends."""
+    config = {"num_gpu_blocks_override": 32, "max_model_len": 64, "device": "cpu"}
+    engine = Engine(EngineConfig(model=str(docs_5m), **config))
+    try:
+        engine.pause(mode)
+        with pytest.raises(InputError, match="computes prompts: is paused or asleep"):
+            engine.add_request("0", [5, 6, 7], PARAMS, handling=Handling(is_for_another=True))
+        engine.add_request("0", [5, 6, 7], PARAMS)
+        assert not engine.step()
+        engine.resume()
+        engine.add_request("1", [5, 6, 7], PARAMS, handling=Handling(is_for_another=True))
+        ended = set()
+        while engine.has_work():
+            ended |= {event.request_id for event in engine.step() if event.finish_reason}
+        assert ended == {"0", "1"}
+    finally:
+        engine.close()
 
 
 def test_dead_engine_gets_no_prompts():

@@ -3,6 +3,7 @@
 Loads no torch, which the engine loads.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,6 +27,8 @@ from qserve.engine.control.commands import (
 if TYPE_CHECKING:
     from qserve.engine.control.operations import StagedUpdate
     from qserve.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
 
 Stage = Callable[[], "StagedUpdate"]
 # Yields until the engine is drained; returns the outcome.
@@ -125,15 +128,18 @@ class CommandQueue:
         yield from self._drained(command.mode)
         if command.clear_cache:
             self._engine.reset_prefix_cache()
+        logger.info("Generation is paused (mode %s)", command.mode)
         return self._outcome()
 
     def _resume(self) -> Work:
         self._engine.resume()
+        logger.info("Generation continues")
         return self._outcome()
         yield  # makes it a generator
 
     def _abort(self) -> Work:
         count = self._engine.abort_all()
+        logger.info("%d requests were aborted by an operator", count)
         outcome = self._outcome()
         return Outcome(state=outcome.state, num_requests=count)
         yield

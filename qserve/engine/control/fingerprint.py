@@ -16,8 +16,6 @@ import qserve
 from qkernels.tuning.table import tuning_table_of
 from qserve.config import EngineConfig
 from qserve.engine.control.commands import FINGERPRINT_PREFIX
-from qserve.engine.runner.model_runner import ModelRunner
-from qserve.model.resident.checksum import checksum
 from qserve.parallel.expert_placement import LINEAR, ROUND_ROBIN
 
 # Settings on which the bits of a request depend.
@@ -35,16 +33,17 @@ SETTINGS_OF_BATCHES = (
 )
 
 
-def system_fingerprint(settings: Mapping[str, Any], runner: ModelRunner) -> str:
+def system_fingerprint(settings: Mapping[str, Any], weights: str, device: torch.device) -> str:
     """Fingerprint of a loaded engine: its weights, settings, kernels, device and versions.
 
-    `settings`: of `settings_of`. Of several ranks, the weights are those of the first.
+    `settings`: of `settings_of`. `weights`: of WorkerGroup.checksum; of several ranks, those of
+    the first.
     """
     parts = {
-        "weights": checksum(runner.decoder),
+        "weights": weights,
         "settings": settings,
-        "tuned": _tuned(runner.device),
-        "device": _device(runner.device),
+        "tuned": _tuned(device),
+        "device": _device(device),
         "versions": _versions(),
     }
     text = json.dumps(parts, sort_keys=True, default=str)

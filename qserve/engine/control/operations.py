@@ -84,7 +84,9 @@ class Operations:
         While the weights sleep, that of before.
         """
         if self._fingerprint is None and not self.is_sleeping:
-            self._fingerprint = system_fingerprint(self._settings, self._workers.runner)
+            workers = self._workers
+            device = workers.runner.device
+            self._fingerprint = system_fingerprint(self._settings, workers.checksum(), device)
         return self._fingerprint or ""
 
     @property

@@ -1,8 +1,9 @@
-"""ProcessExecutor: starts the other ranks of a model as processes of this machine."""
+"""ProcessExecutor: the other ranks of a model as processes of this machine."""
 
 import logging
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import weakref
@@ -12,9 +13,10 @@ from pathlib import Path
 from qserve.config import EngineConfig
 from qserve.engine.distributed.rank_channel import Failure, RankChannel, call
 from qserve.processes import logs
-from qserve.processes.child_process import start_child_blocking
+from qserve.processes.child_process import start_child_blocking, stop_blocking
 
 MODULE = "qserve.engine.distributed.rank_process"
+BACKEND = "mp"  # --distributed-executor-backend
 KILLED = -signal.SIGKILL
 END_SECONDS = 5.0  # that a process has to exit on its own
 
@@ -43,11 +45,47 @@ class ProcessHandle:
             self._process.wait()
 
 
+class WaitingRanks:
+    """Processes of ranks 1 and up that import their modules until an executor calls them.
+
+    Imports take seconds. So the ranks start before the leader imports the engine.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._processes = [
+            start_child_blocking(MODULE, f"--rank={rank}", f"--log-level={log_level()}")
+            for rank in range(1, config.num_ranks)
+        ]
+        self._end = weakref.finalize(self, _end_all, self._processes)
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> "WaitingRanks | None":
+        """Start them; None if the engine has no processes on this machine besides the leader."""
+        is_here = config.num_ranks > 1 and config.distributed_executor_backend == BACKEND
+        return cls(config) if is_here else None
+
+    @property
+    def process_ids(self) -> list[int]:
+        return [process.pid for process, _ in self._processes]
+
+    def take(self) -> list[tuple[subprocess.Popen, socket.socket]]:
+        """Processes and connections in rank order. They are the caller's to end."""
+        self._end.detach()
+        return self._processes
+
+    def close(self) -> None:
+        """End the processes unless somebody took them."""
+        self._end()
+
+
 class ProcessExecutor:
     """Ranks as processes of this machine; they rendezvous at a file only this user can read."""
 
-    def __init__(self, config: EngineConfig, max_model_len: int) -> None:
-        self._config, self._max_model_len = config, max_model_len
+    def __init__(
+        self, config: EngineConfig, max_model_len: int, waiting: WaitingRanks | None = None
+    ) -> None:
+        """`waiting`: processes that were started before; None: `start` starts them."""
+        self._config, self._max_model_len, self._waiting = config, max_model_len, waiting
         self._folder = tempfile.mkdtemp(prefix="qserve-ranks-")
         self._remove = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
 
@@ -67,12 +105,9 @@ class ProcessExecutor:
         return self._config.num_ranks
 
     def start(self, on_death: OnDeath) -> list[RankChannel]:
-        """Start ranks 1 and up, and send each its first call."""
-        links = []
-        for rank in range(1, self.num_here):
-            process, connection = start_child_blocking(
-                MODULE, f"--rank={rank}", f"--log-level={log_level()}"
-            )
+        """Send ranks 1 and up their first call."""
+        links, waiting = [], self._waiting or WaitingRanks(self._config)
+        for rank, (process, connection) in enumerate(waiting.take(), 1):
             link = RankChannel(rank, connection, ProcessHandle(process), on_death)
             first = (self._config, self._max_model_len, rank, rank, self.num_here, self.address)
             link.send(call("start", *first))
@@ -86,6 +121,14 @@ class ProcessExecutor:
         it the exit of the process, for the 30 minutes of the store's timeout.
         """
         self._remove()
+
+
+def _end_all(processes: list[tuple[subprocess.Popen, socket.socket]]) -> None:
+    """End ranks that no leader has called."""
+    for _, connection in processes:
+        connection.close()
+    for process, _ in processes:
+        stop_blocking(process, END_SECONDS)
 
 
 def log_level() -> str:

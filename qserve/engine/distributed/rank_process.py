@@ -128,6 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     threading.Thread(target=_watch, args=(connection,), daemon=True).start()
     line, rank = _Line(connection), _Rank()
     try:
+        _import_all()
         while True:
             name, *values = unpack(frames.receive(connection))
             if name == BEGIN:
@@ -191,6 +192,13 @@ class _Line:
 def _one_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:300]}"
+
+
+def _import_all() -> None:
+    """Import what the calls need, while the leader imports, too. That takes seconds."""
+    import qserve.engine.runner.worker
+    import qserve.engine.sizes
+    import qserve.parallel.ranks  # noqa: F401
 
 
 def _connect(address: str, rank: int) -> socket.socket:

@@ -17,7 +17,7 @@ import torch
 
 from formats.errors import InputError
 from qserve.config import EngineConfig
-from qserve.engine.distributed.executors import ProcessExecutor
+from qserve.engine.distributed.executors import ProcessExecutor, WaitingRanks
 from qserve.engine.distributed.rank_channel import RankDiedError
 from qserve.engine.distributed.rank_group import RankGroup
 from qserve.engine.distributed.shared_residence import SharedResidence
@@ -35,6 +35,7 @@ from qserve.kv_transfer.shared_pages import SharedPages
 from qserve.lora.shared_adapters import SharedAdapters
 from qserve.model.cache_spec import WarmUpShape
 from qserve.model.model_config import ModelConfig
+from qserve.model.resident.checksum import checksum
 from qserve.parallel.expert_exchange import ExpertExchange, join_experts, leave
 from qserve.parallel.ranks import ALONE, join
 
@@ -44,14 +45,24 @@ logger = logging.getLogger(__name__)
 class WorkerGroup:
     """A loaded model, ready for steps once it has pages."""
 
-    def __init__(self, config: EngineConfig, model: ModelConfig, max_model_len: int) -> None:
-        """Load the model. Raises InputError, which names the rank if there are several."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        max_model_len: int,
+        waiting: WaitingRanks | None = None,
+    ) -> None:
+        """Load the model. Raises InputError, which names the rank if there are several.
+
+        `waiting`: processes of the other ranks, if they were started before.
+        """
         self._config = config
         self._ours: Worker | None = None  # filled below
         self._rank_group: RankGroup | None = None
         self._page_bytes: tuple[int, ...] = ()  # of each rank; filled below
         self._state_bytes: tuple[int, ...] = ()  # of a state slot of each rank
         self._exchange: ExpertExchange | None = None  # with engines that share the experts
+        self._checksum = ""  # of the weights of all engines that share the experts
         self._shapes: list[WarmUpShape] = []  # filled by compile_kernels, used by prepare
         if config.num_ranks == 1:
             device = pick_device(config)
@@ -61,11 +72,13 @@ class WorkerGroup:
                 self._exchange = self._join_experts(device)
                 ranks = dataclasses.replace(ALONE, exchange=self._exchange)
             self._ours = Worker(config, model, max_model_len, device, ranks)
+            if self._exchange is not None:
+                self._checksum = self._exchange.digest_of_all(checksum(self.runner.decoder))
             self._page_bytes = (self.runner.bytes_per_page,)
             self._state_bytes = (self.runner.bytes_per_state,)
             return
         try:
-            self._start_ranks(config, model, max_model_len)
+            self._start_ranks(config, model, max_model_len, waiting)
         except BaseException:
             self.close()
             raise
@@ -85,6 +98,10 @@ class WorkerGroup:
         """True if other engines take part in each step."""
         return self._exchange is not None
 
+    def checksum(self) -> str:
+        """Checksum of the leader's weights, or of those of all engines that share the experts."""
+        return self._checksum or checksum(self.runner.decoder)
+
     @property
     def is_wanted(self) -> bool:
         """True if engines that share the experts make steps, which need this one."""
@@ -94,8 +111,14 @@ class WorkerGroup:
         """Take part in a step in which this engine has no tokens."""
         self.runner.compute_for_others()
 
-    def _start_ranks(self, config: EngineConfig, model: ModelConfig, max_model_len: int) -> None:
-        executor = _executor(config, max_model_len)
+    def _start_ranks(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        max_model_len: int,
+        waiting: WaitingRanks | None,
+    ) -> None:
+        executor = _executor(config, max_model_len, waiting)
         device = pick_device(config, executor.leader_index, executor.num_here)
         use_device(device, config)
         self._rank_group = RankGroup(executor.start)
@@ -356,10 +379,10 @@ class WorkerGroup:
             rank_group.is_waiting = False
 
 
-def _executor(config: EngineConfig, max_model_len: int) -> Any:
+def _executor(config: EngineConfig, max_model_len: int, waiting: WaitingRanks | None) -> Any:
     """Make the executor that starts the other ranks."""
     if config.distributed_executor_backend == "ray":
         from qserve.engine.distributed.ray_executor import RayExecutor  # an extra
 
         return RayExecutor(config, max_model_len)
-    return ProcessExecutor(config, max_model_len)
+    return ProcessExecutor(config, max_model_len, waiting)

@@ -2,7 +2,8 @@
 
 A request goes to both at the same time. The engine that decodes waits for the KV pages that the
 other one computes, which pass from GPU to GPU layer by layer (qserve/kv_transfer/peer). It computes
-the prompt itself if the other engine refuses the request, fails or dies, so a client sees no error.
+the prompt itself if the other engine refuses the request, is paused, fails or dies. A client sees
+no error.
 """
 
 import asyncio
@@ -119,7 +120,8 @@ class DisaggregatedEngines(DataParallelEngines):
         """Compute a prompt, and report its end or failure to the engine that decodes."""
         try:
             chosen = self._choose(prompt_token_ids, handling, self._prefill_ranks)
-            values = request_id, prompt_token_ids, ONE_TOKEN, ignore, client, group, handling
+            prompt = replace(handling, is_for_another=True)
+            values = request_id, prompt_token_ids, ONE_TOKEN, ignore, client, group, prompt
             async with aclosing(self._run_on(*chosen, *values)) as events:
                 async for event in events:
                     if event.error:

@@ -23,6 +23,7 @@ from formats.errors import InputError
 from qserve.engine import cpu_threads
 from qserve.engine.control.command_queue import CommandQueue, state_of
 from qserve.engine.control.commands import Outcome
+from qserve.engine.distributed.executors import WaitingRanks
 from qserve.engine.ipc import messages
 from qserve.engine.ipc.adapter_loads import AdapterLoads, AdapterRead
 from qserve.engine.ipc.messages import (
@@ -243,13 +244,15 @@ def _start(engine_path: str, line: _Line, inbox: Inbox) -> object | None:
         raise ClientGone
     if message.config.record_expert_loads is not None:
         signal.signal(signal.SIGTERM, _leave)  # the file is written by a normal exit
+    ranks = None
     try:
         module, _, name = engine_path.partition(":")
         num_cores = len(os.sched_getaffinity(0))
         config = cpu_threads.beside_a_server(message.config, num_cores=num_cores)
+        ranks = WaitingRanks.of(config)  # which import while this process does
         with phase("Importing the engine"):
             make = getattr(importlib.import_module(module), name)
-        engine = make(config)
+        engine = make(config) if ranks is None else make(config, ranks)
         if message.check and config.load_format != "dummy":
             # Imported here: it loads torch, as the engine has by now.
             from qserve.engine.start_check import check_start
@@ -275,6 +278,8 @@ def _start(engine_path: str, line: _Line, inbox: Inbox) -> object | None:
             )
         )
         return engine
+    if ranks is not None:
+        ranks.close()
     line.send_last(failure)
     return None
 
@@ -320,6 +325,7 @@ def _take_messages(
             engine.stop_waiting(message.request_id)
         elif isinstance(message, ResetPrefixCache):
             engine.reset_prefix_cache()
+            logger.info("The prefix cache was emptied by an operator")
         elif isinstance(message, Profile):
             line.send(_answer(message.number, lambda command=message: _profile(engine, command)))
         elif isinstance(message, Operate):

@@ -17,6 +17,7 @@ from qserve.server.service import Service, service_of
 MOST_BYTES = 65536  # of a body
 MOST_BYTES_OF_TENSORS = 2**25  # of a body that describes tensors, each in up to 1 KB
 BOOLS = {"true": True, "1": True, "false": False, "0": False}
+WAITS = "wait_for_inflight_requests"
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
@@ -64,8 +65,21 @@ async def body_of(request: Request) -> dict[str, Any]:
     return body
 
 
+def check_parameters(query: Mapping[str, str], *names: str) -> None:
+    """Refuse unknown parameters: a misspelt mode would end requests. Raises ApiError."""
+    known = (*names, "model")
+    for name in query:
+        if name not in known:
+            text = f"{name[:40]}: unknown parameter; expected one of {', '.join(known)}."
+            raise ApiError(400, text, name)
+
+
 def mode_of(query: Mapping[str, Any]) -> str:
-    mode = query.get("mode", commands.ABORT)
+    """The mode of a pause; vLLM's older wait_for_inflight_requests means wait."""
+    default = commands.ABORT
+    if flag_of(query, WAITS, default=False):
+        default = commands.WAIT
+    mode = query.get("mode", default)
     if mode not in commands.MODES:
         known = ", ".join(commands.MODES)
         raise ApiError(400, f"mode: expected one of {known}, found {str(mode)[:40]!r}.", "mode")

@@ -7,7 +7,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from qserve.engine.control import commands
-from qserve.server.admin.access import body_of, flag_of, mode_of, operate, operator_of
+from qserve.server.admin.access import (
+    WAITS,
+    body_of,
+    check_parameters,
+    flag_of,
+    mode_of,
+    operate,
+    operator_of,
+)
 from qserve.server.http.errors import ApiError, engine_dead, json_response
 from qserve.server.http.route_list import RouteList
 
@@ -21,6 +29,7 @@ routes = RouteList()
 async def pause(request: Request) -> Response:
     """Stop generation (vLLM): mode abort, wait or keep; clear_cache drops the prefix cache."""
     query = request.query_params
+    check_parameters(query, "mode", WAITS, "clear_cache")
     await operate(
         request,
         commands.PauseGeneration(
@@ -70,6 +79,7 @@ async def abort_requests(request: Request) -> Response:
 async def sleep(request: Request) -> Response:
     """Give the device's memory back (vLLM): level 0, 1 or 2, and the mode of /pause."""
     query = request.query_params
+    check_parameters(query, "level", "mode", WAITS)
     level = query.get("level", "1")
     if level not in map(str, commands.LEVELS):
         raise ApiError(400, f"level: expected 0, 1 or 2, found {level[:40]!r}.", "level")
@@ -80,6 +90,7 @@ async def sleep(request: Request) -> Response:
 @routes.post("/wake_up")
 async def wake_up(request: Request) -> Response:
     """Bring back what the tags name (vLLM): weights, kv_cache; default: all."""
+    check_parameters(request.query_params, "tags")
     tags = request.query_params.getlist("tags")
     await operate(request, commands.WakeUp(tags=tags or None))
     return Response()

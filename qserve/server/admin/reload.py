@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from formats.errors import InputError
 from qserve.server.service import Service
@@ -42,24 +42,40 @@ async def reload_settings(service: Service) -> None:
 
 
 @contextlib.contextmanager
-def on_hangup(services: Sequence[Service]) -> Iterator[None]:
-    """Read settings again at SIGHUP, one signal after the other."""
+def on_hangup() -> Iterator[Callable[[Sequence[Service]], None]]:
+    """Read settings again at SIGHUP, one signal after the other.
+
+    Yields a function that takes the services once they are loaded. Signals that come before count
+    then: they must not end a server that loads.
+    """
     loop, turn = asyncio.get_running_loop(), asyncio.Lock()
     tasks: set[asyncio.Task] = set()
+    known: list[Service] = []
+    is_missed = False
 
     async def reload() -> None:
         async with turn:
-            for service in services:
+            for service in known:
                 await reload_settings(service)
 
     def begin() -> None:
+        nonlocal is_missed
+        if not known:
+            is_missed = True
+            logger.info("SIGHUP: settings are read again once the models are loaded")
+            return
         task = loop.create_task(reload())
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
+    def loaded(services: Sequence[Service]) -> None:
+        known.extend(services)
+        if is_missed:
+            begin()
+
     loop.add_signal_handler(signal.SIGHUP, begin)
     try:
-        yield
+        yield loaded
     finally:
         loop.remove_signal_handler(signal.SIGHUP)
         for task in tasks:

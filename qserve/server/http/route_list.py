@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from qserve.server.http.errors import CLIENT_GONE
+from qserve.server.http.errors import CLIENT_GONE, ApiError
 
 READ = ("GET", "HEAD")
 METRICS = "metrics"  # in a request's scope: those of its model, if the server has several
@@ -87,3 +87,12 @@ class CountResponses:
         path = getattr(scope.get("route"), "path", None)
         metrics = scope.get(METRICS, self._metrics)
         metrics.count_response(scope["method"], path or UNROUTED, status)
+
+
+def refusing(routes: Sequence[Route], reason: str) -> list[CountedRoute]:
+    """Routes with the same paths and methods that answer 404 with a reason."""
+
+    async def refuse(_: Request) -> Response:
+        raise ApiError(404, reason)
+
+    return [CountedRoute(each.path, refuse, methods=sorted(each.methods)) for each in routes]

@@ -18,6 +18,7 @@ from qserve.engine.ipc.data_parallel import start_engines
 from qserve.model.blocks.moe import MoeMlp
 from qserve.parallel.expert_exchange import ExpertExchange
 from qserve.params.sampling_params import SamplingParams
+from tests.qserve.model.variants import edited
 from tests.qserve.parallel.in_threads import WAIT_SECONDS, Meeting
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0)
@@ -135,6 +136,8 @@ def test_tokens_are_those_of_one_engine(family, size, tiny_model, monkeypatch):
     engine_of = [(number * number) % max(1, size - 1) for number in range(len(PROMPTS))]
     tokens, engines = together(folder, size, PROMPTS, engine_of, monkeypatch)
     assert tokens == alone(folder, PROMPTS)
+    fingerprints = {engine.operations.fingerprint for engine in engines}
+    assert len(fingerprints) == 1, "engines of one model and settings have one fingerprint"
     problems = [
         module.experts.problem
         for engine in engines
@@ -142,6 +145,24 @@ def test_tokens_are_those_of_one_engine(family, size, tiny_model, monkeypatch):
         if isinstance(module, MoeMlp)
     ]
     assert max(each.num_experts for each in problems) <= -(-problems[0].routed_experts // size)
+
+
+def test_fingerprint_is_that_of_the_experts_of_all(tiny_model, tmp_path, monkeypatch):
+    """A changed expert of one engine changes the fingerprint of both."""
+    folder = tiny_model("qwen3_moe")
+
+    def change(tensors):
+        """One value of the last expert, which the second engine has."""
+        name = sorted(name for name in tensors if name.endswith("down_proj.weight"))[-1]
+        tensors[name][-1, -1] += 1
+
+    found = set()
+    for each in (folder, edited(folder, tmp_path / "other", change)):
+        _, engines = together(each, 2, PROMPTS[:1], [0], monkeypatch)
+        fingerprints = {engine.operations.fingerprint for engine in engines}
+        assert len(fingerprints) == 1
+        found |= fingerprints
+    assert len(found) == 2
 
 
 def test_paused_engine_computes_for_the_others(tiny_model, monkeypatch):

@@ -9,10 +9,11 @@ import msgspec
 import pytest
 
 from formats.errors import InputError
-from qserve.config import ServerConfig
+from qserve.config import EngineConfig, ServerConfig
 from qserve.engine.control import commands
 from qserve.engine.control.commands import EngineState, Outcome
 from qserve.lora.request import LoRARequest
+from qserve.server import serve
 from qserve.server.admin import operations, weights
 from qserve.server.admin.reload import on_hangup, reload_settings
 
@@ -70,11 +71,24 @@ def test_only_admin_keys_open_the_routes(make, error):
 def test_routes_need_their_flag_and_a_key(make, make_server, error):
     closed = make(enable_admin_routes=False)
     for method, path in ROUTES:
-        error(closed.request(method, path, headers=ADMIN), 404)
+        refusal = error(closed.request(method, path, headers=ADMIN), 404)
+        assert refusal["message"] == "This server was started without --enable-admin-routes."
     with pytest.raises(InputError, match="--enable-admin-routes: requires an API key"):
         make_server(ServerConfig(enable_admin_routes=True, api_key_env="NOT_SET"))
     with pytest.raises(InputError, match="--admin-api-key-file: .* cannot be read"):
         make_server(ServerConfig(admin_api_key_file="/nowhere"))
+
+
+@pytest.mark.parametrize("flag", ["enable_admin_routes", "lora_folder"])
+def test_missing_key_is_reported_before_a_model_is_loaded(flag, docs_5m, tmp_path, monkeypatch):
+    async def start(*_, **__):
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr(serve.HostedModel, "start", start)
+    value = True if flag == "enable_admin_routes" else str(tmp_path)
+    config = ServerConfig(port=0, **{flag: value})
+    with pytest.raises(InputError, match=r"requires an API key \(add --api-key or"):
+        serve.serve(EngineConfig(model=str(docs_5m), device="cpu", enable_lora=True), config)
 
 
 TENSOR = commands.SharedTensor(name="a", dtype="int8", shape=[4], path="/dev/shm/x", offset=64)
@@ -120,6 +134,9 @@ P, S, W, U = (
     [
         ("/pause", None, P(mode="abort", clear_cache=True)),
         ("/pause?mode=wait&clear_cache=false", None, P(mode="wait", clear_cache=False)),
+        ("/pause?wait_for_inflight_requests=true", None, P(mode="wait")),
+        ("/pause?wait_for_inflight_requests=true&mode=keep", None, P(mode="keep")),
+        ("/pause?wait_for_inflight_requests=false", None, P(mode="abort")),
         ("/pause_generation", {"mode": "retract"}, P(mode="keep", clear_cache=False)),
         ("/resume", None, commands.ResumeGeneration()),
         ("/continue_generation", {}, commands.ResumeGeneration()),
@@ -315,6 +332,22 @@ def test_answers_tell_the_state(make):
     }
 
 
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/pause?mod=keep", "mod"),
+        ("/pause?clear_cache=false&level=1", "level"),
+        ("/sleep?levels=2", "levels"),
+        ("/wake_up?tag=weights", "tag"),
+    ],
+)
+def test_misspelt_parameter_is_refused_before_requests_end(path, name, make, error):
+    server = make()
+    reply = server.request("POST", path, headers=ADMIN)
+    assert f"{name}: unknown parameter; expected one of" in error(reply, 400)["message"]
+    assert server.operated.commands == []
+
+
 def test_dead_engine_is_told(make, error):
     server = make()
     server.client.is_alive = False
@@ -336,6 +369,31 @@ def test_requests_are_refused_while_asleep_if_asked(state, make, error):
     assert waiting.get("/ready").status_code == 200
 
 
+def test_hangup_while_models_load_counts_once_they_have(make_server, tmp_path, caplog):
+    """It must not end the server."""
+    caplog.set_level("INFO")
+    keys = tmp_path / "keys"
+    keys.write_text("old\n")
+    server = make_server(ServerConfig(served_model_name=["tiny"], api_key_file=str(keys)))
+    keys.write_text("new\nnewer\n")
+
+    async def hang_up():
+        with on_hangup() as have_loaded:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGHUP)
+                await asyncio.sleep(0.01)
+            assert "read again once the models are loaded" in caplog.text
+            assert "API keys are valid" not in caplog.text
+            have_loaded([server.app.state.service])
+            while "SIGHUP: 2 API keys are valid" not in caplog.text:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(hang_up(), 30))
+    assert caplog.text.count("API keys are valid") == 1
+    reply = server.get("/v1/models", headers={"Authorization": "Bearer newer"})
+    assert reply.status_code == 200
+
+
 def test_hangup_reads_keys_and_adapters_again(make_server, tmp_path, caplog):
     keys = tmp_path / "keys"
     keys.write_text("old\n")
@@ -354,7 +412,8 @@ def test_hangup_reads_keys_and_adapters_again(make_server, tmp_path, caplog):
         return server.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code
 
     async def hang_up():
-        with on_hangup([service]):
+        with on_hangup() as have_loaded:
+            have_loaded([service])
             os.kill(os.getpid(), signal.SIGHUP)
             while "adapter bad stays" not in caplog.text:
                 await asyncio.sleep(0.01)

@@ -40,8 +40,9 @@ class TowerGraphs:
 
     def __init__(self, tower: QwenTower) -> None:
         self._tower = tower
-        # by size, the one used last at the end; None: seen once
-        self._found: dict[CallSize, _Captured | None] = {}
+        # of both, what was used last is at the end
+        self._seen: dict[CallSize, None] = {}  # once
+        self._captured: dict[CallSize, _Captured] = {}
         self._pool: object = None
         self._patches: torch.Tensor | None = None
         self._embeddings: torch.Tensor | None = None
@@ -52,10 +53,13 @@ class TowerGraphs:
         size = CallSize(batch, rows, columns)
         if batch * count > MAX_PATCHES:
             return self._tower.encode(patches_BNP, rows, columns)
-        if size not in self._found:
-            self._keep(size, None)
-            return self._tower.encode(patches_BNP, rows, columns)
-        captured = self._found.pop(size) or self._capture(patches_BNP, size)
+        captured = self._captured.pop(size, None)
+        if captured is None:
+            if size not in self._seen:
+                self._note(size)
+                return self._tower.encode(patches_BNP, rows, columns)
+            del self._seen[size]
+            captured = self._capture(patches_BNP, size)
         self._keep(size, captured)
         self._inputs(patches_BNP).copy_(patches_BNP)
         captured.graph.replay()
@@ -63,21 +67,23 @@ class TowerGraphs:
 
     def close(self) -> None:
         """Free all graphs and their memory. Later calls capture again."""
-        for captured in self._found.values():
-            if captured is not None:
-                captured.graph.reset()
-        self._found.clear()
+        for captured in self._captured.values():
+            captured.graph.reset()
+        self._captured.clear()
+        self._seen.clear()
         self._pool = self._patches = self._embeddings = None
 
-    def _keep(self, size: CallSize, captured: _Captured | None) -> None:
-        self._found[size] = captured
-        alike = [
-            each for each, found in self._found.items() if (found is None) == (captured is None)
-        ]
-        if len(alike) > NUM_GRAPHS:
-            dropped = self._found.pop(alike[0])
-            if dropped is not None:
-                dropped.graph.reset()
+    def _note(self, size: CallSize) -> None:
+        """Remember a size that came for the first time."""
+        self._seen[size] = None
+        if len(self._seen) > NUM_GRAPHS:
+            del self._seen[next(iter(self._seen))]
+
+    def _keep(self, size: CallSize, captured: _Captured) -> None:
+        """Keep the graph that is used now, and free the one that was used least recently."""
+        self._captured[size] = captured
+        if len(self._captured) > NUM_GRAPHS:
+            self._captured.pop(next(iter(self._captured))).graph.reset()
 
     def _capture(self, patches_BNP: torch.Tensor, size: CallSize) -> _Captured:
         tower, grid = self._tower, (size.rows, size.columns)

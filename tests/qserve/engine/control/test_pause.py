@@ -62,6 +62,23 @@ def test_keep_stops_requests_and_continues_them(driven, wanted):
     assert {name: driven.tokens(name) for name in PROMPTS} == wanted
 
 
+def test_log_says_what_an_operator_did(driven, caplog):
+    caplog.set_level("INFO")
+    driven.add("a", "b")
+    driven.step(2)
+    driven.tell(commands.PauseGeneration(mode="keep"))
+    driven.step(1)
+    driven.tell(commands.AbortAll())
+    driven.tell(commands.ResumeGeneration())
+    driven.run_out()
+    found = [each.getMessage() for each in caplog.records if "command_queue" in each.name]
+    assert found == [
+        "Generation is paused (mode keep)",
+        "2 requests were aborted by an operator",
+        "Generation continues",
+    ]
+
+
 def test_abort_ends_requests_with_what_they_have(driven, wanted):
     driven.add("a", "b")
     driven.step(3)
