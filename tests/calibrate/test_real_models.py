@@ -3,6 +3,7 @@
 The folders are made once, in the user's cache; requires pip, an index and the package gguf.
 """
 
+import functools
 import json
 import math
 import shutil
@@ -17,6 +18,7 @@ from calibrate.pipeline import quantize_checkpoint
 from calibrate.quality.evaluation import HELD_OUT
 from calibrate.recipe import RECIPES
 from calibrate.texts.data import SHIPPED_TEXTS
+from examples.compare_recipes import Reference
 from examples.real_models import float_folder
 from formats.checkpoint import CheckpointReader
 from formats.scheme import Scheme
@@ -88,37 +90,36 @@ def measured(real_model, tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("smollm2")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    source = real_model("smollm2-135m-instruct")
-    length = 512
+    source, length = real_model("smollm2-135m-instruct"), 512
     if device == "cpu":
         source, length = first_layers(source, folder / "float", 3), 256
     rows = [json.loads(line)["text"] for line in HELD_OUT.read_text().splitlines()]
     speech = [any(word in row for word in ("President", "PRESIDENT", "Fellow")) for row in rows]
     texts = {}
     for name, wanted in (("docs", False), ("speeches", True)):
-        texts[name] = folder / f"{name}.jsonl"
+        file = folder / f"{name}.jsonl"
         own = [json.dumps({"text": row}) for row, is_one in zip(rows, speech, strict=True)]
         own = [row for row, is_one in zip(own, speech, strict=True) if is_one is wanted]
-        texts[name].write_text("\n".join(own))
-    found = {}
+        file.write_text("\n".join(own))
+        texts[name] = str(file)
+    reference = Reference(source, list(texts.values()), windows=1, length=length, device=device)
 
+    @functools.cache
     def measure(recipe, scheme):
-        for text, file in texts.items():
-            if (recipe, scheme, text) not in found:
-                report = quantize_checkpoint(
-                    source,
-                    folder / f"{recipe}-{scheme}-{text}",
-                    scheme=Scheme.parse(scheme),
-                    recipe=recipe,
-                    samples=16,
-                    sequence_length=length,
-                    eval_text=str(file),
-                    quality_windows=1,
-                    device=device,
-                    progress=False,
-                )
-                found[recipe, scheme, text] = report.quality["divergence"]
-        return {text: found[recipe, scheme, text] for text in texts}
+        quantized = folder / f"{recipe}-{scheme}"
+        quantize_checkpoint(
+            source,
+            quantized,
+            scheme=Scheme.parse(scheme),
+            recipe=recipe,
+            samples=16,
+            sequence_length=length,
+            quality_windows=0,
+            device=device,
+            progress=False,
+        )
+        found = reference.measure(quantized)
+        return {name: found[text]["divergence"] for name, text in texts.items()}
 
     return measure
 
