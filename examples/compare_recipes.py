@@ -104,41 +104,47 @@ def quantize_by(
 class Reference:
     """The float model's logits on each text's windows, and other models' distance from them."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments = arguments
-        tokenizer = Tokenizer(arguments.model)
+    def __init__(
+        self,
+        model: str | Path,
+        texts: Sequence[str],
+        *,
+        windows: int,
+        length: int,
+        device: str = "cpu",
+        dtype: str = "float32",
+    ) -> None:
+        """Run the float model on `windows` windows of `length` tokens of each text."""
+        self.length, self.device, self.dtype = length, device, dtype
+        tokenizer = Tokenizer(str(model))
         self.opening = text_opening(tokenizer)
-        model = self._load(arguments.model)
-        self.logits = {
-            text: [
-                (ids_S, model.logits(ids_S.tolist()))
-                for ids_S in make_windows(
-                    read_texts(text),
-                    lambda text: tokenizer.encode(text, add_special_tokens=False),
-                    tokenizer.bos_token_id,
-                    arguments.length,
-                    arguments.windows,
-                    opening=self.opening,
-                    source=text,
-                )
-            ]
-            for text in arguments.texts
-        }
+        reference = self._load(model)
+        self.logits = {}
+        for text in texts:
+            windows_WS = make_windows(
+                read_texts(text),
+                lambda each: tokenizer.encode(each, add_special_tokens=False),
+                tokenizer.bos_token_id,
+                length,
+                windows,
+                opening=self.opening,
+                source=text,
+            )
+            self.logits[text] = [(ids_S, reference.logits(ids_S.tolist())) for ids_S in windows_WS]
 
-    def _load(self, folder: str) -> LLM:
-        length = self.arguments.length
+    def _load(self, folder: str | Path) -> LLM:
         return LLM(
-            folder,
-            device=self.arguments.device,
-            dtype=self.arguments.dtype,
-            max_model_len=length,
+            str(folder),
+            device=self.device,
+            dtype=self.dtype,
+            max_model_len=self.length,
             max_num_seqs=1,
-            num_gpu_blocks_override=-(-length // BLOCK_SIZE) + 1,
+            num_gpu_blocks_override=-(-self.length // BLOCK_SIZE) + 1,
             block_size=BLOCK_SIZE,
             enforce_eager=True,
         )
 
-    def measure(self, folder: str) -> dict[str, dict[str, Any]]:
+    def measure(self, folder: str | Path) -> dict[str, dict[str, Any]]:
         """Return what `qserve eval --against` finds, by text."""
         model, found = self._load(folder), {}
         for text, windows in self.logits.items():
@@ -230,14 +236,21 @@ def main() -> int:
     arguments = parser.parse_args()
     rows: list[Row] = []
     failed: list[str] = []
-    reference = Reference(arguments)
+    reference = Reference(
+        arguments.model,
+        arguments.texts,
+        windows=arguments.windows,
+        length=arguments.length,
+        device=arguments.device,
+        dtype=arguments.dtype,
+    )
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(arguments.work or temporary)
         work.mkdir(parents=True, exist_ok=True)
 
         def add(name: str, calibration: str, folder: Path) -> None:
             own = NO_DATA if calibration == NO_DATA else Path(calibration).name
-            for text, found in reference.measure(str(folder)).items():
+            for text, found in reference.measure(folder).items():
                 rows.append(Row(recipe=name, calibration=own, text=Path(text).name, measured=found))
                 print(" | ".join(rows[-1].cells()), flush=True)
             if arguments.json:

@@ -8,6 +8,7 @@ PYTHON is the interpreter of an environment with the tool: nothing of this proje
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -46,6 +47,8 @@ def llm_compressor(arguments: argparse.Namespace, windows: list[list[int]]) -> N
 
 def gptqmodel(arguments: argparse.Namespace, windows: list[list[int]]) -> None:
     """Its GPTQ with its defaults, into GPTQ."""
+    # It wants two workers, but counts half of the cores.
+    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", str(max(2, (os.cpu_count() or 1) // 2)))
     from gptqmodel import GPTQModel, QuantizeConfig
 
     config = QuantizeConfig(

@@ -51,7 +51,8 @@ def model_card(report: QuantizationReport, verdicts: Sequence[Verdict], name: st
         how = f"`{COMMANDS[verdict.program].format(name=name)}`"
         if verdict.answer == "no":
             how = ""
-        reason = f"{how} {verdict.reason}".strip()
+        why = f"({verdict.reason})" if how and verdict.reason else verdict.reason
+        reason = f"{how} {why}".strip()
         lines.append(f"| {verdict.program} | {verdict.answer} | {_cell(reason)} |")
     if report.warnings:
         lines += ["", *(f"- {warning}" for warning in report.warnings)]

@@ -32,10 +32,11 @@ class Quality:
 
 def measured_text(found: dict[str, Any]) -> str:
     """Perplexities and distances in one line."""
+    windows = "1 window" if found["windows"] == 1 else f"{found['windows']} windows"
     return (
         f"perplexity {found['float_perplexity']:.4f} -> {found['perplexity']:.4f},"
         f" KL divergence {found['divergence']:.5f} nats, same top token"
-        f" {100 * found['same_top_token']:.1f} %, on {found['windows']} windows of"
+        f" {100 * found['same_top_token']:.1f} %, on {windows} of"
         f" {found['sequence_length']} tokens of {found['text']}"
     )
 

@@ -1,5 +1,6 @@
 """Difference between the logits of a quantized model and its float model.
 
+Random tokens show whether the file is sound, a window of held-out text how good the model is.
 The tolerance depends on the bits: a correct 2-bit model may be as far away as a broken 4-bit one.
 The reference is therefore the float model with its weights rounded to nearest in the same schemes.
 """
@@ -9,6 +10,10 @@ from pathlib import Path
 
 import torch
 
+from calibrate.quality.agreement import Agreement, AgreementSum
+from calibrate.quality.evaluation import HELD_OUT, HELD_OUT_NAME
+from calibrate.texts.documents import read_texts
+from calibrate.texts.evaluate import make_windows, text_opening
 from formats.errors import InputError
 from formats.in_memory.weights import round_to_nearest
 from formats.quant_config import QuantConfig
@@ -26,13 +31,14 @@ TIMES_ROUNDING = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Result over the same random tokens, predicted by both models."""
+    """Result over the same tokens, predicted by both models: random ones, and a text."""
 
     tokens: int
     relative_error: float  # ||quantized - float|| / ||float|| of the logits
     divergence: float  # mean KL(float || quantized) in nats
     same_top_token: float  # fraction of positions
     rounding_divergence: float | None = None  # of plain rounding; None: not needed
+    on_text: Agreement | None = None  # on held-out text; None: the model has no tokenizer
 
     @property
     def limit(self) -> float:
@@ -54,7 +60,16 @@ class Comparison:
                 f"; the float model rounded to nearest in the same bits:"
                 f" {self.rounding_divergence:.4f} nats"
             )
-        return text if self.ok else f"{text}: this is a different model, or a broken one"
+        if not self.ok:
+            text += ": this is a different model, or a broken one"
+        if self.on_text is None:
+            return text
+        found = self.on_text
+        return (
+            f"{text}\nagainst the float model, {found.tokens} tokens of {HELD_OUT_NAME}: perplexity"
+            f" {found.reference_perplexity:.2f} -> {found.perplexity:.2f}, KL divergence"
+            f" {found.divergence:.4f} nats, same top token in {100 * found.same_top_token:.1f} %"
+        )
 
 
 def compare_models(
@@ -70,7 +85,9 @@ def compare_models(
     vocabulary, config = llm.engine.model_config.vocab_size, llm.engine.model_config.quant
     generator = torch.Generator().manual_seed(0)
     token_ids = torch.randint(0, vocabulary, (NUM_TOKENS,), generator=generator).tolist()
+    window_S, opening = _held_out_window(quantized, vocabulary)
     quantized_TV = llm.logits(token_ids).float().cpu()
+    text_TV = None if window_S is None else llm.logits(window_S.tolist())
     if not torch.isfinite(quantized_TV).all():
         raise InputError(str(quantized), "its logits contain NaN or infinity")
     del llm
@@ -82,6 +99,11 @@ def compare_models(
             "use the float model that was quantized",
         )
     float_TV = llm.logits(token_ids).float().cpu()
+    on_text = None
+    if window_S is not None:
+        total = AgreementSum()
+        total.add(window_S, llm.logits(window_S.tolist()), text_TV, opening)
+        on_text = total.result()
     divergence, rounding = kl_divergence(float_TV, quantized_TV), None
     if divergence > ALWAYS_FINE and config is not None:
         round_linears_(llm.engine.runner.decoder, config)
@@ -92,7 +114,31 @@ def compare_models(
         divergence=divergence,
         same_top_token=float((quantized_TV.argmax(-1) == float_TV.argmax(-1)).float().mean()),
         rounding_divergence=rounding,
+        on_text=on_text,
     )
+
+
+def _held_out_window(
+    folder: str | Path, vocabulary: int
+) -> tuple[torch.Tensor | None, tuple[int, ...]]:
+    """Token ids of a held-out text and those that do not count; None without a usable tokenizer."""
+    from qserve.text.tokenizer import Tokenizer
+
+    try:
+        tokenizer = Tokenizer(str(folder))
+    except InputError:
+        return None, ()
+    opening = text_opening(tokenizer)
+    (window_S,) = make_windows(
+        read_texts(str(HELD_OUT)),
+        lambda text: tokenizer.encode(text, add_special_tokens=False),
+        tokenizer.bos_token_id,
+        NUM_TOKENS,
+        1,
+        opening=opening,
+        source=HELD_OUT_NAME,
+    )
+    return (None if int(window_S.max()) >= vocabulary else window_S), opening
 
 
 def kl_divergence(float_TV: torch.Tensor, other_TV: torch.Tensor) -> float:

@@ -84,7 +84,8 @@ def test_command_prints_the_table(docs_5m, tmp_path):
     text, result = tmp_path / "test.txt", tmp_path / "rows.json"
     text.write_text(RUNNING * 20)
     command = [sys.executable, "examples/compare_recipes.py", str(docs_5m), "--texts", str(text)]
-    command += ["--calibration", *sets, "--recipes", "rtn", "gptq", "--no-tools"]
+    command += ["--calibration", *sets, "--recipes", "rtn", "gptq"]
+    command += ["--tool", "auto-round=false", "--work", str(tmp_path / "work")]
     command += ["--samples", "4", "--sequence-length", "64", "--windows", "1", "--length", "128"]
     command += ["--json", str(result)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
@@ -97,3 +98,10 @@ def test_command_prints_the_table(docs_5m, tmp_path):
     ]
     assert all(row["divergence"] > 0 and row["text"] == "test.txt" for row in rows)
     assert "$ qserve quantize" in done.stdout and "least KL" in done.stdout
+    assert "failed: auto-round, calibrated on" in done.stdout  # and the table goes on
+    command = [sys.executable, "-m", "qserve.cli", "eval", str(tmp_path / "work/gptq-1")]
+    command += ["--against", str(docs_5m), "--text", str(text), "--windows", "1", "--json"]
+    command += ["--sequence-length", "128", "--device", "cpu", "--dtype", "float32"]
+    told = json.loads(subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout)
+    for name in ("perplexity", "reference_perplexity", "divergence", "same_top_token", "tokens"):
+        assert rows[2][name] == pytest.approx(told[name], rel=1e-5)

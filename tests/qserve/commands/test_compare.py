@@ -1,11 +1,15 @@
 """`inspect --deep`: what is too far from the float model depends on the bits."""
 
+import json
+
 import pytest
 from safetensors.torch import load_file, save_file
 
 from calibrate.pipeline import quantize_checkpoint
+from calibrate.quality.evaluation import HELD_OUT
 from formats.errors import InputError
 from formats.scheme import Scheme
+from qserve.cli import main
 from qserve.commands.compare import Comparison, compare_models
 
 
@@ -25,6 +29,16 @@ def test_sound_model_of_two_bits_is_not_called_broken(docs_5m, two_bits):
     assert "rounded to nearest in the same bits: 2." in found.to_text()
 
 
+def test_text_has_the_figures_of_eval(docs_5m, two_bits, capsys):
+    found = compare_models(two_bits, docs_5m, "cpu").on_text
+    command = ["eval", str(two_bits), "--against", str(docs_5m), "--text", str(HELD_OUT)]
+    command += ["--windows", "1", "--sequence-length", "256", "--device", "cpu"]
+    assert main([*command, "--dtype", "float32", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    for name in ("perplexity", "reference_perplexity", "divergence", "same_top_token", "tokens"):
+        assert getattr(found, name) == pytest.approx(told[name], rel=1e-4)
+
+
 def test_groups_out_of_place_are_called_broken_at_two_bits_too(docs_5m, two_bits):
     """The doctor's cheap checks cannot see this: every scale is a good number."""
     state = load_file(two_bits / "model.safetensors")
@@ -32,7 +46,7 @@ def test_groups_out_of_place_are_called_broken_at_two_bits_too(docs_5m, two_bits
         state[name] = state[name].roll(1, 0)
     save_file(state, two_bits / "model.safetensors", metadata={"format": "pt"})
     found = compare_models(two_bits, docs_5m, "cpu")
-    assert not found.ok and "a broken one" in found.to_text()
+    assert not found.ok and "a broken one\n" in found.to_text()
 
 
 def test_same_model_needs_no_rounding_to_compare_with(docs_5m):
