@@ -29,6 +29,8 @@ DENSE = (
         bias_keys={**ATTENTION_BIAS, **MLP_BIAS},
         with_experts="MixtralForCausalLM",
         with_window="MistralForCausalLM",
+        # a Llama whose rotated pairs are neighbours in the checkpoint, too
+        also=("HeliumForCausalLM",),
     ),
     Architecture(
         name="qwen2",

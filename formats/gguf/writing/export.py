@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from formats.architecture.family import Family
+from formats.architecture.flags import is_set
 from formats.checkpoint import CheckpointReader, TensorEntry
 from formats.errors import CheckpointError
 from formats.families import FAMILIES
@@ -378,7 +379,8 @@ class _Export:
         if local == "attn_qkv" and self._family.qkv.by_head:
             return to_gguf(rows, heads, kv_heads)
         own = {"attn_q": heads, "attn_k": kv_heads}.get(local)
-        return rows if own is None or not self._row.permuted else to_gguf(rows, own)
+        in_pairs = is_set(self._family.interleaved_rope, config)  # in the checkpoint, too
+        return rows if own is None or in_pairs or not self._row.permuted else to_gguf(rows, own)
 
 
 def _holds_blocks(entry: TensorEntry) -> bool:
