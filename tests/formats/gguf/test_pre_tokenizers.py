@@ -20,8 +20,6 @@ OWN = {
 }
 TEXT = "Il a dit: «Oui, 1234!»  (vrai|faux)      def f(x):\n\n   return x's 你好。世界 [a]"
 TEXT += " " * 37
-    "Il a dit: «Oui, 1234!»  (vrai|faux)      def f(x):\n\n   return x's 你好。世界 [a]" + " " * 37
-)
 
 
 @pytest.mark.parametrize("name", OWN)
