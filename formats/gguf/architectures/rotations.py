@@ -11,10 +11,15 @@ REMEDY = "write another format"
 
 
 def ministral3_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return YaRN with the factors of scores, where the file states them."""
+    """Return YaRN with the factors of scores, where the file states them.
+
+    Mistral Small 3 has neither: the usual rotation is stated, since the class has YaRN as default.
+    """
     scaling = dict(config.get("rope_scaling") or {})
     temperature = metadata.number("attention.temperature_scale")
     every = metadata.number("rope.scaling.yarn_log_multiplier")
+    if not scaling:
+        return {"rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]}}
     if scaling.get("rope_type") != "yarn":
         return {}
     if every:

@@ -29,7 +29,7 @@ IDS = list(range(5, 45))
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """The folders that stand for GGUF files are made below this home."""
+    """Folders of GGUF files are made below this home."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
 
@@ -97,6 +97,10 @@ def test_queries_keys_and_values_are_in_llama_cpps_order(heads, kv_heads):
     stored = to_gguf(rows, heads, kv_heads)
     assert torch.equal(stored, torch.cat([part.reshape(-1, 8) for part in parts]))
     assert torch.equal(to_family(stored, heads, kv_heads), rows)
+
+
+def test_order_of_rows_is_the_golden_one_of_the_readme():
+    assert to_gguf(torch.arange(8)[:, None], 4, 2).flatten().tolist() == [0, 1, 4, 5, 2, 6, 3, 7]
 
 
 def rewritten(file, target, *, metadata=None, tensors=None):
@@ -168,6 +172,17 @@ def test_exaone_is_a_llama_with_rows_in_the_usual_order(written, tmp_path):
     assert "model.layers.0.self_attn.q_proj.weight" in found.entries
     for name in found.entries:
         assert torch.equal(found.get(name).float(), want.get(name)), name
+
+
+def test_mistral_small_3_does_not_scale_frequencies(written, tmp_path):
+    """It has the architecture of Ministral 3, whose class in transformers has YaRN as default."""
+    source, file = written("mistral", {"sliding_window": None})
+    before = read_gguf(file).metadata
+    metadata = {key: None for key in before if key.startswith("llama.")}
+    metadata |= {key.replace("llama.", "mistral3."): before[key] for key in metadata}
+    metadata["general.architecture"] = "mistral3"
+    found = rewritten(file, tmp_path / "small.gguf", metadata=metadata)
+    assert torch.equal(logits(found), logits(source))
 
 
 @pytest.mark.parametrize(
