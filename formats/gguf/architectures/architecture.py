@@ -64,9 +64,11 @@ class Architecture:
     # Sizes may be lists by layer; the functions below read and write them.
     sizes_by_layer: bool = False
     # The same for rotary embeddings that differ from the usual: Metadata -> keys of config.json,
-    # and config.json -> metadata and the divisors of `rope_freqs.weight`
+    # and config.json -> metadata and tensors of divisors by name
     rope_config: Callable[[Any], Mapping[str, Any]] | None = None
-    rope_metadata: Callable[[Mapping[str, Any]], tuple[dict[str, Any], list[float]]] | None = None
+    rope_metadata: (
+        Callable[[Mapping[str, Any]], tuple[dict[str, Any], dict[str, list[float]]]] | None
+    ) = None
     # Functions of this row: (Metadata, config.json so far) -> more keys, and config.json -> more
     # metadata. The latter raises CheckpointError for what the architecture has no form for.
     more_config: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]] | None = None

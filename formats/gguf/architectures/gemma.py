@@ -179,7 +179,10 @@ def _gemma4_rope_config(metadata: Any) -> Mapping[str, Any]:
     }
 
 
-def _gemma4_rope_metadata(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[float]]:
+def _gemma4_rope_metadata(
+    config: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """Return the rotation of both kinds of layers. Raises CheckpointError for other types."""
     stated = config.get("rope_parameters") or {}
     full = stated.get("full_attention", {"rope_type": "proportional"})
     local = stated.get("sliding_attention", {})
@@ -197,7 +200,7 @@ def _gemma4_rope_metadata(config: Mapping[str, Any]) -> tuple[dict[str, Any], li
         "rope.dimension_count": Value(type="u32", value=width),
         "rope.dimension_count_swa": Value(type="u32", value=config["head_dim"]),
     }
-    return keys, [1.0] * turning + [STILL] * (width // 2 - turning)
+    return keys, {FREQUENCIES: [1.0] * turning + [STILL] * (width // 2 - turning)}
 
 
 GEMMAS = (

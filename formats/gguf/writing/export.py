@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from formats.architecture.family import Family
+from formats.architecture.flags import is_set
 from formats.checkpoint import CheckpointReader, TensorEntry
 from formats.errors import CheckpointError
 from formats.families import FAMILIES
 from formats.gguf.architectures.architecture import Architecture
-from formats.gguf.architectures.parts import FREQUENCIES
 from formats.gguf.block_types import BY_NAME, BlockType
 from formats.gguf.entries import GgufEntry, JoinedEntry
 from formats.gguf.names import (
@@ -101,11 +101,15 @@ def export_gguf(
     )
     metadata |= export.scalars()
     tensors = export.tensors()
-    if divisors is not None:
-        data = struct.pack(f"<{len(divisors)}f", *divisors)
-        shape = (len(divisors),)
+    for divided, values in divisors.items():
+        data = struct.pack(f"<{len(values)}f", *values)
         tensors.append(
-            NewTensor(name=FREQUENCIES, type=BY_NAME["F32"], shape=shape, make=lambda: data)
+            NewTensor(
+                name=divided,
+                type=BY_NAME["F32"],
+                shape=(len(values),),
+                make=lambda data=data: data,
+            )
         )
     types = Counter(tensor.type.name for tensor in tensors)
     layers = Counter(t.type.name for t in tensors if ".ffn_" in t.name or ".attn_" in t.name)
@@ -273,7 +277,7 @@ class _Export:
             names = [f"{module}.weight" for module in modules]
             found.append(self._floats(f"{name}.weight", names, stacked))
         elif modules[0] in self._reader:  # a tensor without a leaf, such as sinks
-            leaf = ".bias" if name.endswith(".exp_probs_b") else ""
+            leaf = ".bias" if name.endswith(".exp_probs_b") else ".weight"
             found.append(self._floats(f"{name}{leaf}", modules, stacked))
         elif not optional:
             raise CheckpointError(f"{modules[0]}.weight", "is missing", "take a whole checkpoint")
@@ -375,7 +379,8 @@ class _Export:
         if local == "attn_qkv" and self._family.qkv.by_head:
             return to_gguf(rows, heads, kv_heads)
         own = {"attn_q": heads, "attn_k": kv_heads}.get(local)
-        return rows if own is None or not self._row.permuted else to_gguf(rows, own)
+        in_pairs = is_set(self._family.interleaved_rope, config)  # in the checkpoint, too
+        return rows if own is None or in_pairs or not self._row.permuted else to_gguf(rows, own)
 
 
 def _holds_blocks(entry: TensorEntry) -> bool:
