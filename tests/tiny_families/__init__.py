@@ -1,0 +1,68 @@
+"""Configs of the tiny random models of each family, and what the families do not support."""
+
+from tests.tiny_families import dense, experts, gemma, latent, older, states
+from tests.tiny_families.experts import GROUPS
+from tests.tiny_families.gemma import GEMMA
+from tests.tiny_families.latent import LATENT, YARN
+from tests.tiny_families.older import FALCON, GPT, NEOX
+from tests.tiny_families.states import DELTA, MAMBA, SHORT_CONV
+
+__all__ = [
+    "DELTA",
+    "FALCON",
+    "GEMMA",
+    "GPT",
+    "GROUPS",
+    "LATENT",
+    "MAMBA",
+    "NEOX",
+    "ROWS",
+    "SHORT_CONV",
+    "STATES",
+    "TINY",
+    "TINY_FAMILIES",
+    "WITHOUT_ADAPTERS",
+    "WITHOUT_RANKS",
+    "YARN",
+]
+
+TINY = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    # Larger than usual: the outputs of a random model then differ from token to token.
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+}
+# family -> config class and what it adds; windows shorter than the prompts, so that they matter
+TINY_FAMILIES = {
+    **dense.FAMILIES,
+    **older.FAMILIES,
+    **gemma.FAMILIES,
+    **experts.FAMILIES,
+    **latent.FAMILIES,
+    **states.FAMILIES,
+}
+# rows of what other families have, too: a few tests run them
+ROWS = (*dense.ROWS, *older.ROWS, *gemma.ROWS, *experts.ROWS, *latent.ROWS)
+# families whose layers have states
+STATES = tuple(states.FAMILIES)
+# ranks are refused
+WITHOUT_RANKS = (
+    "kimi_linear",
+    "minimax",
+    "gemma4",
+    "gemma4_moe",
+    "gemma4_shared",
+    "gemma3n",
+    "laguna",
+    "mimo_v2",
+)
+# four linears in one matrix
+WITHOUT_ADAPTERS = ("afmoe", *STATES)

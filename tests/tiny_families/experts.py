@@ -1,0 +1,199 @@
+"""Families with routed experts and full attention."""
+
+GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.8}
+GRANITE_MOE = {
+    **{"num_local_experts": 6, "num_experts_per_tok": 3, "logits_scaling": 2.5},
+    **{"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1},
+}
+FAMILIES = {
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 64,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            "head_dim": 16,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [],
+        },
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "swiglu_limit": 0.5,
+            "pad_token_id": 0,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {
+            "head_dim": 32,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.8,
+            "pad_token_id": 0,
+        },
+    ),
+    "olmoe": (
+        "OlmoeConfig",
+        {"num_experts": 6, "num_experts_per_tok": 2, "pad_token_id": 0},
+    ),
+    "flex_olmo": (
+        "FlexOlmoConfig",
+        {"num_experts": 6, "num_experts_per_tok": 2, "pad_token_id": 0, "norm_topk_prob": True},
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        {
+            **{"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32},
+            **{"moe_layer_start_index": 1, "tie_word_embeddings": True},
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {"head_dim": 32, "rotary_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2},
+    ),
+    "dots1": (
+        "Dots1Config",
+        {
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "n_shared_experts": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.8,
+        },
+    ),
+    "granite_moe": ("GraniteMoeConfig", GRANITE_MOE),
+    "granite_moe_shared": (
+        "GraniteMoeSharedConfig",
+        {**GRANITE_MOE, "shared_intermediate_size": 64, "tie_word_embeddings": True},
+    ),
+    "granite_moe_swa": (
+        "GraniteMoeSWAConfig",
+        {
+            **GRANITE_MOE,
+            **{"shared_intermediate_size": 64, "sliding_window": 9},
+            "layer_rope_theta": [100.0, 0, 10000.0],
+        },
+    ),
+    "laguna": (
+        "LagunaConfig",
+        {
+            **{"head_dim": 32, "num_experts": 6, "num_experts_per_tok": 2, "pad_token_id": 0},
+            **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+            **{"moe_routed_scaling_factor": 1.7, "sliding_window": 9, "attention_bias": True},
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "num_attention_heads_per_layer": [4, 8, 4],
+        },
+    ),
+    # keys wider than values
+    "mimo_v2": (
+        "MiMoV2FlashConfig",
+        {
+            **{"head_dim": 48, "v_head_dim": 32, "n_routed_experts": 6, "num_experts_per_tok": 2},
+            **{"moe_intermediate_size": 32, "sliding_window": 9, "attention_bias": True},
+            **{"routed_scaling_factor": 1.7, "num_key_value_heads": 1, "pad_token_id": 0},
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            **{"head_dim": 32, "num_local_experts": 6, "intermediate_size_mlp": 128},
+            **{"moe_layers": [0, 1], "no_rope_layer_interval": 2, "attention_chunk_size": 11},
+            **{"floor_scale": 4, "attn_scale": 0.5},
+        },
+    ),
+    "solar_open": (
+        "SolarOpenConfig",
+        {
+            **{"head_dim": 32, "attention_bias": True, "n_routed_experts": 8},
+            **{"num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2},
+            **GROUPS,
+        },
+    ),
+    "exaone_moe": (
+        "ExaoneMoeConfig",
+        {
+            **{"head_dim": 32, "sliding_window": 9, "num_experts": 8, "num_experts_per_tok": 3},
+            **{"moe_intermediate_size": 32, "num_shared_experts": 2, "sliding_window_pattern": 3},
+            **GROUPS,
+        },
+    ),
+    "afmoe": (
+        "AfmoeConfig",
+        {
+            **{"head_dim": 32, "sliding_window": 9, "num_experts": 8, "num_experts_per_tok": 3},
+            **{"moe_intermediate_size": 32, "num_shared_experts": 2, "route_scale": 1.8},
+            **{"num_dense_layers": 1, "global_attn_every_n_layers": 2, "mup_enabled": True},
+        },
+    ),
+    "hunyuan_moe": ("HunYuanMoEV1Config", {"head_dim": 32, "num_experts": 6, "moe_topk": 2}),
+    "phimoe": (
+        "PhimoeConfig",
+        {
+            **{"num_local_experts": 6, "num_experts_per_tok": 2, "attention_bias": True},
+            **{"lm_head_bias": True, "pad_token_id": 0, "router_jitter_noise": 0.3},
+        },
+    ),
+    "mellum": (
+        "MellumConfig",
+        {
+            **{"head_dim": 32, "sliding_window": 9, "num_experts": 6, "num_experts_per_tok": 2},
+            **{"moe_intermediate_size": 32, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "hy_v3": (
+        "HYV3Config",
+        {
+            **{"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3},
+            **{"moe_intermediate_size": 32, "num_shared_experts": 2},
+        },
+    ),
+}
+# also served by rows of other families: a few tests run them
+ROWS = (
+    "olmoe",
+    "flex_olmo",
+    "ernie4_5_moe",
+    "dots1",
+    "granite_moe_shared",
+    "granite_moe_swa",
+    "laguna",
+    "mimo_v2",
+    "solar_open",
+    "exaone_moe",
+    "afmoe",
+    "hunyuan_moe",
+    "phimoe",
+    "mellum",
+    "hy_v3",
+)

@@ -1,0 +1,83 @@
+"""Families with latent attention; some of them select keys."""
+
+from tests.tiny_families.experts import GROUPS
+
+# Latent attention: widths that differ from each other.
+LATENT = {
+    **{"kv_lora_rank": 64, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16, "v_head_dim": 40},
+    **{"num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3},
+    **{"moe_intermediate_size": 32, "n_shared_experts": 2, "first_k_dense_replace": 1},
+}
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0},
+    **{"original_max_position_embeddings": 8, "mscale": 1.0, "mscale_all_dim": 0.8},
+}
+# no context of the tests is longer than what a query selects
+INDEXER = {"index_topk": 128, "index_n_heads": 2, "index_head_dim": 32, "q_lora_rank": 96}
+FAMILIES = {
+    # queries of their own, one group
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "routed_scaling_factor": 1.8,
+            "rope_parameters": YARN,
+        },
+    ),
+    # latents of queries, groups, the factor of YaRN twice
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {**LATENT, **GROUPS, "q_lora_rank": 96, "rope_parameters": YARN},
+    ),
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        {
+            **{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"},
+            **{**GROUPS, **INDEXER, "rope_parameters": YARN},
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        {**LATENT, "q_lora_rank": 96, "n_group": 1, "topk_group": 1, "pad_token_id": 0},
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsaConfig",
+        {**LATENT, **INDEXER, "n_group": 1, "topk_group": 1, "pad_token_id": 0},
+    ),
+    "minicpm3": (
+        "MiniCPM3Config",
+        {
+            **{"kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16},
+            **{"v_head_dim": 40, "q_lora_rank": 96, "num_key_value_heads": 4},
+            **{"scale_emb": 3, "scale_depth": 0.8, "dim_model_base": 32, "mlp_bias": True},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mistral4": (
+        "Mistral4Config",
+        {
+            **LATENT,
+            **{"q_lora_rank": 96, **GROUPS},
+            "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.6},
+        },
+    ),
+    "youtu": (
+        "YoutuConfig",
+        {
+            **{"kv_lora_rank": 32, "qk_nope_head_dim": 24, "qk_rope_head_dim": 16},
+            **{"v_head_dim": 40, "q_lora_rank": 96, "num_key_value_heads": 4},
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+# also served by rows of other families: a few tests run them
+ROWS = (
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "minicpm3",
+    "mistral4",
+    "youtu",
+)
