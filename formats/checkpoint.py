@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 
 from formats.architecture.bare_model import bare_names, with_head
 from formats.architecture.expert_names import canonical_names
-from formats.architecture.stored_form import transposed_names, usual_config, usual_entries
+from formats.architecture.stored_form.config import usual_config
+from formats.architecture.stored_form.entries import transposed_names, usual_entries
 from formats.architecture.text_part import has_text_part, text_config, text_name
 from formats.architecture.tied_head import settle_head
 from formats.errors import CheckpointError, DiskError, one_line
@@ -55,7 +56,7 @@ class CheckpointReader:
     """Model folder, opened lazily: `config`, `entries` by tensor name, `get(name)`.
 
     A vision-language model is presented as its text model (text_part.py). Older families' files
-    get the usual keys and the usual order of dims (stored_form.py). A model without a head
+    get the usual keys and the usual order of dims (stored_form/). A model without a head
     has the names of the class with a head (bare_model.py). Experts have the names of the family's
     row, whatever the file calls them (expert_names.py). If config.json asks for a tied head, the
     tensors decide (tied_head.py).

@@ -124,7 +124,7 @@ class Family:
     tied: bool = False  # default of tie_word_embeddings
     float16: bool = True  # activations stay within its range
     rules: ConfigRules | None = None  # None: `inspect` does not check its config and tensors
-    # How files differ from the usual form (stored_form.py): their own keys of config.json by the
+    # How files differ from the usual form (stored_form/): their own keys of config.json by the
     # usual ones; a prefix that some leave out; weights of a layer are [inputs, outputs]; tensors
     # of a layer that hold masks or other tables, which are computed.
     config_keys: Mapping[str, str] = field(default_factory=dict)

@@ -12,7 +12,7 @@ import torch
 
 from formats.architecture.bare_model import bare_names
 from formats.architecture.expert_names import canonical_names
-from formats.architecture.stored_form import usual_entries
+from formats.architecture.stored_form.entries import usual_entries
 from formats.architecture.text_part import has_text_part, text_name
 from formats.architecture.tied_head import settle_head
 from formats.errors import CheckpointError

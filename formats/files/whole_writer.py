@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from formats.architecture.stored_form import replaced_keys
+from formats.architecture.stored_form.config import replaced_keys
 from formats.architecture.text_part import (
     LLM_CONFIG,
     TEXT_CONFIG,

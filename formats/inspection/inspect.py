@@ -16,7 +16,8 @@ from formats.architecture.columns import LAST_LAYER
 from formats.architecture.expert_names import canonical_names, renamed_experts
 from formats.architecture.expert_stacks import coded_stacks
 from formats.architecture.next_token import find_draft_layers
-from formats.architecture.stored_form import usual_config, usual_entries
+from formats.architecture.stored_form.config import usual_config
+from formats.architecture.stored_form.entries import usual_entries
 from formats.architecture.text_part import has_text_part, text_block, text_config
 from formats.architecture.tied_head import HEAD, TIE, says_tied, settle_head
 from formats.checkpoint import CONFIG, read_json

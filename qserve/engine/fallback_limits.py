@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from formats.architecture.stored_form import usual_config
+from formats.architecture.stored_form.config import usual_config
 from formats.checkpoint import CONFIG, read_json
 from formats.gguf.folder import model_folder
 from qserve.config import EngineConfig

@@ -13,7 +13,7 @@ from formats.architecture.family import Family
 from formats.architecture.flags import is_set
 from formats.architecture.refused import check_not_refused
 from formats.architecture.sizes import check_heads
-from formats.architecture.stored_form import usual_config
+from formats.architecture.stored_form.config import usual_config
 from formats.architecture.text_part import HEAD_WEIGHT, has_text_part, text_config
 from formats.architecture.tied_head import says_tied
 from formats.architecture.variant_check import check_num_layers, check_variant

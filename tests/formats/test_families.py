@@ -9,7 +9,7 @@ import pytest
 from formats.architecture.padding import WIDENED
 from formats.architecture.projection import Projection
 from formats.architecture.sizes import num_experts, size
-from formats.architecture.stored_form import usual_config
+from formats.architecture.stored_form.config import usual_config
 from formats.checkpoint import CheckpointReader
 from formats.families import FAMILIES, checked_family
 from formats.heads.folder import is_head_folder

@@ -180,5 +180,5 @@ MINICPM_3: dict[str, Any] = {
     **MLP_BIAS,
     "interleaved_rope": False,
     "embedding_factor_key": "scale_emb",
-    "logits_divisor_key": "logits_divisor",  # stored_form.py derives it
+    "logits_divisor_key": "logits_divisor",  # stored_form/ derives it
 }

@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from formats.architecture.stored_form import usual_config
+from formats.architecture.stored_form.config import usual_config
 from formats.convert import convert_checkpoint
 from formats.errors import InputError
 from formats.inspection.inspect import inspect_checkpoint

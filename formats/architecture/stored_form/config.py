@@ -1,0 +1,104 @@
+"""The usual keys of config.json, from what published files state."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from formats.architecture.family import Family
+from formats.architecture.rows.uneven import laguna_heads, mimo_heads
+from formats.architecture.stored_form import classics, gemma, hybrids, latent, mixtures, parts
+from formats.families import FAMILIES
+
+# model_type -> that of the family with the same layers
+_SAME_LAYERS = {
+    **{"kimi_k2": "deepseek_v3", "internlm3": "llama", "iquestcoder": "llama"},
+    **{"minimax_text_01": "minimax", "minimax_m1": "minimax"},
+}
+# architecture of code in a model's folder -> that of transformers for the same files
+_SAME_FILES = {
+    "MPTForCausalLM": "MptForCausalLM",
+    "InternLM3ForCausalLM": "LlamaForCausalLM",
+    "IQuestCoderForCausalLM": "LlamaForCausalLM",
+    "MiniMaxText01ForCausalLM": "MiniMaxForCausalLM",
+    "MiniMaxM1ForCausalLM": "MiniMaxForCausalLM",
+}
+# model_type -> function of the keys that need more than another name
+_DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "gpt2": parts.inner_width("n_inner"),
+    "gptj": parts.inner_width("n_inner"),
+    "gpt_bigcode": classics.gpt_bigcode,
+    "falcon": classics.falcon,
+    "ernie4_5_moe": mixtures.ernie_moe,
+    "deepseek_v2": latent.query_rank(1536),
+    "deepseek_v3": latent.query_rank(1536),
+    "deepseek_v32": latent.selecting(1536, 64),
+    "glm_moe_dsa": latent.selecting(2048, 32),
+    "kimi_linear": hybrids.kimi_linear,
+    "minimax": hybrids.minimax,
+    "glm4_moe_lite": latent.glm_lite,
+    "exaone_moe": parts.expert_layers,
+    "hy_v3": parts.expert_layers,
+    "youtu": latent.query_rank(1536),
+    "afmoe": mixtures.afmoe,
+    "minicpm3": latent.minicpm3,
+    "mistral4": latent.query_rank(1024),
+    "lfm2": hybrids.lfm2,
+    "lfm2_moe": hybrids.lfm2_moe,
+    "granitemoehybrid": hybrids.granite_hybrid,
+    "falcon_h1": hybrids.mamba,
+    "bamba": hybrids.mamba,
+    "nemotron_h": hybrids.nemotron_h,
+    "hunyuan_v1_moe": mixtures.hunyuan_moe,
+    "laguna": laguna_heads,
+    "mimo_v2_flash": mimo_heads,
+    "llama4_text": mixtures.llama4,
+    "gemma3n_text": gemma.gemma3n,
+    "gemma4_text": gemma.gemma4,
+    "bloom": classics.bloom,
+    "mpt": classics.mpt,
+}
+
+
+def usual_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json with the usual keys next to the family's own.
+
+    Values that transformers derives are filled in, too. Other families' configs are unchanged.
+    """
+    config = _usual_type(config)
+    family = family_of(config)
+    if family is None:
+        return config
+    own = family.config_keys
+    found = {usual: config[key] for usual, key in own.items() if key in config}
+    config = {**config, **found} if found else config
+    derive = _DERIVED_KEYS.get(family.model_type)
+    return config if derive is None else {**config, **derive(config)}
+
+
+def replaced_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of config.json that `usual_config` replaces, with what the file states."""
+    return {key: config[key] for key in _same(config)}
+
+
+def family_of(config: Mapping[str, Any]) -> Family | None:
+    """Return the row of config.json's architecture, if it states one that has a row."""
+    names = config.get("architectures")
+    is_one = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
+    return FAMILIES.get(names[0]) if is_one else None
+
+
+def _usual_type(config: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json with the names of the family that has the same layers or files."""
+    same = _same(config)
+    return {**config, **same} if same else config
+
+
+def _same(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of config.json that name a family that is read as another one."""
+    model_type, names = config.get("model_type"), config.get("architectures")
+    found: dict[str, Any] = {}
+    if isinstance(model_type, str) and model_type in _SAME_LAYERS:
+        found["model_type"] = _SAME_LAYERS[model_type]
+    is_one = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
+    if is_one and names[0] in _SAME_FILES:
+        found["architectures"] = [_SAME_FILES[names[0]]]
+    return found

@@ -1,0 +1,69 @@
+"""Tensors of published files by the usual names and with the usual order of dims."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from formats.architecture.expert_stacks import split_experts
+from formats.architecture.stored_form.config import family_of
+from formats.files.tensor_entry import TensorEntry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransposedEntry(TensorEntry):
+    """Matrix of a file with its dims exchanged: `shape` is not the file's."""
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """Return rows `start` to `stop`: columns of the file, all of which is read."""
+        return self.read()[start:stop]
+
+    def read(self) -> torch.Tensor:
+        """Read the whole matrix. Raises CheckpointError."""
+        rows, columns = self.shape
+        stored = self.read_bytes(0, self.num_bytes).view(self.dtype).reshape(columns, rows)
+        return stored.T.contiguous()
+
+
+def usual_entries(
+    config: Mapping[str, Any], entries: dict[str, TensorEntry]
+) -> dict[str, TensorEntry]:
+    """Return the tensors with the names and the order of dims of the family's row.
+
+    Raises CheckpointError for a stack of quantized experts that is not read.
+    """
+    family = family_of(config)
+    if family is None:
+        return entries
+    masks = tuple(f".{name}" for name in family.masks)
+    if masks:
+        entries = {n: entry for n, entry in entries.items() if not n.endswith(masks)}
+    prefix = family.left_out_prefix
+    if prefix and not any(name.startswith(prefix) for name in entries):
+        ends = f"{family.head.partition('.')[0]}."
+        entries = {n if n.startswith(ends) else prefix + n: e for n, e in entries.items()}
+    entries = split_experts(config, entries)
+    exchanged = transposed_names(config, entries)
+    return {n: _exchanged(e) if n in exchanged else e for n, e in entries.items()}
+
+
+def transposed_names(
+    config: Mapping[str, Any], entries: Mapping[str, TensorEntry]
+) -> frozenset[str]:
+    """Return the weights that the family stores as [inputs, outputs]."""
+    family = family_of(config)
+    if family is None or not family.transposed:
+        return frozenset()
+    layer = re.escape(family.layer).replace(re.escape("{i}"), r"\d{1,9}")
+    names = "|".join(re.escape(linear.name) for linear in family.linears)
+    stored = re.compile(rf"{layer}\.(?:{names})\.weight")
+    return frozenset(n for n, e in entries.items() if stored.fullmatch(n) and len(e.shape) == 2)
+
+
+def _exchanged(entry: Any) -> Any:
+    if not isinstance(entry, TensorEntry):
+        return entry.transposed()  # of a tensor in memory (HeldTensors)
+    values = {field.name: getattr(entry, field.name) for field in fields(TensorEntry)}
+    return TransposedEntry(**{**values, "shape": entry.shape[::-1]})

@@ -1,0 +1,137 @@
+"""Families with states: kinds of layers, widths of heads and of feed-forwards."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from formats.architecture.family import MAX_LAYERS
+from formats.architecture.sizes import is_size
+from formats.architecture.stored_form.latent import query_rank
+from formats.architecture.stored_form.parts import known_sizes
+
+
+def kimi_linear(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the kinds of layers and the sizes of mixers, from a part of config.json."""
+    own, count = config.get("linear_attn_config"), config.get("num_hidden_layers")
+    own = own if isinstance(own, Mapping) else {}
+    found = query_rank(None)(config)
+    for usual, key, default in (
+        ("linear_head_dim", "head_dim", 128),
+        ("linear_num_heads", "num_heads", 32),
+        ("linear_conv_kernel_dim", "short_conv_kernel_size", 4),
+    ):
+        found[usual] = own.get(key, config.get(usual, default))
+    if not is_size(count):
+        return found
+    layers, full = range(min(count, MAX_LAYERS)), own.get("full_attn_layers")
+    if config.get("layer_types") is None and isinstance(full, list):
+        # numbered from 1
+        kinds = ("linear_attention", "full_attention")
+        found["layer_types"] = [kinds[layer + 1 in full] for layer in layers]
+    if config.get("mlp_layer_types") is None:
+        first = config.get("first_k_dense_replace", 1)
+        dense = first if type(first) is int else 0
+        found["mlp_layer_types"] = [("sparse", "dense")[layer < dense] for layer in layers]
+    return found
+
+
+def minimax(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the kinds of layers, and the share of a head that rotates."""
+    found: dict[str, Any] = {}
+    count, kinds = config.get("num_hidden_layers"), config.get("attn_type_list")
+    if config.get("layer_types") is None and isinstance(kinds, list):
+        names = ("linear_attention", "full_attention")
+        found["layer_types"] = [names[bool(kind)] for kind in kinds[:MAX_LAYERS]]
+    elif config.get("layer_types") is None and is_size(count):
+        names = ("full_attention", "linear_attention")
+        found["layer_types"] = [names[layer % 2] for layer in range(min(count, MAX_LAYERS))]
+    rotated, head_dim, rope = (
+        config.get(key) for key in ("rotary_dim", "head_dim", "rope_parameters")
+    )
+    if is_size(rotated) and is_size(head_dim) and isinstance(rope, Mapping):
+        found["rope_parameters"] = {**rope, "partial_rotary_factor": rotated / head_dim}
+    return found
+
+
+def lfm2(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the width of LFM2's feed-forward and the kinds of its layers.
+
+    Published files state the width as `block_ff_dim`, to be adjusted, and layers by number.
+    """
+    found, count = lfm2_moe(config), config.get("num_hidden_layers")
+    if config.get("layer_types") is None and is_size(count):
+        attends = config.get("full_attn_idxs")
+        layers = range(min(count, MAX_LAYERS))
+        found["layer_types"] = [
+            "full_attention" if attends is None or i in attends else "conv" for i in layers
+        ]
+    width = config.get("block_ff_dim", config.get("intermediate_size", 12288))
+    if not is_size(width):
+        return found
+    if config.get("block_auto_adjust_ff_dim", True):
+        width = int(2 * width / 3)
+        factor = config.get("block_ffn_dim_multiplier", 1.0)
+        step = config.get("block_multiple_of", 256)
+        if isinstance(factor, int | float) and is_size(step):
+            width = -(-int(factor * width) // step) * step
+    widths = {"block_ff_dim": width, "intermediate_size": width}
+    return {**found, **widths, "block_auto_adjust_ff_dim": False}
+
+
+def lfm2_moe(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return whether the head is tied, which LFM2's files state by a key of their own."""
+    key = "tie_embedding"
+    return {"tie_word_embeddings": config[key]} if key in config else {}
+
+
+_LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
+
+
+def granite_hybrid(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the kinds of layers by their present names, and the width of Mamba-2's heads."""
+    found, kinds = mamba(config), config.get("layer_types")
+    if kinds is None:
+        kinds = config.get("layers_block_type")
+    if isinstance(kinds, list):
+        found["layer_types"] = [_LAYER_TYPES.get(str(kind), kind) for kind in kinds]
+    return found
+
+
+_BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+
+
+def nemotron_h(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the kinds of layers, which published files state as a string, and their number.
+
+    Files without experts may state sizes of experts all the same.
+    """
+    found, kinds = mamba(config), config.get("layers_block_type")
+    found["head_dim"] = config.get("head_dim", 128)
+    pattern = config.get("hybrid_override_pattern")
+    if kinds is None and isinstance(pattern, str):
+        kinds = [_BLOCKS.get(letter, letter) for letter in pattern[:MAX_LAYERS]]
+    if not isinstance(kinds, list):
+        return found
+    kinds = [_LAYER_TYPES.get(str(kind), kind) for kind in kinds]
+    if "moe" in kinds:
+        found["mlp_layer_types"] = ["sparse" if kind == "moe" else "dense" for kind in kinds]
+    return {**found, "layer_types": kinds, "num_hidden_layers": len(kinds)}
+
+
+def mamba(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the width of heads, which files may state as "auto", and the range of steps.
+
+    transformers writes infinity as an object, which its config classes do not take.
+    """
+    found: dict[str, Any] = {}
+    limits = config.get("time_step_limit")
+    if isinstance(limits, list):
+        found["time_step_limit"] = [
+            float(each["__float__"]) if isinstance(each, dict) and "__float__" in each else each
+            for each in limits
+        ]
+    heads, expand = config.get("mamba_n_heads", 128), config.get("mamba_expand", 2)
+    hidden, is_auto = config.get("hidden_size"), config.get("mamba_d_head", "auto") == "auto"
+    if is_auto and is_size(heads) and is_size(hidden) and is_size(expand):
+        inner = config.get("mamba_d_ssm") or expand * hidden
+        found |= known_sizes(mamba_d_head=inner // heads) if is_size(inner) else {}
+    return found
