@@ -25,7 +25,6 @@ class FamilyFacts:
     model_type: str
     kind: str  # one of KINDS
     served: bool
-    tensor_parallel: bool
     speculation: str  # "any drafter" or "any drafter and its MTP layer"
     windows: str  # layers with sliding-window attention: "none", "all", "some"
 
@@ -40,7 +39,6 @@ def facts(family: Family) -> FamilyFacts:
         model_type=family.model_type,
         kind=_kind(family),
         served=family.served,
-        tensor_parallel=not family.undivided,
         speculation=drafters,
         windows={"none": "none", "all": "all", "layer_types": "some"}[family.window],
     )
@@ -61,10 +59,10 @@ def rows() -> list[dict[str, object]]:
 
 def to_text() -> str:
     """Return the table as text, one line per family."""
-    lines = [("family", "architecture", "kind", "served", "tensor parallel", "speculation")]
+    lines = [("family", "architecture", "kind", "served", "speculation")]
     for each in map(facts, FAMILIES.values()):
-        answers = ("yes" if flag else "no" for flag in (each.served, each.tensor_parallel))
-        lines.append((each.title, each.architecture, each.kind, *answers, each.speculation))
+        served = "yes" if each.served else "no"
+        lines.append((each.title, each.architecture, each.kind, served, each.speculation))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     table = "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()

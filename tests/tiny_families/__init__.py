@@ -1,6 +1,6 @@
 """Configs of the tiny random models of each family, and what the families do not support."""
 
-from tests.tiny_families import dense, experts, gemma, latent, older, states
+from tests.tiny_families import dense, experts, gemma, latent, newer, older, states
 from tests.tiny_families.experts import GROUPS
 from tests.tiny_families.gemma import GEMMA
 from tests.tiny_families.latent import LATENT, YARN
@@ -22,7 +22,6 @@ __all__ = [
     "TINY",
     "TINY_FAMILIES",
     "WITHOUT_ADAPTERS",
-    "WITHOUT_RANKS",
     "YARN",
 ]
 
@@ -48,21 +47,11 @@ TINY_FAMILIES = {
     **experts.FAMILIES,
     **latent.FAMILIES,
     **states.FAMILIES,
+    **newer.FAMILIES,
 }
 # rows of what other families have, too: a few tests run them
-ROWS = (*dense.ROWS, *older.ROWS, *gemma.ROWS, *experts.ROWS, *latent.ROWS)
+ROWS = (*dense.ROWS, *older.ROWS, *gemma.ROWS, *experts.ROWS, *latent.ROWS, *newer.ROWS)
 # families whose layers have states
 STATES = tuple(states.FAMILIES)
-# ranks are refused
-WITHOUT_RANKS = (
-    "kimi_linear",
-    "minimax",
-    "gemma4",
-    "gemma4_moe",
-    "gemma4_shared",
-    "gemma3n",
-    "laguna",
-    "mimo_v2",
-)
 # four linears in one matrix
 WITHOUT_ADAPTERS = ("afmoe", *STATES)

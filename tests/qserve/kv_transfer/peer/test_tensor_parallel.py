@@ -26,7 +26,13 @@ def test_one_rank_and_two_read_each_other(device, docs_5m, tmp_path):
     exchange_between_one_rank_and_two("peer", device, docs_5m, tmp_path)
 
 
-def exchange_between_one_rank_and_two(connector, device, docs_5m, tmp_path):
+@pytest.mark.exhaustive
+def test_layers_with_different_heads(tiny_model, tmp_path):
+    """Two ranks divide two KV heads of some layers, and both hold the one of the others."""
+    exchange_between_one_rank_and_two("peer", "cpu", tiny_model("mimo_v2"), tmp_path)
+
+
+def exchange_between_one_rank_and_two(connector, device, folder, tmp_path):
     """Each of two engines decodes a prompt that the other one has computed."""
     transfer = {
         "kv_connector": connector,
@@ -35,7 +41,7 @@ def exchange_between_one_rank_and_two(connector, device, docs_5m, tmp_path):
     settings = {"device": device, "num_gpu_blocks_override": 64, "max_model_len": 256}
     settings |= {"max_num_batched_tokens": 64, "max_num_seqs": 4, "kv_transfer_config": transfer}
     settings |= {"dtype": "float32" if device == "cpu" else "float16"}
-    llms = [LLM(docs_5m, tensor_parallel_size=size, **settings) for size in (1, 2)]
+    llms = [LLM(folder, tensor_parallel_size=size, **settings) for size in (1, 2)]
     try:
         for prompt, (first, second) in zip(PROMPTS, (llms, llms[::-1]), strict=True):
             given = [{"prompt_token_ids": prompt}]
