@@ -133,9 +133,12 @@ class NameMap:
         elif local in self._linears:
             name = f"{layer}.{self._linears[local]}.{kind}"
             if local == "attn_qkv" and self.family.qkv.by_head:
+                self._check_rows(stored, self.heads + 2 * self.kv_heads, subject)
                 yield self._whole(stored, name, heads=self.heads, kv_heads=self.kv_heads)
             else:
-                yield self._whole(stored, name, heads=self._permuted.get(local, 0))
+                heads = self._permuted.get(local, 0)
+                self._check_rows(stored, 2 * heads or 1, subject)
+                yield self._whole(stored, name, heads=heads)
         elif local == "attn_qkv" and "attn_q" in self._linears:
             yield from self._parts_of_qkv(stored, layer, kind, subject)
         elif f"{local}.{kind}" in self.architecture.tensors:
@@ -156,11 +159,8 @@ class NameMap:
     ) -> Iterator[Presented]:
         """Yield q, k and v of a file that has them as one matrix, unlike the family."""
         counts = (self.heads, self.kv_heads, self.kv_heads)
-        width, rest = divmod(stored.shape[0], sum(counts))
-        if rest:
-            problem = f"expected rows of {sum(counts)} heads, found {stored.shape[0]}"
-            raise CheckpointError(f"{subject}: {stored.name}", problem, "convert the model again")
-        first = 0
+        self._check_rows(stored, sum(counts), subject)
+        width, first = stored.shape[0] // sum(counts), 0
         for local, count in zip(("attn_q", "attn_k", "attn_v"), counts, strict=True):
             yield Presented(
                 name=f"{layer}.{self._linears[local]}.{kind}",
@@ -170,6 +170,16 @@ class NameMap:
                 heads=self._permuted.get(local, 0),
             )
             first += count * width
+
+    def _check_rows(self, stored: StoredTensor, count: int, subject: str) -> None:
+        """Raise CheckpointError unless `count` divides the rows, and KV heads the heads."""
+        if stored.shape[0] % count or self.heads % self.kv_heads:
+            raise CheckpointError(
+                f"{subject}: {stored.name}",
+                f"expected rows of {self.heads} heads and {self.kv_heads} KV heads, found"
+                f" {stored.shape[0]}",
+                "convert the model again",
+            )
 
     def _whole(self, stored: StoredTensor, name: str, **different: float) -> Presented:
         whole = Presented(name=name, stored=stored, shape=stored.shape)

@@ -10,14 +10,18 @@ import pytest
 import torch
 import transformers
 
+from calibrate.gguf_file import quantize_to_gguf
 from formats.architecture.stored_form import usual_config
 from formats.checkpoint import CheckpointReader
+from formats.convert import convert_checkpoint
 from formats.errors import InputError
 from formats.families import FAMILIES
 from formats.gguf.container import read_gguf
 from formats.gguf.row_orders import to_family, to_gguf
 from formats.gguf.writing.export import export_gguf, family_of
 from formats.gguf.writing.metadata import metadata_of
+from formats.inspection.inspect import inspect_checkpoint
+from formats.scheme import Scheme
 from qserve.llm import LLM
 from tests.conftest import make_tiny
 from tests.formats.gguf.cases import CASES, GEMMA_3N, MORE_CASES
@@ -54,6 +58,7 @@ def check(case, written, transformers_model):
     family, different, architecture = case
     source, file = written(family, different)
     assert read_gguf(file).metadata["general.architecture"] == architecture
+    assert not [each for each in inspect_checkpoint(file).problems if each.severity == "error"]
     found, want = CheckpointReader(file), CheckpointReader(source)
     unread = FAMILIES[want.config["architectures"][0]].unread(want.config)
     named = {name for name in want.entries if not name.startswith(unread)}
@@ -172,6 +177,35 @@ def test_exaone_is_a_llama_with_rows_in_the_usual_order(written, tmp_path):
     assert "model.layers.0.self_attn.q_proj.weight" in found.entries
     for name in found.entries:
         assert torch.equal(found.get(name).float(), want.get(name)), name
+
+
+def test_quantized_gpt2_runs_packed_and_converts_to_gptq(tmp_path):
+    """Its checkpoint stores matrices as [inputs, outputs], its file as [outputs, inputs]."""
+    config_class, usual = TINY_FAMILIES["gpt2"]
+    source = make_tiny(tmp_path / "source", config_class, usual)
+    file = tmp_path / "model.gguf"
+    settings = {"recipe": "rtn", "quality_windows": 0, "progress": False}
+    quantize_to_gguf(source, file, scheme=Scheme.parse("w8a16-sym-g32"), **settings)
+    assert "12 Q8_0 run packed" in CheckpointReader(file).gguf_summary
+    found, want = logits(file), logits(source)
+    assert 0 < float((found - want).norm() / want.norm()) < 0.03
+    convert_checkpoint(file, tmp_path / "gptq", "gptq")
+    assert torch.allclose(logits(tmp_path / "gptq"), found, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom", "phi"])
+def test_rows_that_are_not_of_whole_heads_are_refused(family, written, tmp_path):
+    _, file = written(family, {})
+
+    def with_a_row_more(tensors):
+        tensors = with_fused_qkv(tensors) if family == "phi" else tensors
+        name = f"blk.0.attn_{'q' if family == 'llama' else 'qkv'}.weight"
+        more = torch.cat([tensors[name], tensors[name][:1]])
+        return {**tensors, name: more}
+
+    changed = rewritten(file, tmp_path / "changed.gguf", tensors=with_a_row_more)
+    with pytest.raises(InputError, match="expected rows of 4 heads and"):
+        CheckpointReader(changed)
 
 
 def test_mistral_small_3_does_not_scale_frequencies(written, tmp_path):
