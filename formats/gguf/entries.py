@@ -70,7 +70,7 @@ class GgufEntry(TensorEntry):
 
     @property
     def _num_rows(self) -> int:
-        """Number of stored rows. A vector is one value in each of its rows, if rows are moved."""
+        """Number of stored rows; a vector is one row."""
         shape = self.presented.shape
         return 1 if len(shape) == 1 else torch.Size(shape[:-1]).numel()
 
