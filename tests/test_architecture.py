@@ -1,6 +1,7 @@
 """The import rules: which package may import which, and what an import may load."""
 
 import ast
+import functools
 import graphlib
 import json
 import subprocess
@@ -107,13 +108,16 @@ MUST_NOT_LOAD = {
 }
 
 
+@functools.cache
 def imports_of(path):
+    found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield node.module
+            found.append(node.module)
+    return found
 
 
 @pytest.mark.parametrize("package", sorted(OURS))
@@ -248,8 +252,10 @@ def test_caches_are_known_by_their_specs_alone():
                 assert not {"num_kv_heads", "head_dim"} <= named, place
 
 
+@functools.cache
 def qkernels_imports(path):
     """Modules of qkernels that a file imports, also inside functions, named from the package on."""
+    found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -262,9 +268,10 @@ def qkernels_imports(path):
             while parts[0] == "qkernels" and len(parts) > 1:
                 place = ROOT.joinpath(*parts)
                 if place.with_suffix(".py").exists() or place.is_dir():
-                    yield ".".join(parts[1:])
+                    found.append(".".join(parts[1:]))
                     break
                 parts.pop()
+    return found
 
 
 @pytest.mark.parametrize("floor", QKERNELS_FLOORS)

@@ -82,6 +82,7 @@ class GgufEntry(TensorEntry):
 
     @property
     def _num_rows(self) -> int:
+        """Number of stored rows; a vector is one row."""
         return torch.Size(self.presented.shape).numel() // self._row_length
 
     def _decoded(self, start: int, stop: int) -> torch.Tensor:

@@ -154,7 +154,12 @@ class Fp4Weight:
             )
         whole = self.global_scale if self.global_factor is None else self.global_factor
         if (whole is None) != (self.spec.type == "mxfp4"):
-            raise CheckpointError(f"{name} global scale", "is there for NVFP4 and only for it")
+            expected, found = ("none", "one") if self.spec.type == "mxfp4" else ("one", "none")
+            raise CheckpointError(
+                f"{name} global scale",
+                f"expected {expected} for {self.spec.type}, found {found}",
+                "copy the tensors and the quantization block from the original checkpoint",
+            )
         if self.spec.type == "mxfp4" and (self.scales_NG == 255).any():
             raise CheckpointError(f"{name} scales", "contain NaN")
         is_one = whole is None or whole.numel() == 1 or whole.shape == (self.out_features, 1)

@@ -124,7 +124,7 @@ def _load(
         try:
             loaded[index] = bool(connector.load(key, page))
         except Exception as error:  # connectors may be third-party code
-            logger.warning("a KV page cannot be loaded: %s", error)
+            logger.warning("A KV page cannot be loaded: %s", error)
         if not loaded[index]:
             break
     return loaded
@@ -135,4 +135,4 @@ def _save(connector: KvConnector, keys: Sequence[bytes], copy: HostCopy) -> None
         try:
             connector.save(key, memoryview(page))
         except Exception as error:  # connectors may be third-party code
-            logger.warning("a KV page cannot be saved: %s", error)
+            logger.warning("A KV page cannot be saved: %s", error)

@@ -198,7 +198,7 @@ class Tower(torch.nn.Module):
 
 
 def _likeness(feature: Feature) -> tuple[Any, ...]:
-    """Return what is equal for features of one call."""
+    """Return a key: features with the same key are encoded in one call."""
     of_grid = feature.data if feature.name == "image_grid_thw" else b""
     return feature.name, feature.shape, of_grid
 

@@ -175,7 +175,7 @@ class _Line:
         try:
             self.send(FAILED, *failure)
         except OSError:
-            logger.warning("The leader was gone before it could be told: %s", failure)
+            logger.warning("The leader ended before this error could be sent: %s", failure)
 
     def _answer(self, number: int, done: Future) -> None:
         try:
@@ -183,9 +183,9 @@ class _Line:
         except InputError as error:
             self.send(REFUSED, number, error.subject, error.problem, error.remedy)
         except ConnectionError:
-            logger.debug("The leader was gone before it could be told")
-        except Exception as error:  # what is begun is help: steps can do without it
-            logger.exception("What the leader had begun failed")
+            logger.debug("The leader ended before this answer could be sent")
+        except Exception as error:  # steps do not depend on these calls
+            logger.exception("A background call of the leader failed")
             self.send(REFUSED, number, "", _one_line(error), "")
 
 

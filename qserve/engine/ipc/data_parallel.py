@@ -297,7 +297,7 @@ class DataParallelEngines:
             return answers[0] if answers else (Outcome(), "no engine is alive")
         for rank in problems:
             if self._supervisors[rank].state.weight_version != outcomes[0].state.weight_version:
-                logger.error("Closing engine %d, whose weights are not those of others", rank)
+                logger.error("Closing engine %d: its weights differ from the other engines'", rank)
                 await self._supervisors[rank].close()
         outcome = _outcome_of_all(outcomes)
         digests = {each.total_digest for each in outcomes}

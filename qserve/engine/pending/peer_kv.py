@@ -123,7 +123,9 @@ class PeerKv:
         for request, fetch in list(self._fetches.items()):
             if fetch.loads is None and not self._begin(fetch):
                 if self._clock() - fetch.since > ROOM_SECONDS:
-                    logger.warning("No free KV pages for those of %s: computed", request.request_id)
+                    logger.warning(
+                        "No free KV pages for %s: its prompt is computed", request.request_id
+                    )
                     self._finish(fetch)
             elif fetch.loads.done():
                 self._settle(fetch)
@@ -242,7 +244,7 @@ class PeerKv:
         self._num_hits += count * self._pool.page_size
         if count < len(fetch.keys):
             logger.info(
-                "%d of %d KV pages of %s came; the others are computed",
+                "%d of %d KV pages of %s arrived; the others are computed",
                 *(count, len(fetch.keys), fetch.request.request_id),
             )
         self._pool.settle_(fetch.table, fetch.keys[:count])

@@ -258,7 +258,7 @@ class RemoteKv:
         for request, fetch in list(self._fetches.items()):
             if self._clock() - fetch.since > PATIENCE_SECONDS:
                 logger.warning(
-                    "KV pages of %s did not come in %g s: it is computed",
+                    "KV pages of %s did not arrive within %g s: they are computed",
                     request.request_id,
                     PATIENCE_SECONDS,
                 )
@@ -346,7 +346,7 @@ class RemoteKv:
         if not states.key or not is_there or len(fetch.slots) < count:
             if states.key:
                 logger.info(
-                    "%d KV pages of %s and their states have no room on the host: it is computed"
+                    "No room on the host for %d KV pages of %s and their states: they are computed"
                     " (--kv-offload-gb)",
                     count,
                     fetch.request.request_id,

@@ -242,7 +242,8 @@ class PageReceiver:
             return True
         if time.monotonic() - job.news > self._patience:
             logger.warning(
-                "KV pages of another engine did not come in %g s: they are computed", self._patience
+                "KV pages of another engine did not arrive within %g s: they are computed",
+                self._patience,
             )
             return True
         if left:

@@ -222,7 +222,7 @@ def tool_use(request: ChatCompletionRequest, model: ServedModel) -> ToolUse:
             400,
             'tool_choice: "auto", the default with tools, requires a server that knows the format'
             " of the model's calls: start it with --tool-call-parser NAME, without"
-            ' --no-enable-auto-tool-choice; "required" and a named tool work without.',
+            ' --no-enable-auto-tool-choice; "required" and a named tool work without it.',
             CHOICE,
         )
     has_form = (request.response_format or {}).get("type", "text") != "text"

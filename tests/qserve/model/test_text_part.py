@@ -231,7 +231,7 @@ def _marked(name):
     return pytest.param(name, marks=pytest.mark.exhaustive) if name in LATER else name
 
 
-@pytest.mark.parametrize("name", map(_marked, WHOLE))
+@pytest.mark.parametrize("name", [_marked(name) for name in WHOLE])
 def test_the_text_model_is_served(made, name):
     folder, want = made(name)
     assert relative(logits(folder), want) < 1e-5
