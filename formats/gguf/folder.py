@@ -135,7 +135,7 @@ def _write(folder: Path, texts: dict[str, str]) -> Path:
 
 def _make_texts(file: Path, stated: list[list[Any]]) -> dict[str, str]:
     """Return the text of each file of the folder. Raises CheckpointError."""
-    from formats.architecture.stored_form import usual_config
+    from formats.architecture.stored_form.config import usual_config
     from formats.codecs.config_fields import BLOCK
     from formats.gguf import config_block
     from formats.gguf.entries import schemes_of

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from calibrate.gguf_file import quantize_to_gguf
-from formats.architecture.stored_form import usual_config
+from formats.architecture.stored_form.config import usual_config
 from formats.checkpoint import CheckpointReader
 from formats.convert import convert_checkpoint
 from formats.errors import InputError
