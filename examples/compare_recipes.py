@@ -6,8 +6,8 @@ It shows perplexity, KL divergence and the share of equal top tokens. Each recip
 quantize`, which is printed. Each text has the figures of `qserve eval --against MODEL`; the float
 model runs once. Other tools get the same windows of token ids. They are taken where this
 interpreter has them, or from another environment with `--tool llm-compressor=PYTHON`. A tool that
-fails is named, and the table goes on. With several --calibration each recipe is calibrated on each
-of them. `--check` fails if a recipe ends above rtn.
+fails is named, and the table continues. With several --calibration each recipe is calibrated on
+each of them. `--check` fails if a recipe ends above rtn.
 """
 
 import argparse

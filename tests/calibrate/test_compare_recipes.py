@@ -98,7 +98,7 @@ def test_command_prints_the_table(docs_5m, tmp_path):
     ]
     assert all(row["divergence"] > 0 and row["text"] == "test.txt" for row in rows)
     assert "$ qserve quantize" in done.stdout and "least KL" in done.stdout
-    assert "failed: auto-round, calibrated on" in done.stdout  # and the table goes on
+    assert "failed: auto-round, calibrated on" in done.stdout  # and the table continues
     command = [sys.executable, "-m", "qserve.cli", "eval", str(tmp_path / "work/gptq-1")]
     command += ["--against", str(docs_5m), "--text", str(text), "--windows", "1", "--json"]
     command += ["--sequence-length", "128", "--device", "cpu", "--dtype", "float32"]
