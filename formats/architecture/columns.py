@@ -4,7 +4,7 @@ names of MTP layers.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from formats.architecture.flags import Flag
 from formats.architecture.projection import Projection, Shape
@@ -38,6 +38,10 @@ class Blocks:
     dense: bool = False  # a feed-forward without experts
     experts: bool = False
     layer_input: bool = False  # what adds the layer's own input (LayerInputs)
+
+
+# of layers in families whose layers have different heads: with full attention, and others
+HeadsKind = Literal["global", "local"]
 
 
 class LayerKind(NamedTuple):

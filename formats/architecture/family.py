@@ -14,6 +14,7 @@ from formats.architecture.columns import (
     Blocks,
     ConfigRules,
     DraftNames,
+    HeadsKind,
     Indexer,
     LayerInputs,
     LayerKind,
@@ -87,9 +88,6 @@ class Family:
     # Names of the matrices [hidden_size, hidden_size], numbered from 0, that make the other streams
     # of hidden states from embeddings, and of those that lead back; empty: there is one stream.
     streams: tuple[str, ...] = ()
-    # Why a layer is not divided over GPUs, empty if it is: the engine, `inspect` and the table of
-    # families read this alone.
-    undivided: str = ""
     gated: bool = True  # gate_up makes gate and up; down reads activation(gate) * up
     # Attention and feed-forward read the same norm, and both outputs are added to its input. That
     # norm `feeds` the projection of attention.
@@ -184,9 +182,13 @@ class Family:
             shared=layer >= self._first_shared(config),
         )
 
+    def heads_kind(self, layer: int, config: Mapping[str, Any]) -> HeadsKind:
+        """Return the first part of the names of sizes that count the layer's heads."""
+        return "global" if self.kind_of_layer(layer, config).full else "local"
+
     def heads_of_layer(self, layer: int, config: Mapping[str, Any]) -> tuple[int, int]:
         """Return the numbers of heads and of KV heads of a layer."""
-        kind = "global" if self.kind_of_layer(layer, config).full else "local"
+        kind = self.heads_kind(layer, config)
         usual = config["num_attention_heads"]
         heads = config.get(f"num_{kind}_attention_heads") or usual
         kv_heads = config.get(f"num_{kind}_key_value_heads")

@@ -40,7 +40,7 @@ def facts(family: Family) -> FamilyFacts:
         model_type=family.model_type,
         kind=_kind(family),
         served=family.served,
-        tensor_parallel=not family.undivided,
+        tensor_parallel=family.served,  # all families that are served are divided
         speculation=drafters,
         windows={"none": "none", "all": "all", "layer_types": "some"}[family.window],
     )

@@ -2,7 +2,8 @@
 
 A delta net is divided by value heads, with the key heads that they read, and Mamba-2 by heads, with
 their groups. Several GPUs hold the same key head or group where there are fewer of them than GPUs.
-A short convolution is divided by channels.
+In Kimi delta attention and lightning attention each head has keys of its own. A short convolution
+is divided by channels.
 """
 
 from collections.abc import Mapping
@@ -19,6 +20,14 @@ HEADS: dict[Kind, tuple[str, str, tuple[str, str]]] = {
         ("value heads", "key heads"),
     ),
     "Mamba-2": ("mamba_n_heads", "mamba_n_groups", ("Mamba-2 heads", "groups")),
+    "Kimi delta attention": (
+        *("linear_num_heads", "linear_num_heads"),
+        ("heads of Kimi delta attention", "key heads"),
+    ),
+    "lightning attention": (
+        *("num_attention_heads", "num_attention_heads"),
+        ("heads of lightning attention", "key heads"),
+    ),
 }
 
 

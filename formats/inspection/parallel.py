@@ -5,8 +5,9 @@ one GPU may get more units than another. Experts too narrow for that may be divi
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
+from formats.architecture.columns import HeadsKind
 from formats.architecture.sizes import num_experts
 from formats.errors import InputError
 from formats.families import FAMILIES
@@ -15,6 +16,7 @@ from formats.in_memory.shares import EXPERT, share_features, share_heads
 from formats.in_memory.state_shares import share_states
 from formats.inspection.linear_summary import LinearSummary
 from formats.quant_config import QuantConfig
+from formats.rules import LAYER_NUMBER
 from formats.scheme import Scheme
 
 SIZES = (1, 2, 4, 8)
@@ -26,6 +28,8 @@ SPLIT_BY_INPUTS = {
     for linear in projection.linears
     if projection.split == "inputs"
 }
+# sizes of what attention makes
+BY_HEAD = ("q", *(f"{kind}_{name}" for kind in get_args(HeadsKind) for name in ("q", "o")))
 
 
 def parallel_sizes(
@@ -66,11 +70,10 @@ def _why_not(
     family = FAMILIES.get(names[0]) if is_name else None
     if family is None:
         return "unknown: config.json names no architecture that is known here"
-    if family.undivided:
-        return family.undivided
     sizes, mixer = family.sizes(config), family.state_mixer
     state_end = None if mixer is None else f".{mixer.out.linears[0].name}"
-    attention: list[Scheme | None] = []
+    # of the output projections of attention, by the heads and inputs that are divided
+    attention: dict[tuple[int, int, int], set[Scheme | None]] = {}
     try:
         for linear in linears:
             inputs = next(
@@ -80,17 +83,26 @@ def _why_not(
             if quant is not None and "float" not in linear.traits:
                 scheme = quant.scheme_for(linear.name)
                 scheme = None if scheme is not None and is_dense(scheme.weight) else scheme
-            if state_end is not None and linear.name.endswith(state_end):
+            number = LAYER_NUMBER.search(linear.name)
+            layer = -1 if number is None else int(number[1])
+            is_end = state_end is not None and linear.name.endswith(state_end)
+            if is_end and (mixer.beside_attention or family.has_state(layer, config)):
                 share_states(mixer, sizes, linear.in_features, size, scheme, linear.name)
-            elif inputs == "q":
-                attention.append(scheme)
+            elif inputs in BY_HEAD and sizes.get("num_attention_heads"):
+                heads, kv_heads = family.heads_of_layer(layer, config)
+                key = heads, kv_heads, linear.in_features // heads
+                attention.setdefault(key, set()).add(scheme)
+            elif inputs in BY_HEAD:
+                continue
             elif inputs is not None:
                 share_features(linear.name, linear.in_features, size, scheme)
         heads, kv_heads, head_dim = (
             sizes.get(key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
         )
-        if heads and head_dim:
-            share_heads(heads, kv_heads or heads, head_dim, size, list(set(attention)) or [None])
+        if not attention and heads and head_dim:
+            attention[heads, kv_heads or heads, head_dim] = {None}
+        for each, schemes in attention.items():
+            share_heads(*each, size, sorted(schemes, key=str))
         if not whole_experts and family.experts and family.experts.fused and num_experts(config):
             inner = sizes.get(family.experts.down.inputs)
             if inner:

@@ -5,10 +5,11 @@ Legend: N outputs, K inputs.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
+from formats.architecture.columns import HeadsKind
 from formats.architecture.family import Family
 from formats.architecture.projection import Linear, Projection
 from formats.architecture.sizes import num_experts
@@ -58,8 +59,20 @@ class Cut:
 
 
 WHOLE = Cut()
-# sizes that count channels of heads
-SIZES_BY_HEAD = ("q", "kv", "latent_q", "latent_kv")
+LOCAL: HeadsKind = "local"
+KINDS: tuple[HeadsKind, ...] = get_args(HeadsKind)
+# Sizes that count heads or channels of heads: the kind of layers, and whether they are KV heads.
+HEAD_SIZES: dict[str, tuple[HeadsKind, bool]] = {
+    **dict.fromkeys(("q", "latent_q", "latent_kv", "num_attention_heads"), (LOCAL, False)),
+    **dict.fromkeys(("kv", "num_key_value_heads"), (LOCAL, True)),
+    **{
+        f"{kind}_{name}": (kind, name in ("kv", "v"))
+        for kind in KINDS
+        for name in ("q", "kv", "v", "o")
+    },
+    **{f"num_{kind}_attention_heads": (kind, False) for kind in KINDS},
+    **{f"num_{kind}_key_value_heads": (kind, True) for kind in KINDS},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +115,7 @@ class Sharing:
         self.communicator, self._placement = communicator, placement
         self.exchange = exchange
         self._config, self._sizes = config, config.sizes
-        self._heads: tuple[HeadShare, ...] = ()
+        self._heads: dict[HeadsKind, tuple[HeadShare, ...]] = {}
         if communicator is not None:
             self._heads = _head_shares(config, communicator.size)
 
@@ -112,7 +125,8 @@ class Sharing:
 
     @property
     def heads(self) -> HeadShare:
-        return self._heads[self.communicator.rank]
+        """Heads of this rank, in families whose layers have the same numbers of heads."""
+        return self._heads[LOCAL][self.communicator.rank]
 
     @property
     def has_whole_experts(self) -> bool:
@@ -145,10 +159,13 @@ class Sharing:
         """Attention heads of this rank."""
         return (0, self._config.num_heads) if self.is_whole else self.heads.heads
 
-    @property
-    def head_widths(self) -> tuple[int, ...]:
-        """Channels of each rank's attention output."""
-        return tuple(share.num_heads * self._config.head_dim for share in self._heads)
+    def head_widths(self, size: str) -> tuple[int, ...]:
+        """Each rank's channels of a size of HEAD_SIZES."""
+        if self.is_whole:
+            return ()
+        kind, of_kv = HEAD_SIZES[size]
+        width, shares = self._head_width(size), self._heads[kind]
+        return tuple(width * (s.num_kv_heads if of_kv else s.num_heads) for s in shares)
 
     def state(self, layer: int) -> StateShard:
         """This rank's shard of a layer's mixer with a state."""
@@ -158,30 +175,50 @@ class Sharing:
 
     def local(self, config: ModelConfig) -> ModelConfig:
         """Configuration with this rank's numbers of heads."""
+        return config if LOCAL not in self._heads else self._with_heads(config, LOCAL)
+
+    def of_layer(self, config: ModelConfig, layer: int) -> ModelConfig:
+        """Configuration with the row of a layer, and this rank's numbers of its heads."""
+        own = config.of_layer(layer)
         if self.is_whole:
-            return config
-        heads = self.heads
+            return own
+        return self._with_heads(own, config.family.heads_kind(layer, config.values))
+
+    def _with_heads(self, config: ModelConfig, kind: HeadsKind) -> ModelConfig:
+        heads = self._heads[kind][self.communicator.rank]
         return replace(config, num_heads=heads.num_heads, num_kv_heads=heads.num_kv_heads)
 
-    def vocabulary(self) -> tuple[Share, ...]:
-        """Tokens of each rank. Raises InputError if there are fewer tokens than ranks."""
-        found = share_out(self._sizes["vocab_size"], self.communicator.size, (WIDTHS,))
+    def vocabulary(self, num_tokens: int) -> tuple[Share, ...]:
+        """Tokens of each rank among those of a table."""
+        found = share_out(num_tokens, self.communicator.size, (WIDTHS,))
         assert found is not None, "the vocabulary has fewer tokens than there are ranks"
         return found
 
     def head_rows(self, size: str) -> Share | None:
-        """This rank's rows of a tensor with an entry per channel or head of SIZES_BY_HEAD.
+        """This rank's rows of a tensor with an entry per channel or head of HEAD_SIZES.
 
         None: all rows.
         """
-        counted = ("num_attention_heads", "num_key_value_heads")
-        if self.is_whole or size not in (*SIZES_BY_HEAD, *counted):
+        if self.is_whole or size not in HEAD_SIZES:
             return None
-        of_kv = size in ("kv", counted[1])
-        first, last = self.heads.kv_heads if of_kv else self.heads.heads
-        heads = self._config.num_kv_heads if of_kv else self._config.num_heads
-        width = 1 if size in counted else self._sizes[size] // heads
+        kind, of_kv = HEAD_SIZES[size]
+        share, width = self._heads[kind][self.communicator.rank], self._head_width(size)
+        first, last = share.kv_heads if of_kv else share.heads
         return first * width, last * width
+
+    def kv_head_rows(self, layer: int) -> Share | None:
+        """This rank's KV heads of a layer; None: all."""
+        kind = self._config.family.heads_kind(layer, self._config.values)
+        return self.head_rows(f"num_{kind}_key_value_heads")
+
+    def _head_width(self, size: str) -> int:
+        """Entries of one head among those of a size of HEAD_SIZES."""
+        if size.startswith("num_"):
+            return 1
+        kind, of_kv = HEAD_SIZES[size]
+        shares = self._heads[kind]
+        count = shares[-1].kv_heads[1] if of_kv else shares[-1].heads[1]
+        return self._sizes[size] // count
 
     def cut(
         self,
@@ -200,8 +237,9 @@ class Sharing:
             return WHOLE
         rank = self.communicator.rank
         if projection.split == "inputs":
-            if projection.inputs == "q" and order_of(linear.name, self._shape(linear)) is None:
-                columns = self.head_rows("q")
+            by_head = projection.inputs in HEAD_SIZES
+            if by_head and order_of(linear.name, self._shape(linear)) is None:
+                columns = self.head_rows(projection.inputs)
             else:
                 columns = self._features(linear, prefix)[rank]
             return Cut(columns=columns, has_bias=rank == 0)
@@ -285,18 +323,10 @@ def check_ranks(
             f"--pipeline-parallel-size {stages}",
             f"does not work with {family.architecture} with per-layer embeddings or shared keys:"
             " layers read what other stages hold",
-            "serve it on one GPU",
+            "use --tensor-parallel-size",
         )
     if size == 1 or family.builder == BUILDER:  # transformers' model is divided by its modules
         return
-    if family.undivided:
-        raise InputError(
-            f"--tensor-parallel-size {size}",
-            f"does not work with {family.architecture}: {family.undivided}",
-            "serve it on one GPU"
-            if is_one_stage or config.has_states
-            else "use --pipeline-parallel-size",
-        )
     _head_shares(config, size)
     sizes = config.sizes
     for number in range(config.num_layers):
@@ -323,27 +353,39 @@ def _linears_of_features(family: Family, layer: int, values: Mapping[str, Any]) 
 
     Of the experts, which are all alike, only the first one's.
     """
-    mixer = family.state_mixer
-    for projection in family.projections(family.blocks(values, layer), num_experts=1):
+    mixer, row = family.state_mixer, family.of_layer(layer, values)
+    for projection in row.projections(row.blocks(values, layer), num_experts=1):
         if mixer is not None and projection in mixer.projections:
             continue
-        if projection.split == "inputs" and projection.inputs != "q":
+        if projection.split == "inputs" and projection.inputs not in HEAD_SIZES:
             yield from projection.linears
 
 
-def first_kv_head(config: ModelConfig, size: int, rank: int) -> int:
-    """The first KV head that a rank holds, of `size` ranks that divide them."""
-    return 0 if size == 1 else _head_shares(config, size)[rank].kv_heads[0]
+def first_kv_heads(config: ModelConfig, size: int, rank: int) -> tuple[int, ...]:
+    """The first KV head of each layer that a rank holds, of `size` ranks that divide them."""
+    if size == 1:
+        return (0,) * config.num_layers
+    shares = _head_shares(config, size)
+    kinds = (config.family.heads_kind(n, config.values) for n in range(config.num_layers))
+    return tuple(shares[kind][rank].kv_heads[0] for kind in kinds)
 
 
-def _head_shares(config: ModelConfig, size: int) -> tuple[HeadShare, ...]:
-    (o,) = config.family.o.linears
-    schemes = {
-        _scheme(config, f"{config.family.layer.format(i=number)}.{o.name}")
-        for number in range(config.num_layers)
-    }
-    heads = config.num_heads, config.num_kv_heads, config.head_dim
-    return share_heads(*heads, size, sorted(schemes, key=str))
+def _head_shares(config: ModelConfig, size: int) -> dict[HeadsKind, tuple[HeadShare, ...]]:
+    """Heads of each rank in the layers of each kind that the model has."""
+    family, values, sizes = config.family, config.values, config.sizes
+    layers: dict[HeadsKind, list[int]] = {}
+    for number in range(config.num_layers):
+        layers.setdefault(family.heads_kind(number, values), []).append(number)
+    found = {}
+    for kind, numbers in layers.items():
+        row = family.of_layer(numbers[0], values)
+        (o,) = row.o.linears
+        names = (f"{family.layer.format(i=number)}.{o.name}" for number in numbers)
+        schemes = {_scheme(config, name) for name in names}
+        heads, kv_heads = family.heads_of_layer(numbers[0], values)
+        width = sizes[o.inputs] // heads
+        found[kind] = share_heads(heads, kv_heads, width, size, sorted(schemes, key=str))
+    return found
 
 
 def _feature_shares(

@@ -34,6 +34,11 @@ _BLOCKS = {
         (GROUP, "mamba_d_state"),
         (HEAD, "one"),
     ),
+    "linear_num_heads": ((HEAD, "one"),),
+    "kda": ((HEAD, "linear_head_dim"),),
+    # lightning attention
+    "q": ((HEAD, "head_dim"),),
+    "lightning_qkv": ((HEAD, "head_dim"),) * 3,
     # a short convolution, whose channels are its heads
     "hidden_size": ((HEAD, "one"),),
     "short_conv_in": ((HEAD, "one"),) * 3,

@@ -22,7 +22,6 @@ __all__ = [
     "TINY",
     "TINY_FAMILIES",
     "WITHOUT_ADAPTERS",
-    "WITHOUT_RANKS",
     "YARN",
 ]
 
@@ -53,16 +52,5 @@ TINY_FAMILIES = {
 ROWS = (*dense.ROWS, *older.ROWS, *gemma.ROWS, *experts.ROWS, *latent.ROWS)
 # families whose layers have states
 STATES = tuple(states.FAMILIES)
-# ranks are refused
-WITHOUT_RANKS = (
-    "kimi_linear",
-    "minimax",
-    "gemma4",
-    "gemma4_moe",
-    "gemma4_shared",
-    "gemma3n",
-    "laguna",
-    "mimo_v2",
-)
 # four linears in one matrix
 WITHOUT_ADAPTERS = ("afmoe", *STATES)

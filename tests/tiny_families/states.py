@@ -136,7 +136,7 @@ FAMILIES = {
             **{"num_key_value_heads": 4, "num_experts": 8, "num_experts_per_token": 3},
             **{"moe_intermediate_size": 32, "num_shared_experts": 2, "pad_token_id": 0},
             **{"num_expert_group": 4, "topk_group": 2, "routed_scaling_factor": 1.8},
-            **{"linear_num_heads": 3, "linear_head_dim": 32},
+            **{"linear_num_heads": 6, "linear_head_dim": 32},
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
             "mlp_layer_types": ["dense", "sparse", "sparse"],
         },

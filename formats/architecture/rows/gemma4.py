@@ -7,7 +7,6 @@ from formats.architecture.columns import LayerInputs, Norm
 from formats.architecture.experts import Router
 from formats.architecture.projection import Projection
 from formats.architecture.rows.parts import (
-    DIFFERENT_HEADS,
     GEMMA,
     GEMMA_NORMS,
     HEAD_NORMS,
@@ -74,7 +73,6 @@ GEMMA_4: dict[str, Any] = {
         "norms": (*_NORMS, *(replace(norm, size="global_head_dim") for norm in HEAD_NORMS)),
     },
     "keys_are_values": "attention_k_eq_v",
-    "undivided": DIFFERENT_HEADS,
     "shared_layers_key": "num_kv_shared_layers",
     "wide_shared": "use_double_wide_mlp",
     "fixed": _FIXED,

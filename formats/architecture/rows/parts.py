@@ -26,7 +26,6 @@ WHOLE_NORMS = (
     Norm(name="self_attn.k_norm", size="kv"),
 )
 
-DIFFERENT_HEADS = "layers with different heads are not divided"
 O_PROJ = Projection(name=_O, members=((_O, "hidden_size"),), inputs="q", split="inputs")
 DOWN = Projection(
     name="mlp.down_proj",

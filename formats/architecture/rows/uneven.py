@@ -9,7 +9,6 @@ from formats.architecture.family import MAX_LAYERS
 from formats.architecture.flags import Equals
 from formats.architecture.projection import Projection
 from formats.architecture.rows.parts import (
-    DIFFERENT_HEADS,
     GROUPED_ROUTER,
     HEAD_NORMS,
     NAMES,
@@ -61,7 +60,6 @@ _FIXED = {"moe_router_logit_softcapping": 0.0, "moe_apply_router_weight_on_input
 LAGUNA: dict[str, Any] = {
     **_laguna("local"),
     "full_layers": _laguna("global"),
-    "undivided": DIFFERENT_HEADS,
     "experts": experts(
         "mlp",
         NAMES,
@@ -101,7 +99,6 @@ _WIDE_KEYS = ((_Q, "q"), (_K, "kv"), (_V, "v"))
 MIMO: dict[str, Any] = {
     **_linears("local", *_WIDE_KEYS, o="o", o_bias=False),
     "full_layers": {**_linears("global", *_WIDE_KEYS, o="o", o_bias=False), "sinks": ""},
-    "undivided": DIFFERENT_HEADS,
     "sinks": "self_attn.attention_sink_bias",
     "value_factor_key": "attention_value_scale",
     "experts": experts(

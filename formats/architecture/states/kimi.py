@@ -47,12 +47,16 @@ KIMI_DELTA = StateMixer(
             for x in "qkv"
         ),
         StateTensor(
-            key="a_log", name="A_log", shape=(("one",), ("one",), _HEADS, ("one",)), float32=True
+            key="a_log",
+            name="A_log",
+            shape=(("one",), ("one",), _HEADS, ("one",)),
+            float32=True,
+            axis=2,
         ),
         StateTensor(key="dt_bias", name="dt_bias", shape=(_INNER,), float32=True),
-        StateTensor(key="norm", name="o_norm.weight", shape=(_DIM,)),
+        StateTensor(key="norm", name="o_norm.weight", shape=(_DIM,), of_heads=False),
         *(
-            StateTensor(key=key, name=f"{name}.weight", shape=shape)
+            StateTensor(key=key, name=f"{name}.weight", shape=shape, of_heads=shape[0] != _DIM)
             for key, (name, shape) in _GATES.items()
         ),
     ),
@@ -69,7 +73,6 @@ KIMI_LINEAR: dict[str, Any] = {
     **LATENT,
     "builder": "hybrid.kimi_linear",
     "state_mixer": KIMI_DELTA,
-    "undivided": "Kimi delta attention is not divided",
     "norms": _with_experts(LATENT["norms"]),
     "experts": experts(
         _MODULE,

@@ -36,7 +36,6 @@ _FACTORS = {
 MINIMAX: dict[str, Any] = {
     "builder": "hybrid.minimax",
     "state_mixer": LIGHTNING,
-    "undivided": "lightning attention is not divided",
     "experts": experts(
         "block_sparse_moe", ("w1", "w3", "w2"), "intermediate_size", Router(normalized=True)
     ),

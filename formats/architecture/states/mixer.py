@@ -31,6 +31,7 @@ class StateTensor:
     float32: bool = False  # read in float32 whatever the activations' dtype
     present: Flag = True
     of_heads: bool = True  # its rows belong to heads or channels, which GPUs divide
+    axis: int = 0  # dimension of those rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from qserve.kv_transfer.connector import make_connector
 from qserve.kv_transfer.peer.rank_pages import PeerRankPages
 from qserve.kv_transfer.rank_pages import RankPages
 from qserve.model.model_config import ModelConfig
-from qserve.model.sharing import first_kv_head
+from qserve.model.sharing import first_kv_heads
 from qserve.parallel.ranks import Ranks
 
 
@@ -75,8 +75,7 @@ class RankTransfers:
         """
         config, runner = self._runner.config, self._runner
         size = config.tensor_parallel_size
-        first = first_kv_head(self._model, size, self._ranks.rank % size)
-        check_peer(config, runner, first)
+        check_peer(config, runner)
         self.peer = PeerRankPages(
             config.kv_transfer,
             runner.cache_specs,
@@ -85,7 +84,7 @@ class RankTransfers:
             engine=engine,
             rank=self._ranks.rank,
             num_ranks=self._ranks.size,
-            first_kv_head=first,
+            first_kv_heads=first_kv_heads(self._model, size, self._ranks.rank % size),
             model=config.model,
             digest=digest,
             form=json.loads(form),

@@ -35,7 +35,7 @@ class PeerRankPages:
         engine: str,
         rank: int,
         num_ranks: int,
-        first_kv_head: int,
+        first_kv_heads: Sequence[int],
         model: str,
         digest: str,
         form: Mapping[str, str],
@@ -43,15 +43,15 @@ class PeerRankPages:
     ) -> None:
         """Open the connector. Raises InputError.
 
-        `engine`: random name, the same on all ranks. `first_kv_head`: of this rank. `digest`,
-        `form`: what pages depend on. `step_pages`: the most that one step completes.
+        `engine`: random name, the same on all ranks. `first_kv_heads`: of this rank, by layer.
+        `digest`, `form`: what pages depend on. `step_pages`: the most that one step completes.
         """
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         settings = PeerSettings.parse(config.extra)
         settings.make_folder()
         remove_dead(settings.path)
-        tensors = _tensors(specs, caches(), first_kv_head)
+        tensors = _tensors(specs, caches(), first_kv_heads)
         page_bytes = sum(tensor.num_bytes for tensor in tensors)
         num_slots = STEPS_IN_BUFFER * step_pages
         if settings.buffer_gb is not None:
@@ -121,7 +121,7 @@ class PeerRankPages:
 
 
 def _tensors(
-    specs: Sequence[CacheSpec], caches: Sequence[Cache], first_kv_head: int
+    specs: Sequence[CacheSpec], caches: Sequence[Cache], first_kv_heads: Sequence[int]
 ) -> list[PageTensor]:
     return [
         PageTensor(
@@ -130,7 +130,7 @@ def _tensors(
             dtype=str(tensor.dtype).removeprefix("torch."),
             item_bytes=tensor.itemsize,
             axis=spec.heads_axis,
-            first=first_kv_head if spec.heads_axis is not None else 0,
+            first=first_kv_heads[layer] if spec.heads_axis is not None else 0,
         )
         for layer, (spec, cache) in enumerate(zip(specs, caches, strict=True))
         for tensor in cache.page_tensors

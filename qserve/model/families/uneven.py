@@ -21,7 +21,7 @@ def build(config: ModelConfig, weights: Weights) -> Decoder:
 
 
 def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
-    local = config.of_layer(weights.number)
+    local = weights.config
     head_norms = {
         f"{name}_norm": weights.norm(f"self_attn.{name}_norm")
         for name in "qk"

@@ -32,7 +32,8 @@ from qserve.model.blocks.moe import Router
 from qserve.model.blocks.norm import Norm
 from qserve.model.loading.expert_weights import expert_weights, routing_of
 from qserve.model.loading.latent_weights import absorbed, indexer
-from qserve.model.sharing import WHOLE, Cut, LinearPart, Sharing
+from qserve.model.model_config import ModelConfig
+from qserve.model.sharing import HEAD_SIZES, WHOLE, Cut, LinearPart, Sharing
 from qserve.model.state_sharing import StateShard
 from qserve.parallel.norm import GroupNormOverRanks, NormOverRanks
 
@@ -48,6 +49,11 @@ class LayerWeights:
         self._weights = weights
         self._family = weights.family.of_layer(number, weights.config.values)
         self._prefix = weights.family.layer.format(i=number)
+
+    @property
+    def config(self) -> ModelConfig:
+        """Configuration with the row of the layer, and this rank's numbers of its heads."""
+        return self.sharing.of_layer(self._weights.config, self.number)
 
     def linear(
         self,
@@ -73,19 +79,29 @@ class LayerWeights:
                 replace(cut, rows=orders[linear.name]) if linear.name in orders else cut
                 for cut, linear in zip(cuts, projection.linears, strict=True)
             ]
-        widths = sharing.head_widths if projection.inputs == "q" else ()
+        by_head = projection.inputs in HEAD_SIZES
+        widths = sharing.head_widths(projection.inputs) if by_head else ()
         has_order = bool(orders)
         return self._made(projection, cuts, widths, has_order=has_order, summed=summed)
 
-    def state_linear(self, projection: Projection) -> Linear:
-        """Matrix of a projection of a mixer with a state: this rank's heads or channels."""
+    def state_linear(
+        self, projection: Projection, *, orders: Mapping[str, Rows] | None = None
+    ) -> Linear:
+        """Matrix of a projection of a mixer with a state: this rank's heads or channels.
+
+        `orders`: as in `linear`.
+        """
         mixer, sharing, shard = self._family.state_mixer, self._weights.sharing, self.state_shard
-        has_order = mixer.grouped and projection is not mixer.out
+        has_order = bool(orders) or (mixer.grouped and projection is not mixer.out)
         if sharing.is_whole and not has_order:
             cuts = [WHOLE for _ in projection.linears]
         elif projection.split == "outputs":
             cuts = [
-                Cut(rows=shard.rows(linear.outputs, grouped=has_order))
+                Cut(
+                    rows=orders[linear.name]
+                    if orders and linear.name in orders
+                    else shard.rows(linear.outputs, grouped=mixer.grouped)
+                )
                 for linear in projection.linears
             ]
         else:
@@ -172,7 +188,8 @@ class LayerWeights:
         for local, each in mixer.present(weights.config.values):
             stored = weights.source.tensor(f"{self._prefix}.{local}", weights.shape(each.shape))
             if not weights.sharing.is_whole and each.of_heads:
-                stored = take_rows(stored, self.state_shard.rows(each.shape[0]))
+                rows = self.state_shard.rows(each.shape[each.axis])
+                stored = take_rows(stored, rows, each.axis)
             dtype = torch.float32 if each.float32 else weights.dtype
             found[each.key] = stored.to(weights.device, dtype)
         # one convolution, or one of each part of its channels
@@ -198,6 +215,18 @@ class LayerWeights:
             group=group,
             num_groups=num_groups,
             total=sizes[mixer.out.inputs] // num_groups,
+            fixed_order=self.kernels.get("states") == FIXED_ORDER,
+        )
+
+    def state_norm_over_ranks(self) -> NormOverRanks | None:
+        """Norm of all heads of a mixer with a state; None: this rank has them all."""
+        sharing, mixer = self._weights.sharing, self._family.state_mixer
+        if sharing.is_whole:
+            return None
+        return NormOverRanks(
+            communicator=sharing.communicator,
+            total=self._weights.config.sizes[mixer.out.inputs],
+            counts=True,
             fixed_order=self.kernels.get("states") == FIXED_ORDER,
         )
 
@@ -377,7 +406,7 @@ class LayerWeights:
     def kv_scales(self) -> dict[str, torch.Tensor]:
         """k_scale and v_scale of a checkpoint calibrated for an 8-bit KV cache, if any."""
         scales = self._weights.source.kv_scales(f"{self._prefix}.{ATTENTION}")
-        part = self._weights.sharing.head_rows("num_key_value_heads")
+        part = self._weights.sharing.kv_head_rows(self.number)
         if part is not None:  # this rank's scales, if each KV head has its own
             scales = {n: s[slice(*part)].clone() if s.ndim else s for n, s in scales.items()}
         return {name: scale.to(self._weights.device) for name, scale in scales.items()}

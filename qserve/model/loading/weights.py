@@ -96,7 +96,7 @@ class Weights:
         """
         name = name or self.family.embedding
         shape = shape or self.shape(self.family.model_tensors[self.family.embedding])
-        module, part = name.removesuffix(".weight"), self.vocabulary
+        module, part = name.removesuffix(".weight"), self._rows_of_table(shape[0])
         if self.source.is_quantized(module):
             weight = self._without_activation(self.source.weight(module, shape))
             if part is not None:
@@ -108,11 +108,13 @@ class Weights:
     @property
     def vocabulary(self) -> VocabularyPart | None:
         """Tokens of this rank; None: all."""
+        return self._rows_of_table(self.config.vocab_size)
+
+    def _rows_of_table(self, num_tokens: int) -> VocabularyPart | None:
         if self.sharing.is_whole:
             return None
-        return VocabularyPart(
-            communicator=self.sharing.communicator, shares=self.sharing.vocabulary()
-        )
+        shares = self.sharing.vocabulary(num_tokens)
+        return VocabularyPart(communicator=self.sharing.communicator, shares=shares)
 
     def last_norm(self) -> Norm:
         """The norm before the head."""
@@ -144,13 +146,14 @@ class Weights:
         if row is None:
             return None
         width, shapes = config.values[row.width_key], row.tensors
-        table = self.embedding(row.table, self.shape(shapes[row.table]))
+        shape_of_table = self.shape(shapes[row.table])
+        table = self.embedding(row.table, shape_of_table)
         projection = f"{row.model_projection}.weight"
         weight = self.tensor(projection, self.shape(shapes[projection]))
         norm = Norm(self.norm(row.model_norm, (width,)), config.norm_eps, self.family.norm_kind)
         num_tokens = config.values["vocab_size_per_layer_input"]
         return LayerInputs(
-            table=Embedding(table, width**0.5),
+            table=Embedding(table, width**0.5, self._rows_of_table(shape_of_table[0])),
             projection=self.float_linear(weight),
             norm=norm,
             num_tokens=num_tokens if num_tokens < config.vocab_size else None,

@@ -29,7 +29,7 @@ from qserve.model.model_config import ModelConfig
 from qserve.model.sharing import check_ranks
 from qserve.params.sampling_params import SamplingParams
 from tests.qserve.model.variants import TOKENS, edited, logits, relative
-from tests.tiny_families import TINY, TINY_FAMILIES, WITHOUT_RANKS
+from tests.tiny_families import TINY, TINY_FAMILIES
 
 SERVED_TYPES = {family.model_type for family in FAMILIES.values() if family.served}
 SERVED = [
@@ -69,21 +69,13 @@ def test_what_the_doctor_says_is_what_the_loader_does(tiny_model, name):
 
 
 @pytest.mark.parametrize("name", TINY_FAMILIES)
-def test_ranks_are_refused_where_the_row_says_so(tiny_model, name):
-    """Loader, doctor and table of families agree; tests of ranks divide the others."""
+def test_two_ranks_divide_every_family(tiny_model, name):
+    """Loader, doctor and table of families agree; tests of ranks divide them."""
     folder = tiny_model(name)
     config = ModelConfig.from_folder(folder)
-    reason = config.family.undivided
-    assert bool(reason) == (name in WITHOUT_RANKS)
-    assert facts(config.family).tensor_parallel == (not reason)
-    answer = inspect_checkpoint(folder).parallel[2]
-    if reason:
-        assert answer.startswith(reason)
-        with pytest.raises(InputError, match=f"--tensor-parallel-size 2: .*: {reason}"):
-            check_ranks(config, 2, 1)
-    else:
-        check_ranks(config, 2, 1)
-        assert not answer
+    check_ranks(config, 2, 1)
+    assert facts(config.family).tensor_parallel
+    assert not inspect_checkpoint(folder).parallel[2]
 
 
 class Recorder(DummySource):

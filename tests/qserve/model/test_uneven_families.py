@@ -8,7 +8,6 @@ import torch
 from formats.errors import InputError
 from qserve.llm import LLM
 from qserve.model.model_config import ModelConfig
-from qserve.model.sharing import check_ranks
 from tests.qserve.model.variants import TOKENS, edited, logits, model_maker, relative
 from tests.tiny_families import TINY_FAMILIES
 
@@ -131,12 +130,6 @@ def test_a_variant_that_nothing_computes_is_refused(model_of, tmp_path, changed,
     folder = edited(model_of("laguna"), tmp_path / "x", config=lambda c: c.update(changed))
     with pytest.raises(InputError, match=rf"config\.json {key}: expected .*not supported"):
         LLM(folder, device="cpu", max_model_len=64)
-
-
-@pytest.mark.parametrize("name", ["laguna", "mimo_v2"])
-def test_layers_with_different_heads_are_not_divided_over_gpus(model_of, name):
-    with pytest.raises(InputError, match="tensor-parallel-size 2: .*different heads"):
-        check_ranks(ModelConfig.from_folder(model_of(name)), 2, 1)
 
 
 def test_gates_of_heads_stay_in_float(written):

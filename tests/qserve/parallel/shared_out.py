@@ -11,7 +11,7 @@ from qserve.model.loading.loader import load
 from qserve.model.loading.rounding_source import open_source
 from qserve.model.sharing import place_experts
 from qserve.parallel.ranks import Ranks
-from tests.tiny_families import TINY_FAMILIES, WITHOUT_RANKS
+from tests.tiny_families import TINY_FAMILIES
 
 CPU = torch.device("cpu")
 # Three KV heads, five groups of features and an odd vocabulary: over two ranks shares differ.
@@ -58,7 +58,7 @@ def families_and_sizes(few, without=()):
     rest = [
         pytest.param(family, size, marks=pytest.mark.exhaustive)
         for family in TINY_FAMILIES
-        if family not in (*WITHOUT_RANKS, *without)
+        if family not in without
         for size in (2, 4)
         if (family, size) not in [(each, 2) for each in few]
     ]

@@ -22,14 +22,12 @@ from tests.qserve.parallel.engines import SMALL, make_prompts, start, tokens
 from tests.qserve.parallel.test_rank_adapters import LORA, adapted, make_adapters
 from tests.qserve.parallel.test_rank_weights import PROMPTS, SETTINGS, digests_of, reference
 from tests.qserve.parallel.test_sharing import assert_shared_out
-from tests.tiny_families import TINY_FAMILIES, WITHOUT_RANKS
+from tests.tiny_families import TINY_FAMILIES
 
 WHOLE = {"enable_expert_parallel": True}
 KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 FAMILIES = [
-    family
-    for family, (_, config) in TINY_FAMILIES.items()
-    if any(config.get(key) for key in KEYS) and family not in WITHOUT_RANKS
+    family for family, (_, config) in TINY_FAMILIES.items() if any(config.get(key) for key in KEYS)
 ]
 FEW = ("gpt_oss", "qwen2_moe")
 

@@ -58,9 +58,13 @@ def test_tokens_and_the_death_of_a_rank(quantized_5m, many, monkeypatch):
         two.check_health()
 
 
+FAMILIES = ("llama", "gemma3", "glm4", "olmo2", "gpt_oss", "qwen2_moe", "laguna", "mimo_v2")
+FAMILIES += ("gemma4_shared", "gemma3n")
+
+
 # test_sharing.py shards every family and scheme over threads; here is one of each kind.
 @exhaustive
-@pytest.mark.parametrize("family", ["llama", "gemma3", "glm4", "olmo2", "gpt_oss", "qwen2_moe"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_families(family, tiny_model, many):
     folder, prompts = tiny_model(family), make_prompts()
     want = tokens(start(folder, **SMALL), prompts)

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from formats.errors import InputError
 from formats.inspection.inspect import inspect_checkpoint
@@ -16,16 +17,11 @@ from tests.qserve.model.test_variants import reorder
 from tests.qserve.model.variants import edited
 from tests.qserve.parallel.test_sharing import assert_shared_out
 from tests.qserve.speculation.hybrid_mtp_model import make_hybrid_mtp
-from tests.tiny_families import STATES, TINY_FAMILIES, WITHOUT_RANKS
+from tests.tiny_families import STATES, TINY_FAMILIES
 
 exhaustive = pytest.mark.exhaustive
-FEW = [("qwen3_5", 4), ("lfm2", 4), ("granite_hybrid", 4)]
-REST = [
-    (family, size)
-    for family in STATES
-    for size in (2, 4)
-    if family not in WITHOUT_RANKS and (family, size) not in FEW
-]
+FEW = [("qwen3_5", 4), ("lfm2", 4), ("granite_hybrid", 4), ("minimax", 2)]
+REST = [(family, size) for family in STATES for size in (2, 4) if (family, size) not in FEW]
 
 
 @pytest.mark.parametrize(
@@ -45,6 +41,18 @@ def test_shards_have_their_own_heads(tiny_model):
     assert [(net.shape.key_heads, net.shape.value_heads) for net in nets] == [(1, 2), (1, 2)]
     specs = [net.cache_spec(None, 16) for net in nets]
     assert all(spec.memory == (2, 16, 24) and spec.channels == 2 * 16 + 48 for spec in specs)
+
+
+def test_heads_that_keep_their_keys_are_divided(tiny_model):
+    """Kimi delta attention and lightning attention; four ranks have two heads, or one."""
+    decoders = assert_shared_out(tiny_model("kimi_linear"), 4)
+    mixers = [decoder.layers[0].attention for decoder in decoders]
+    assert [mixer.shape.heads for mixer in mixers] == [2, 2, 1, 1]
+    assert [mixer.cache_spec(None, 16).memory[0] for mixer in mixers] == [2, 2, 1, 1]
+    decoders = assert_shared_out(tiny_model("minimax"), 2)
+    mixers = [decoder.layers[0].attention for decoder in decoders]
+    assert [mixer.cache_spec(None, 16).memory for mixer in mixers] == [(2, 32, 32)] * 2
+    assert not torch.equal(mixers[0].a_log, mixers[1].a_log)
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -89,6 +97,11 @@ def test_a_bias_after_the_latent_is_added_once(tmp_path):
     [
         ("qwen3_5", {"linear_num_value_heads": 2}, "2 value heads of 2 key heads cannot"),
         ("granite_hybrid", {"mamba_n_groups": 8}, "8 Mamba-2 heads of 8 groups cannot"),
+        (
+            "kimi_linear",
+            {"num_attention_heads": 4, "num_key_value_heads": 4, "linear_num_heads": 3},
+            "3 heads of Kimi delta attention of 3 key heads cannot",
+        ),
     ],
 )
 def test_what_cannot_be_divided_is_named(tmp_path, family, changed, message):
@@ -97,7 +110,7 @@ def test_what_cannot_be_divided_is_named(tmp_path, family, changed, message):
     if family == "granite_hybrid":
         enough |= {"hidden_size": 96, "mamba_d_head": 24}
     folder = make_tiny(tmp_path / "x", name, {**values, **enough, **changed})
-    size = 4 if family == "qwen3_5" else 12
+    size = 12 if family == "granite_hybrid" else 4
     with pytest.raises(InputError, match=f"--tensor-parallel-size {size}: {message}"):
         check_ranks(ModelConfig.from_folder(folder), size, 1)
     if size == 4:
@@ -128,6 +141,8 @@ MTP = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
                 ("lfm2", "chunked", 2, False),
                 ("falcon_h1", "few copies", 2, False),
                 ("nemotron_h_moe", "pushed out", 4, False),
+                ("kimi_linear", "chunked", 2, False),
+                ("minimax", "pushed out", 2, False),
                 ("qwen3_next", "pushed out", 4, False),
             ]
         ),

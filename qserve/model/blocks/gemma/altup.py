@@ -19,6 +19,7 @@ from qserve.model.blocks.layer import Layer
 from qserve.model.blocks.linear import Linear, LinearPlan, Product, products_of
 from qserve.model.blocks.norm import Norm
 from qserve.model.cache_spec import Cache
+from qserve.parallel.communicator import Communicator
 
 LEAST_SQUARE = 1e-5  # of a stream's magnitude
 
@@ -157,9 +158,18 @@ class SparseMlp(torch.nn.Module):
     The cutoff of a token leaves out a share of its gates, if they were normally distributed.
     """
 
-    def __init__(self, *, up_proj: Linear, down_proj: Linear, sparsity: float) -> None:
+    def __init__(
+        self,
+        *,
+        up_proj: Linear,
+        down_proj: Linear,
+        sparsity: float,
+        total: int,  # gates of all ranks
+        communicator: Communicator | None = None,  # None: this rank has all gates
+    ) -> None:
         super().__init__()
         self.up_proj, self.down_proj = up_proj, down_proj
+        self.total, self.communicator = total, communicator
         self.deviations = float(torch.special.ndtri(torch.tensor(sparsity, dtype=torch.float64)))
 
     def products(self) -> "list[Product]":
@@ -174,9 +184,14 @@ class SparseMlp(torch.nn.Module):
         """The result goes to the norm that follows."""
         gate_TI, up_TI = reduced(self.up_proj(x_TC, plan)).chunk(2, dim=1)
         gate = gate_TI.float()
-        cutoff_T1 = gate.mean(-1, keepdim=True) + self.deviations * gate.std(
-            -1, keepdim=True, unbiased=False
-        )
+        mean_T1 = self._mean(gate)
+        cutoff_T1 = mean_T1 + self.deviations * self._mean((gate - mean_T1).square()).sqrt()
         kept_TI = functional.gelu(functional.relu(gate - cutoff_T1), approximate="tanh")
         down = self.down_proj.plan(gate_TI.shape[0], "norm")
         return self.down_proj(ops.in_form(kept_TI.to(up_TI.dtype) * up_TI, down.input), down)
+
+    def _mean(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """Return the mean of each row [T, 1] over the channels of all ranks."""
+        if self.communicator is None:
+            return x_TI.mean(-1, keepdim=True)
+        return self.communicator.all_reduce(x_TI.sum(-1, keepdim=True)) / self.total

@@ -22,6 +22,7 @@ from qserve.model.blocks.attention import StepInputs
 from qserve.model.blocks.linear import Linear, LinearPlan, Product, products_of
 from qserve.model.blocks.states.state import StateSpec, state_step
 from qserve.model.cache_spec import CacheSpec, KvFormat
+from qserve.parallel.norm import NormOverRanks
 
 NORM_EPS = 1e-6  # transformers' default, whatever rms_norm_eps is
 STEP_BIAS = math.log(math.e - 1)  # its softplus is 1
@@ -39,11 +40,13 @@ class LightningAttention(torch.nn.Module):
         out_proj: Linear,
         slopes: torch.Tensor,  # float32 [H]
         norm: torch.Tensor,  # [I]
+        norm_over_ranks: NormOverRanks | None = None,  # None: this rank has all heads
         kernel: str | None = None,  # of the operations on states, selected by name
     ) -> None:
         super().__init__()
         self.heads, self.head_dim, self.kernel = heads, head_dim, kernel
         self.in_proj, self.out_proj = in_proj, out_proj
+        self.norm_over_ranks = norm_over_ranks
         self.register_buffer("a_log", slopes.log())
         self.register_buffer("skip", torch.zeros_like(slopes))
         self.register_buffer("dt_bias", torch.full_like(slopes, STEP_BIAS))
@@ -94,7 +97,11 @@ class LightningAttention(torch.nn.Module):
             self.kernel,
         )
         spec = ops.NormSpec(weight_C=self.norm, eps=NORM_EPS)
-        out_TI, _ = ops.norm(out_THD.flatten(1), None, spec)
+        out_TI = out_THD.flatten(1)
+        if self.norm_over_ranks is None:
+            out_TI, _ = ops.norm(out_TI, None, spec)
+        else:
+            out_TI = self.norm_over_ranks(out_TI, spec)
         out_TI = torch.sigmoid(gate_TI) * out_TI
         output = self.out_proj.plan(made.shape[0], "norm")
         return self.out_proj(ops.in_form(out_TI, output.input), output)

@@ -24,7 +24,7 @@ def build(config: ModelConfig, weights: Weights) -> Decoder:
 
 
 def build_layer(config: ModelConfig, weights: LayerWeights) -> AltUpLayer:
-    local, learned = config.of_layer(weights.number), weights.activation_tensors()
+    local, learned = weights.config, weights.activation_tensors()
     own = {name: weights.constant(value) for name, value in learned.items()}
     norm = partial(llama.build_norm, local, weights)
     return AltUpLayer(
@@ -58,4 +58,6 @@ def _feed_forward(config: ModelConfig, weights: LayerWeights) -> Mlp | SparseMlp
         up_proj=weights.linear(family.gate_up, down=family.down),
         down_proj=weights.linear(family.down),
         sparsity=sparsity,
+        total=config.sizes["intermediate_size"],
+        communicator=weights.sharing.communicator,
     )

@@ -34,7 +34,7 @@ def build(config: ModelConfig, weights: Weights) -> Decoder:
 
 
 def build_layer(config: ModelConfig, weights: LayerWeights) -> ScaledLayer:
-    local = config.of_layer(weights.number)
+    local = weights.config
     return ScaledLayer(
         attention_norm=llama.build_norm(local, weights, "input_layernorm"),
         attention=build_attention(local, weights),

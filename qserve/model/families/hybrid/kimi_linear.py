@@ -32,12 +32,12 @@ def build_mixer(config: ModelConfig, weights: LayerWeights) -> KimiDelta:
     first = [tensors.pop(key) for key in ("f_a", "g_a", "b")]
     return KimiDelta(
         KimiShape(
-            heads=values["linear_num_heads"],
+            heads=weights.state_shard.num_heads,
             head_dim=values["linear_head_dim"],
             taps=values["linear_conv_kernel_dim"],
         ),
-        in_proj=weights.linear(family.inputs),
-        out_proj=weights.linear(family.out),
+        in_proj=weights.state_linear(family.inputs),
+        out_proj=weights.state_linear(family.out),
         low=weights.float_linear(torch.cat(first)),
         f_b=weights.float_linear(tensors.pop("f_b")),
         g_b=weights.float_linear(tensors.pop("g_b")),

@@ -34,22 +34,25 @@ def build_layer(config: ModelConfig, weights: LayerWeights) -> NormedStreamLayer
 
 
 def build_lightning(config: ModelConfig, weights: LayerWeights) -> LightningAttention:
-    family, heads, D = config.family.state_mixer, config.num_heads, config.head_dim
+    family, shard, D = config.family.state_mixer, weights.state_shard, config.head_dim
     (name, _), *_ = family.inputs.members
+    first, last = shard.own.heads
     # of each head its queries, keys and values; the block takes all values first, then keys
     orders = {
         name: [
-            (first, first + D)
+            (start, start + D)
             for part in (2, 1, 0)
-            for first in range(part * D, 3 * D * heads, 3 * D)
+            for start in range((3 * first + part) * D, 3 * D * last, 3 * D)
         ]
     }
+    of_all = slopes(config.values["num_attention_heads"], weights.number, config.num_layers)
     return LightningAttention(
-        heads=heads,
+        heads=shard.num_heads,
         head_dim=D,
-        in_proj=weights.linear(family.inputs, orders=orders),
-        out_proj=weights.linear(family.out),
-        slopes=weights.float32_constant(slopes(heads, weights.number, config.num_layers)),
+        in_proj=weights.state_linear(family.inputs, orders=orders),
+        out_proj=weights.state_linear(family.out),
+        slopes=weights.float32_constant(of_all[first:last]),
+        norm_over_ranks=weights.state_norm_over_ranks(),
         kernel=weights.kernels.get("states"),
         **weights.state_tensors(),
     )

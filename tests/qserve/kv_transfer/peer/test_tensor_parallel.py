@@ -23,6 +23,16 @@ DEVICES = [
 @pytest.mark.parametrize("device", DEVICES)
 def test_one_rank_and_two_read_each_other(device, docs_5m, tmp_path):
     """KV heads are divided on one side, in both directions."""
+    check_both_ways(docs_5m, device, tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_layers_with_different_heads(tiny_model, tmp_path):
+    """Two ranks divide two KV heads of some layers, and both hold the one of the others."""
+    check_both_ways(tiny_model("mimo_v2"), "cpu", tmp_path)
+
+
+def check_both_ways(folder, device, tmp_path):
     transfer = {
         "kv_connector": "peer",
         "kv_connector_extra_config": {"path": str(tmp_path)},
@@ -30,7 +40,7 @@ def test_one_rank_and_two_read_each_other(device, docs_5m, tmp_path):
     settings = {"device": device, "num_gpu_blocks_override": 64, "max_model_len": 256}
     settings |= {"max_num_batched_tokens": 64, "max_num_seqs": 4, "kv_transfer_config": transfer}
     settings |= {"dtype": "float32" if device == "cpu" else "float16"}
-    llms = [LLM(docs_5m, tensor_parallel_size=size, **settings) for size in (1, 2)]
+    llms = [LLM(folder, tensor_parallel_size=size, **settings) for size in (1, 2)]
     try:
         for prompt, (first, second) in zip(PROMPTS, (llms, llms[::-1]), strict=True):
             given = [{"prompt_token_ids": prompt}]

@@ -1,0 +1,130 @@
+"""Ranks that divide models whose layers have different heads, and Gemma's inputs of layers."""
+
+import pytest
+import torch
+
+from calibrate.pipeline import quantize_checkpoint
+from calibrate.texts.data import CalibrationData
+from formats.checkpoint import CheckpointReader
+from formats.errors import InputError
+from formats.inspection.inspect import inspect_checkpoint
+from formats.quant_config import BLOCK
+from formats.scheme import Scheme
+from qserve.model.model_config import ModelConfig
+from qserve.model.sharing import check_ranks, first_kv_heads
+from tests.conftest import make_tiny
+from tests.qserve.model.test_variants import reorder
+from tests.qserve.model.variants import TOKENS, edited
+from tests.qserve.parallel.test_sharing import assert_shared_out
+from tests.tiny_families import TINY_FAMILIES
+
+exhaustive = pytest.mark.exhaustive
+FEW = [("laguna", 2), ("mimo_v2", 2), ("gemma4", 2), ("gemma3n", 2)]
+REST = [
+    *((family, 4) for family, _ in FEW),
+    *((family, size) for family in ("gemma4_moe", "gemma4_shared") for size in (2, 4)),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "size"), [*FEW, *(pytest.param(*each, marks=exhaustive) for each in REST)]
+)
+def test_four_bits(family, size, written):
+    assert_shared_out(written("w4a16-sym-g32", "gptq", family), size)
+
+
+def test_each_kind_of_layers_has_its_heads(tiny_model):
+    decoders = assert_shared_out(tiny_model("laguna"), 2)
+    heads = [[layer.attention.num_heads for layer in decoder.layers] for decoder in decoders]
+    assert heads == [[2, 4, 2], [2, 4, 2]]
+    decoders = assert_shared_out(tiny_model("mimo_v2"), 2)
+    found = [
+        [(layer.attention.num_kv_heads, layer.attention.value_dim) for layer in decoder.layers]
+        for decoder in decoders
+    ]
+    assert found == [[(1, 32)] * 3] * 2
+    config = ModelConfig.from_folder(tiny_model("mimo_v2"))
+    firsts = [first_kv_heads(config, 2, rank) for rank in range(2)]
+    assert firsts == [(0, 0, 0), (0, 1, 0)], "one KV head of two, or both the same"
+
+
+def test_gates_of_channels(tmp_path):
+    """They are in one matrix with the queries."""
+    name, values = TINY_FAMILIES["laguna"]
+    values = {**values, "gating": "per-element", "attention_bias": False}
+    assert_shared_out(make_tiny(tmp_path / "x", name, values), 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "layer"),
+    [("mimo_v2", 1), pytest.param("laguna", 0, marks=exhaustive)],
+)
+def test_act_order(family, layer, written, tmp_path):
+    """Ranks gather inputs as wide as values, which are narrower than keys in MiMo."""
+    folder = edited(
+        written("w4a16-sym-g32", "gptq", family),
+        tmp_path / "x",
+        lambda state: reorder(state, f"model.layers.{layer}.self_attn.o_proj"),
+        config=lambda c: c[BLOCK].update(desc_act=True),
+    )
+    decoders = assert_shared_out(folder, 2)
+    assert decoders[0].layers[layer].attention.o_proj.order is not None
+
+
+def test_scales_of_each_kv_head(tiny_model, tmp_path):
+    """Layers with a window have two KV heads, others one."""
+    folder = tmp_path / "heads"
+    quantize_checkpoint(
+        tiny_model("mimo_v2"),
+        folder,
+        scheme=Scheme.parse("w4a16-sym-g32"),
+        output_format="compressed-tensors",
+        recipe="rtn",
+        kv_cache="int8",
+        kv_per_head=True,
+        calibration=CalibrationData(ids_WS=torch.tensor([TOKENS] * 2), source="tokens", seed=0),
+        progress=False,
+    )
+    reader, scale = CheckpointReader(folder), "model.layers.{}.self_attn.k_scale"
+    decoders = assert_shared_out(folder, 2, kv_cache_dtype="auto")
+    of_both = [decoder.layers[1].attention.k_scale for decoder in decoders]
+    assert torch.equal(torch.cat(of_both), reader.get(scale.format(1)).flatten())
+    for decoder in decoders:
+        assert torch.equal(
+            decoder.layers[0].attention.k_scale.flatten(), reader.get(scale.format(0)).flatten()
+        )
+
+
+def test_the_table_of_layers_inputs_is_divided(tiny_model, tmp_path):
+    """It may have more rows than there are tokens."""
+    folder = tiny_model("gemma4_shared")
+    decoders = assert_shared_out(folder, 2)
+    rows = [decoder.layer_inputs.table.dense().shape[0] for decoder in decoders]
+    assert rows == [256, 256]
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "message"),
+    [
+        ("laguna", {}, "4 attention heads of 2 KV heads"),
+        ("gemma4", {"num_attention_heads": 12, "num_global_key_value_heads": 3}, "of 3 KV heads"),
+    ],
+)
+def test_heads_of_one_kind_that_cannot_be_divided_are_named(family, changed, message, tmp_path):
+    name, values = TINY_FAMILIES[family]
+    folder = make_tiny(tmp_path / "x", name, {**values, **changed})
+    with pytest.raises(InputError, match=f"--tensor-parallel-size 8: .*{message}"):
+        check_ranks(ModelConfig.from_folder(folder), 8, 1)
+    assert message in inspect_checkpoint(folder).parallel[8]
+
+
+@pytest.mark.parametrize("family", ["laguna", "mimo_v2", "gemma4", "kimi_linear", "minimax"])
+def test_inspect_says_what_the_loader_does(family, tiny_model):
+    folder = tiny_model(family)
+    for size, reason in inspect_checkpoint(folder).parallel.items():
+        problem = ""
+        try:
+            check_ranks(ModelConfig.from_folder(folder), size, 1)
+        except InputError as error:
+            problem = error.problem
+        assert bool(problem) == bool(reason), (size, problem, reason)
