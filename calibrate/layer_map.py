@@ -217,7 +217,8 @@ def _scale_pairs(family: Family, config: Mapping[str, Any], layer: int) -> Itera
         for each in family.latent:
             yield ScalePair(previous=norm_of[each.name], linears=_stored(each), kind="norm")
         # latent attention makes values by head, next to each head's keys; a norm undoes factors
-        if not (family.qkv.by_head or family.latent or family.value_norm):
+        mixes_heads = family.qkv.by_head or family.qkv.blocks
+        if not (mixes_heads or family.latent or family.value_norm):
             values = _stored(family.qkv)[-1]
             yield ScalePair(previous=values, linears=_stored(family.o), kind="values")
     if not blocks.dense or (family.experts and not family.experts.with_dense):

@@ -65,7 +65,8 @@ class LayerRunner:
         row = layer_map.family
         # Only the plain attention implementation has soft caps, sinks, ALiBi, GPT-J's rotation.
         capped = getattr(config, "attn_logit_softcapping", None) is not None
-        self.eager = capped or bool(row.sinks or row.rotary_dim_key or row.alibi)
+        plain = row.sinks or row.rotary_dim_key or row.alibi or not model_class._supports_sdpa
+        self.eager = capped or bool(plain)
         config._attn_implementation = "eager" if self.eager else "sdpa"
         self.config = config
         module = importlib.import_module(model_class.__module__)

@@ -36,6 +36,8 @@ class Projection:
     stored_fused: bool = False  # the checkpoint stores the one matrix, not its members
     # that matrix has the outputs of each KV head together: its queries, its key, its value
     by_head: bool = False
+    # that matrix has so many blocks, each with the queries, the values and the keys of its heads
+    blocks: int = 0
     float_because: str = ""  # why it stays in float by default
 
     @property

@@ -154,6 +154,19 @@ class Sharing:
             firsts += [head * (queries + 2) + number for head in range(*kv_heads)]
         return [(first * width, (first + 1) * width) for first in firsts]
 
+    def rows_in_blocks(self) -> Rows:
+        """Rows of this rank's queries, keys, values in a matrix of blocks, each of which has the
+        queries, the values and the keys of its heads.
+        """
+        config, width = self._config, self._config.head_dim
+        heads = config.num_heads // config.family.qkv.blocks  # of one block
+        firsts = [
+            (head // heads * 3 + part) * heads + head % heads
+            for part in (0, 2, 1)
+            for head in range(*self.own_heads)
+        ]
+        return [(first * width, (first + 1) * width) for first in firsts]
+
     @property
     def own_heads(self) -> Share:
         """Attention heads of this rank."""

@@ -1,6 +1,6 @@
 """Configs of the tiny random models of each family, and what the families do not support."""
 
-from tests.tiny_families import dense, experts, gemma, latent, older, states
+from tests.tiny_families import dense, experts, gemma, latent, newer, older, states
 from tests.tiny_families.experts import GROUPS
 from tests.tiny_families.gemma import GEMMA
 from tests.tiny_families.latent import LATENT, YARN
@@ -47,9 +47,10 @@ TINY_FAMILIES = {
     **experts.FAMILIES,
     **latent.FAMILIES,
     **states.FAMILIES,
+    **newer.FAMILIES,
 }
 # rows of what other families have, too: a few tests run them
-ROWS = (*dense.ROWS, *older.ROWS, *gemma.ROWS, *experts.ROWS, *latent.ROWS)
+ROWS = (*dense.ROWS, *older.ROWS, *gemma.ROWS, *experts.ROWS, *latent.ROWS, *newer.ROWS)
 # families whose layers have states
 STATES = tuple(states.FAMILIES)
 # four linears in one matrix

@@ -86,6 +86,34 @@ GPT_J: dict[str, Any] = {
     "interleaved_rope": True,
     "head_bias": True,
 }
+# GPT-J with one matrix of queries, values and keys, in blocks of heads
+CODEGEN: dict[str, Any] = {
+    **GPT_J,
+    "qkv": replace(QKV, name="attn.qkv_proj", stored_fused=True, blocks=4),
+    "masks": (*_MASKS, "attn.causal_mask"),
+}
+_NEO = "attn.attention"
+GPT_NEO: dict[str, Any] = {
+    **GPT2,
+    "qkv": replace(
+        QKV,
+        name=f"{_NEO}.qkv_proj",
+        members=tuple(
+            (f"{_NEO}.{x}_proj", size) for x, size in zip("qkv", ("q", "kv", "kv"), strict=True)
+        ),
+    ),
+    "o": _linear(f"{_NEO}.out_proj", "q", True),
+    "norms": (Norm(name="ln_1", feeds=f"{_NEO}.qkv_proj"), Norm(name="ln_2", feeds="mlp.c_fc")),
+    "inner_key": "intermediate_size",
+    "window": "layer_types",
+    "config_keys": {
+        **{"num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"},
+        "sliding_window": "window_size",
+    },
+    "masks": tuple(f"{_NEO}.{name}" for name in ("bias", "masked_bias")),
+    "fixed": {},
+    "transposed": False,
+}
 # Norms, rotation and biases of ERNIE 4.5, and the experts of its mixtures.
 ERNIE: dict[str, Any] = {
     name: replace(projection, bias="use_bias")

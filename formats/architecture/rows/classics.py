@@ -3,12 +3,15 @@
 from dataclasses import replace
 
 from formats.architecture.columns import Positions
+from formats.architecture.flags import Stated
 from formats.architecture.rows.classic_parts import (
     BLOOM,
+    CODEGEN,
     FALCON,
     GPT2,
     GPT_BIGCODE,
     GPT_J,
+    GPT_NEO,
     MPT,
 )
 from formats.architecture.rows.parts import (
@@ -51,6 +54,25 @@ CLASSICS = (
         embedding="model.decoder.embed_tokens.weight",
         last_norm="model.decoder.final_layer_norm.weight",
     ),
+    family_row(
+        "BioGptForCausalLM",
+        "BioGPT",
+        "biogpt",
+        builder="opt",
+        **OPT,
+        norm_kind="layer",
+        norm_bias=True,
+        norm_eps_key="",
+        activations=("gelu",),
+        rope="none",
+        positions=Positions(name="biogpt.embed_positions.weight", offset=2),
+        embedding_times_root=Stated("scale_embedding", True),
+        tied=True,
+        layer="biogpt.layers.{i}",
+        embedding="biogpt.embed_tokens.weight",
+        last_norm="biogpt.layer_norm.weight",
+        head="output_projection.weight",
+    ),
     family_row("StableLmForCausalLM", "StableLM", "stablelm", builder="llama", **STABLELM),
     family_row("PhiForCausalLM", "Phi", "phi", builder="cohere", **PHI),
     family_row(
@@ -65,6 +87,8 @@ CLASSICS = (
         **GPT_BIGCODE,
     ),
     family_row("GPTJForCausalLM", "GPT-J", "gptj", builder="gpt2", **GPT_J),
+    family_row("CodeGenForCausalLM", "CodeGen", "codegen", builder="gpt2", **CODEGEN),
+    family_row("GPTNeoForCausalLM", "GPT-Neo", "gpt_neo", builder="gpt_neo", **GPT_NEO),
     family_row("BloomForCausalLM", "BLOOM", "bloom", builder="gpt2", **BLOOM),
     family_row("MptForCausalLM", "MPT", "mpt", builder="gpt2", **MPT),
     family_row("FalconForCausalLM", "Falcon", "falcon", builder="falcon", **FALCON),

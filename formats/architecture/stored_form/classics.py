@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from formats.architecture.family import MAX_LAYERS
 from formats.architecture.sizes import is_size
 from formats.architecture.stored_form.parts import inner_width, known_sizes
+from formats.errors import CheckpointError
 
 BLOOM_LENGTH = 2048  # of training; ALiBi has no limit
 
@@ -42,6 +44,26 @@ def bloom(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def mpt(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**_four_times(config), "hidden_act": "gelu"}
+
+
+def gpt_neo(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the kinds of layers, which the file states as a pattern and its repetitions."""
+    patterns = config.get("attention_types")
+    patterns = [[["global", "local"], 12]] if patterns is None else patterns
+    try:
+        kinds = [kind for kinds, count in patterns for kind in kinds * min(count, MAX_LAYERS)]
+    except (TypeError, ValueError):
+        kinds = []
+    names = {"global": "full_attention", "local": "sliding_attention"}
+    if len(kinds) != config.get("num_hidden_layers") or not set(kinds) <= set(names):
+        raise CheckpointError(
+            "config.json attention_types",
+            f"expected global or local for each of {config.get('num_hidden_layers')} layers, found"
+            f" {patterns!r:.100}",
+            "copy it from the float model",
+        )
+    inner = inner_width("intermediate_size")(config)
+    return {**inner, "layer_types": [names[kind] for kind in kinds]}
 
 
 def _four_times(config: Mapping[str, Any]) -> dict[str, Any]:

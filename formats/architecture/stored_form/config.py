@@ -25,6 +25,8 @@ _SAME_FILES = {
 _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "gpt2": parts.inner_width("n_inner"),
     "gptj": parts.inner_width("n_inner"),
+    "codegen": parts.inner_width("n_inner"),
+    "gpt_neo": classics.gpt_neo,
     "gpt_bigcode": classics.gpt_bigcode,
     "falcon": classics.falcon,
     "ernie4_5_moe": mixtures.ernie_moe,

@@ -49,6 +49,8 @@ def build_attention(config: ModelConfig, weights: LayerWeights, **different: Any
     orders = None
     if config.family.qkv.by_head:
         orders = {config.family.qkv.name: weights.sharing.rows_by_head()}
+    elif config.family.qkv.blocks:
+        orders = {config.family.qkv.name: weights.sharing.rows_in_blocks()}
     elif config.family.gated_attention and len(config.family.qkv.members) == 3:
         # of each head its queries and its gate; the block takes all queries first
         (name, _), *_ = config.family.qkv.members

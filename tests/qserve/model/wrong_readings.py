@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import torch
+
 from qkernels.moe.routing import SILU
 from qkernels.rowwise.spec import ActSpec
 from qserve.model.blocks.layer import Layer
@@ -49,6 +51,13 @@ def whole_rotation(layer):
     """Twice the channels of a head rotate."""
     rotary = layer.attention.rotary
     rotary.cos_sin = rotary.cos_sin.repeat_interleave(2, 1)
+
+
+def keys_for_values(layer):
+    """Exchange the rows of keys and of values."""
+    linear = layer.attention.qkv_proj
+    q, k, v = linear.weight.chunk(3)
+    linear.weight = torch.cat([q, v, k])
 
 
 def set_attention(**values):
