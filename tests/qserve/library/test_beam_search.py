@@ -17,10 +17,12 @@ from qserve.library.beam_outputs import sampling_params
 from qserve.params.beam_search_params import BeamSearchParams
 from qserve.params.handling import Handling
 from qserve.params.sampling_params import SamplingParams
+from tests.qserve.model.test_hybrid_tokens import in_transformers
 
 FAMILIES = ["llama", "mistral"]
 MORE = ["gemma2", "phi3", "ministral3", "granite", "olmo2", "glm4", "qwen3", "smollm3"]
-HYBRID = ["qwen3_5", "granite_hybrid", "lfm2", "falcon_h1"]
+HYBRID = ["qwen3_5", "granite_hybrid", "lfm2", "falcon_h1", "kimi_linear", "minimax"]
+LOADED = ["kimi_linear", "minimax"]  # transformers itself reads their names
 # width, returned, length penalty, early stopping, whether beams may end before the length
 CASES = [
     (4, 2, 1.0, False, True),
@@ -65,6 +67,8 @@ def reference(model, prompt, ends, width, returned, penalty, early, max_tokens=L
             pad_token_id=511,
             return_dict_in_generate=True,
             output_scores=True,
+            # its cache of lightning attention does not follow the beams
+            use_cache=model.config.model_type != "minimax",
         )
     beams = []
     for row in found.sequences[:, len(prompt) :].tolist():
@@ -113,7 +117,8 @@ def ends_of(tiny_model, transformers_model):
 
     def find(name):
         if name not in made:
-            model = transformers_model(tiny_model(name))
+            load = in_transformers if name in LOADED else transformers_model
+            model = load(tiny_model(name))
             model.generation_config.eos_token_id = None
             made[name] = model, frequent_tokens(model, prompts_of((9, 26)))
         return made[name]

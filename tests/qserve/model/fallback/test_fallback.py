@@ -49,7 +49,18 @@ RUN = {
         **{"n_group": 1, "topk_group": 1},
     },
     "jetmoe": {"kv_channels": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    # two blocks of attention in a layer, and experts that return what they read
+    "longcat_flash": {
+        **{"num_layers": 2, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "moe_topk": 3},
+        **{"n_routed_experts": 4, "zero_expert_num": 2, "num_key_value_heads": 4, "head_dim": 8},
+        **{"q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 16},
+        **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8},
+    },
+    "beam": {},
+    "ctrl": {},  # sinusoids as positions
 }
+# sizes that follow from others
+DERIVED = {"longcat_flash": ("intermediate_size", "num_hidden_layers")}
 # Families with a row, which run so on request
 WITH_ROW = {
     "olmo": {},  # norms without factors
@@ -66,6 +77,9 @@ REFUSED = {
     "minimax": "2 of its 3 layers call attention",
     "mamba": "does not call attention",
     "cpmant": "does not call attention through transformers' attention interface",
+    "olmo_hybrid": "does not call attention through transformers' attention interface",
+    "moshi": "its sliding_window of 3000 is not passed to attention",
+    "hrm_text": "a layer calls attention twice",
 }
 STATES = {
     "minimax": {
@@ -86,7 +100,8 @@ def made(tmp_path_factory):
 
     def make(kind):
         if kind not in folders:
-            sizes = SIZES | RUN.get(kind, {}) | STATES.get(kind, {}) | WITH_ROW.get(kind, {})
+            sizes = {k: v for k, v in SIZES.items() if k not in DERIVED.get(kind, ())}
+            sizes |= RUN.get(kind, {}) | STATES.get(kind, {}) | WITH_ROW.get(kind, {})
             torch.manual_seed(1)
             config = transformers.AutoConfig.for_model(kind, **sizes)
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
