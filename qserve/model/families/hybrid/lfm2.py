@@ -38,7 +38,7 @@ def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
 
 
 def _end(config: ModelConfig, weights: LayerWeights, name: str) -> BranchEnd:
-    """What LFM3 does with a branch before it is added: a norm."""
+    """Return the end of a branch: in LFM3 a norm comes before the sum."""
     norm = llama.build_norm(config, weights, name) if weights.has_norm(name) else None
     return BranchEnd(norm)
 
