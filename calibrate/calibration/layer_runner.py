@@ -235,10 +235,11 @@ class LayerRunner:
             if theta is not None:
                 rotary = self._by_theta[theta](hidden_BSD[:1], ids_1S) if theta else None
             elif self._rotary is not None:
-                # One rotary embedding per kind of layer (Gemma 3), or one for all.
-                accepted = inspect.signature(self._rotary.forward).parameters
-                extra = (kind,) if "layer_type" in accepted else ()
-                rotary = self._rotary(hidden_BSD[:1], ids_1S, *extra)
+                # One rotary embedding per kind of layer with attention (Gemma 3), or one for all.
+                by_kind = "layer_type" in inspect.signature(self._rotary.forward).parameters
+                blocks = self.layer_map.family.blocks(self.raw_config, layer)
+                if blocks.attention or not by_kind:
+                    rotary = self._rotary(hidden_BSD[:1], ids_1S, *((kind,) if by_kind else ()))
             self._positions[length, kind, theta] = (ids_1S, rotary, self._mask(length, kind))
         position_ids, rotary, mask = self._positions[length, kind, theta]
         if any(each is not None for each in media):

@@ -68,6 +68,7 @@ class Family:
     gated_attention: bool = False
     # Linear that reads what qkv reads, and makes a gate of each head's output. It stays in float.
     head_gates: Projection | None = None
+    gate_activation: Literal["softplus", "sigmoid"] = "softplus"  # of head_gates
     sinks: str = ""  # tensor of a layer: attention sinks, one score per head
     layer_scalar: str = ""  # tensor of a layer: a factor of what it returns
     # Tensors of a layer: learned numbers of the activation or of other blocks, by their names

@@ -292,7 +292,10 @@ def _ropes(
         else:
             in_all = family.rope != "windows" or config.sliding_window is None
             rotates = in_all or window is not None
-        parameters = by_type[config.layer_types[number]] if by_type else stated
+        parameters = by_type.get(config.layer_types[number]) if by_type else stated
+        if parameters is None:  # a layer without attention
+            ropes.append(None)
+            continue
         if family.theta_key:
             theta = getattr(config, family.theta_key)[number]
             rotates, parameters = bool(theta), {**parameters, "rope_theta": theta or 1.0}

@@ -152,3 +152,11 @@ FAMILIES = {
         },
     ),
 }
+FAMILIES["lfm3"] = (
+    "Lfm3Config",
+    {
+        **{"head_dim": 32, "sliding_window": 9, "tie_word_embeddings": True, "conv_L_cache": 7},
+        **{"num_hidden_layers": 4, "attention_bias": True, "pad_token_id": 0},
+        "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+    },
+)

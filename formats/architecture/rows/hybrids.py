@@ -24,6 +24,7 @@ from formats.architecture.states.parts import (
     GRANITE_HYBRID,
     LFM2,
     LFM2_MOE,
+    LFM3,
     NEMOTRON_H,
 )
 
@@ -84,6 +85,7 @@ HYBRIDS = (
     family_row("MiniMaxForCausalLM", "MiniMax-Text-01 and M1", "minimax", **MINIMAX),
     family_row("Lfm2ForCausalLM", "LFM2", "lfm2", builder="hybrid.lfm2", **LFM2),
     family_row("Lfm2MoeForCausalLM", "LFM2-MoE", "lfm2_moe", builder="hybrid.lfm2", **LFM2_MOE),
+    family_row("Lfm3ForCausalLM", "LFM3", "lfm3", builder="hybrid.lfm2", **LFM3),
     family_row(
         "GraniteMoeHybridForCausalLM",
         "Granite 4 (hybrid)",

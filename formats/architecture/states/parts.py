@@ -1,15 +1,17 @@
 """Values of rows of families.py whose layers have states: mixers, and the families made of them."""
 
 from dataclasses import replace
+from typing import Any
 
 from formats.architecture.columns import Norm
 from formats.architecture.experts import Experts, Router, SharedExpert
-from formats.architecture.flags import Flag, Stated
+from formats.architecture.flags import Equals, Flag, Stated
 from formats.architecture.projection import Projection
 from formats.architecture.rows.parts import (
     ATTENTION_BIAS,
     BEFORE_ATTENTION,
     GROUPED_ROUTER,
+    HEAD_NORMS,
     NAMES,
     O_PROJ,
     QKV,
@@ -114,6 +116,28 @@ LFM2 = {
     "inner_key": "block_ff_dim",
     "tied": True,
     "last_norm": "model.embedding_norm.weight",
+}
+_SANDWICH = Stated("use_sandwich_norm", True)
+_HEAD_GATES = "self_attn.gate_proj"
+LFM3: dict[str, Any] = {
+    **{name: value for name, value in LFM2.items() if name not in ("o", "inner_key")},
+    **ATTENTION_BIAS,
+    "norms": (
+        *LFM2["norms"][:2],
+        Norm(name="post_operator_norm", present=_SANDWICH),
+        Norm(name="post_ffn_norm", present=_SANDWICH),
+        *HEAD_NORMS,
+    ),
+    "head_gates": Projection(
+        name=_HEAD_GATES,
+        members=((_HEAD_GATES, "num_attention_heads"),),
+        inputs="hidden_size",
+        float_because="one output per head, which gates it",
+    ),
+    "gate_activation": "sigmoid",
+    "names_in_transformers": {_HEAD_GATES: "self_attn.g_proj"},
+    "window": "layer_types",
+    "variants": ((Equals("use_attention_gate", False), {"head_gates": None}),),
 }
 LFM2_MOE = {
     **LFM2,

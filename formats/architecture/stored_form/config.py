@@ -45,6 +45,7 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "mistral4": latent.query_rank(1024),
     "lfm2": hybrids.lfm2,
     "lfm2_moe": hybrids.lfm2_moe,
+    "lfm3": hybrids.lfm3,
     "granitemoehybrid": hybrids.granite_hybrid,
     "falcon_h1": hybrids.mamba,
     "bamba": hybrids.mamba,

@@ -83,6 +83,17 @@ def lfm2_moe(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"tie_word_embeddings": config[key]} if key in config else {}
 
 
+def lfm3(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return transformers' default of heads, and of the kinds of layers."""
+    found: dict[str, Any] = {"head_dim": config.get("head_dim", 128)}
+    count = config.get("num_hidden_layers")
+    if config.get("layer_types") is None and is_size(count):
+        kinds = ("sliding_attention", "conv", "full_attention", "conv")
+        layers = range(min(count, MAX_LAYERS))
+        found["layer_types"] = [kinds[i % 4] if i else "conv" for i in layers]
+    return found
+
+
 _LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 
 

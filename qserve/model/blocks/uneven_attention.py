@@ -3,7 +3,7 @@
 Legend: T tokens of the step, C hidden size, H heads, J KV heads, D channels of a key, V of a value.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from qserve.model.blocks.linear import FLOAT_PLAN, Linear, LinearPlan, Product, 
 
 
 class UnevenAttention(Attention):
-    """Attention with values of V channels, in pages as wide as keys, and softplus gates.
+    """Attention with values of V channels, in pages as wide as keys, and gates.
 
     The channels of a page after the first V of a value are zeros.
     """
@@ -29,11 +29,13 @@ class UnevenAttention(Attention):
         value_dim: int,
         value_factor: float = 1.0,  # of the values
         gates: Linear | None = None,  # makes one gate for each head; None: see is_gated
+        activation: Callable[[torch.Tensor], torch.Tensor] = functional.softplus,  # of gates
         **blocks: Any,
     ) -> None:
         """The rest: as Attention's. With `is_gated` qkv_proj makes H V gates after the queries."""
         super().__init__(*arguments, **blocks)
         self.value_dim, self.value_factor, self.gates = value_dim, value_factor, gates
+        self.activation = activation
 
     def products(self) -> Iterator[Product]:
         """Quantized products, each with the operation that consumes its result."""
@@ -69,7 +71,7 @@ class UnevenAttention(Attention):
         """Return o_proj of what rotated queries find among the keys of the cache."""
         out_THV = self._scored(q, step, cache, None)[..., : self.value_dim]
         if gate is not None:
-            factors = functional.softplus(gate.float()).to(out_THV.dtype)
+            factors = self.activation(gate.float()).to(out_THV.dtype)
             out_THV = out_THV * factors.unflatten(1, (self.num_heads, -1))
         output = self.o_proj.plan(q.shape[0], "norm")
         return self.o_proj(ops.in_form(out_THV.flatten(1), output.input), output)

@@ -7,6 +7,9 @@ values, and layers with a window have sinks. Columns of the family's row hold th
 
 from typing import Any
 
+import torch
+from torch.nn.functional import softplus
+
 from qserve.model.blocks.layer import Layer
 from qserve.model.blocks.uneven_attention import UnevenAttention
 from qserve.model.decoder import Decoder
@@ -47,6 +50,7 @@ def build_attention(config: ModelConfig, weights: LayerWeights, **parts: Any) ->
         kernel=weights.kernels.get("attention"),
         is_gated=family.gated_attention,
         gates=None if family.head_gates is None else weights.linear(family.head_gates),
+        activation={"softplus": softplus, "sigmoid": torch.sigmoid}[family.gate_activation],
         value_dim=values.get("v_head_dim") or config.head_dim,
         value_factor=values.get(family.value_factor_key) or 1.0,
         **weights.kv_scales(),

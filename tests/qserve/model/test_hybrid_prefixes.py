@@ -16,7 +16,7 @@ from qserve.engine.runner import model_runner
 from qserve.params.sampling_params import SamplingParams
 
 FAMILIES = ["qwen3_next", "qwen3_5", "lfm2", "granite_hybrid", "falcon_h1"]
-FAMILIES += ["nemotron_h", "nemotron_h_moe", "bamba", "kimi_linear", "minimax"]
+FAMILIES += ["nemotron_h", "nemotron_h_moe", "bamba", "kimi_linear", "minimax", "lfm3"]
 MODES = {
     "whole": {},
     "chunked": {"max_num_batched_tokens": 11, "max_num_seqs": 4},

@@ -25,7 +25,7 @@ from tests.tiny_families import DELTA, MAMBA, SHORT_CONV, TINY_FAMILIES
 DELTA_NETS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
 MAMBAS = ["granite_hybrid", "granite_hybrid_moe", "falcon_h1", "nemotron_h", "nemotron_h_moe"]
 MAMBAS.append("bamba")
-FAMILIES = [*DELTA_NETS, "lfm2", "lfm2_moe", *MAMBAS, "kimi_linear", "minimax"]
+FAMILIES = [*DELTA_NETS, "lfm2", "lfm2_moe", "lfm3", *MAMBAS, "kimi_linear", "minimax"]
 # what real checkpoints have that the usual tiny models have not
 VARIANTS = {
     "qwen 3.5 with biases, two taps, tied": (
@@ -48,6 +48,13 @@ VARIANTS = {
             "layer_types": None,
             "full_attn_idxs": [1],
             "block_auto_adjust_ff_dim": False,
+        },
+    ),
+    "lfm3 without gates and norms of branches": (
+        "Lfm3Config",
+        {
+            **{**TINY_FAMILIES["lfm3"][1], "use_attention_gate": False, "conv_bias": True},
+            **{"use_sandwich_norm": False, "tie_word_embeddings": False, "layer_types": None},
         },
     ),
     "granite 4 with rotations and biases": (
@@ -160,6 +167,7 @@ def test_logits_equal_transformers(hybrid, name):
         ("bamba", "w4a16-sym-g32", "gptq"),
         ("kimi_linear", "w4a16-sym-g32", "compressed-tensors"),
         ("minimax", "w4a16-sym-g32", "compressed-tensors"),
+        ("lfm3", "w4a16-sym-g32", "gptq"),
         pytest.param("qwen3_next", "w4a16-sym-g32", "gptq", marks=pytest.mark.exhaustive),
         pytest.param("qwen3_5", "w4a16-asym-g32", "awq", marks=pytest.mark.exhaustive),
     ],

@@ -1,14 +1,17 @@
-"""Laguna, MiMo-V2-Flash, Granite with windows and OLMo: variants, and wrong readings of each."""
+"""Laguna, MiMo-V2-Flash, LFM3, Granite with windows, OLMo: variants, and wrong readings of each."""
 
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.functional import softplus
 
 from formats.errors import InputError
 from qserve.llm import LLM
+from qserve.model.blocks.uneven_attention import UnevenAttention
 from qserve.model.model_config import ModelConfig
 from tests.qserve.model.variants import TOKENS, edited, logits, model_maker, relative
+from tests.qserve.model.wrong_readings import every_layer
 from tests.tiny_families import TINY_FAMILIES
 
 VARIANTS = {
@@ -87,6 +90,26 @@ def rms_norms(decoder):
             norm._spec = norm._made_spec()
 
 
+def of_heads(change):
+    """`change` of attention, in models where other layers have none."""
+
+    def plant(layer):
+        if isinstance(layer.attention, UnevenAttention):
+            change(layer.attention)
+
+    return every_layer(plant)
+
+
+def longer_window(attention):
+    if attention.window is not None:
+        attention.window += 1
+
+
+def exchanged(first, second):
+    first, second = first.attention, second.attention
+    first.rotary, second.rotary = second.rotary, first.rotary
+
+
 WRONG = {
     "gates left out": ("laguna", half_gates),
     "rotations of the other kind of layer": ("laguna", exchanged_rotations),
@@ -99,6 +122,13 @@ WRONG = {
     "one theta for another": ("granite_swa", exchanged_rotations),
     "a layer without rotation rotates": ("granite_swa", all_rotate),
     "norms that keep the mean": ("olmo", rms_norms),
+    "softplus gates, LFM3": ("lfm3", of_heads(lambda a: setattr(a, "activation", softplus))),
+    "window one longer, LFM3": ("lfm3", of_heads(longer_window)),
+    "rotations exchanged, LFM3": ("lfm3", lambda d: exchanged(d.layers[1], d.layers[2])),
+    "branches without norms, LFM3": (
+        "lfm3",
+        every_layer(lambda layer: setattr(layer.mlp_end, "norm", None)),
+    ),
 }
 
 

@@ -47,7 +47,7 @@ def test_ranks_have_parts_of_adapters(tiny_model, tmp_path, many):
     ("family", "tensor", "stages"),
     [
         ("phi3", 2, 1),
-        ("qwen2_moe", 2, 1),
+        *(("qwen2_moe", 2, 1), ("mimo_v2", 2, 1), ("gemma4", 2, 1)),
         ("llama", 4, 1),
         ("llama", 1, 2),
         ("gemma2", 1, 3),

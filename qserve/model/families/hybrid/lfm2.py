@@ -1,12 +1,15 @@
-"""LFM2 and LFM2-MoE: short convolutions, and attention in some layers; norms over heads.
+"""LFM2, LFM2-MoE and LFM3: short convolutions, and attention in some layers; norms over heads.
+
+In LFM3 some layers with attention have a window, heads have gates, and branches end in norms.
 
 Columns of the family's row hold what differs: names, the width of the feed-forward, experts.
 """
 
 from qserve.model.blocks.layer import Layer
+from qserve.model.blocks.norm import BranchEnd
 from qserve.model.blocks.states.short_conv import ShortConv
 from qserve.model.decoder import Decoder
-from qserve.model.families import llama, moe
+from qserve.model.families import llama, moe, uneven
 from qserve.model.loading.layer_weights import LayerWeights
 from qserve.model.loading.weights import Weights
 from qserve.model.model_config import ModelConfig
@@ -17,22 +20,27 @@ def build(config: ModelConfig, weights: Weights) -> Decoder:
 
 
 def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
+    family = config.family
     if config.state_layers[weights.number]:
         mixer = build_short_conv(config, weights)
     else:
-        mixer = llama.build_attention(
-            config,
-            weights,
-            q_norm=weights.norm("self_attn.q_layernorm"),
-            k_norm=weights.norm("self_attn.k_layernorm"),
-        )
-    has_experts = config.family.experts is not None
+        q_norm, k_norm = (weights.norm(norm.name) for norm in family.norms if norm.of_attention)
+        build = llama.build_attention if family.head_gates is None else uneven.build_attention
+        mixer = build(config, weights, q_norm=q_norm, k_norm=k_norm)
     return Layer(
         attention_norm=llama.build_norm(config, weights, "operator_norm"),
         attention=mixer,
+        attention_end=_end(config, weights, "post_operator_norm"),
         mlp_norm=llama.build_norm(config, weights, "ffn_norm"),
-        mlp=(moe if has_experts else llama).build_mlp(config, weights),
+        mlp=(llama if family.experts is None else moe).build_mlp(config, weights),
+        mlp_end=_end(config, weights, "post_ffn_norm"),
     )
+
+
+def _end(config: ModelConfig, weights: LayerWeights, name: str) -> BranchEnd:
+    """Return the end of a branch: in LFM3 a norm comes before the sum."""
+    norm = llama.build_norm(config, weights, name) if weights.has_norm(name) else None
+    return BranchEnd(norm)
 
 
 def build_short_conv(config: ModelConfig, weights: LayerWeights) -> ShortConv:
