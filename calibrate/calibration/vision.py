@@ -39,6 +39,8 @@ class WindowMedia:
         return torch.where(self.is_image_S, starts_S.cumsum(0), -1)
 
 
+# text models whose rotations of pairs side by side are not those of the model with the same layers
+ADJACENT = ("glm4v_text",)
 Media = Sequence[WindowMedia | None]  # of the windows of a batch; None: a window of text
 
 
@@ -123,6 +125,18 @@ class _Zeros(nn.Module):
         return self.weight.new_zeros(*ids.shape, self.width)
 
 
+class _Halves(nn.Module):
+    """Rotations whose table has two equal halves, of rotations with equal values side by side."""
+
+    def __init__(self, adjacent: nn.Module) -> None:
+        super().__init__()
+        self.adjacent = adjacent
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tables = self.adjacent(x, position_ids)
+        return tuple(each[..., ::2].repeat(*[1] * (each.ndim - 1), 2) for each in tables)
+
+
 class VisionModel:
     """The vision tower of a folder, in transformers' model without the text model's layers."""
 
@@ -170,7 +184,10 @@ class VisionModel:
     def rotary(self) -> nn.Module | None:
         """The rotations of positions with three axes; None: positions are numbers."""
         found = getattr(self._text, "rotary_emb", None)
-        return copy.deepcopy(found) if hasattr(found, "mrope_section") else None
+        if not hasattr(found, "mrope_section"):
+            return None
+        found = copy.deepcopy(found)
+        return _Halves(found) if self._text.config.model_type in ADJACENT else found
 
     def media(self, data: CalibrationData) -> list[WindowMedia | None]:
         """Run the tower on the images of each window."""

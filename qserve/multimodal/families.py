@@ -20,8 +20,8 @@ class VisionFamily:
     image_token_keys: tuple[str, ...] = ("image_token_id",)  # in config.json; the first found
     # key of the token that a chat template writes for an image; "": the image token itself
     placeholder_key: str = ""
-    layout: str  # row of layouts.LAYOUTS: the tokens that an image becomes
-    # row of tower.ENCODERS: how the tower is called; "grid": qwen_tower.py
+    layout: str  # row of layouts.table.LAYOUTS: the tokens that an image becomes
+    # row of encoders.ENCODERS: how the tower is called; "grid": qwen_tower.py
     encoder: str
     video: str = ""  # row of video_processor.KINDS; "": it takes no videos
     # number of pairs of channels of each axis where the text model's positions have three axes and
@@ -51,6 +51,7 @@ LLAVA = {
     "multi_modal_projector.": "multi_modal_projector.",
 }
 LLAVA |= {f"model.{stored}": own for stored, own in LLAVA.items()}
+NEWLINE = {f"{parent}image_newline": "image_newline" for parent in ("", "model.")}
 QWEN = {"visual.": "visual.", "model.visual.": "visual."}
 VISION_FAMILIES: dict[str, VisionFamily] = {
     family.architecture: family
@@ -75,6 +76,26 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             prefixes=LLAVA,
         ),
         VisionFamily(
+            architecture="LlavaNextForConditionalGeneration",
+            image_token_keys=("image_token_id", "image_token_index"),
+            layout="next",
+            encoder="squares",
+            prefixes=LLAVA | NEWLINE,
+        ),
+        VisionFamily(
+            architecture="LlavaOnevisionForConditionalGeneration",
+            image_token_keys=("image_token_id", "image_token_index"),
+            layout="one_vision",
+            encoder="squares",
+            prefixes=LLAVA | NEWLINE,
+        ),
+        VisionFamily(
+            architecture="InternVLForConditionalGeneration",
+            layout="intern_tiles",
+            encoder="square",
+            prefixes=LLAVA,
+        ),
+        VisionFamily(
             architecture="Gemma3ForConditionalGeneration",
             image_token_keys=("image_token_id", "image_token_index"),
             placeholder_key="boi_token_index",
@@ -91,13 +112,16 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             encoder="rows",
             prefixes=LLAVA,
         ),
-        VisionFamily(
-            architecture="Qwen2_5_VLForConditionalGeneration",
-            axis_pairs=(16, 24, 24),
-            layout="grid",
-            encoder="grid",
-            video="qwen2",
-            prefixes=QWEN,
+        *(
+            VisionFamily(
+                architecture=f"{name}ForConditionalGeneration",
+                axis_pairs=(16, 24, 24),
+                layout="grid",
+                encoder="grid",
+                video="qwen2",
+                prefixes=QWEN,
+            )
+            for name in ("Qwen2VL", "Qwen2_5_VL")
         ),
         *(
             VisionFamily(
@@ -110,6 +134,16 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
                 prefixes=QWEN,
             )
             for name in ("Qwen3VL", "Qwen3VLMoe")
+        ),
+        *(
+            VisionFamily(
+                architecture=f"{name}ForConditionalGeneration",
+                axis_pairs=(8, 12, 12),
+                layout="grid",
+                encoder="patches",
+                prefixes=QWEN,
+            )
+            for name in ("Glm4v", "Glm4vMoe", "Glm46V")
         ),
         *(
             VisionFamily(

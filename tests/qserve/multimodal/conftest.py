@@ -8,7 +8,8 @@ import torch
 
 from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
-from qserve.multimodal.layouts import processor_options
+from qserve.multimodal.calibration import NO_ARGUMENTS
+from qserve.multimodal.layouts.table import layout_of
 from qserve.multimodal.processor import MediaProcessor, image_digest
 from qserve.multimodal.video import video_of_frames
 from qserve.multimodal.video_processor import VideoProcessor
@@ -92,14 +93,15 @@ class Vision:
     def inputs(self, ids, images, videos=()):
         found = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids))}
         if images:
-            layout = self.processor.config.family.layout
-            options = processor_options(layout, self.processor.config.values)
-            given = [list(images)] if layout == "tiles" else list(images)
-            pixels = self._pixels(images=given, **options)
-            pixels.pop("rows", None), pixels.pop("cols", None)
-            found |= {name: torch.from_numpy(np.array(value)) for name, value in pixels.items()}
-            if layout == "framed_square":
-                del found["num_crops"]
+            config = self.processor.config
+            layout = layout_of(config)
+            pixels = self._pixels(images=layout.given(images), **layout.options(config.values))
+            found |= {
+                name: torch.from_numpy(np.array(value))
+                for name, value in pixels.items()
+                if name not in NO_ARGUMENTS
+            }
+            if config.family.is_mutual:
                 is_image = torch.tensor([ids]) == self.model.config.image_token_id
                 found["token_type_ids"] = is_image.int()
         if videos:
@@ -122,7 +124,7 @@ class Vision:
             "pixel_values_videos": torch.tensor(pixels.reshape(len(pixels), -1)).float(),
             "video_grid_thw": torch.tensor([clip.grid for clip in clips]),
         }
-        if self.processor.config.family.video == "qwen2":
+        if "tokens_per_second" in self.processor.config.values["vision_config"]:
             found["second_per_grid_ts"] = torch.tensor([clip.seconds_per_group for clip in clips])
         return found
 

@@ -17,6 +17,8 @@ __all__ = ["replayed"]
 
 # tiles; positions of three axes and deepstack; a mask in both directions
 DEFAULT = ("smolvlm", "qwen3_vl", "gemma3")
+# one case by default: the rest of their tests is exhaustive
+FEW = ("qwen2_vl", "glm4v", "internvl", "llava_next", "llava_onevision")
 FAMILIES = [
     pytest.param(name, marks=() if name in DEFAULT else pytest.mark.exhaustive)
     for name in VISION_FAMILIES
@@ -40,6 +42,15 @@ def requests_of(model):
         # transformers fails at one embedding of Mistral 3
         (f"one more {mark}", (picture(*((20, 3) if "IMG" in mark else (1, 1)), 4),)),
     ]
+
+
+@pytest.mark.parametrize("family", FEW)
+def test_tokens_of_each_family(vision, family):
+    """Text, and an image that chunks of 7 tokens cut."""
+    model = vision(family)
+    requests = requests_of(model)[:2]
+    found, _ = model.run(model.engine(max_num_batched_tokens=7), *requests)
+    assert found == [model.expected(*request) for request in requests]
 
 
 @pytest.mark.exhaustive
