@@ -137,6 +137,50 @@ GEMMA_3 = {
     "image_processor": "Gemma3ImageProcessor",
     "processor": {**PIXELS, "size": {"height": 32, "width": 32}},
 }
+# About 70 embeddings, whatever the image's size is: each of 2 x 2 patches.
+GEMMA_4 = {
+    "config": "Gemma4Config",
+    "tokens": ["<|image>", "<|image|>", "<image|>", "<|video|>", "<|pad|>"],
+    "placeholder": "<|image|>",
+    "text_type": "gemma4_text",
+    "text": {
+        "num_hidden_layers": 4,
+        "sliding_window": 40,
+        "global_head_dim": 32,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "hidden_size_per_layer_input": 0,
+        "use_bidirectional_attention": "vision",
+    },
+    "vision": {
+        **TOWER,
+        "head_dim": 16,
+        "num_key_value_heads": 2,
+        "patch_size": 8,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 256,
+        "standardize": True,
+        "use_clipped_linears": True,
+    },
+    "whole": {
+        "boi_token_id": "<|image>",
+        "eoi_token_id": "<image|>",
+        "video_token_id": "<|video|>",
+        "audio_config": None,
+    },
+    "image_processor": "Gemma4ImageProcessor",
+    "processor": {"patch_size": 8, "pooling_kernel_size": 2, "max_soft_tokens": 70},
+}
+# E2B: inputs of each layer, and a layer that reads the keys of another
+GEMMA_4_SHARED = {
+    **GEMMA_4,
+    "text": {
+        **GEMMA_4["text"],
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 2,
+        "use_bidirectional_attention": None,
+        "pad_token_id": "<|pad|>",
+    },
+}
 # Sides of at most 64 pixels, rounded up to multiples of 16: 4 x 4 embeddings.
 MISTRAL_3 = {
     "config": "Mistral3Config",
@@ -299,6 +343,8 @@ VISION_FAMILIES = {
     "llava_next": LLAVA_NEXT,
     "llava_onevision": LLAVA_ONEVISION,
     "internvl": INTERNVL,
+    "gemma4": GEMMA_4,
+    "gemma4_shared": GEMMA_4_SHARED,
     "mistral3": MISTRAL_3,
     "qwen2_vl": QWEN_2_VL,
     "qwen2_5_vl": QWEN_2_5_VL,
@@ -326,7 +372,7 @@ def write_tiny_vision(folder: Path, family: str, num_words: int = 0) -> Path:
     usual = {key: value for key, value in TEXT.items() if key not in row.get("without", ())}
     config = getattr(transformers, row["config"])(
         text_config={**usual, "model_type": row["text_type"], "vocab_size": vocab_size}
-        | row.get("text", {}),
+        | {key: ids.get(str(value), value) for key, value in row.get("text", {}).items()},
         vision_config=row["vision"],
         image_token_id=ids[row.get("image", row["placeholder"])],
         tie_word_embeddings=False,
@@ -341,6 +387,9 @@ def write_tiny_vision(folder: Path, family: str, num_words: int = 0) -> Path:
             # The text norms of Gemma multiply by 1 + weight.
             is_one = "norm" in name and "bias" not in name and family != "gemma3"
             torch.nn.init.normal_(parameter, float(is_one), 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith(("std_bias", "std_scale")):
+            torch.nn.init.normal_(buffer, float(name.endswith("scale")), 0.2)
     model.save_pretrained(folder)
     processor = {"image_processor_type": row["image_processor"], **row["processor"]}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))

@@ -32,7 +32,7 @@ IMAGE_FIELDS = {
     "image": ("image", "url", "path"),
 }
 # what an image processor returns for its own processor alone
-NO_ARGUMENTS = ("rows", "cols", "num_crops", "num_patches")
+NO_ARGUMENTS = ("rows", "cols", "num_crops", "num_patches", "num_soft_tokens_per_image")
 MAX_PATH_CHARS = 4096
 MAX_BYTES, MAX_PIXELS = 2**28, 2**28
 
@@ -103,10 +103,8 @@ class CalibrationChats:
             if name not in NO_ARGUMENTS
         }
         kinds_1S = window.is_image_S[None].int()
-        if config.family.layout == "grid":
-            inputs["mm_token_type_ids"] = kinds_1S
-        if config.family.is_mutual:
-            inputs["token_type_ids"] = kinds_1S
+        if config.family.kinds_argument:
+            inputs[config.family.kinds_argument] = kinds_1S
         return {
             **inputs,
             "input_ids": ids_S[None],

@@ -63,10 +63,23 @@ def _encode_patches(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
     return model.get_image_features(patches, image_grid_thw=grids_N3).pooler_output
 
 
+def _encode_pooled(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
+    """Gemma 4: patches without padding."""
+    pixels_NCPV, columns_N1 = (
+        torch.stack(inputs["pixel_values"]),
+        torch.stack(inputs["image_grid"])[:, 1:],
+    )
+    numbers_P = torch.arange(pixels_NCPV.shape[2], device=pixels_NCPV.device)
+    places_NP2 = torch.stack([numbers_P % columns_N1, numbers_P // columns_N1], -1)
+    patches_NPV = pixels_NCPV.permute(0, 2, 3, 1).flatten(2)
+    return model.get_image_features(patches_NPV, places_NP2).pooler_output
+
+
 ENCODERS: dict[str, Encode] = {
     "tiles": _encode_tiles,
     "square": _encode_square,
     "squares": _encode_squares,
     "patches": _encode_patches,
     "rows": _encode_rows,
+    "pooled": _encode_pooled,
 }

@@ -29,6 +29,10 @@ class VisionFamily:
     axis_pairs: tuple[int, ...] = ()
     has_interleaved_axes: bool = False
     is_mutual: bool = False  # embeddings of an image attend to each other in both directions
+    # the same in layers with a window, where the text model's config says it
+    has_mutual_windows: bool = False
+    # argument of transformers' model: 1 for each token of an image, else 0; "": there is none
+    kinds_argument: str = ""
     # the processor joins its newlines with those of the prompt around an image
     joins_newlines: bool = False
     # prefix of a tensor's name in the file -> in transformers' model; the first match counts
@@ -51,6 +55,11 @@ LLAVA = {
     "multi_modal_projector.": "multi_modal_projector.",
 }
 LLAVA |= {f"model.{stored}": own for stored, own in LLAVA.items()}
+GEMMA_4 = {
+    f"{parent}{part}.": f"{part}."
+    for parent in ("model.", "")
+    for part in ("vision_tower", "embed_vision")
+}
 NEWLINE = {f"{parent}image_newline": "image_newline" for parent in ("", "model.")}
 QWEN = {"visual.": "visual.", "model.visual.": "visual."}
 VISION_FAMILIES: dict[str, VisionFamily] = {
@@ -102,8 +111,17 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             layout="framed_square",
             encoder="square",
             is_mutual=True,
+            kinds_argument="token_type_ids",
             joins_newlines=True,
             prefixes=LLAVA,
+        ),
+        VisionFamily(
+            architecture="Gemma4ForConditionalGeneration",
+            layout="pooled",
+            encoder="pooled",
+            has_mutual_windows=True,
+            kinds_argument="mm_token_type_ids",
+            prefixes=GEMMA_4,
         ),
         VisionFamily(
             architecture="Mistral3ForConditionalGeneration",
@@ -117,6 +135,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
                 architecture=f"{name}ForConditionalGeneration",
                 axis_pairs=(16, 24, 24),
                 layout="grid",
+                kinds_argument="mm_token_type_ids",
                 encoder="grid",
                 video="qwen2",
                 prefixes=QWEN,
@@ -129,6 +148,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
                 axis_pairs=(24, 20, 20),
                 has_interleaved_axes=True,
                 layout="grid",
+                kinds_argument="mm_token_type_ids",
                 encoder="grid",
                 video="qwen3",
                 prefixes=QWEN,
@@ -140,6 +160,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
                 architecture=f"{name}ForConditionalGeneration",
                 axis_pairs=(8, 12, 12),
                 layout="grid",
+                kinds_argument="mm_token_type_ids",
                 encoder="patches",
                 prefixes=QWEN,
             )
@@ -151,6 +172,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
                 axis_pairs=(11, 11, 10),
                 has_interleaved_axes=True,
                 layout="grid",
+                kinds_argument="mm_token_type_ids",
                 encoder="grid",
                 video="qwen3",
                 prefixes=QWEN,
@@ -185,10 +207,27 @@ class VisionConfig:
         ropes = self.values["text_config"].get("rope_parameters") or {}
         return tuple(ropes.get("mrope_section") or self.family.axis_pairs)
 
+    @property
+    def is_mutual(self) -> bool:
+        """True if embeddings of an image attend to each other in both directions."""
+        return self.family.is_mutual or self.sees_ahead_in_windows
+
+    @property
+    def sees_ahead_in_windows(self) -> bool:
+        """True if they do so in layers with a window alone."""
+        stated = self.values["text_config"].get("use_bidirectional_attention")
+        return self.family.has_mutual_windows and stated == "vision"
+
     def fill_id(self, kind: str = "image") -> int:
-        """Token at the positions of embeddings: that of the kind, or 0 if it has no embedding."""
+        """Token at the positions of embeddings: that of the kind, or 0 if it has no embedding.
+
+        Inputs of each layer (Gemma 4) are those of the padding.
+        """
         token = self.video_token_id if kind == "video" else self.image_token_id
-        vocab_size = self.values["text_config"]["vocab_size"]
+        text = self.values["text_config"]
+        vocab_size = text["vocab_size"]
+        if text.get("hidden_size_per_layer_input"):
+            token = text["pad_token_id"]
         return token if token is not None and token < vocab_size else 0
 
     @property

@@ -132,11 +132,14 @@ class MediaProcessor:
         """Append the tokens and the items of pieces. `digested`: the content and all options."""
         text, number = "", 0
         for piece in pieces:
-            if not isinstance(piece, Run):
+            if isinstance(piece, str):
                 text += piece
                 continue
             self._append_text(text, token_ids)
             text = ""
+            if isinstance(piece, int):
+                token_ids.append(piece)
+                continue
             ids, is_embed = self._tokens_of(piece, self.config.fill_id(kind))
             items.append(
                 MediaItem(
@@ -145,7 +148,7 @@ class MediaProcessor:
                     offset=len(token_ids),
                     length=piece.length,
                     is_embed=is_embed,
-                    is_mutual=self.config.family.is_mutual,
+                    is_mutual=self.config.is_mutual,
                     grid=piece.grid,
                     frame_step=piece.frame_step,
                     features=piece.features,

@@ -239,7 +239,13 @@ def _without_text(config: VisionConfig, *, is_random: bool) -> Any:
     text["num_hidden_layers"] = 1
     for key in ("layer_types", "mlp_only_layers"):
         if text.get(key):
-            text[key] = text[key][:1] if key == "layer_types" else []
+            text[key] = text[key][-1:] if key == "layer_types" else []
+    text.pop("per_layer_config", None)  # of layers that are left out
+    for key in ("num_kv_shared_layers", "hidden_size_per_layer_input"):
+        if text.get(key):
+            text[key] = 0
+    if values.get("audio_config"):
+        values["audio_config"] = None
     filled = AutoConfig.for_model(values.pop("model_type"), **values)
     with contextlib.nullcontext() if is_random else no_init_weights():
         return AutoModel.from_config(filled, dtype=torch.float32)

@@ -45,6 +45,7 @@ class Encoder:
         """
         self.tower, self.bytes_to_come = tower, bytes_to_come
         self._num_levels = num_levels
+        self._sees_ahead_in_windows = tower is not None and tower.config.sees_ahead_in_windows
         self._ropes = ropes
         self._graphs: TowerGraphs | None = None
         self._rows: dict[str, torch.Tensor] = {}
@@ -109,7 +110,7 @@ class Encoder:
     @property
     def is_mutual(self) -> bool:
         """True if the rows of an image see each other, which no CUDA graph computes."""
-        return self.tower is not None and self.tower.config.family.is_mutual
+        return self.tower is not None and self.tower.config.is_mutual
 
     def with_media(self, batch: Batch, step: StepInput) -> tuple[Batch, DraftMedia]:
         """Return a step's tensors with the embeddings and the positions of its media, and the
@@ -126,7 +127,9 @@ class Encoder:
                 batch = replace(batch, embeds=embeds)
             ahead = step.media.keys_ahead_T
             if ahead is not None:  # with drafts the device has corrected the positions by now
-                batch = replace(batch, last_keys_T=batch.positions_T + to_device(ahead, device))
+                last_keys_T = batch.positions_T + to_device(ahead, device)
+                in_windows = self._sees_ahead_in_windows
+                batch = replace(batch, last_keys_T=last_keys_T, sees_ahead_in_windows=in_windows)
         if step.axis_offsets_3T is not None:
             positions_3T = batch.positions_T + to_device(step.axis_offsets_3T, device)
             batch = replace(batch, row_ropes=self._ropes.of(positions_3T))

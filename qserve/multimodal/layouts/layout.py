@@ -20,7 +20,7 @@ class Run:
     other_tokens: Mapping[int, str] = field(default_factory=dict)
 
 
-Piece = str | Run  # a text around items, or an item
+Piece = str | int | Run  # a text or a token around items, or an item
 Values = Mapping[str, Any]  # of config.json, with transformers' defaults
 Stated = tuple[str, tuple[int, ...]]  # dtype and shape
 

@@ -1,7 +1,7 @@
 """The tables of layouts, and the check of an item's features. Loads no torch."""
 
 from qserve.multimodal.families import VisionConfig
-from qserve.multimodal.layouts import grids, high_resolution, rows, squares, tiles
+from qserve.multimodal.layouts import grids, high_resolution, pooled, rows, squares, tiles
 from qserve.multimodal.layouts.layout import Layout, Stated
 from qserve.multimodal.media import MediaItem
 
@@ -12,6 +12,7 @@ LAYOUTS: dict[str, Layout] = {
     "framed_square": squares.FRAMED_SQUARE,
     "grid": grids.GRID,
     "rows": rows.ROWS,
+    "pooled": pooled.POOLED,
     "next": high_resolution.NEXT,
     "one_vision": high_resolution.ONE_VISION,
 }
@@ -37,8 +38,8 @@ def check_features(item: MediaItem, vision: VisionConfig) -> str:
             return f"expected {name} as {_text(stated)}, found {_text(found[name])}"
     if item.frame_step != 1.0 and vision.family.video != "qwen2":
         return f"expected frame_step 1, found {item.frame_step}"
-    if item.is_mutual != vision.family.is_mutual:
-        return f"expected is_mutual {vision.family.is_mutual}, found {item.is_mutual}"
+    if item.is_mutual != vision.is_mutual:
+        return f"expected is_mutual {vision.is_mutual}, found {item.is_mutual}"
     if item.num_embeds != num_embeds:
         return f"expected {num_embeds} embeddings for its features, found {item.num_embeds}"
     return ""
