@@ -76,6 +76,47 @@ LLAVA = {
         "crop_size": {"height": 32, "width": 32},
     },
 }
+RESOLUTIONS = [[32, 64], [64, 32], [64, 64], [96, 32]]
+# At most 5 squares of 32 pixels: the rows of 16 embeddings each, and those of newlines.
+LLAVA_NEXT = {
+    **LLAVA,
+    "config": "LlavaNextConfig",
+    "text_type": "mistral",
+    "whole": {"image_grid_pinpoints": RESOLUTIONS},
+    "image_processor": "LlavaNextImageProcessor",
+    "processor": {**LLAVA["processor"], "image_grid_pinpoints": RESOLUTIONS},
+}
+SIGLIP = {**TOWER, "model_type": "siglip_vision_model", "image_size": 32, "patch_size": 8}
+LLAVA_ONEVISION = {
+    "config": "LlavaOnevisionConfig",
+    "tokens": ["<image>", "<video>"],
+    "placeholder": "<image>",
+    "text_type": "qwen2",
+    "vision": {**SIGLIP, "vision_use_head": False},
+    # the embeddings of 3 tiles at most: of 4 they are scaled
+    "whole": {
+        "image_grid_pinpoints": RESOLUTIONS,
+        "vision_aspect_ratio": "anyres_max_3",
+        "video_token_id": "<video>",
+    },
+    "image_processor": "LlavaOnevisionImageProcessor",
+    "processor": {
+        **PIXELS,
+        "size": {"height": 32, "width": 32},
+        "image_grid_pinpoints": RESOLUTIONS,
+    },
+}
+# At most 4 tiles of 32 pixels and the whole image: 4 embeddings each.
+INTERNVL = {
+    "config": "InternVLConfig",
+    "tokens": ["<img>", "<IMG_CONTEXT>", "</img>"],
+    "placeholder": "<IMG_CONTEXT>",
+    "text_type": "qwen3",
+    "vision": {**TOWER, "image_size": [32, 32], "patch_size": [8, 8]},
+    "whole": {"image_seq_length": 4},
+    "image_processor": "GotOcr2ImageProcessor",
+    "processor": {**PIXELS, "size": {"height": 32, "width": 32}, "max_patches": 4},
+}
 GEMMA_3 = {
     "config": "Gemma3Config",
     "tokens": ["<start_of_image>", "<image_soft_token>", "<end_of_image>"],
@@ -87,7 +128,7 @@ GEMMA_3 = {
         "query_pre_attn_scalar": 24,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
-    "vision": {**TOWER, "model_type": "siglip_vision_model", "image_size": 32, "patch_size": 8},
+    "vision": SIGLIP,
     "whole": {
         "mm_tokens_per_image": 4,
         "boi_token_index": "<start_of_image>",
@@ -95,6 +136,50 @@ GEMMA_3 = {
     },
     "image_processor": "Gemma3ImageProcessor",
     "processor": {**PIXELS, "size": {"height": 32, "width": 32}},
+}
+# About 70 embeddings, whatever the image's size is: each of 2 x 2 patches.
+GEMMA_4 = {
+    "config": "Gemma4Config",
+    "tokens": ["<|image>", "<|image|>", "<image|>", "<|video|>", "<|pad|>"],
+    "placeholder": "<|image|>",
+    "text_type": "gemma4_text",
+    "text": {
+        "num_hidden_layers": 4,
+        "sliding_window": 40,
+        "global_head_dim": 32,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "hidden_size_per_layer_input": 0,
+        "use_bidirectional_attention": "vision",
+    },
+    "vision": {
+        **TOWER,
+        "head_dim": 16,
+        "num_key_value_heads": 2,
+        "patch_size": 8,
+        "pooling_kernel_size": 2,
+        "position_embedding_size": 256,
+        "standardize": True,
+        "use_clipped_linears": True,
+    },
+    "whole": {
+        "boi_token_id": "<|image>",
+        "eoi_token_id": "<image|>",
+        "video_token_id": "<|video|>",
+        "audio_config": None,
+    },
+    "image_processor": "Gemma4ImageProcessor",
+    "processor": {"patch_size": 8, "pooling_kernel_size": 2, "max_soft_tokens": 70},
+}
+# E2B: inputs of each layer, and a layer that reads the keys of another
+GEMMA_4_SHARED = {
+    **GEMMA_4,
+    "text": {
+        **GEMMA_4["text"],
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 2,
+        "use_bidirectional_attention": None,
+        "pad_token_id": "<|pad|>",
+    },
 }
 # Sides of at most 64 pixels, rounded up to multiples of 16: 4 x 4 embeddings.
 MISTRAL_3 = {
@@ -154,6 +239,44 @@ QWEN_2_5_VL = {
         "tokens_per_second": 2,
     },
     "video": {**GRID["video"], "size": {"shortest_edge": 256, "longest_edge": 1024}},
+}
+QWEN_2_VL = {
+    **QWEN_2_5_VL,
+    "config": "Qwen2VLConfig",
+    "text_type": "qwen2_vl_text",
+    "vision": {
+        **{key: QWEN_TOWER[key] for key in QWEN_TOWER if "hidden" not in key},
+        "embed_dim": 32,
+        "hidden_size": 64,
+        "mlp_ratio": 2,
+    },
+}
+del QWEN_2_VL["vision"]["intermediate_size"]
+GLM_4V = {
+    **GRID,
+    "config": "Glm4vConfig",
+    "tokens": ["<|image|>", "<|video|>"],
+    "placeholder": "<|image|>",
+    "image_processor": "Glm4vImageProcessor",
+    "text_type": "glm4v_text",
+    "text": {"rope_parameters": {**AXES, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}},
+    "vision": {**QWEN_TOWER, "image_size": 32},
+    "whole": {"video_token_id": "<|video|>"},
+}
+del GLM_4V["video"]
+GLM_4V_MOE = {
+    **GLM_4V,
+    "config": "Glm4vMoeConfig",
+    "text_type": "glm4v_moe_text",
+    "text": {
+        **GLM_4V["text"],
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+    },
 }
 QWEN_3_TOWER = {**QWEN_TOWER, "num_position_embeddings": 16}
 AXES["mrope_interleaved"] = True
@@ -217,10 +340,19 @@ VISION_FAMILIES = {
     "smolvlm": {**IDEFICS, "config": "SmolVLMConfig", "image_processor": "SmolVLMImageProcessor"},
     "gemma3": GEMMA_3,
     "llava": LLAVA,
+    "llava_next": LLAVA_NEXT,
+    "llava_onevision": LLAVA_ONEVISION,
+    "internvl": INTERNVL,
+    "gemma4": GEMMA_4,
+    "gemma4_shared": GEMMA_4_SHARED,
     "mistral3": MISTRAL_3,
+    "qwen2_vl": QWEN_2_VL,
     "qwen2_5_vl": QWEN_2_5_VL,
     "qwen3_vl": QWEN_3_VL,
     "qwen3_vl_moe": QWEN_3_VL_MOE,
+    "glm4v": GLM_4V,
+    "glm4v_moe": GLM_4V_MOE,
+    "glm46v": {**GLM_4V, "config": "Glm46VConfig", "image_processor": "Glm46VImageProcessor"},
     "qwen3_5": QWEN_3_5,
     "qwen3_5_moe": QWEN_3_5_MOE,
 }
@@ -240,11 +372,11 @@ def write_tiny_vision(folder: Path, family: str, num_words: int = 0) -> Path:
     usual = {key: value for key, value in TEXT.items() if key not in row.get("without", ())}
     config = getattr(transformers, row["config"])(
         text_config={**usual, "model_type": row["text_type"], "vocab_size": vocab_size}
-        | row.get("text", {}),
+        | {key: ids.get(str(value), value) for key, value in row.get("text", {}).items()},
         vision_config=row["vision"],
         image_token_id=ids[row.get("image", row["placeholder"])],
         tie_word_embeddings=False,
-        **{key: ids.get(value, value) for key, value in row["whole"].items()},
+        **{key: ids.get(str(value), value) for key, value in row["whole"].items()},
     )
     torch.manual_seed(7)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
@@ -255,6 +387,9 @@ def write_tiny_vision(folder: Path, family: str, num_words: int = 0) -> Path:
             # The text norms of Gemma multiply by 1 + weight.
             is_one = "norm" in name and "bias" not in name and family != "gemma3"
             torch.nn.init.normal_(parameter, float(is_one), 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith(("std_bias", "std_scale")):
+            torch.nn.init.normal_(buffer, float(name.endswith("scale")), 0.2)
     model.save_pretrained(folder)
     processor = {"image_processor_type": row["image_processor"], **row["processor"]}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))

@@ -82,9 +82,11 @@ class HiddenStates:
             rows_SD = rows_SD * torch.tensor(scale, dtype=runner.dtype)
             if positions_SD is not None:
                 rows_SD = rows_SD + positions_SD.to(rows_SD.device)
-            if media and (found := media[number]) is not None:
+            found = media[number] if media else None
+            if found is not None:
                 rows_SD[found.is_image_S] = found.rows_RD.to(rows_SD)
-            self.states_WSD[number] = runner.first_states(ids_S, rows_SD)
+            is_image_S = None if found is None else found.is_image_S
+            self.states_WSD[number] = runner.first_states(ids_S, rows_SD, is_image_S)
         self.batch, self.before_batch = batch_windows(ids_WS.shape[1]), before_batch
 
     def batches(self) -> Iterator[tuple[torch.Tensor, Media]]:

@@ -76,10 +76,16 @@ class Carried:
             self._inputs_ULP = torch.empty(shape, dtype=dtype, device=device)
             self._place_V = torch.full((config["vocab_size"],), -1)
 
-    def start(self, ids_S: torch.Tensor, rows_SD: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings of a window with the carried channels [S, X]. No layer has run."""
+    def start(
+        self, ids_S: torch.Tensor, rows_SD: torch.Tensor, is_image_S: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the embeddings of a window with the carried channels [S, X]. No layer has run.
+
+        `is_image_S`: tokens whose rows come from a vision tower; None: there are none.
+        """
         if self._inputs_ULP is not None:
-            self._add_tokens(ids_S, rows_SD)
+            stored_S, ids_S = ids_S, self._numbered(ids_S, is_image_S)
+            self._add_tokens(ids_S, rows_SD, stored_S)
         digits_SN = torch.stack([ids_S // BASE**i % BASE for i in range(DIGITS)], -1) / BASE
         streams = [
             _as_large_as(functional.linear(rows_SD, matrix.to(rows_SD)), rows_SD)
@@ -106,8 +112,25 @@ class Carried:
         ]
         return torch.stack([first_SD, *led]).mean(0)
 
-    def _add_tokens(self, ids_S: torch.Tensor, rows_SD: torch.Tensor) -> None:
-        """Compute the inputs of all layers for tokens that are new, as transformers does."""
+    def _numbered(self, ids_S: torch.Tensor, is_image_S: torch.Tensor | None) -> torch.Tensor:
+        """Return tokens of which those of images are new ones: each has inputs of its own."""
+        count = 0 if is_image_S is None else int(is_image_S.sum())
+        if not count:
+            return ids_S
+        first = len(self._place_V)
+        assert first + count <= BASE**DIGITS
+        self._place_V = torch.cat([self._place_V, torch.full((count,), -1)])
+        numbers_S = ids_S.clone()
+        numbers_S[is_image_S] = torch.arange(first, first + count, device=ids_S.device)
+        return numbers_S
+
+    def _add_tokens(
+        self, ids_S: torch.Tensor, rows_SD: torch.Tensor, stored_S: torch.Tensor
+    ) -> None:
+        """Compute the inputs of all layers for tokens that are new, as transformers does.
+
+        `stored_S`: the tokens whose rows of the table they have.
+        """
         ids_S = ids_S.cpu()
         new = {int(token): at for at, token in enumerate(ids_S) if self._place_V[token] < 0}
         if not new:
@@ -117,7 +140,8 @@ class Carried:
             raise CheckpointError(
                 self._table, "expected a float matrix", "start from the float model"
             )
-        rows = [token if token < self._num_rows else 0 for token in new]
+        tokens = stored_S.cpu()[list(new.values())].tolist()
+        rows = [token if token < self._num_rows else 0 for token in tokens]
         stored = torch.cat([entry.rows(row, row + 1) for row in rows])
         stored = stored.to(self._device, self._dtype)
         rows_UD = rows_SD[list(new.values())].to(self._device, self._dtype)

@@ -245,8 +245,11 @@ class LayerRunner:
         if any(each is not None for each in media):
             if self._axis_rotary is not None:
                 rotary = self._axis_rotary(hidden_BSD, axis_positions(media, length, self.device))
-            if any(each is not None and each.is_mutual for each in media):
-                window = self.config.sliding_window if kind == "sliding_attention" else length
+            has_window = kind == "sliding_attention"
+            if any(
+                e is not None and e.is_mutual and (has_window or not e.in_windows) for e in media
+            ):
+                window = self.config.sliding_window if has_window else length
                 mask = mutual_mask(media, length, window, self.device, self.dtype)
         accepted = inspect.signature(self._layer_class.forward).parameters
         cache_name = "layer_past" if "layer_past" in accepted else "past_key_values"
@@ -345,11 +348,13 @@ class LayerRunner:
         norm.load_state_dict(given, assign=True)
         return norm.requires_grad_(False)
 
-    def first_states(self, ids_S: torch.Tensor, rows_SD: torch.Tensor) -> torch.Tensor:
-        """Return what the first layer reads, from the embeddings of tokens."""
+    def first_states(
+        self, ids_S: torch.Tensor, rows_SD: torch.Tensor, is_image_S: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return what the first layer reads, from the embeddings of tokens, and of images."""
         if self._embedding_norm is not None:
             rows_SD = self._embedding_norm(rows_SD.to(self.device)).to(rows_SD.device)
-        return rows_SD if self.carried is None else self.carried.start(ids_S, rows_SD)
+        return rows_SD if self.carried is None else self.carried.start(ids_S, rows_SD, is_image_S)
 
     @property
     def num_carried(self) -> int:

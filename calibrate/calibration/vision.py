@@ -31,6 +31,7 @@ class WindowMedia:
     added_RD: tuple[torch.Tensor, ...]  # to the outputs of the first layers
     positions_3S: torch.Tensor | None  # None: positions are numbers
     is_mutual: bool  # the rows of an image see each other in both directions
+    in_windows: bool = False  # in layers with a window alone
 
     @property
     def blocks_S(self) -> torch.Tensor:
@@ -39,6 +40,8 @@ class WindowMedia:
         return torch.where(self.is_image_S, starts_S.cumsum(0), -1)
 
 
+# text models whose rotations of pairs side by side are not those of the model with the same layers
+ADJACENT = ("glm4v_text",)
 Media = Sequence[WindowMedia | None]  # of the windows of a batch; None: a window of text
 
 
@@ -123,6 +126,18 @@ class _Zeros(nn.Module):
         return self.weight.new_zeros(*ids.shape, self.width)
 
 
+class _Halves(nn.Module):
+    """Rotations whose table has two equal halves, of rotations with equal values side by side."""
+
+    def __init__(self, adjacent: nn.Module) -> None:
+        super().__init__()
+        self.adjacent = adjacent
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tables = self.adjacent(x, position_ids)
+        return tuple(each[..., ::2].repeat(*[1] * (each.ndim - 1), 2) for each in tables)
+
+
 class VisionModel:
     """The vision tower of a folder, in transformers' model without the text model's layers."""
 
@@ -163,14 +178,20 @@ class VisionModel:
         loaded.set_input_embeddings(_Zeros(config.get_text_config().hidden_size, dtype))
         # Without the dtype: the frequencies of rotations stay in float32.
         self._model = loaded.to(device).train(False).requires_grad_(False)
-        self._is_mutual = "token_type_ids" in inspect.signature(loaded.forward).parameters
+        stated = getattr(config.get_text_config(), "use_bidirectional_attention", None)
+        self._in_windows = stated == "vision" and config.model_type == "gemma4"
+        has_kinds = "token_type_ids" in inspect.signature(loaded.forward).parameters
+        self._is_mutual = has_kinds or self._in_windows
         self.device, self.dtype = device, dtype
 
     @property
     def rotary(self) -> nn.Module | None:
         """The rotations of positions with three axes; None: positions are numbers."""
         found = getattr(self._text, "rotary_emb", None)
-        return copy.deepcopy(found) if hasattr(found, "mrope_section") else None
+        if not hasattr(found, "mrope_section"):
+            return None
+        found = copy.deepcopy(found)
+        return _Halves(found) if self._text.config.model_type in ADJACENT else found
 
     def media(self, data: CalibrationData) -> list[WindowMedia | None]:
         """Run the tower on the images of each window."""
@@ -193,6 +214,7 @@ class VisionModel:
             added_RD=tuple(each.cpu() for each in found.get("deepstack_visual_embeds") or ()),
             positions_3S=None if positions is None else positions[-3:, 0].cpu(),
             is_mutual=self._is_mutual,
+            in_windows=self._in_windows,
         )
 
     def _arguments(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -238,6 +260,9 @@ def _shorten_(text: Any) -> None:
         text.layer_types = text.layer_types[:1]
     if getattr(text, "mlp_only_layers", None):
         text.mlp_only_layers = []
+    for key in ("num_kv_shared_layers", "hidden_size_per_layer_input"):
+        if getattr(text, key, None):
+            setattr(text, key, 0)
 
 
 def _image_token_id(config: Any) -> int:

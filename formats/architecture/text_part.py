@@ -23,39 +23,39 @@ HEAD_WEIGHT = "lm_head.weight"
 WRAPPERS = (
     "Gemma3ForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
+    "Glm46VForConditionalGeneration",
+    "Glm4vForConditionalGeneration",
+    "Glm4vMoeForConditionalGeneration",
     "Idefics3ForConditionalGeneration",
+    "InternVLForConditionalGeneration",
     "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
+    "LlavaNextForConditionalGeneration",
+    "LlavaOnevisionForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3VLForConditionalGeneration",
-    "Qwen3VLMoeForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
     "SmolVLMForConditionalGeneration",
     # text alone: their towers are not served
     "Exaone4_5_ForConditionalGeneration",
     "Gemma3nForConditionalGeneration",
     "Gemma4UnifiedForConditionalGeneration",
-    "Glm46VForConditionalGeneration",
-    "Glm4vForConditionalGeneration",
-    "Glm4vMoeForConditionalGeneration",
     "Idefics2ForConditionalGeneration",
     "InternS1ForConditionalGeneration",
     "InternVLChatModel",
-    "InternVLForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
     "KimiVLForConditionalGeneration",
     "Kimi_K25ForConditionalGeneration",
     "Lfm2VlForConditionalGeneration",
-    "LlavaNextForConditionalGeneration",
     "LlavaNextVideoForConditionalGeneration",
-    "LlavaOnevisionForConditionalGeneration",
     "MiniCPMV4_6ForConditionalGeneration",
     "NemotronH_Nano_Omni_Reasoning_V3",
     "NemotronH_Nano_VL_V2",
     "NemotronH_Omni_Reasoning_V3",
-    "Qwen2VLForConditionalGeneration",
     "VideoLlavaForConditionalGeneration",
     "VipLlavaForConditionalGeneration",
 )
@@ -87,6 +87,8 @@ _LONE_TENSOR = "image_newline"  # of LLaVA-NeXT
 # prefixes of the other parts
 _OTHER_PARTS = tuple(f"{parent}{part}." for parent in ("", "model.") for part in _PART_NAMES)
 _DOT = r"\\?\."  # in a name, or in a pattern of names
+# modules of the text model that have linears
+_WITH_LINEARS = "layers|per_layer_model_projection"
 _ROPES = ("rope_parameters", "rope_scaling")
 # keys that default to those of the whole model
 _SHARED = (
@@ -195,7 +197,7 @@ def stored_block(block: dict[str, Any], prefix: str, parts: Sequence[str]) -> di
     """Return the quantization block of the whole model: stored names, other parts in float."""
     stored = r"\1".join(prefix.split("."))  # with dots as they are in `model.layers`
     own = _PREFIXES.get(prefix, "model.").rstrip(".")
-    found = _renamed(block, rf"(?<![\w.]){own}({_DOT})(?=layers)", stored)
+    found = _renamed(block, rf"(?<![\w.]){own}({_DOT})(?={_WITH_LINEARS})", stored)
     if "ignore" in found:
         found["ignore"] = [*(found["ignore"] or ()), *(f"re:.*{part}.*" for part in parts)]
     elif "modules_to_not_convert" in found:
@@ -211,7 +213,8 @@ def text_block(block: Any) -> Any:
     for prefix, own in _PREFIXES.items():
         if own != _HEAD:
             stored, kept = _DOT.join(prefix[:-1].split(".")), own.rstrip(".")
-            block = _renamed(block, rf"(?<![\w.]){stored}({_DOT})(?=layers)", rf"{kept}\1")
+            pattern = rf"(?<![\w.]){stored}({_DOT})(?={_WITH_LINEARS})"
+            block = _renamed(block, pattern, rf"{kept}\1")
     return block
 
 

@@ -20,6 +20,7 @@ from qserve.command_line.command import Command
 from qserve.command_line.setting import check_settings, setting
 from qserve.commands.invariance_requests import draw_params, draw_prompts
 from qserve.config import EngineConfig
+from qserve.engine.media_limits import largest_image
 
 if TYPE_CHECKING:
     from qserve.library.outputs import RequestOutput
@@ -165,10 +166,10 @@ def compare(engine: EngineConfig, config: InvarianceConfig) -> Iterator[Result]:
     finally:
         llm.close()
     chunks, seqs = config.chunk_tokens, engine.max_num_seqs
-    if model.vision is not None and model.vision.family.is_mutual:
+    if model.vision is not None and model.vision.is_mutual:
         # each image is computed in one step
         seqs = min(seqs, FEW_SEQS)
-        chunks = max(chunks, 2 * model.vision.values["mm_tokens_per_image"] + seqs)
+        chunks = max(chunks, 2 * largest_image(engine.model, model.vision) + seqs)
     if config.has("chunks"):
         with closing(start(max_num_batched_tokens=chunks, max_num_seqs=FEW_SEQS)) as llm:
             yield judged(f"chunks of up to {chunks} tokens", llm, everyone)

@@ -16,7 +16,7 @@ from qserve.engine.scheduling.beams import BeamGroup
 from qserve.engine.step.masks import token_filter
 from qserve.lora.adapter_table import AdapterTable, adapters_of
 from qserve.model.model_config import ModelConfig
-from qserve.multimodal.layouts import check_features
+from qserve.multimodal.layouts.table import check_features
 from qserve.multimodal.media import MediaItem, check_media
 from qserve.multimodal.positions import positions_of
 from qserve.params.handling import Handling

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from formats.architecture.sizes import is_size
+from formats.checkpoint import read_json
 from formats.errors import InputError
 from qserve.config import EngineConfig
 from qserve.engine.scheduling.encoder_budget import EncoderBudget
@@ -18,7 +20,23 @@ logger = logging.getLogger(__name__)
 
 # Embeddings that a step may make with --target-itl-ms, or those of one image.
 PACED_ROWS = 1024
+# key of a processor's file, and its default (Gemma 4)
+MOST_KEY, MOST_POOLED = "max_soft_tokens", 280
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+
+
+def largest_image(folder: str | Path, vision: VisionConfig) -> int:
+    """Largest number of embeddings of an image of a model that encodes each in one step."""
+    if "mm_tokens_per_image" in vision.values:
+        return vision.values["mm_tokens_per_image"]
+    for name in PROCESSORS:
+        if (Path(folder) / name).exists():
+            stated = read_json(Path(folder) / name)
+            own = stated.get("image_processor")
+            most = (own if isinstance(own, dict) else stated).get(MOST_KEY)
+            if is_size(most):
+                return most
+    return MOST_POOLED
 
 
 class Limit(NamedTuple):
@@ -29,14 +47,14 @@ class Limit(NamedTuple):
 LIMITS = (
     Limit(lambda config, _: config.language_model_only, "remove --language-model-only"),
     Limit(
-        lambda config, vision: vision.family.is_mutual and config.target_itl_ms is not None,
+        lambda config, vision: vision.is_mutual and config.target_itl_ms is not None,
         "images of this model do not work with --target-itl-ms: each is computed in one step",
     ),
     Limit(
         lambda config, vision: (
-            vision.family.is_mutual
+            vision.is_mutual
             and config.max_num_batched_tokens
-            < 2 * vision.values["mm_tokens_per_image"] + config.max_num_seqs
+            < 2 * largest_image(config.model, vision) + config.max_num_seqs
         ),
         "each image of this model is computed in one step: raise --max-num-batched-tokens to twice"
         " its embeddings and --max-num-seqs",

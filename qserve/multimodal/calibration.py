@@ -13,7 +13,7 @@ import numpy as np
 
 from formats.errors import InputError, one_line
 from qserve.multimodal.decode import decode_image
-from qserve.multimodal.layouts import processor_options
+from qserve.multimodal.layouts.table import layout_of
 from qserve.multimodal.media import MediaItem
 from qserve.multimodal.sources import read_data_url
 from qserve.text.tokenizer import Tokenizer
@@ -31,6 +31,8 @@ IMAGE_FIELDS = {
     "input_image": ("image_url",),
     "image": ("image", "url", "path"),
 }
+# what an image processor returns for its own processor alone
+NO_ARGUMENTS = ("rows", "cols", "num_crops", "num_patches", "num_soft_tokens_per_image")
 MAX_PATH_CHARS = 4096
 MAX_BYTES, MAX_PIXELS = 2**28, 2**28
 
@@ -93,20 +95,16 @@ class CalibrationChats:
 
         _, processor, pixels_of = self._load()
         config = processor.config
-        layout = config.family.layout
-        # A sample of Idefics is a list of images.
-        images = [list(window.images)] if layout == "tiles" else list(window.images)
-        found = pixels_of(images=images, **processor_options(layout, config.values))
+        layout = layout_of(config)
+        found = pixels_of(images=layout.given(window.images), **layout.options(config.values))
         inputs = {
             name: torch.from_numpy(np.array(value))
             for name, value in found.items()
-            if name not in ("rows", "cols", "num_crops")
+            if name not in NO_ARGUMENTS
         }
         kinds_1S = window.is_image_S[None].int()
-        if layout == "grid":
-            inputs["mm_token_type_ids"] = kinds_1S
-        if config.family.is_mutual:
-            inputs["token_type_ids"] = kinds_1S
+        if config.family.kinds_argument:
+            inputs[config.family.kinds_argument] = kinds_1S
         return {
             **inputs,
             "input_ids": ids_S[None],

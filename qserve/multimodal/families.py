@@ -21,8 +21,8 @@ class VisionFamily:
     image_token_keys: tuple[str, ...] = ("image_token_id",)  # in config.json; the first found
     # key of the token that a chat template writes for an image; "": the image token itself
     placeholder_key: str = ""
-    layout: str  # row of layouts.LAYOUTS: the tokens that an image becomes
-    # row of tower.ENCODERS: how the tower is called; "grid": qwen_tower.py
+    layout: str  # row of layouts.table.LAYOUTS: the tokens that an image becomes
+    # row of encoders.ENCODERS: how the tower is called; "grid": qwen_tower.py
     encoder: str
     video: str = ""  # row of video_processor.KINDS; "": it takes no videos
     # number of pairs of channels of each axis where the text model's positions have three axes and
@@ -30,6 +30,10 @@ class VisionFamily:
     axis_pairs: tuple[int, ...] = ()
     has_interleaved_axes: bool = False
     is_mutual: bool = False  # embeddings of an image attend to each other in both directions
+    # the same in layers with a window, where the text model's config says it
+    has_mutual_windows: bool = False
+    # argument of transformers' model: 1 for each token of an image, else 0; "": there is none
+    kinds_argument: str = ""
     # the processor joins its newlines with those of the prompt around an image
     joins_newlines: bool = False
     # prefix of a tensor's name in the file -> in transformers' model; the first match counts
@@ -52,6 +56,12 @@ LLAVA = {
     "multi_modal_projector.": "multi_modal_projector.",
 }
 LLAVA |= {f"model.{stored}": own for stored, own in LLAVA.items()}
+GEMMA_4 = {
+    f"{parent}{part}.": f"{part}."
+    for parent in ("model.", "")
+    for part in ("vision_tower", "embed_vision")
+}
+NEWLINE = {f"{parent}image_newline": "image_newline" for parent in ("", "model.")}
 QWEN = {"visual.": "visual.", "model.visual.": "visual."}
 VISION_FAMILIES: dict[str, VisionFamily] = {
     family.architecture: family
@@ -76,14 +86,43 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             prefixes=LLAVA,
         ),
         VisionFamily(
+            architecture="LlavaNextForConditionalGeneration",
+            image_token_keys=("image_token_id", "image_token_index"),
+            layout="next",
+            encoder="squares",
+            prefixes=LLAVA | NEWLINE,
+        ),
+        VisionFamily(
+            architecture="LlavaOnevisionForConditionalGeneration",
+            image_token_keys=("image_token_id", "image_token_index"),
+            layout="one_vision",
+            encoder="squares",
+            prefixes=LLAVA | NEWLINE,
+        ),
+        VisionFamily(
+            architecture="InternVLForConditionalGeneration",
+            layout="intern_tiles",
+            encoder="square",
+            prefixes=LLAVA,
+        ),
+        VisionFamily(
             architecture="Gemma3ForConditionalGeneration",
             image_token_keys=("image_token_id", "image_token_index"),
             placeholder_key="boi_token_index",
             layout="framed_square",
             encoder="square",
             is_mutual=True,
+            kinds_argument="token_type_ids",
             joins_newlines=True,
             prefixes=LLAVA,
+        ),
+        VisionFamily(
+            architecture="Gemma4ForConditionalGeneration",
+            layout="pooled",
+            encoder="pooled",
+            has_mutual_windows=True,
+            kinds_argument="mm_token_type_ids",
+            prefixes=GEMMA_4,
         ),
         VisionFamily(
             architecture="Mistral3ForConditionalGeneration",
@@ -92,13 +131,17 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
             encoder="rows",
             prefixes=LLAVA,
         ),
-        VisionFamily(
-            architecture="Qwen2_5_VLForConditionalGeneration",
-            axis_pairs=(16, 24, 24),
-            layout="grid",
-            encoder="grid",
-            video="qwen2",
-            prefixes=QWEN,
+        *(
+            VisionFamily(
+                architecture=f"{name}ForConditionalGeneration",
+                axis_pairs=(16, 24, 24),
+                layout="grid",
+                kinds_argument="mm_token_type_ids",
+                encoder="grid",
+                video="qwen2",
+                prefixes=QWEN,
+            )
+            for name in ("Qwen2VL", "Qwen2_5_VL")
         ),
         *(
             VisionFamily(
@@ -106,6 +149,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
                 axis_pairs=(24, 20, 20),
                 has_interleaved_axes=True,
                 layout="grid",
+                kinds_argument="mm_token_type_ids",
                 encoder="grid",
                 video="qwen3",
                 prefixes=QWEN,
@@ -115,9 +159,21 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         *(
             VisionFamily(
                 architecture=f"{name}ForConditionalGeneration",
+                axis_pairs=(8, 12, 12),
+                layout="grid",
+                kinds_argument="mm_token_type_ids",
+                encoder="patches",
+                prefixes=QWEN,
+            )
+            for name in ("Glm4v", "Glm4vMoe", "Glm46V")
+        ),
+        *(
+            VisionFamily(
+                architecture=f"{name}ForConditionalGeneration",
                 axis_pairs=(11, 11, 10),
                 has_interleaved_axes=True,
                 layout="grid",
+                kinds_argument="mm_token_type_ids",
                 encoder="grid",
                 video="qwen3",
                 prefixes=QWEN,
@@ -152,10 +208,27 @@ class VisionConfig:
         ropes = self.values["text_config"].get("rope_parameters") or {}
         return tuple(ropes.get("mrope_section") or self.family.axis_pairs)
 
+    @property
+    def is_mutual(self) -> bool:
+        """True if embeddings of an image attend to each other in both directions."""
+        return self.family.is_mutual or self.sees_ahead_in_windows
+
+    @property
+    def sees_ahead_in_windows(self) -> bool:
+        """True if they do so in layers with a window alone."""
+        stated = self.values["text_config"].get("use_bidirectional_attention")
+        return self.family.has_mutual_windows and stated == "vision"
+
     def fill_id(self, kind: str = "image") -> int:
-        """Token at the positions of embeddings: that of the kind, or 0 if it has no embedding."""
+        """Token at the positions of embeddings: that of the kind, or 0 if it has no embedding.
+
+        Inputs of each layer (Gemma 4) are those of the padding.
+        """
         token = self.video_token_id if kind == "video" else self.image_token_id
-        vocab_size = self.values["text_config"]["vocab_size"]
+        text = self.values["text_config"]
+        vocab_size = text["vocab_size"]
+        if text.get("hidden_size_per_layer_input"):
+            token = text["pad_token_id"]
         return token if token is not None and token < vocab_size else 0
 
     @property

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from formats.checkpoint import CONFIG, read_json
 from formats.errors import CheckpointError, InputError, one_line
 from qserve.multimodal.families import VisionConfig
-from qserve.multimodal.layouts import LAYOUTS, VIDEO_LAYOUTS, Piece, Run, processor_options
+from qserve.multimodal.layouts.layout import Piece, Run
+from qserve.multimodal.layouts.table import VIDEO_LAYOUTS, layout_of
 from qserve.multimodal.media import MediaItem, digest_of
 from qserve.multimodal.video import Video
 from qserve.multimodal.video_processor import VideoLimits, VideoProcessor
@@ -45,6 +46,7 @@ class MediaProcessor:
                 "use a vision-language model, or send no images",
             )
         self.config, self._encode = config, encode
+        self._layout = layout_of(config)
         self._image_processor = load_image_processor(folder)
         self._options = _options(self._image_processor)
         kind, self._video_limits = config.family.video, video_limits
@@ -81,10 +83,12 @@ class MediaProcessor:
             raise InputError("digests", f"expected {len(images)}, found {len(digests)}")
         found: list[int] = []
         items: list[MediaItem] = []
+        # a layout's name for images of a prompt that has more of them
+        several = "several" if self._layout.sees_others and len(images) > 1 else ""
         pairs, clips = zip(images, digests, strict=True), iter(videos)
         for token in ids:
             if token == config.placeholder_id:
-                self._expand_image(*next(pairs), found, items)
+                self._expand_image(*next(pairs), several, found, items)
             elif token == config.video_token_id:
                 self._expand_video(next(clips), found, items)
             elif self._newlines.get(token) and found and found[-1] in self._newlines and items:
@@ -94,11 +98,20 @@ class MediaProcessor:
         return found, tuple(items)
 
     def _expand_image(
-        self, image: "Image", digest: str, token_ids: list[int], items: list[MediaItem]
+        self,
+        image: "Image",
+        digest: str,
+        several: str,
+        token_ids: list[int],
+        items: list[MediaItem],
     ) -> None:
-        """Append the tokens and the items of an image."""
-        pieces = LAYOUTS[self.config.family.layout](self._processed(image), self.config.values)
-        self._expand("image", pieces, (digest, self._options), token_ids, items)
+        """Append the tokens and the items of an image.
+
+        `several`: not empty where the layout is another one for images that are not alone.
+        """
+        found = self._processed(image, has_others=bool(several))
+        pieces = self._layout.pieces(found, self.config.values)
+        self._expand("image", pieces, (digest, self._options + several), token_ids, items)
 
     def _expand_video(self, video: Video, token_ids: list[int], items: list[MediaItem]) -> None:
         """Append the tokens and the items of a video."""
@@ -119,11 +132,14 @@ class MediaProcessor:
         """Append the tokens and the items of pieces. `digested`: the content and all options."""
         text, number = "", 0
         for piece in pieces:
-            if not isinstance(piece, Run):
+            if isinstance(piece, str):
                 text += piece
                 continue
             self._append_text(text, token_ids)
             text = ""
+            if isinstance(piece, int):
+                token_ids.append(piece)
+                continue
             ids, is_embed = self._tokens_of(piece, self.config.fill_id(kind))
             items.append(
                 MediaItem(
@@ -132,7 +148,7 @@ class MediaProcessor:
                     offset=len(token_ids),
                     length=piece.length,
                     is_embed=is_embed,
-                    is_mutual=self.config.family.is_mutual,
+                    is_mutual=self.config.is_mutual,
                     grid=piece.grid,
                     frame_step=piece.frame_step,
                     features=piece.features,
@@ -168,12 +184,18 @@ class MediaProcessor:
             ids[place], is_embed[place] = self._token_ids[text], 0
         return ids, bytes(is_embed) if run.other_tokens else b""
 
-    def _processed(self, image: "Image") -> Any:
-        """Return what transformers' image processor makes of an image. Raises InputError."""
-        options = processor_options(self.config.family.layout, self.config.values)
+    def _processed(self, image: "Image", *, has_others: bool) -> Any:
+        """Return what transformers' image processor makes of an image. Raises InputError.
+
+        `has_others`: with a small image next to it.
+        """
+        options = self._layout.options(self.config.values)
         try:
+            images = [image.convert("RGB")]
+            if has_others:
+                images.append(images[0].resize((1, 1)))
             return self._image_processor(
-                images=[image.convert("RGB")],
+                images=self._layout.given(images),
                 do_rescale=False,
                 do_normalize=False,
                 input_data_format="channels_last",

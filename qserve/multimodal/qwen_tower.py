@@ -1,4 +1,4 @@
-"""QwenTower: the vision towers of Qwen2.5-VL, Qwen3-VL and Qwen3.5 with the project's operations.
+"""QwenTower: the vision towers of Qwen2-VL to Qwen3.5 with the project's operations.
 
 Weights and arithmetic are those of transformers' module. transformers launches 45 kernels a layer
 and waits for the device in each. It attends to one image or window after the other. Here a layer is
@@ -20,7 +20,11 @@ from qkernels import ops
 from qkernels.operands.forms import InputForm, LinearInput
 from qserve.multimodal.rounded_linear import RoundedLinear
 
-ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "gelu": "gelu"}
+ACTIVATIONS = {
+    **{"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "gelu": "gelu"},
+    "quick_gelu": "",  # Qwen2-VL: in torch
+}
+QUICK = 1.702  # factor of quick_gelu
 NUM_PLANS = 32  # sizes of images whose tables are kept
 
 
@@ -74,7 +78,9 @@ class QwenTower:
     @property
     def out_features(self) -> int:
         """Values of an embedding, with those of later levels next to them: W."""
-        return self._visual.config.out_hidden_size * (1 + len(self._levels))
+        config = self._visual.config
+        width = getattr(config, "out_hidden_size", config.hidden_size)
+        return width * (1 + len(self._levels))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -107,8 +113,7 @@ class QwenTower:
             is_whole = self._whole is None or number in self._whole
             windows = ((1, count),) if is_whole else plan.windows
             branch_TC = self._attend(normed, block.attn, plan, places_T, batch, windows)
-            first = getattr(block.mlp, "linear_fc1", None) or block.mlp.gate_proj
-            normed, x_TC = self._add(x_TC, branch_TC, block.norm2, first)
+            normed, x_TC = self._add(x_TC, branch_TC, block.norm2, _inner(block.mlp))
             branch_TC = self._feed_forward(normed, block.mlp, len(x_TC))
         assert branch_TC is not None
         _, x_TC = ops.norm(branch_TC, x_TC, None)
@@ -155,12 +160,14 @@ class QwenTower:
         return attention.proj(seen_BNC.flatten(0, 1))
 
     def _feed_forward(self, x: LinearInput, mlp: Any, rows: int) -> torch.Tensor:
+        inner = _inner(mlp)(x)
+        if not self._activation:
+            return mlp.fc2(inner * torch.sigmoid(QUICK * inner))
         if hasattr(mlp, "linear_fc1"):
             spec, last = ops.ActSpec(kind=self._activation, gated=False), mlp.linear_fc2
-            inner = mlp.linear_fc1(x)
         else:
             spec, last = ops.ActSpec(kind=self._activation), mlp.down_proj
-            inner = torch.cat([mlp.gate_proj(x), mlp.up_proj(x)], -1)
+            inner = torch.cat([inner, mlp.up_proj(x)], -1)
         return last(ops.activate(inner, spec, _form(last, rows)))
 
     def _level(self, block: int) -> Any:
@@ -208,6 +215,12 @@ class QwenTower:
             back_M=back_M,
             windows=windows,
         )
+
+
+def _inner(mlp: Any) -> Any:
+    """First linear of a feed-forward, or the gate."""
+    names = ("linear_fc1", "fc1", "gate_proj")
+    return next(getattr(mlp, name) for name in names if hasattr(mlp, name))
 
 
 def _form(linear: Any, rows: int) -> InputForm:

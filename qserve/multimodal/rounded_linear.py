@@ -14,7 +14,7 @@ from qkernels.operands.forms import InputForm, LinearInput
 
 SETTING = "--mm-encoder-quantization"
 # Embeddings, mergers and projectors stay in float.
-IN_LAYERS = re.compile(r"^(visual|vision_tower|vision_model)\..*(blocks|layers)\.\d+\.")
+IN_LAYERS = re.compile(r"^(visual|vision_tower|vision_model)\..*(blocks|layers?)\.\d+\.")
 
 
 # linears before an activation function that keeps zeros

@@ -5,7 +5,7 @@ Legend: N tiles or images of one call, M embeddings of one item, C hidden size o
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,56 +16,15 @@ from formats.errors import CheckpointError
 from formats.files.tensor_entry import TensorEntry
 from formats.scheme import Scheme
 from formats.table import names_text
+from qserve.multimodal.encoders import ENCODERS
 from qserve.multimodal.families import VisionConfig, VisionFamily
+from qserve.multimodal.layouts.layout import side_of
 from qserve.multimodal.media import Feature, MediaItem
 from qserve.multimodal.processor import load_image_processor
 from qserve.multimodal.qwen_tower import QwenTower
 from qserve.multimodal.rounded_linear import round_layers_
 from qserve.multimodal.video_processor import VideoProcessor
 
-# Arrays of the items of one call, by the name of their feature.
-Inputs = Mapping[str, list[torch.Tensor]]
-# transformers' model and the inputs of items of equal shapes -> embeddings [M, C] of each item
-Encode = Callable[[Any, Inputs], Sequence[torch.Tensor]]
-
-
-def _encode_tiles(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
-    """Idefics3, SmolVLM. Not get_image_features: it takes a tile of zeros for padding."""
-    pixels_NCHW = torch.stack(inputs["pixel_values"])
-    count, _, height, width = pixels_NCHW.shape
-    size = model.config.vision_config.patch_size
-    mask = torch.ones(
-        (count, height // size, width // size), dtype=torch.bool, device=pixels_NCHW.device
-    )
-    states = model.vision_model(pixels_NCHW, patch_attention_mask=mask).last_hidden_state
-    return model.connector(states)
-
-
-def _encode_square(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
-    """LLaVA."""
-    return model.get_image_features(torch.stack(inputs["pixel_values"])).pooler_output
-
-
-def _encode_rows(model: Any, inputs: Inputs) -> Sequence[torch.Tensor]:
-    """Mistral 3."""
-    pixels_NCHW, count = torch.stack(inputs["pixel_values"]), len(inputs["pixel_values"])
-    if count == 1 and pixels_NCHW.shape[2] * pixels_NCHW.shape[3] == _side(model) ** 2:
-        # transformers drops the first dimension of a single embedding
-        pixels_NCHW = pixels_NCHW.expand(2, -1, -1, -1)
-    sizes = torch.tensor([pixels_NCHW.shape[2:]] * len(pixels_NCHW), device=pixels_NCHW.device)
-    return model.get_image_features(pixels_NCHW, image_sizes=sizes).pooler_output[:count]
-
-
-def _side(model: Any) -> int:
-    """Pixels of a side of the square of an embedding."""
-    return model.config.vision_config.patch_size * model.config.spatial_merge_size
-
-
-ENCODERS: dict[str, Encode] = {
-    "tiles": _encode_tiles,
-    "square": _encode_square,
-    "rows": _encode_rows,
-}
 # Values of the pixels of one call, unless one item has more: bounds the memory of activations.
 # 21 tiles of 512 x 512, or 5 images of 1024 x 1024.
 MAX_VALUES = 2**24
@@ -137,12 +96,12 @@ class Tower(torch.nn.Module):
     @property
     def _values_of_patch(self) -> int:
         vision = self.config.values["vision_config"]
-        return 3 * vision["patch_size"] ** 2 * vision.get("temporal_patch_size", 1)
+        return 3 * side_of(vision, "patch_size") ** 2 * vision.get("temporal_patch_size", 1)
 
     def activation_bytes(self, num_patches: int) -> int:
         """Estimate of the activations of a layer."""
         vision = self.config.values["vision_config"]
-        hidden = vision["hidden_size"]
+        hidden = vision.get("embed_dim", vision["hidden_size"])
         # the stream, norm, queries, keys, values, their rotation, output; twice the feed-forward
         of_patch = 10 * hidden + 2 * vision.get("intermediate_size", 4 * hidden)
         return self.dtype.itemsize * num_patches * of_patch
@@ -257,10 +216,10 @@ class Normalizer:
         return cls(1.0, mean, std)
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
-        """`pixels`: uint8, with the channels in the first dimension, or as parts of the last."""
-        if pixels.ndim == 2:  # rows of patches, each with its channels one after the other
+        """`pixels`: uint8, with channels, rows and columns last, or rows of patches."""
+        if pixels.ndim == 2:  # each patch has its channels one after the other
             return self._normalized(pixels.unflatten(1, (len(self.mean), -1))).flatten(1)
-        return self._normalized(pixels.flatten(1)).view(pixels.shape)
+        return self._normalized(pixels.flatten(-2)).view(pixels.shape)
 
     def _normalized(self, pixels: torch.Tensor) -> torch.Tensor:
         # The product in float64, as in transformers: another rounding is another pixel.
@@ -280,7 +239,13 @@ def _without_text(config: VisionConfig, *, is_random: bool) -> Any:
     text["num_hidden_layers"] = 1
     for key in ("layer_types", "mlp_only_layers"):
         if text.get(key):
-            text[key] = text[key][:1] if key == "layer_types" else []
+            text[key] = text[key][-1:] if key == "layer_types" else []
+    text.pop("per_layer_config", None)  # of layers that are left out
+    for key in ("num_kv_shared_layers", "hidden_size_per_layer_input"):
+        if text.get(key):
+            text[key] = 0
+    if values.get("audio_config"):
+        values["audio_config"] = None
     filled = AutoConfig.for_model(values.pop("model_type"), **values)
     with contextlib.nullcontext() if is_random else no_init_weights():
         return AutoModel.from_config(filled, dtype=torch.float32)

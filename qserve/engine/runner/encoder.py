@@ -35,16 +35,21 @@ class Encoder:
     """Embeddings of media items, by digest, and the positions of their rows."""
 
     def __init__(
-        self, tower: Tower | None, ropes: AxisRopes | None, num_levels: int, bytes_to_come: int
+        self,
+        tower: Tower | None,
+        ropes: AxisRopes | None,
+        vision: VisionConfig,
+        bytes_to_come: int,
     ) -> None:
         """`tower`: None on later pipeline stages. `ropes`: None if positions are numbers.
 
-        `num_levels`: first layers after which something is added to rows with embeddings.
         `bytes_to_come`: device memory of the embeddings that it may keep, and of a call of the
         tower.
         """
         self.tower, self.bytes_to_come = tower, bytes_to_come
-        self._num_levels = num_levels
+        # first layers after which something is added to rows with embeddings
+        self._num_levels = vision.num_levels
+        self._sees_ahead_in_windows = vision.sees_ahead_in_windows
         self._ropes = ropes
         self._graphs: TowerGraphs | None = None
         self._rows: dict[str, torch.Tensor] = {}
@@ -66,7 +71,7 @@ class Encoder:
             is_interleaved = vision.family.has_interleaved_axes
             ropes = AxisRopes(rotaries, vision.axis_pairs, is_interleaved=is_interleaved)
         if decoder.pipeline is not None and not decoder.pipeline.is_first:
-            return cls(None, ropes, vision.num_levels, 0)
+            return cls(None, ropes, vision, 0)
         is_dummy = config.load_format == "dummy"
         tower = Tower.load(
             vision,
@@ -83,7 +88,7 @@ class Encoder:
         logger.info("Vision tower: %.2f GiB in %s%s", size / 2**30, tower.dtype, text)
         width = decoder.config.hidden_size * (1 + vision.num_levels) * decoder.dtype.itemsize
         bytes_to_come = encoder_rows(config) * width + tower.workspace_bytes
-        encoder = cls(tower, ropes, vision.num_levels, bytes_to_come)
+        encoder = cls(tower, ropes, vision, bytes_to_come)
         if decoder.device.type == "cuda" and not config.enforce_eager:
             encoder.use_graphs()
         return encoder
@@ -109,7 +114,7 @@ class Encoder:
     @property
     def is_mutual(self) -> bool:
         """True if the rows of an image see each other, which no CUDA graph computes."""
-        return self.tower is not None and self.tower.config.family.is_mutual
+        return self.tower is not None and self.tower.config.is_mutual
 
     def with_media(self, batch: Batch, step: StepInput) -> tuple[Batch, DraftMedia]:
         """Return a step's tensors with the embeddings and the positions of its media, and the
@@ -126,7 +131,9 @@ class Encoder:
                 batch = replace(batch, embeds=embeds)
             ahead = step.media.keys_ahead_T
             if ahead is not None:  # with drafts the device has corrected the positions by now
-                batch = replace(batch, last_keys_T=batch.positions_T + to_device(ahead, device))
+                last_keys_T = batch.positions_T + to_device(ahead, device)
+                in_windows = self._sees_ahead_in_windows
+                batch = replace(batch, last_keys_T=last_keys_T, sees_ahead_in_windows=in_windows)
         if step.axis_offsets_3T is not None:
             positions_3T = batch.positions_T + to_device(step.axis_offsets_3T, device)
             batch = replace(batch, row_ropes=self._ropes.of(positions_3T))

@@ -43,6 +43,7 @@ class Microbatch:
             slots_T=whole.slots_T[tokens],
             context_lengths_R=contexts_R - to_device(self.later, device),
             last_keys_T=None if keys_T is None else keys_T[tokens],
+            sees_ahead_in_windows=whole.sees_ahead_in_windows,
             rope_positions_T=None if ropes_T is None else ropes_T[tokens],
             row_ropes=None if row_ropes is None else row_ropes.of_rows(tokens),
             embeds=None if embeds is None else embeds.part(self.embeds, tokens.start),

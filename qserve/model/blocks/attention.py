@@ -1,7 +1,7 @@
 """Attention over paged keys and values, and the spec of its cache."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -78,6 +78,7 @@ class StepInputs(AttentionStep):
     embeds: InputEmbeds | None = None  # None: each row has its token's embedding
     # levels of rows that the first layers of a model in stages add (InputEmbeds.added_MC)
     num_levels: int = 0
+    sees_ahead_in_windows: bool = False  # last_keys_T is of layers with a window alone
     row_ropes: RowRopes | None = None  # None: each position is one number
     rope_positions_T: torch.Tensor | None = None  # positions of rotations; None: positions_T
     split: SplitStep | None = None  # None: chunks are too short for it (SplitRule)
@@ -372,6 +373,8 @@ class Attention(torch.nn.Module):
         self, q: torch.Tensor, step: StepInputs, cache: PagedKv, limbs: LimbForm | None
     ) -> Any:
         """Return what each query finds [T, H, D], or its limbs."""
+        if step.sees_ahead_in_windows and self.window is None:
+            step = replace(step, last_keys_T=None)
         return ops.paged_attention(
             q,
             cache,

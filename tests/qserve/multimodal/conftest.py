@@ -8,7 +8,9 @@ import torch
 
 from qserve.config import EngineConfig
 from qserve.engine.engine import Engine
-from qserve.multimodal.layouts import processor_options
+from qserve.engine.media_limits import largest_image
+from qserve.multimodal.calibration import NO_ARGUMENTS
+from qserve.multimodal.layouts.table import layout_of
 from qserve.multimodal.processor import MediaProcessor, image_digest
 from qserve.multimodal.video import video_of_frames
 from qserve.multimodal.video_processor import VideoProcessor
@@ -72,6 +74,7 @@ class Vision:
         """transformers' logits [len(tokens), vocabulary] of a prompt `ids` that goes on as text."""
         more = len(tokens) - len(ids)
         changed = {"input_ids": torch.tensor([tokens])}
+        changed["input_ids"][0, : len(ids)] = inputs["input_ids"][0]
         changed["attention_mask"] = torch.ones(1, len(tokens))
         for name in ("mm_token_type_ids", "token_type_ids"):
             if name in inputs:
@@ -92,23 +95,32 @@ class Vision:
     def inputs(self, ids, images, videos=()):
         found = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids))}
         if images:
-            layout = self.processor.config.family.layout
-            options = processor_options(layout, self.processor.config.values)
-            given = [list(images)] if layout == "tiles" else list(images)
-            pixels = self._pixels(images=given, **options)
-            pixels.pop("rows", None), pixels.pop("cols", None)
-            found |= {name: torch.from_numpy(np.array(value)) for name, value in pixels.items()}
-            if layout == "framed_square":
-                del found["num_crops"]
+            config = self.processor.config
+            layout = layout_of(config)
+            pixels = self._pixels(images=layout.given(images), **layout.options(config.values))
+            found |= {
+                name: torch.from_numpy(np.array(value))
+                for name, value in pixels.items()
+                if name not in NO_ARGUMENTS
+            }
+            found["input_ids"] = self._with_image_tokens(found["input_ids"])
+            if config.family.kinds_argument == "token_type_ids":
                 is_image = torch.tensor([ids]) == self.model.config.image_token_id
                 found["token_type_ids"] = is_image.int()
         if videos:
             found |= self.video_inputs(videos)
-        if self.processor.config.family.layout == "grid" and (images or videos):
+        name = self.processor.config.family.kinds_argument
+        if name == "mm_token_type_ids" and (images or videos):
             config, ids_1N = self.model.config, found["input_ids"]
             kinds_1N = (ids_1N == config.image_token_id) + 2 * (ids_1N == config.video_token_id)
             found["mm_token_type_ids"] = kinds_1N.int()
         return found
+
+    def _with_image_tokens(self, ids_1N):
+        """Token ids with the image's token where the engine has another: that of the padding."""
+        config = self.processor.config
+        fill, token = config.fill_id(), self.model.config.image_token_id
+        return ids_1N if fill == token else ids_1N.masked_fill(ids_1N == fill, token)
 
     def video_inputs(self, videos):
         """Inputs as transformers makes them, which test_video_processor.py proves."""
@@ -122,14 +134,14 @@ class Vision:
             "pixel_values_videos": torch.tensor(pixels.reshape(len(pixels), -1)).float(),
             "video_grid_thw": torch.tensor([clip.grid for clip in clips]),
         }
-        if self.processor.config.family.video == "qwen2":
+        if "tokens_per_second" in self.processor.config.values["vision_config"]:
             found["second_per_grid_ts"] = torch.tensor([clip.seconds_per_group for clip in clips])
         return found
 
     def engine(self, steps_in_flight=0, **settings):
-        family = self.processor.config.family
-        if family.is_mutual and "max_num_batched_tokens" in settings:
-            least = 2 * self.processor.config.values["mm_tokens_per_image"] + 4
+        vision = self.processor.config
+        if vision.is_mutual and "max_num_batched_tokens" in settings:
+            least = 2 * largest_image(self.folder, vision) + 4
             settings["max_num_batched_tokens"] = max(settings["max_num_batched_tokens"], least)
         common = {"device": "cpu", "dtype": "float32", "block_size": 4, "max_num_seqs": 4}
         common["model"] = str(self.folder)

@@ -198,7 +198,8 @@ def test_drafts_are_those_of_a_plain_module(vision, head, family, reads_images):
     judge = Judge(model, folder, reads_images)
     request = requests_of(model)[2]
     ids, _ = model.prompt(*request)
-    for settings in ({}, {"max_num_batched_tokens": 5}):
+    # two tiles of InternVL with no text between them have 8 embeddings
+    for settings in ({}, {"max_num_batched_tokens": 9 if family == "internvl" else 5}):
         drafts = with_drafts(folder, image_embeddings=reads_images)
         engine = model.engine(0, **settings, **drafts)
         assert engine.runner.drafts_read_images == reads_images
@@ -247,12 +248,16 @@ def test_verifies_after_an_image_run_in_graphs(vision, head, replayed, family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_after_preemptions(vision, head, family, caplog):
     """And of a prompt that ends with an image: the next position is another one."""
+    if family == "gemma4_shared":
+        pytest.skip("long prompts wait until others end: test_image_tokens.py preempts them")
     model = vision(family)
     end = f"one more {model.mark}", (picture(40, 60, 4),)
     requests = [*requests_of(model), end]
     longer = [replace(each, max_tokens=24) for each in (GREEDY, SAMPLED)]
     want = run(model, model.engine(), requests, longer)
-    pages = sum(-(-len(model.prompt(*each)[0]) // 4) for each in requests)
+    # the prompts of Gemma 4 take several steps, in which the first outputs grow
+    first = requests[:3] if family == "gemma4" else requests
+    pages = sum(-(-len(model.prompt(*each)[0]) // 4) for each in first)
     engine = model.engine(
         1,
         num_gpu_blocks_override=pages + 1,

@@ -17,6 +17,8 @@ __all__ = ["replayed"]
 
 # tiles; positions of three axes and deepstack; a mask in both directions
 DEFAULT = ("smolvlm", "qwen3_vl", "gemma3")
+# one case by default: the rest of their tests is exhaustive
+FEW = ("qwen2_vl", "gemma4", "gemma4_shared", "glm4v", "internvl", "llava_next", "llava_onevision")
 FAMILIES = [
     pytest.param(name, marks=() if name in DEFAULT else pytest.mark.exhaustive)
     for name in VISION_FAMILIES
@@ -40,6 +42,15 @@ def requests_of(model):
         # transformers fails at one embedding of Mistral 3
         (f"one more {mark}", (picture(*((20, 3) if "IMG" in mark else (1, 1)), 4),)),
     ]
+
+
+@pytest.mark.parametrize("family", FEW)
+def test_tokens_of_each_family(vision, family):
+    """Text, and an image that chunks of 7 tokens cut."""
+    model = vision(family)
+    requests = requests_of(model)[:2]
+    found, _ = model.run(model.engine(max_num_batched_tokens=7), *requests)
+    assert found == [model.expected(*request) for request in requests]
 
 
 @pytest.mark.exhaustive
@@ -113,8 +124,8 @@ def test_tokens_of_steps_in_graphs(model, replayed, monkeypatch):
     for _ in range(2):
         found, _ = model.run(engine, *requests)
         assert found == [model.expected(*request) for request in requests]
-    # Rows of Gemma 3 see each other, in plain torch.
-    is_mutual = model.processor.config.family.is_mutual
+    # Rows of Gemma see each other, in plain torch.
+    is_mutual = model.processor.config.is_mutual
     assert any(key.has_media for key in used) == (not is_mutual)
     assert any(key.has_media and key.num_tokens == 32 for key in used) == (not is_mutual)
     assert any(not key.has_media for key in used)
@@ -170,7 +181,7 @@ def test_rows_of_chunks_cover_each_embedding_once(model):
     model.run(engine, request)
     ids, media = model.prompt(*request)
     tokens = [token for step in seen for token in step.tolist()]
-    assert set(tokens) == {model.processor.config.image_token_id}
+    assert set(tokens) == {model.processor.config.fill_id()}
     assert len(tokens) == sum(item.num_embeds for item in media)
 
 

@@ -5,6 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
 
@@ -49,6 +50,53 @@ def test_tokens_of_gemma_join_newlines_around_an_image(vision):
         for item in items:
             soft = ids[item.offset : item.end]
             assert soft == [model.processor.config.image_token_id] * 4
+
+
+# family -> its processor, and options that config.json or the image processor's file has
+PROCESSORS = {
+    "internvl": ("InternVLProcessor", {"image_seq_length": 4}),
+    "llava_next": (
+        "LlavaNextProcessor",
+        {
+            "patch_size": 8,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        },
+    ),
+    "llava_onevision": (
+        "LlavaOnevisionProcessor",
+        {
+            "num_image_tokens": 16,
+            "vision_feature_select_strategy": "full",
+            "vision_aspect_ratio": "anyres_max_3",
+        },
+    ),
+}
+INTERN_TOKENS = {"start_image": "<img>", "end_image": "</img>", "context_image": "<IMG_CONTEXT>"}
+
+
+@pytest.mark.parametrize("family", PROCESSORS)
+def test_tokens_of_tiles_are_those_of_the_models_own_processor(vision, family, monkeypatch):
+    """One image and several, of which LLaVA-OneVision's have no tiles; high and wide ones."""
+    # a processor without a video processor, which needs torchvision
+    monkeypatch.setattr(
+        transformers.ProcessorMixin, "check_argument_for_proper_class", lambda *_: None
+    )
+    model, (name, options) = vision(family), PROCESSORS[family]
+    tokenizer = AutoTokenizer.from_pretrained(model.folder)
+    for kind, token in {**INTERN_TOKENS, "video": "<video>"}.items():
+        setattr(tokenizer, f"{kind}_token", token)
+        setattr(tokenizer, f"{kind}_token_id", tokenizer.convert_tokens_to_ids(token))
+    images_of = AutoImageProcessor.from_pretrained(model.folder, backend="pil")
+    own = getattr(transformers, name)(images_of, tokenizer, **options)
+    lengths = set()
+    for size in (*SIZES, (1, 200), (700, 130), (97, 31)):
+        for images in ([picture(*size)], [picture(*size), picture(50, 20)]):
+            text = " and ".join([model.mark] * len(images))
+            ids, _ = model.prompt(text, images)
+            assert ids == own(text=[text], images=[images])["input_ids"][0], size
+            lengths.add(len(ids))
+    assert len(lengths) > 4
 
 
 def test_every_mode_of_an_image_is_taken(smolvlm):

@@ -16,7 +16,7 @@ from qserve.multimodal.rounded_linear import RoundedLinear, round_layers_
 from qserve.multimodal.tower import Tower
 from tests.tiny_vision import write_tiny_vision
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 # rows and columns of patches: one window, parts of windows on both edges, a line
 GRIDS = [(2, 2), (4, 4), (6, 10), (10, 6), (2, 34), (14, 18)]
 

@@ -17,6 +17,7 @@ from tests.tiny_vision import film, picture
 VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 FAMILIES = [
+    pytest.param("qwen2_vl", marks=pytest.mark.exhaustive),
     "qwen3_vl",
     "qwen2_5_vl",
     *(

@@ -1,0 +1,80 @@
+"""Layouts of patches of an image of any size, or of a video. Loads no torch.
+
+A square of patches has one embedding.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from qserve.multimodal.layouts.layout import Layout, Piece, Run, Stated, Values, feature_of
+from qserve.multimodal.media import Feature, MediaItem
+from qserve.multimodal.video_processor import Clip
+
+# of the frames of one video, and config.json
+VideoLayout = Callable[[Clip, Values], Iterator[Piece]]
+
+
+def _pieces(found: Mapping[str, Any], values: Values) -> Iterator[Piece]:
+    """Qwen, GLM: the chat template writes the tokens around an image."""
+    grid = np.asarray(found["image_grid_thw"])[0]
+    merged = _merged(grid.tolist(), values)
+    pixels = np.asarray(found["pixel_values"]).astype(np.uint8)  # whole numbers, as floats
+    features = Feature.of("pixel_values", pixels), Feature.of("image_grid_thw", grid)
+    yield Run(length=math.prod(merged), features=features, grid=merged)
+
+
+def _merged(grid: Sequence[int], values: Values) -> tuple[int, int, int]:
+    frames, rows, columns = grid
+    size = values["vision_config"]["spatial_merge_size"]
+    return frames, rows // size, columns // size
+
+
+def _inputs(item: MediaItem, values: Values) -> tuple[dict[str, Stated], int]:
+    vision = values["vision_config"]
+    size = vision["spatial_merge_size"]
+    # the frames, rows and columns of patches that the item's positions say
+    grid = np.array(item.grid or (0, 0, 0)) * (1, size, size)
+    stated = feature_of(item, "image_grid_thw")
+    if stated is None or not np.array_equal(stated.array(), grid):
+        grid = np.zeros(3, np.int64)  # no feature has this shape
+    values_of_patch = (
+        vision.get("in_channels", vision.get("in_chans", 3))
+        * vision["temporal_patch_size"]
+        * vision["patch_size"] ** 2
+    )
+    expected = {
+        "pixel_values": ("uint8", (int(grid.prod()), values_of_patch)),
+        "image_grid_thw": ("int64", (3,)),
+    }
+    return expected, math.prod(item.grid)
+
+
+GRID = Layout(pieces=_pieces, inputs=_inputs)
+
+
+def whole_clip(clip: Clip, values: Values) -> Iterator[Piece]:
+    """Qwen2-VL, Qwen2.5-VL: one item, whose first axis has the time; that of Qwen2-VL counts."""
+    per_second, step = values["vision_config"].get("tokens_per_second"), 1.0
+    if per_second is not None:
+        step = float(np.float32(per_second) * np.float32(clip.seconds_per_group))
+    yield _clip_run(np.concatenate(clip.patches_GPV), clip.grid, values, step)
+
+
+def stamped_groups(clip: Clip, values: Values) -> Iterator[Piece]:
+    """Qwen3-VL, Qwen3.5: each group of frames is an item after a text with its time."""
+    for seconds, patches_PV in zip(clip.seconds, clip.patches_GPV, strict=True):
+        yield f"<{seconds:.1f} seconds><|vision_start|>"
+        yield _clip_run(patches_PV, (1, *clip.grid[1:]), values)
+        yield "<|vision_end|>"
+
+
+def _clip_run(patches: np.ndarray, grid: tuple[int, ...], values: Values, step: float = 1.0) -> Run:
+    merged = _merged(grid, values)
+    features = (
+        Feature.of("pixel_values", patches),
+        Feature.of("image_grid_thw", np.array(grid, np.int64)),
+    )
+    return Run(length=math.prod(merged), features=features, grid=merged, frame_step=step)

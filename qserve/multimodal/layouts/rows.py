@@ -1,0 +1,46 @@
+"""Layout of images of any size, whose rows of embeddings end with tokens. Loads no torch."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from qserve.multimodal.layouts.layout import Layout, Piece, Run, Stated, Values, feature_of
+from qserve.multimodal.media import Feature, MediaItem
+
+
+def _pieces(found: Mapping[str, Any], values: Values) -> Iterator[Piece]:
+    """Mistral 3: each row has a token at its end."""
+    height, width = (int(size) for size in found["image_sizes"][0])
+    pixels_CHW = np.asarray(found["pixel_values"])[0][:, :height, :width]
+    size = _square_size(values)
+    rows, columns = height // size, width // size
+    ends = {row * (columns + 1) - 1: "[IMG_BREAK]" for row in range(1, rows)}
+    length = rows * (columns + 1)
+    yield Run(
+        length=length,
+        features=(Feature.of("pixel_values", pixels_CHW),),
+        other_tokens={**ends, length - 1: "[IMG_END]"},
+    )
+
+
+def _square_size(values: Values) -> int:
+    """Height and width in pixels of the square of an embedding."""
+    return values["vision_config"]["patch_size"] * values["spatial_merge_size"]
+
+
+def _inputs(item: MediaItem, values: Values) -> tuple[dict[str, Stated], int]:
+    size = _square_size(values)
+    longest = values["vision_config"]["image_size"]  # the tower has no position beyond it
+    pixels = feature_of(item, "pixel_values")
+    height, width = pixels.shape[1:] if pixels is not None and len(pixels.shape) == 3 else (0, 0)
+    if not (0 < height <= longest and 0 < width <= longest) or height % size or width % size:
+        height = width = size
+    return {"pixel_values": ("uint8", (3, height, width))}, (height // size) * (width // size)
+
+
+def _options(values: Values) -> dict[str, Any]:
+    return {"patch_size": {"height": _square_size(values), "width": _square_size(values)}}
+
+
+ROWS = Layout(pieces=_pieces, inputs=_inputs, options=_options)

@@ -1,0 +1,41 @@
+"""Layouts of images that are scaled to one square, which is one item. Loads no torch."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from qserve.multimodal.layouts.layout import Layout, Piece, Run, Stated, Values
+from qserve.multimodal.media import Feature, MediaItem
+
+
+def _pieces(found: Mapping[str, Any], values: Values) -> Iterator[Piece]:
+    """LLaVA: the square alone."""
+    pixels_CHW = np.asarray(found["pixel_values"])[0]
+    yield Run(length=square_length(values), features=(Feature.of("pixel_values", pixels_CHW),))
+
+
+def _framed_pieces(found: Mapping[str, Any], values: Values) -> Iterator[Piece]:
+    """Gemma 3: a square between tokens of its begin and end, and empty lines."""
+    yield "\n\n<start_of_image>"
+    yield from _pieces(found, values)
+    yield "<end_of_image>\n\n"
+
+
+def square_length(values: Values) -> int:
+    """Number of embeddings of a square."""
+    if "mm_tokens_per_image" in values:
+        return values["mm_tokens_per_image"]
+    vision = values["vision_config"]
+    has_class = vision["model_type"] == "clip_vision_model"
+    length = (vision["image_size"] // vision["patch_size"]) ** 2 + has_class
+    return length - (values["vision_feature_select_strategy"] == "default")
+
+
+def _inputs(item: MediaItem, values: Values) -> tuple[dict[str, Stated], int]:
+    size = values["vision_config"]["image_size"]
+    return {"pixel_values": ("uint8", (3, size, size))}, square_length(values)
+
+
+SQUARE = Layout(pieces=_pieces, inputs=_inputs)
+FRAMED_SQUARE = Layout(pieces=_framed_pieces, inputs=_inputs)

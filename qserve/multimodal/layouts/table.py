@@ -1,0 +1,49 @@
+"""The tables of layouts, and the check of an item's features. Loads no torch."""
+
+from qserve.multimodal.families import VisionConfig
+from qserve.multimodal.layouts import grids, high_resolution, pooled, rows, squares, tiles
+from qserve.multimodal.layouts.layout import Layout, Stated
+from qserve.multimodal.media import MediaItem
+
+LAYOUTS: dict[str, Layout] = {
+    "tiles": tiles.IDEFICS,
+    "intern_tiles": tiles.INTERN,
+    "square": squares.SQUARE,
+    "framed_square": squares.FRAMED_SQUARE,
+    "grid": grids.GRID,
+    "rows": rows.ROWS,
+    "pooled": pooled.POOLED,
+    "next": high_resolution.NEXT,
+    "one_vision": high_resolution.ONE_VISION,
+}
+VIDEO_LAYOUTS: dict[str, grids.VideoLayout] = {
+    "qwen2": grids.whole_clip,
+    "qwen3": grids.stamped_groups,
+}
+
+
+def layout_of(vision: VisionConfig) -> Layout:
+    """Return the layout of a model's images."""
+    return LAYOUTS[vision.family.layout]
+
+
+def check_features(item: MediaItem, vision: VisionConfig) -> str:
+    """Return why an encoder would not make an item's embeddings of its features; "" if it does."""
+    expected, num_embeds = layout_of(vision).inputs(item, vision.values)
+    found = {each.name: (each.dtype, each.shape) for each in item.features}
+    if found.keys() != expected.keys():
+        return f"expected the features {', '.join(expected)}, found {', '.join(found) or 'none'}"
+    for name, stated in expected.items():
+        if found[name] != stated:
+            return f"expected {name} as {_text(stated)}, found {_text(found[name])}"
+    if item.frame_step != 1.0 and vision.family.video != "qwen2":
+        return f"expected frame_step 1, found {item.frame_step}"
+    if item.is_mutual != vision.is_mutual:
+        return f"expected is_mutual {vision.is_mutual}, found {item.is_mutual}"
+    if item.num_embeds != num_embeds:
+        return f"expected {num_embeds} embeddings for its features, found {item.num_embeds}"
+    return ""
+
+
+def _text(stated: Stated) -> str:
+    return f"{stated[0]} {list(stated[1])}"

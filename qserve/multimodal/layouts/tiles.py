@@ -1,0 +1,83 @@
+"""Layouts of images that are cut into square tiles, each an item. Loads no torch."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from qserve.multimodal.layouts.layout import Layout, Piece, Run, Stated, Values, side_of
+from qserve.multimodal.media import Feature, MediaItem
+
+FAKE, GLOBAL = "<fake_token_around_image>", "<global-img>"
+
+
+def _idefics_pieces(found: Mapping[str, Any], values: Values) -> Iterator[Piece]:
+    """Rows of tiles end with a newline; the whole image is the last tile."""
+    pixels_NCHW = np.asarray(found["pixel_values"])[0]
+    rows, columns = int(found["rows"][0][0]), int(found["cols"][0][0])
+    length, tiles = _idefics_length(values), iter(pixels_NCHW)
+
+    def run() -> Run:
+        return _tile(next(tiles), length)
+
+    for row in range(1, rows + 1):
+        for column in range(1, columns + 1):
+            yield f"{FAKE}<row_{row}_col_{column}>"
+            yield run()
+        yield "\n"
+    yield f"\n{FAKE}{GLOBAL}" if rows else f"{FAKE}{GLOBAL}"
+    yield run()
+    yield FAKE
+
+
+def _tile(pixels_CHW: np.ndarray, length: int) -> Run:
+    return Run(length=length, features=(Feature.of("pixel_values", pixels_CHW),))
+
+
+def _idefics_length(values: Values) -> int:
+    vision = values["vision_config"]
+    side = vision["image_size"] // vision["patch_size"]
+    return side**2 // values["scale_factor"] ** 2
+
+
+def _idefics_inputs(item: MediaItem, values: Values) -> tuple[dict[str, Stated], int]:
+    # Tiles are squares of the tower's size, or the number of embeddings is another one.
+    return _tile_inputs(values), _idefics_length(values)
+
+
+def _tile_inputs(values: Values) -> dict[str, Stated]:
+    size = side_of(values["vision_config"], "image_size")
+    return {"pixel_values": ("uint8", (3, size, size))}
+
+
+IDEFICS = Layout(
+    pieces=_idefics_pieces,
+    inputs=_idefics_inputs,
+    options=lambda values: {"return_row_col_info": True},
+    takes_samples=True,
+)
+
+
+def _intern_pieces(found: Mapping[str, Any], values: Values) -> Iterator[Piece]:
+    """Tiles without a separator; the whole image is the last one."""
+    yield "<img>"
+    for pixels_CHW in np.asarray(found["pixel_values"]):
+        yield _tile(pixels_CHW, _intern_length(values))
+    yield "</img>"
+
+
+def _intern_length(values: Values) -> int:
+    vision = values["vision_config"]
+    side = side_of(vision, "image_size") // side_of(vision, "patch_size")
+    return int(side * values["downsample_ratio"]) ** 2
+
+
+def _intern_inputs(item: MediaItem, values: Values) -> tuple[dict[str, Stated], int]:
+    return _tile_inputs(values), _intern_length(values)
+
+
+INTERN = Layout(
+    pieces=_intern_pieces,
+    inputs=_intern_inputs,
+    options=lambda values: {"crop_to_patches": True},
+)
