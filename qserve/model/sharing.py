@@ -42,6 +42,13 @@ class Cut:
     columns: Share | None = None
     has_bias: bool = True  # in a sum over ranks only one rank adds the bias
 
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...] | None:
+        """The outputs, if they are ranges in their order and all inputs are used."""
+        if self.columns is not None or self.rows is None or isinstance(self.rows, torch.Tensor):
+            return None
+        return tuple((int(start), int(stop)) for start, stop in self.rows)
+
     def weight(self, weight: Weight, name: str) -> Weight:
         if self.columns is not None:
             return take_inputs(weight, *self.columns, name)

@@ -49,7 +49,7 @@ class Part:
 
 
 class Agent(Protocol):
-    """What the connector needs of NIXL. One thread at a time calls the methods."""
+    """Operations of NIXL that the connector uses. One thread at a time calls the methods."""
 
     @property
     def metadata(self) -> bytes:

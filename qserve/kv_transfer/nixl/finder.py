@@ -153,7 +153,7 @@ class AddressFinder:
         name = f"{address[0]}:{address[1]}"
         try:
             connection = PageConnection(address, self._settings.secret)
-        except ConnectionRefusedError:  # nobody listens: it has not started, or it has ended
+        except ConnectionRefusedError:  # no listener: it has not started, or it has ended
             if path is not None and _is_of_this_host(path):
                 path.unlink(missing_ok=True)
             return None

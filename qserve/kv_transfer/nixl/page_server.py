@@ -1,4 +1,4 @@
-"""PageServer: tells other engines how to read this rank's buffer. PageConnection: the other end.
+"""PageServer: announces this rank's buffer to readers. PageConnection: the reader's end.
 
     server -> reader   MAGIC | nonce
     reader -> server   nonce | HMAC of both nonces

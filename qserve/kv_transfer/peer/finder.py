@@ -27,7 +27,7 @@ class Finder(Protocol):
         """Buffer of an index. Raises InputError, OSError or RuntimeError."""
 
     def forget_dead(self, index: SlotTable) -> None:
-        """Remove what a dead engine has left behind."""
+        """Remove the files of a dead engine."""
 
     def close(self) -> None:
         """End the search."""

@@ -13,6 +13,7 @@ from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import Weight
 from formats.scheme import FP4_TYPES
 from qserve.model.loading.digest_threads import DigestThreads
+from qserve.model.loading.read_ahead import Ranges
 from qserve.model.model_config import ModelConfig
 
 # Keeps activations in range through any number of layers.
@@ -102,6 +103,12 @@ class DummySource:
             activation=scheme.activation,
             input_scale=input_scale,
         )
+
+    def float_rows(self, module: str, shape: tuple[int, int], ranges: Ranges) -> None:
+        """None: all ranks draw the same numbers, so each draws all of a linear."""
+
+    def weight_rows(self, module: str, shape: tuple[int, int], ranges: Ranges) -> None:
+        """None, as `float_rows`."""
 
     def __contains__(self, name: str) -> bool:
         """True for MXFP4 experts, whose form is detected by tensor names: all others are floats."""

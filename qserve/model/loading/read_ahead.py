@@ -1,9 +1,11 @@
 """ReadAhead: moves tensors of a checkpoint to a device, and reads the next layer's meanwhile.
 
 Reading releases the interpreter lock, so disk reads (or copies from the page cache) and GPU work
-overlap.
+overlap. A rank that needs some rows of a tensor reads these alone, and those of the same tensor of
+later layers ahead: layers are alike.
 """
 
+import re
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -13,6 +15,9 @@ from formats.checkpoint import CheckpointReader
 
 # One thread copies from the page cache at a quarter of the memory bandwidth.
 NUM_THREADS = 4
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, in a tensor's name
+
+Ranges = tuple[tuple[int, int], ...]  # of rows: start and stop of each
 
 
 class ReadAhead:
@@ -21,7 +26,9 @@ class ReadAhead:
     def __init__(self, reader: CheckpointReader, device: torch.device) -> None:
         self._reader, self._device = reader, device
         self._threads: ThreadPoolExecutor | None = None
-        self._expected: dict[str, Future[torch.Tensor]] = {}
+        # name -> rows that are read ahead (None: all), and the tensor of them
+        self._expected: dict[str, tuple[Ranges | None, Future[torch.Tensor]]] = {}
+        self._ranges: dict[str, Ranges] = {}  # by name without numbers: rows that a layer needed
 
     def expect(self, prefix: str, without: Collection[str] = ()) -> None:
         """Begin to read all tensors with this prefix. They stay on the host until `get`.
@@ -34,13 +41,36 @@ class ReadAhead:
             if not name.startswith(prefix) or name in self._expected:
                 continue
             if name not in without and name.rpartition(".")[0] not in without:
-                self._expected[name] = self._threads.submit(self._reader.get, name)
+                ranges = self._ranges.get(_without_numbers(name))
+                read = (self._reader.get, name) if ranges is None else (self._rows, name, ranges)
+                self._expected[name] = ranges, self._threads.submit(*read)
 
     def get(self, name: str) -> torch.Tensor:
         """One tensor, on the device. Raises CheckpointError."""
-        expected = self._expected.pop(name, None)
-        tensor = self._reader.get(name) if expected is None else expected.result()
+        ranges, expected = self._expected.pop(name, (None, None))
+        is_here = expected is not None and ranges is None
+        tensor = expected.result() if is_here else self._reader.get(name)
         return tensor.to(self._device)
+
+    def get_rows(self, name: str, ranges: Ranges) -> torch.Tensor:
+        """Some rows of one tensor, on the device. Raises CheckpointError.
+
+        Later calls of `expect` read these rows of the same tensor of other layers.
+        """
+        self._ranges[_without_numbers(name)] = ranges
+        before, expected = self._expected.pop(name, (None, None))
+        if expected is None or before not in (None, ranges):
+            tensor = self._rows(name, ranges)
+        elif before is None:
+            tensor = torch.cat([expected.result()[start:stop] for start, stop in ranges])
+        else:
+            tensor = expected.result()
+        return tensor.to(self._device)
+
+    def _rows(self, name: str, ranges: Ranges) -> torch.Tensor:
+        entry = self._reader.entries[name]
+        parts = [entry.rows(start, stop) for start, stop in ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def rows(self, name: str, numbers: Sequence[int]) -> torch.Tensor:
         """Some rows of a tensor, on the device, in rising order; the others are not read."""
@@ -58,3 +88,7 @@ class ReadAhead:
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
             self._threads = None
+
+
+def _without_numbers(name: str) -> str:
+    return NUMBER.sub("#", name)

@@ -11,6 +11,7 @@ from formats.checkpoint import CheckpointReader
 from formats.codecs import gptq
 from formats.codecs.kv_cache import check_kv_scale, find_kv_scales
 from formats.errors import CheckpointError
+from formats.files.tensor_entry import TensorEntry
 from formats.in_memory.dense import is_dense
 from formats.in_memory.weights import Weight
 from formats.layouts import (
@@ -22,8 +23,13 @@ from formats.layouts import (
     tensor_names,
 )
 from qserve.model.loading.digest_threads import DigestThreads
-from qserve.model.loading.read_ahead import ReadAhead
+from qserve.model.loading.read_ahead import Ranges, ReadAhead
 from qserve.model.model_config import ModelConfig
+
+# Layout and fields of linears whose outputs are rows of each tensor.
+COMPRESSED = "compressed-tensors"
+BY_OUTPUT = {"weight_packed", "weight", "weight_scale"}
+STATED = "weight_shape"
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +139,46 @@ class WeightSource:
             tensors, weight.spec, self.quant.zeros
         ):
             self._mislabelled += 1
+        return weight
+
+    def float_rows(
+        self, module: str, shape: tuple[int, int], ranges: Ranges
+    ) -> torch.Tensor | None:
+        """Some outputs of a float linear. None: they cannot be read without the others."""
+        name = f"{module}.weight"
+        entry = self.reader.entries.get(name)
+        if self.digests is not None or self._is_dense(module):
+            return None
+        if not isinstance(entry, TensorEntry) or entry.shape != shape:
+            return None  # in memory already, or wrong: `tensor` says how
+        self._used.add(name)
+        return self._read.get_rows(name, ranges)
+
+    def weight_rows(self, module: str, shape: tuple[int, int], ranges: Ranges) -> Weight | None:
+        """Some outputs of a quantized linear. None: they cannot be read without the others.
+
+        Raises CheckpointError.
+        """
+        if self.digests is not None or module in self._kept or self.quant is None:
+            return None
+        names = tensor_names(module, layout_of(self.quant), self.reader.entries)
+        entries = {field: self.reader.entries[name] for field, name in names.items()}
+        if not all(isinstance(entry, TensorEntry) for entry in entries.values()):
+            return None  # in memory already
+        shapes = {field: entry.shape for field, entry in entries.items()}
+        sliced = {field for field, size in shapes.items() if size[:1] == shape[:1]} & BY_OUTPUT
+        if self.quant.layout != COMPRESSED or names.keys() - sliced - {STATED}:
+            return None
+        tensors = {field: self._read.get_rows(names[field], ranges) for field in sorted(sliced)}
+        rows = sum(stop - start for start, stop in ranges)
+        if STATED in names:
+            stated = self._read.get(names[STATED])
+            if stated.tolist() != list(shape):
+                return None
+            tensors[STATED] = torch.tensor([rows, shape[1]], dtype=stated.dtype)
+        self._used.update(names.values())
+        weight = decode_linear(module, tensors, self.quant)
+        _check_shape(module, (rows, shape[1]), (weight.out_features, weight.in_features))
         return weight
 
     def _dense(self, module: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -198,7 +198,9 @@ class Weights:
         hidden = None if self._progress else True  # None: shown on terminals alone
         with tqdm(numbers, desc="Loading layers", disable=hidden) as bar:
             for number in bar:
-                for next_number in (number, number + 1):
+                # the first layer of a divided model shows which rows of later ones are read
+                last = number + (self.sharing.is_whole or number > numbers[0])
+                for next_number in range(number, last + 1):
                     if next_number in numbers:
                         prefix = self.family.layer.format(i=next_number)
                         self.source.expect(prefix, self.not_ahead(next_number))
@@ -317,10 +319,20 @@ class Weights:
         return runs
 
     def _coded(self, member: "_Member") -> Weight:
+        ranges = member.cut.ranges
+        if ranges is not None:
+            weight = self.source.weight_rows(member.name, member.shape, ranges)
+            if weight is not None:
+                return weight
         weight = self.source.weight(member.name, member.shape)
         return member.cut.weight(weight, member.name)
 
     def _float(self, member: "_Member") -> torch.Tensor:
+        ranges = member.cut.ranges
+        if ranges is not None:
+            found = self.source.float_rows(member.name, member.shape, ranges)
+            if found is not None:
+                return found.to(self.device, self.dtype)
         return member.cut.tensor(self.tensor(f"{member.name}.weight", member.shape))
 
     def _biases(self, members: "Sequence[_Member]") -> torch.Tensor | None:

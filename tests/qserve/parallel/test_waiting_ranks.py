@@ -76,7 +76,7 @@ def test_ranks_start_before_the_engine_is_imported(settings, started, fails, mon
     events = []
 
     class Fake:
-        """Of a process, and of its connection."""
+        """A process, or its connection."""
 
         def close(self):
             events.append("closed")

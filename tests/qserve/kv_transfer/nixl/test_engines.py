@@ -142,7 +142,7 @@ def test_engine_that_goes_between_layers(at, agent, make_engine, cold, monkeypat
 
 @pytest.mark.parametrize("read", [0, 1, 2, 3])
 def test_read_that_fails(read, in_process, make_engine, cold, monkeypatch, caplog):
-    """Of the table, of its entries, of the pages, and of the table after the pages."""
+    """Reads of the table, its entries, the pages, and the table after the pages."""
     prefill = make_engine("kv_producer")
     decode = make_engine("kv_consumer", extra={"patience_s": 1000})
     run(prefill, [PROMPT], ONE)
