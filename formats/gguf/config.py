@@ -54,9 +54,7 @@ def make_config(metadata: Metadata) -> dict[str, Any]:
         value = metadata.get(name)
         if value is not None:
             config[key] = value if isinstance(value, bool) else metadata.number(name)
-    for key, name in row.bias_keys.items():
-        ends = (f".{name}", f".{name.replace('attn_q.', 'attn_qkv.')}")
-        config[key] = any(each.endswith(ends) for each in gguf.tensors)
+    config |= _biases(metadata)
     if not has_experts(metadata):
         for key in ("num_local_experts", "num_experts_per_tok"):
             config.pop(key, None)
@@ -80,6 +78,16 @@ def make_config(metadata: Metadata) -> dict[str, Any]:
     return {**config, **own}
 
 
+def _biases(metadata: Metadata) -> dict[str, bool]:
+    """Return the keys of config.json for biases, and whether a layer, or the file, has them."""
+    found = {}
+    for key, name in metadata.architecture.bias_keys.items():
+        ends = (f".{name}", f".{name.replace('attn_q.', 'attn_qkv.')}")
+        tensors = metadata.gguf.tensors
+        found[key] = any(each == name or each.endswith(ends) for each in tensors)
+    return found
+
+
 def _check_constants(metadata: Metadata) -> None:
     """Raise CheckpointError for a file that states another value of the row's constants."""
     for key, expected in metadata.architecture.constants.items():
@@ -96,8 +104,16 @@ def find_family(metadata: Metadata) -> Family:
         has_experts=has_experts(metadata),
         has_window=bool(window),
         by_sigmoid=metadata.get("expert_gating_func") == SIGMOID,
+        has_shared=bool(metadata.get("expert_shared_feed_forward_length")),
     )
-    return family.variant({"q_lora_rank": _query_rank(metadata)})
+    stated = {
+        "q_lora_rank": _query_rank(metadata),
+        "num_local_experts": metadata.get("expert_count") or 0,
+        "mlp_layer_types": has_experts(metadata),
+        "moe_latent_size": metadata.get("moe_latent_size"),
+        **_biases(metadata),
+    }
+    return family.variant(stated)
 
 
 def has_experts(metadata: Metadata) -> bool:
@@ -129,8 +145,12 @@ def head_dim(metadata: Metadata) -> int:
 def num_kv_heads(metadata: Metadata) -> int:
     """Return the number of KV heads; files of latent attention state one, of the latents."""
     heads = metadata.size("attention.head_count")
-    is_latent = metadata.architecture.is_latent
-    return heads if is_latent else metadata.size("attention.head_count_kv", heads)
+    if metadata.architecture.is_latent:
+        return heads
+    stated = metadata.get("attention.head_count_kv")
+    if isinstance(stated, list) and len(kinds := set(stated) - {0}) == 1:
+        return kinds.pop()  # layers with states have none
+    return heads if stated == 0 else metadata.size("attention.head_count_kv", heads)
 
 
 def latent_keys(metadata: Metadata) -> dict[str, Any]:
@@ -188,6 +208,9 @@ def _feed_forward(metadata: Metadata) -> int:
     """Return the width of the dense feed-forward; of a file with experts alone, theirs."""
     own = "feed_forward_length"
     expert = "expert_feed_forward_length"
+    stated = metadata.get(own)
+    if isinstance(stated, list) and len(widths := set(stated) - {0}) == 1:
+        return widths.pop()  # layers with another block have none
     return metadata.size(expert if metadata.get(own) in (None, 0) else own)
 
 

@@ -11,13 +11,13 @@ from formats.gguf.architectures.parts import (
     ATTENTION_BIAS,
     BEFORE,
     GELU,
+    GRANITE_FACTORS,
     LATE_NAME,
     MLP_BIAS,
     OF_HEADS,
     SOFTCAPS,
 )
 from formats.gguf.writing.container_writer import Value
-
 
 
 def _ministral3_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -95,12 +95,7 @@ DENSE = (
         name="granite",
         family="GraniteForCausalLM",
         permuted=True,
-        keys={
-            "attention_multiplier": "attention.scale",
-            "embedding_multiplier": "embedding_scale",
-            "residual_multiplier": "residual_scale",
-            "logits_scaling": "logit_scale",
-        },
+        keys=GRANITE_FACTORS,
         bias_keys={**ATTENTION_BIAS, **MLP_BIAS},
     ),
     Architecture(
