@@ -63,6 +63,12 @@ def mellum_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
+def dense_first_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the number of layers without experts, and the width of shared experts."""
+    found = {"leading_dense_block_count": dense_layers(config)}
+    return found | _shared_width(config)
+
+
 def _shared_width(config: Mapping[str, Any]) -> dict[str, int]:
     width, count = config.get(_WIDTH), config.get("n_shared_experts")
     return {"expert_shared_feed_forward_length": width * count} if width and count else {}
