@@ -6,7 +6,7 @@ from typing import Any
 from formats.architecture.family import MAX_LAYERS, Family
 from formats.errors import CheckpointError
 from formats.gguf.container import GgufFile
-from formats.gguf.metadata import Metadata
+from formats.gguf.metadata import MAX_SIZE, Metadata
 from formats.gguf.rope import rope_keys
 
 # config.json key -> metadata key below the architecture
@@ -60,7 +60,9 @@ def make_config(metadata: Metadata) -> dict[str, Any]:
             config.pop(key, None)
     config |= _windows(metadata, layers)
     config |= latent_keys(metadata)
-    if family.rotates(config):
+    if row.rope_config is not None:
+        config |= row.rope_config(metadata)
+    elif family.rotates(config):
         config |= rope_keys(metadata, config)
     if row.more_config is not None:
         config |= row.more_config(metadata, config)
@@ -106,11 +108,12 @@ def find_family(metadata: Metadata) -> Family:
         by_sigmoid=metadata.get("expert_gating_func") == SIGMOID,
         has_shared=bool(metadata.get("expert_shared_feed_forward_length")),
     )
+    keys = metadata.architecture.keys
     stated = {
+        **{key: metadata.get(name) for key, name in keys.items()},
         "q_lora_rank": _query_rank(metadata),
         "num_local_experts": metadata.get("expert_count") or 0,
         "mlp_layer_types": has_experts(metadata),
-        "moe_latent_size": metadata.get("moe_latent_size"),
         **_biases(metadata),
     }
     return family.variant(stated)
@@ -145,12 +148,8 @@ def head_dim(metadata: Metadata) -> int:
 def num_kv_heads(metadata: Metadata) -> int:
     """Return the number of KV heads; files of latent attention state one, of the latents."""
     heads = metadata.size("attention.head_count")
-    if metadata.architecture.is_latent:
-        return heads
-    stated = metadata.get("attention.head_count_kv")
-    if isinstance(stated, list) and len(kinds := set(stated) - {0}) == 1:
-        return kinds.pop()  # layers with states have none
-    return heads if stated == 0 else metadata.size("attention.head_count_kv", heads)
+    is_latent = metadata.architecture.is_latent
+    return heads if is_latent else _first_size(metadata, "attention.head_count_kv", heads)
 
 
 def latent_keys(metadata: Metadata) -> dict[str, Any]:
@@ -208,10 +207,23 @@ def _feed_forward(metadata: Metadata) -> int:
     """Return the width of the dense feed-forward; of a file with experts alone, theirs."""
     own = "feed_forward_length"
     expert = "expert_feed_forward_length"
-    stated = metadata.get(own)
-    if isinstance(stated, list) and len(widths := set(stated) - {0}) == 1:
-        return widths.pop()  # layers with another block have none
-    return metadata.size(expert if metadata.get(own) in (None, 0) else own)
+    return _first_size(metadata, expert if metadata.get(own) in (None, 0) else own)
+
+
+def _first_size(metadata: Metadata, key: str, default: int | None = None) -> int:
+    """Return a size; of a list by layer, where the architecture has one, its first."""
+    values = metadata.get(key)
+    others = set(values) - {0} if isinstance(values, list) else set()
+    if len(others) == 1:
+        return others.pop()  # layers with another block state 0
+    if values == 0 and default is not None:
+        return default
+    if not metadata.architecture.sizes_by_layer or not isinstance(values, list):
+        return metadata.size(key, default)
+    first = values[0]
+    if not all(type(value) is int and 0 < value < MAX_SIZE for value in values):
+        raise metadata.wrong(key, f"expected positive whole numbers, found {values!r:.60}")
+    return first
 
 
 def _norm_eps(metadata: Metadata) -> float:

@@ -338,6 +338,8 @@ def schemes_of(found: Mapping[str, Presented], family: Family) -> dict[str, Sche
         is_matrix = module != name and len(presented.shape) == 2 and module not in outer
         if not is_matrix or not (module.startswith(before) or module == head):
             continue
+        if family.float_linears and module.endswith(family.float_linears):
+            continue
         if (router and module.endswith(router)) or (shared and module.endswith(f".{shared}")):
             continue
         form = form_of(presented.stored.type)

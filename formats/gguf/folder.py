@@ -137,6 +137,7 @@ def _write(folder: Path, texts: dict[str, str]) -> Path:
 
 def _make_texts(file: Path, stated: list[list[Any]]) -> dict[str, str]:
     """Return the text of each file of the folder. Raises CheckpointError."""
+    from formats.architecture.stored_form import usual_config
     from formats.codecs.config_fields import BLOCK
     from formats.gguf import config_block
     from formats.gguf.entries import schemes_of
@@ -145,7 +146,10 @@ def _make_texts(file: Path, stated: list[list[Any]]) -> dict[str, str]:
     metadata = Metadata(gguf)
     config = make_config(metadata)
     found = _name_map(metadata, config).present(gguf.tensors, str(file))
-    schemes = schemes_of(found, find_family(metadata))
+    family = find_family(metadata)
+    unread = family.unread(usual_config(config))  # keys that a layer takes from an earlier one
+    found = {name: each for name, each in found.items() if not name.startswith(unread)}
+    schemes = schemes_of(found, family)
     types = Counter(found[f"{name}.weight"].stored.type.name for name in schemes)
     if not all(BY_NAME[name].float_dtype for name in types):
         config[BLOCK] = config_block.write(schemes, types)
@@ -192,7 +196,7 @@ def _scalars(metadata: Metadata) -> dict[str, list[Any]]:
             raise CheckpointError(
                 f"{metadata.subject}: {key}", f"expected a number for each of {count} layers"
             )
-        shapes = {tensor: shape for tensor, shape in family.activation_tensors.values()}
+        shapes = dict(family.activation_tensors.values())
         for number, value in enumerate(values):
             full = f"{family.layer.format(i=number)}.{name}"
             found[full] = [[1] * len(shapes[name]), float(value)]

@@ -1,5 +1,6 @@
 """Metadata of a GGUF file below its architecture's name, with checks. Needs no torch."""
 
+import array
 import struct
 from typing import Any
 
@@ -9,6 +10,7 @@ from formats.gguf.architectures.table import find_architecture
 from formats.gguf.container import GgufFile
 
 MAX_SIZE = 2**31
+MAX_DIVISORS = 4096
 
 
 class Metadata:
@@ -45,6 +47,28 @@ class Metadata:
         if type(value) is not int or not 0 < value < MAX_SIZE:
             raise self.wrong(key, f"expected a positive whole number, found {value!r:.60}")
         return value
+
+    def divisors(self, name: str, width: int, *, most: float = 1e6) -> list[float]:
+        """Read a tensor of divisors of frequencies [width / 2], below `most`.
+
+        Raises CheckpointError.
+        """
+        tensor = self.gguf.tensors.get(name)
+        subject = f"{self.subject}: {name}"
+        if tensor is None or tensor.type.name != "F32" or tensor.shape != (width // 2,):
+            found = "none" if tensor is None else f"{tensor.type.name} {list(tensor.shape)}"
+            raise CheckpointError(subject, f"expected F32 [{width // 2}], found {found}")
+        if width // 2 > MAX_DIVISORS:
+            raise CheckpointError(subject, f"has {width // 2} values")
+        try:
+            with tensor.file.open("rb") as file:
+                file.seek(tensor.offset)
+                values = array.array("f", file.read(tensor.num_bytes))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(subject, f"cannot be read: {error}") from None
+        if len(values) != width // 2 or not all(0 < value < most for value in values):
+            raise CheckpointError(subject, "expected positive numbers")
+        return values.tolist()
 
     def wrong(self, key: str, problem: str) -> CheckpointError:
         name = f"{self.subject}: {self.architecture.name}.{key}"

@@ -9,13 +9,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from formats.architecture.family import Family
+from formats.architecture.family import STREAMS, Family
 from formats.architecture.projection import Projection
 from formats.errors import CheckpointError
 from formats.gguf.architectures.architecture import Architecture
 from formats.gguf.architectures.held import Held, Order, family_shape, order_of
+from formats.gguf.architectures.parts import FREQUENCIES
 from formats.gguf.container import StoredTensor
-from formats.gguf.rope import FREQUENCIES, LONG, SHORT
+from formats.gguf.rope import LONG, SHORT
 
 IN_CONFIG = (FREQUENCIES, LONG, SHORT)  # read for config.json
 OF_A_LAYER = re.compile(r"blk\.(?P<number>\d{1,5})\.(?P<local>.+?)(?:\.(?P<kind>weight|bias))?")
@@ -113,6 +114,10 @@ class NameMap:
         if stored.name in IN_CONFIG:
             return
         match = OF_A_LAYER.fullmatch(stored.name)
+        stack = stream_names(self.family).get(stored.name.removesuffix(".weight"))
+        if stack and len(stored.shape) == 3 and stored.shape[0] == len(stack):
+            yield from _stacked(stored, stack)
+            return
         if match is None:
             name = self._outer_names.get(stored.name)
             if name is None:
@@ -177,9 +182,12 @@ class NameMap:
         elif local in self._linears:
             name = f"{layer}.{self._linears[local]}.{kind}"
             if local == "attn_qkv" and self.family.qkv.by_head:
+                self._check_rows(stored, self.heads + 2 * self.kv_heads, subject)
                 yield self._whole(stored, name, heads=self.heads, kv_heads=self.kv_heads)
             else:
-                yield self._whole(stored, name, heads=self._permuted.get(local, 0))
+                heads = self._permuted.get(local, 0)
+                self._check_rows(stored, 2 * heads or 1, subject)
+                yield self._whole(stored, name, heads=heads)
         elif local == "attn_qkv" and "attn_q" in self._linears:
             yield from self._parts_of_qkv(stored, layer, kind, subject)
         elif f"{local}.{kind}" in self.architecture.tensors:
@@ -187,15 +195,8 @@ class NameMap:
         elif self._others.get(f"{local}.{kind}") is not None:
             yield self._whole(stored, f"{layer}.{self._others[f'{local}.{kind}']}")
         elif local in self._experts and len(stored.shape) == 3:
-            E, N, K = stored.shape
-            for number in range(E):
-                name = self._experts[local].format(e=number)
-                yield Presented(
-                    name=f"{layer}.{name}.{kind}",
-                    stored=stored,
-                    shape=(N, K),
-                    first_row=number * N,
-                )
+            names = [self._experts[local].format(e=number) for number in range(stored.shape[0])]
+            yield from _stacked(stored, [f"{layer}.{name}" for name in names], kind)
         elif (old := OLD_EXPERT.fullmatch(local)) and f"{old['local']}_exps" in self._experts:
             name = self._experts[f"{old['local']}_exps"].format(e=int(old["number"]))
             yield self._whole(stored, f"{layer}.{name}.{kind}")
@@ -207,11 +208,8 @@ class NameMap:
     ) -> Iterator[Presented]:
         """Yield q, k and v of a file that has them as one matrix, unlike the family."""
         counts = (self.heads, self.kv_heads, self.kv_heads)
-        width, rest = divmod(stored.shape[0], sum(counts))
-        if rest:
-            problem = f"expected rows of {sum(counts)} heads, found {stored.shape[0]}"
-            raise CheckpointError(f"{subject}: {stored.name}", problem, "convert the model again")
-        first = 0
+        self._check_rows(stored, sum(counts), subject)
+        width, first = stored.shape[0] // sum(counts), 0
         for local, count in zip(("attn_q", "attn_k", "attn_v"), counts, strict=True):
             yield Presented(
                 name=f"{layer}.{self._linears[local]}.{kind}",
@@ -221,6 +219,16 @@ class NameMap:
                 heads=self._permuted.get(local, 0),
             )
             first += count * width
+
+    def _check_rows(self, stored: StoredTensor, count: int, subject: str) -> None:
+        """Raise CheckpointError unless `count` divides the rows, and KV heads the heads."""
+        if stored.shape[0] % count or self.heads % self.kv_heads:
+            raise CheckpointError(
+                f"{subject}: {stored.name}",
+                f"expected rows of {self.heads} heads and {self.kv_heads} KV heads, found"
+                f" {stored.shape[0]}",
+                "convert the model again",
+            )
 
     def _whole(self, stored: StoredTensor, name: str, **different: float) -> Presented:
         whole = Presented(name=name, stored=stored, shape=stored.shape)
@@ -271,6 +279,13 @@ class NameMap:
         return names
 
 
+def _stacked(stored: StoredTensor, modules: list[str], kind: str = "weight") -> Iterator[Presented]:
+    """Yield each matrix of a stack [modules, N, K]."""
+    _, N, K = stored.shape
+    for number, module in enumerate(modules):
+        yield Presented(name=f"{module}.{kind}", stored=stored, shape=(N, K), first_row=number * N)
+
+
 def outer_names(family: Family, architecture: Architecture) -> dict[str, str]:
     """Return the family's names of the tensors outside of layers by GGUF's."""
     names = {"token_embd.weight": family.embedding, "output.weight": family.head}
@@ -282,11 +297,26 @@ def outer_names(family: Family, architecture: Architecture) -> dict[str, str]:
         names["output.bias"] = family.head_bias_name
     if family.positions is not None:
         names["position_embd.weight"] = family.positions.name
+    if family.layer_inputs is not None:
+        names |= {
+            "per_layer_token_embd.weight": family.layer_inputs.table,
+            "per_layer_model_proj.weight": f"{family.layer_inputs.model_projection}.weight",
+            "per_layer_proj_norm.weight": family.layer_inputs.model_norm,
+        }
     if family.embedding_norm and family.norm_weights:
         names["token_embd_norm.weight"] = family.embedding_norm
         if family.norm_bias:
             names["token_embd_norm.bias"] = family.embedding_norm_bias
     return names
+
+
+def stream_names(family: Family) -> dict[str, list[str]]:
+    """Return the family's linears that a file has in one stack, by GGUF's name of the stack."""
+    stacks = ("altup_proj", "altup_unembd_proj")
+    return {
+        stack: [f"{name}.{number}" for number in range(STREAMS - 1)]
+        for stack, name in zip(stacks, family.streams, strict=False)
+    }
 
 
 def other_names(family: Family, of_experts: str) -> dict[str, str]:
@@ -346,6 +376,9 @@ def _usual_linears(family: Family) -> dict[str, str]:
             names[f"attn_{'gate' if leaf == 'g' else leaf}"] = name
         if family.head_gates is not None:
             names["attn_gate"] = family.head_gates.name
+    if family.layer_inputs is not None:
+        inputs = family.layer_inputs
+        names |= {"inp_gate": inputs.gate.name, "proj": inputs.projection.name}
     shared = set(other_names(family, "").values())  # the dense one, where there are no experts
     dense = _feed_forward(family.gate_up, family.down, "")
     return names | {theirs: ours for theirs, ours in dense.items() if ours not in shared}

@@ -41,6 +41,11 @@ DEEPSEEK3 = (
 )
 TINY_AYA = (r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O)
 SEED_CODER = rf"{CONTRACTIONS}|{_WORDS}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}"
+# Jais 2: as Llama 3, but for runs of spaces, which are cut into powers of two
+_RUNS = "|".join(rf"\s{{{1 << n}}}(?!\S)" for n in range(9, 1, -1))
+JAIS2 = LLAMA3.replace(_SPACES, rf"\s*[\r\n]+|{_RUNS}|\s{{1,2}}(?!\S)|\s{{1}}")
+STOPS = ".,!?…。，、।۔،"
+BLOOM = rf" ?[^(\s|{STOPS})]+"
 POSSESSIVE = r"'(?i:[sdmt]|ll|ve|re)"
 BAILING = rf"{POSSESSIVE}|{_WORDS}|\p{{N}}|{_OTHERS}|\s*[\r\n]|\s+(?!\S)|\s+"
 
@@ -98,6 +103,8 @@ _ROWS = (
     ),
     PreTokenizer(names=("falcon",), splits=(r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]")),
     PreTokenizer(names=("seed-coder",), splits=(SEED_CODER,)),
+    PreTokenizer(names=("jais-2",), splits=(JAIS2,)),
+    PreTokenizer(names=("bloom", "poro-chat", "gpt3-finnish"), splits=(BLOOM,)),
     PreTokenizer(names=("bailingmoe", "bailingmoe2", "llada-moe"), splits=(BAILING,)),
     PreTokenizer(
         names=("default", ""),

@@ -5,20 +5,17 @@ rule become its parameters again, if these give the same numbers; any other ones
 config.json, as in LongRoPE.
 """
 
-import array
 import math
 from typing import Any
 
-from formats.errors import CheckpointError
+from formats.gguf.architectures.parts import FREQUENCIES
 from formats.gguf.metadata import Metadata
 
-FREQUENCIES = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 ORIGINAL = "original_max_position_embeddings"
 # Llama 3's parameters: low and high factor, and the context lengths to try
 LLAMA3_FACTORS = ((1.0, 4.0),)
 LLAMA3_LENGTHS = (8192, 4096, 16384, 32768, 2048)
-MAX_DIVISORS = 4096
 
 
 def rope_keys(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
@@ -51,7 +48,7 @@ def _scaling(
     original = metadata.get("rope.scaling.original_context_length")
     length = config["max_position_embeddings"]
     if LONG in metadata.gguf.tensors or SHORT in metadata.gguf.tensors:
-        long, short = (_divisors(metadata, name, width) for name in (LONG, SHORT))
+        long, short = (metadata.divisors(name, width) for name in (LONG, SHORT))
         scaling = {
             "rope_type": "longrope",
             "long_factor": long,
@@ -61,7 +58,7 @@ def _scaling(
         factor = metadata.number("rope.scaling.attn_factor")
         return scaling if factor is None else {**scaling, "attention_factor": float(factor)}
     if FREQUENCIES in metadata.gguf.tensors:
-        found = _divisors(metadata, FREQUENCIES, width)
+        found = metadata.divisors(FREQUENCIES, width)
         if all(each == 1.0 for each in found):
             return None
         return llama3_parameters(found, theta, width) or {
@@ -125,23 +122,3 @@ def llama3_parameters(found: list[float], theta: float, width: int) -> dict[str,
                     ORIGINAL: original,
                 }
     return None
-
-
-def _divisors(metadata: Metadata, name: str, width: int) -> list[float]:
-    """Read a tensor of divisors [width / 2]. Raises CheckpointError."""
-    tensor = metadata.gguf.tensors.get(name)
-    subject = f"{metadata.subject}: {name}"
-    if tensor is None or tensor.type.name != "F32" or tensor.shape != (width // 2,):
-        found = "none" if tensor is None else f"{tensor.type.name} {list(tensor.shape)}"
-        raise CheckpointError(subject, f"expected F32 [{width // 2}], found {found}")
-    if width // 2 > MAX_DIVISORS:
-        raise CheckpointError(subject, f"has {width // 2} values")
-    try:
-        with tensor.file.open("rb") as file:
-            file.seek(tensor.offset)
-            values = array.array("f", file.read(tensor.num_bytes))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(subject, f"cannot be read: {error}") from None
-    if len(values) != width // 2 or not all(0 < value < 1e6 for value in values):
-        raise CheckpointError(subject, "expected positive numbers")
-    return values.tolist()

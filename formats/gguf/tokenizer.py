@@ -1,7 +1,8 @@
 """Tokenizer of a GGUF file -> the files of transformers' fast tokenizer.
 
 `gpt2` is byte-level BPE with a list of merges. `llama` is SentencePiece BPE, whose merges follow
-from the scores of its tokens. Needs neither torch nor transformers.
+from the scores of its tokens; `gemma4` is the same with a list of merges. Needs neither torch nor
+transformers.
 """
 
 import math
@@ -148,13 +149,15 @@ def _bytes_of_words() -> dict[str, Any]:
 
 def _sentence_piece(vocabulary: Vocabulary) -> dict[str, Any]:
     """Return the parts of tokenizer.json of a SentencePiece BPE."""
+    listed = vocabulary.kind == "gemma4"
     replaced = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     spaces = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
         {"type": "ByteFallback"},
         {"type": "Fuse"},
     ]
-    has_prefix = vocabulary.get("add_space_prefix") is not False
+    stated = vocabulary.get("add_space_prefix")
+    has_prefix = stated is True if listed else stated is not False
     if has_prefix:
         before = {"type": "Prepend", "prepend": SPACE}
         normalizer = {"type": "Sequence", "normalizers": [before, replaced]}
@@ -164,7 +167,8 @@ def _sentence_piece(vocabulary: Vocabulary) -> dict[str, Any]:
     _respell_spaces(vocabulary)
     unknown = vocabulary.token("unknown_token_id")
     unknown = next(iter(vocabulary.of_type(UNKNOWN)), None) if unknown is None else unknown
-    model = _bpe(vocabulary, derived_merges(vocabulary))
+    merges = _listed_merges(vocabulary) if listed else derived_merges(vocabulary)
+    model = _bpe(vocabulary, merges)
     model |= {
         "unk_token": None if unknown is None else vocabulary.texts[unknown],
         "fuse_unk": True,
@@ -188,7 +192,7 @@ def _respell_spaces(vocabulary: Vocabulary) -> None:
             vocabulary.ids[spelled] = vocabulary.ids.pop(text)
 
 
-BUILDERS = {"gpt2": _byte_level, "llama": _sentence_piece}
+BUILDERS = {"gpt2": _byte_level, "llama": _sentence_piece, "gemma4": _sentence_piece}
 
 
 def _bpe(

@@ -87,7 +87,8 @@ def inspect_checkpoint(folder: str | Path) -> Inspection:
     config = usual_config(config)
     stacks = coded_stacks(config, shards.entries)
     try:
-        shards.entries = usual_entries(config, shards.entries)
+        if not gguf_name(folder):  # whose tensors have the usual form
+            shards.entries = usual_entries(config, shards.entries)
     except CheckpointError as error:
         findings.caught(error)
     renamed = bare_names(shards.entries)

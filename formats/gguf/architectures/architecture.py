@@ -67,9 +67,17 @@ class Architecture:
     # Factors that files have in the weights: function of GGUF's name of a tensor, without its
     # leaf, and config.json -> (rows, factor) of each run of rows; 0 rows: all
     factors: Callable[[str, Mapping[str, Any]], list[tuple[int, float]]] | None = None
-    uncompared: tuple[
-        str, ...
-    ] = ()  # keys of config.json that files have no form for, or need none
+    uncompared: tuple[str, ...] = ()  # keys of config.json that files have no form for
+    # llama.cpp reads keys and values also of layers that read those of an earlier one
+    fills_shared_layers: bool = False
+    # Sizes may be lists by layer; the functions below read and write them.
+    sizes_by_layer: bool = False
+    # The same for rotary embeddings that differ from the usual: Metadata -> keys of config.json,
+    # and config.json -> metadata and tensors of divisors by name
+    rope_config: Callable[[Any], Mapping[str, Any]] | None = None
+    rope_metadata: (
+        Callable[[Mapping[str, Any]], tuple[dict[str, Any], dict[str, list[float]]]] | None
+    ) = None
     # Functions of this row: (Metadata, config.json so far) -> more keys, and config.json -> more
     # metadata. The latter raises CheckpointError for what the architecture has no form for.
     more_config: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]] | None = None

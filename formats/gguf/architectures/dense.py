@@ -1,9 +1,5 @@
 """Architectures without experts."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from formats.errors import CheckpointError
 from formats.gguf.architectures.architecture import Architecture
 from formats.gguf.architectures.parts import (
     AFTER,
@@ -17,37 +13,12 @@ from formats.gguf.architectures.parts import (
     OF_HEADS,
     SOFTCAPS,
 )
-from formats.gguf.writing.container_writer import Value
-
-
-def _ministral3_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return YaRN with the factors of scores, where the file states them."""
-    scaling = dict(config.get("rope_scaling") or {})
-    temperature = metadata.number("attention.temperature_scale")
-    every = metadata.number("rope.scaling.yarn_log_multiplier")
-    if scaling.get("rope_type") != "yarn":
-        return {}
-    if every:
-        scaling |= {"mscale": 1.0, "mscale_all_dim": float(every)}
-    if temperature:
-        scaling["llama_4_scaling_beta"] = float(temperature)
-    return {"rope_scaling": {**scaling, "rope_theta": config["rope_theta"]}}
-
-
-def _ministral3_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the factors of scores. Raises CheckpointError for a first one that is not 1."""
-    scaling = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
-    every, first = scaling.get("mscale_all_dim"), scaling.get("mscale") or 1.0
-    if every and first != 1.0:
-        raise CheckpointError(
-            "config.json mscale", f"expected 1.0, which GGUF takes for granted, found {first}"
-        )
-    found = {
-        "rope.scaling.yarn_log_multiplier": every,
-        "attention.temperature_scale": scaling.get("llama_4_scaling_beta"),
-    }
-    return {key: Value(type="f32", value=value) for key, value in found.items() if value}
-
+from formats.gguf.architectures.rotations import (
+    granite_swa_config,
+    granite_swa_metadata,
+    ministral3_config,
+    ministral3_metadata,
+)
 
 DENSE = (
     Architecture(
@@ -59,6 +30,8 @@ DENSE = (
         bias_keys={**ATTENTION_BIAS, **MLP_BIAS},
         with_experts="MixtralForCausalLM",
         with_window="MistralForCausalLM",
+        # a Llama whose rotated pairs are neighbours in the checkpoint, too
+        also=("HeliumForCausalLM",),
     ),
     Architecture(
         name="qwen2",
@@ -79,6 +52,7 @@ DENSE = (
         norms=AROUND,
         keys=SOFTCAPS,
         fixed=GELU,
+        head="tied",
         window="pattern",
         pattern=2,
     ),
@@ -97,6 +71,22 @@ DENSE = (
         permuted=True,
         keys=GRANITE_FACTORS,
         bias_keys={**ATTENTION_BIAS, **MLP_BIAS},
+    ),
+    Architecture(
+        name="granite-swa",
+        family="GraniteSWAForCausalLM",
+        permuted=True,
+        keys={
+            "attention_multiplier": "attention.scale",
+            "embedding_multiplier": "embedding_scale",
+            "residual_multiplier": "residual_scale",
+            "logits_scaling": "logit_scale",
+        },
+        bias_keys={**ATTENTION_BIAS, **MLP_BIAS},
+        window="pattern",
+        pattern=4,
+        rope_config=granite_swa_config,
+        rope_metadata=granite_swa_metadata,
     ),
     Architecture(
         name="smollm3",
@@ -144,6 +134,7 @@ DENSE = (
     ),
     Architecture(
         name="command-r",
+        head="tied",
         family="CohereForCausalLM",
         norms={"attn_norm": "input_layernorm"},
         keys={"logit_scale": "logit_scale"},
@@ -151,6 +142,7 @@ DENSE = (
     ),
     Architecture(
         name="cohere2",
+        head="tied",
         family="Cohere2ForCausalLM",
         norms={"attn_norm": "input_layernorm"},
         keys={"logit_scale": "logit_scale"},
@@ -208,8 +200,8 @@ DENSE = (
         name="mistral3",
         family="Ministral3ForCausalLM",
         permuted=True,
-        more_config=_ministral3_config,
-        more_metadata=_ministral3_metadata,
+        more_config=ministral3_config,
+        more_metadata=ministral3_metadata,
     ),
     Architecture(
         name="jais2",

@@ -6,11 +6,12 @@ from formats.errors import CheckpointError
 from formats.gguf.architectures.architecture import Architecture
 from formats.gguf.architectures.classics import CLASSICS
 from formats.gguf.architectures.dense import DENSE
+from formats.gguf.architectures.gemma import GEMMAS
 from formats.gguf.architectures.hybrids import HYBRIDS
 from formats.gguf.architectures.mixtures import MIXTURES
 
 ARCHITECTURES: dict[str, Architecture] = {
-    row.name: row for row in (*DENSE, *CLASSICS, *MIXTURES, *HYBRIDS)
+    row.name: row for row in (*DENSE, *CLASSICS, *GEMMAS, *MIXTURES, *HYBRIDS)
 }
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from formats.architecture.family import Family
+from formats.architecture.flags import is_set
 from formats.checkpoint import CheckpointReader, TensorEntry
 from formats.errors import CheckpointError
 from formats.families import FAMILIES
@@ -28,8 +29,8 @@ from formats.gguf.names import (
     linear_names,
     other_names,
     outer_names,
+    stream_names,
 )
-from formats.gguf.rope import FREQUENCIES
 from formats.gguf.row_moves import in_steps, to_file
 from formats.gguf.row_orders import to_gguf
 from formats.gguf.schemes import BLOCK, BLOCK_SCHEMES, fitting, name_of
@@ -45,6 +46,7 @@ from formats.gguf.writing.metadata import (
     REMEDY,
     architecture_of,
     check_states,
+    head_width,
     metadata_of,
     num_experts,
 )
@@ -103,11 +105,15 @@ def export_gguf(
     )
     metadata |= export.scalars()
     tensors = export.tensors()
-    if divisors is not None:
-        data = struct.pack(f"<{len(divisors)}f", *divisors)
-        shape = (len(divisors),)
+    for divided, values in divisors.items():
+        data = struct.pack(f"<{len(values)}f", *values)
         tensors.append(
-            NewTensor(name=FREQUENCIES, type=BY_NAME["F32"], shape=shape, make=lambda: data)
+            NewTensor(
+                name=divided,
+                type=BY_NAME["F32"],
+                shape=(len(values),),
+                make=lambda data=data: data,
+            )
         )
     types = Counter(tensor.type.name for tensor in tensors)
     layers = Counter(t.type.name for t in tensors if ".ffn_" in t.name or ".attn_" in t.name)
@@ -188,6 +194,8 @@ class _Export:
             )
         for name, module in modules.items():
             found += self._tensor(name, [module])
+        for name, stack in stream_names(family).items():
+            found += self._tensor(name, stack, stacked=True)
         for number in range(config["num_hidden_layers"]):
             found += self._layer(number)
         for name, module in ((self._row.output_norm, last_norm), ("output", head)):
@@ -229,6 +237,9 @@ class _Export:
                 found += self._halves(stem, f"{prefix}.{ours}.weight")
                 continue
             found += self._tensor(f"{stem}.{theirs}", [f"{prefix}.{ours}"], optional=True)
+        has_keys = any(each.name == f"{stem}.attn_k.weight" for each in found)
+        if self._row.fills_shared_layers and not has_keys:
+            found += self._zero_keys(stem)
         for theirs, ours in self._row.tensors.items():
             if isinstance(ours, Held):
                 found += self._held(stem, theirs, f"{prefix}.{ours.name}", ours)
@@ -239,6 +250,30 @@ class _Export:
             for theirs, ours in other_names(family, "{e}").items():
                 modules = [f"{prefix}.{ours.format(e=e)}" for e in range(count)]
                 found += self._tensor(f"{stem}.{theirs}", modules, optional=True, stacked=True)
+        return found
+
+    def _zero_keys(self, stem: str) -> list[NewTensor]:
+        """Return keys and values of zeros, for a layer that reads those of an earlier one."""
+        config = self._reader.config
+        width, hidden = head_width(config), config["hidden_size"]
+        heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+        shapes = {
+            "attn_k": (heads * width, hidden),
+            "attn_v": (heads * width, hidden),
+            "attn_k_norm": (width,),
+        }
+        found = []
+        for local, shape in shapes.items():
+            kind = BY_NAME["F32" if len(shape) == 1 else "F16"]
+            count = kind.row_bytes(torch.Size(shape).numel())
+            found.append(
+                NewTensor(
+                    name=f"{stem}.{local}.weight",
+                    type=kind,
+                    shape=shape,
+                    make=lambda count=count: bytes(count),
+                )
+            )
         return found
 
     def _tensor(
@@ -257,7 +292,7 @@ class _Export:
             names = [f"{module}.weight" for module in modules]
             found.append(self._floats(f"{name}.weight", names, stacked))
         elif modules[0] in self._reader:  # a tensor without a leaf, such as sinks
-            leaf = ".bias" if name.endswith(".exp_probs_b") else ""
+            leaf = ".bias" if name.endswith(".exp_probs_b") else ".weight"
             found.append(self._floats(f"{name}{leaf}", modules, stacked))
         elif not optional:
             raise CheckpointError(f"{modules[0]}.weight", "is missing", "take a whole checkpoint")
@@ -421,7 +456,8 @@ class _Export:
         if local == "attn_qkv" and self._family.qkv.by_head:
             return to_gguf(rows, heads, kv_heads)
         own = {"attn_q": heads, "attn_k": kv_heads}.get(local)
-        return rows if own is None or not self._row.permuted else to_gguf(rows, own)
+        in_pairs = is_set(self._family.interleaved_rope, config)  # in the checkpoint, too
+        return rows if own is None or in_pairs or not self._row.permuted else to_gguf(rows, own)
 
 
 def _times(part: torch.Tensor, factors: list[tuple[int, float]]) -> torch.Tensor:

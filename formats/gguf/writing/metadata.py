@@ -3,6 +3,7 @@
 Needs no torch.
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,18 @@ from formats.architecture.family import Family
 from formats.architecture.stored_form import usual_config
 from formats.errors import CheckpointError
 from formats.gguf.architectures.architecture import Architecture
+from formats.gguf.architectures.parts import FREQUENCIES
 from formats.gguf.architectures.table import ARCHITECTURES
 from formats.gguf.config import make_config
 from formats.gguf.container import read_gguf
 from formats.gguf.metadata import Metadata
-from formats.gguf.rope import ORIGINAL, llama3_divisors
+from formats.gguf.rope import LONG, ORIGINAL, SHORT, llama3_divisors
 from formats.gguf.writing.container_writer import Value
 from formats.gguf.writing.latent import latent_metadata
 
 REMEDY = "write another format"
 # Rows whose files need more than this module writes
-NOT_WRITTEN = ("phi3", "gpt-oss", "glm4moe")
+NOT_WRITTEN = ("gpt-oss", "glm4moe")
 # config.json's keys that may differ: the file has another name or form for them
 NOT_COMPARED = {
     *("architectures", "model_type", "dtype", "hidden_act", "tie_word_embeddings"),
@@ -37,6 +39,8 @@ WHOLE += ("expert_group_count", "expert_group_used_count", "attention.kv_lora_ra
 WHOLE += ("interleave_moe_layer_step", "ssm.conv_kernel", "ssm.state_size", "ssm.group_count")
 WHOLE += ("ssm.time_step_rank", "shortconv.l_cache", "kda.head_dim", "moe_latent_size")
 WHOLE += ("attention.indexer.head_count", "attention.indexer.top_k")
+WHOLE += ("embedding_length_per_layer_input", "attention.shared_kv_layers")
+WHOLE += ("altup.num_inputs", "altup.active_idx")
 
 
 GELUS = ("gelu", "gelu_new", "gelu_pytorch_tanh")  # llama.cpp has one for all
@@ -72,8 +76,8 @@ def metadata_of(
     name: str,
     *,
     is_split: bool = True,
-) -> tuple[dict[str, Any], list[float] | None]:
-    """Return the metadata without the tokenizer's, and the divisors of `rope_freqs.weight`, if any.
+) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """Return the metadata without the tokenizer's, and tensors of divisors of frequencies by name.
 
     `is_split`: as in latent_metadata. Raises CheckpointError for a config.json that GGUF cannot
     state.
@@ -124,7 +128,11 @@ def metadata_of(
         if value is not None:
             own[theirs] = _typed(value)
     own |= _windows(config, row)
-    rope, divisors = _rope(config, width, row) if family.rotates(config) else ({}, None)
+    rope, divisors = {}, {}
+    if row.rope_metadata is not None:
+        rope, divisors = row.rope_metadata(config)
+    elif family.rotates(config):
+        rope, divisors = _rope(config, width, row)
     own |= rope
     if row.is_latent:
         own |= latent_metadata(config, is_split=is_split)
@@ -211,7 +219,7 @@ def _windows(config: Mapping[str, Any], row: Architecture) -> dict[str, Any]:
 
 def _rope(
     config: Mapping[str, Any], width: int, row: Architecture
-) -> tuple[dict[str, Any], list[float] | None]:
+) -> tuple[dict[str, Any], dict[str, list[float]]]:
     stated = config.get("rope_parameters") or {}
     full = stated.get("full_attention", stated)
     scaling = {**full, **(config.get("rope_scaling") or {})}  # the older key takes precedence
@@ -235,11 +243,17 @@ def _rope(
         keys["rope.freq_base_swa"] = _f32(local)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
-        return keys, None
-    factor, original = scaling.get("factor"), scaling.get(ORIGINAL)
+        return keys, {}
+    factor, original = scaling.get("factor"), scaling.get(ORIGINAL) or config.get(ORIGINAL)
     if kind == "llama3":
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        return keys, llama3_divisors(theta, rotated, factor, low, high, original)
+        divisors = llama3_divisors(theta, rotated, factor, low, high, original)
+        return keys, {FREQUENCIES: divisors}
+    if kind == "longrope":
+        return keys | _long_rope(config, scaling, original), {
+            LONG: scaling["long_factor"],
+            SHORT: scaling["short_factor"],
+        }
     if kind not in ("linear", "yarn"):
         raise CheckpointError("config.json rope_scaling", f"{kind!r} is not written", REMEDY)
     keys["rope.scaling.type"] = kind
@@ -253,4 +267,21 @@ def _rope(
     ):
         if kind == "yarn" and scaling.get(name) is not None:
             keys[theirs] = _f32(scaling[name])
-    return keys, None
+    return keys, {}
+
+
+def _long_rope(
+    config: Mapping[str, Any], scaling: Mapping[str, Any], original: int | None
+) -> dict[str, Any]:
+    """Return the metadata of LongRoPE: the length up to which the short factors hold, and the
+    factor of cosines and sines.
+    """
+    length = config["max_position_embeddings"]
+    original = original or length
+    attention, factor = scaling.get("attention_factor"), scaling.get("factor") or length / original
+    if attention is None:
+        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return {
+        "rope.scaling.original_context_length": _u32(original),
+        "rope.scaling.attn_factor": _f32(attention),
+    }

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import CheckpointError
-from formats.gguf.pre_tokenizers import CONTRACTIONS, GPT2, PRE_TOKENIZERS
+from formats.gguf.pre_tokenizers import CONTRACTIONS, GPT2, PRE_TOKENIZERS, STOPS
 from formats.gguf.tokenizer import (
     BYTE,
     CONTROL,
@@ -130,6 +130,7 @@ def _splits(pre_tokenizer: Mapping[str, Any] | None) -> list[str]:
         return [r"\p{N}" if pre_tokenizer.get("individual_digits") else r"\p{N}+"]
     if kind == "Split":
         text = pre_tokenizer["pattern"].get("Regex", "")
+        text = text.replace(f"[{STOPS}]", STOPS)  # BLOOM's class within a class
         return [text.replace(SPELLED_OUT, CONTRACTIONS).replace("(?:'s|", "(?i:'s|")]
     return [f"<{kind}>"]
 

@@ -11,8 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
 from calibrate.gguf_file import quantize_to_gguf
+from formats.checkpoint import CheckpointReader
 from formats.gguf.block_types import BY_NAME
 from formats.gguf.blocks import decode_rows
 from formats.gguf.schemes import BLOCK_SCHEMES
@@ -21,6 +26,9 @@ from formats.in_memory.k_weight import KWeight
 from formats.names import GGUF_TYPES
 from formats.scheme import Scheme
 from qserve.llm import LLM
+from tests.conftest import make_tiny
+from tests.formats.gguf.cases import CASES, MORE_CASES
+from tests.tiny_families import TINY, TINY_FAMILIES
 
 xllamacpp = pytest.importorskip("xllamacpp", reason="llama.cpp: xllamacpp is not installed")
 
@@ -42,10 +50,17 @@ def rounded_file(scheme):
     return make
 
 
-def first_token(path):
-    """llama.cpp's log-probabilities of the most likely first tokens, by id."""
+def first_token(path, exact=False):
+    """llama.cpp's log-probabilities of the most likely first tokens, by id.
+
+    `exact`: keys and values are cached in float32, not in float16.
+    """
     params = xllamacpp.CommonParams()
     params.model.path = str(path)
+    if exact:
+        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        kinds = xllamacpp.llama_flash_attn_type
+        params.flash_attn_type = kinds.LLAMA_FLASH_ATTN_TYPE_DISABLED
     params.n_ctx, params.n_parallel, params.warmup = 256, 1, False
     params.cpuparams.n_threads = 1
     server = xllamacpp.Server(params)
@@ -78,6 +93,72 @@ def test_llama_cpp_computes_our_log_probabilities(docs_5m, tmp_path, monkeypatch
     assert max(theirs, key=theirs.get) == int(ours.argmax())
     distance = max(abs(value - float(ours[token])) for token, value in theirs.items())
     assert distance < most
+
+
+def write_tokenizer(folder):
+    """One of as many tokens as tiny models have. Bytes alone would be no texts."""
+    tokens = [chr(33 + i) if i < 94 else f"w{i}" for i in range(TINY["vocab_size"])]
+    tokenizer = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+# families whose feed-forward has a GELU, which llama.cpp reads from a table of float16 numbers, and
+# tiny models of Gemma 3n, whose sparse activations take another deviation there
+LESS_EXACT = {"gpt_neox": 3e-3, "gemma3n": 0.02, "phi": 3e-3, "starcoder2": 3e-3}
+# newer than the llama.cpp of the package
+UNKNOWN = ("granite-swa",)
+
+
+def check_architecture(case, folder):
+    family, different, architecture = case
+    if architecture in UNKNOWN:
+        pytest.skip(f"the package's llama.cpp has no {architecture}")
+    config_class, usual = TINY_FAMILIES[family]
+    source = make_tiny(folder / "source", config_class, {**usual, **different})
+    write_tokenizer(source)
+    file = folder / "model.gguf"
+    export_gguf(source, file)
+    theirs = first_token(file, exact=True)
+    # of tiny models with long and short factors of frequencies, both take the long ones
+    llm = LLM(str(file), device="cpu", dtype="float32", max_model_len=64)
+    ours = torch.log_softmax(llm.logits(IDS)[-1].float(), -1)
+    assert len(theirs) == TOP
+    assert max(theirs, key=theirs.get) == int(ours.argmax())
+    distance = max(abs(value - float(ours[token])) for token, value in theirs.items())
+    assert distance < LESS_EXACT.get(family, 1e-3)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_llama_cpp_computes_the_architecture(case, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    check_architecture(case, tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", MORE_CASES.values(), ids=MORE_CASES)
+def test_llama_cpp_computes_the_other_architecture(case, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    check_architecture(case, tmp_path)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
+def test_llama_cpp_computes_a_quantized_classic(family, tmp_path, monkeypatch):
+    """Matrices that are stored [inputs, outputs]; the three of attention in one; a head's name."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    config_class, usual = TINY_FAMILIES[family]
+    widths = {"hidden_size": 256, "n_embd": 256, "n_inner": 512, "intermediate_size": 512}
+    source = make_tiny(tmp_path / "source", config_class, {**usual, **widths})
+    write_tokenizer(source)
+    file = tmp_path / "model.gguf"
+    rounded_file("q4_k_m")(source, file)
+    assert "Q4_K run packed" in CheckpointReader(file).gguf_summary
+    theirs = first_token(file, exact=True)
+    llm = LLM(str(file), device="cpu", dtype="float32", max_model_len=64)
+    ours = torch.log_softmax(llm.logits(IDS)[-1].float(), -1)
+    spread = float(ours.std())  # activations of 8 bits
+    assert max(abs(value - float(ours[token])) for token, value in theirs.items()) < spread / 4
 
 
 def theirs(weight_NK, name, importance_K):

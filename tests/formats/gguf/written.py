@@ -13,6 +13,13 @@ from formats.checkpoint import CheckpointReader
 
 F32, F16, Q8_0, Q4_0, Q3_K = 0, 1, 8, 2, 11
 UINT32, FLOAT32, BOOL, STRING, ARRAY = 4, 6, 7, 8, 9
+# type and struct code of the items of a list
+ITEM_TYPES = {
+    bool: (BOOL, "<?"),
+    int: (UINT32, "<I"),
+    float: (FLOAT32, "<f"),
+    str: (STRING, ""),
+}
 ALIGNMENT = 32
 
 
@@ -31,8 +38,8 @@ def value(found: Any) -> bytes:
         return struct.pack("<If", FLOAT32, found)
     if isinstance(found, str):
         return struct.pack("<I", STRING) + string(found)
-    kind = STRING if isinstance(found[0], str) else UINT32
-    items = b"".join(string(x) if kind == STRING else struct.pack("<I", x) for x in found)
+    kind, code = ITEM_TYPES[type(found[0])]
+    items = b"".join(string(x) if kind == STRING else struct.pack(code, x) for x in found)
     return struct.pack("<IIQ", ARRAY, kind, len(found)) + items
 
 
