@@ -1,7 +1,4 @@
-"""llama.cpp computes our files of models with experts or states as we do.
-
-Its keys and values are float16, so log-probabilities differ by some thousandths.
-"""
+"""llama.cpp computes our files of models with experts or states as we do."""
 
 import json
 import shutil
@@ -29,8 +26,8 @@ def test_llama_cpp_computes_the_same_model(case, docs_5m, tmp_path, monkeypatch)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(docs_5m / name, source / name)
     export_gguf(source, file)
-    theirs = first_token(file)
+    theirs = first_token(file, exact=True)
     logits = LLM(str(file), device="cpu", dtype="float32", max_model_len=64).logits(IDS)
     ours = torch.log_softmax(logits[-1].float(), -1)
     assert max(theirs, key=theirs.get) == int(ours.argmax())
-    assert max(abs(value - float(ours[token])) for token, value in theirs.items()) < 0.01
+    assert max(abs(value - float(ours[token])) for token, value in theirs.items()) < 2e-3
