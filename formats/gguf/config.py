@@ -54,9 +54,7 @@ def make_config(metadata: Metadata) -> dict[str, Any]:
         value = metadata.get(name)
         if value is not None:
             config[key] = value if isinstance(value, bool) else metadata.number(name)
-    for key, name in row.bias_keys.items():
-        ends = (f".{name}", f".{name.replace('attn_q.', 'attn_qkv.')}")
-        config[key] = any(each.endswith(ends) for each in gguf.tensors)
+    config |= _biases(metadata)
     if not has_experts(metadata):
         for key in ("num_local_experts", "num_experts_per_tok"):
             config.pop(key, None)
@@ -82,6 +80,16 @@ def make_config(metadata: Metadata) -> dict[str, Any]:
     return {**config, **own}
 
 
+def _biases(metadata: Metadata) -> dict[str, bool]:
+    """Return the keys of config.json for biases, and whether a layer, or the file, has them."""
+    found = {}
+    for key, name in metadata.architecture.bias_keys.items():
+        ends = (f".{name}", f".{name.replace('attn_q.', 'attn_qkv.')}")
+        tensors = metadata.gguf.tensors
+        found[key] = any(each == name or each.endswith(ends) for each in tensors)
+    return found
+
+
 def _check_constants(metadata: Metadata) -> None:
     """Raise CheckpointError for a file that states another value of the row's constants."""
     for key, expected in metadata.architecture.constants.items():
@@ -98,9 +106,17 @@ def find_family(metadata: Metadata) -> Family:
         has_experts=has_experts(metadata),
         has_window=bool(window),
         by_sigmoid=metadata.get("expert_gating_func") == SIGMOID,
+        has_shared=bool(metadata.get("expert_shared_feed_forward_length")),
     )
-    stated = {key: metadata.get(name) for key, name in metadata.architecture.keys.items()}
-    return family.variant({**stated, "q_lora_rank": _query_rank(metadata)})
+    keys = metadata.architecture.keys
+    stated = {
+        **{key: metadata.get(name) for key, name in keys.items()},
+        "q_lora_rank": _query_rank(metadata),
+        "num_local_experts": metadata.get("expert_count") or 0,
+        "mlp_layer_types": has_experts(metadata),
+        **_biases(metadata),
+    }
+    return family.variant(stated)
 
 
 def has_experts(metadata: Metadata) -> bool:
@@ -197,6 +213,11 @@ def _feed_forward(metadata: Metadata) -> int:
 def _first_size(metadata: Metadata, key: str, default: int | None = None) -> int:
     """Return a size; of a list by layer, where the architecture has one, its first."""
     values = metadata.get(key)
+    others = set(values) - {0} if isinstance(values, list) else set()
+    if len(others) == 1:
+        return others.pop()  # layers with another block state 0
+    if values == 0 and default is not None:
+        return default
     if not metadata.architecture.sizes_by_layer or not isinstance(values, list):
         return metadata.size(key, default)
     first = values[0]

@@ -17,6 +17,7 @@ from formats.gguf import kernel_forms
 from formats.gguf.blocks import decode_rows
 from formats.gguf.kernel_forms import CODES, SCALES, form_of
 from formats.gguf.names import Presented
+from formats.gguf.row_moves import from_file
 from formats.gguf.row_orders import to_family
 from formats.gguf.staged import BLOCKS
 from formats.scheme import Scheme
@@ -40,21 +41,27 @@ class GgufEntry(TensorEntry):
         """Read and decode the whole tensor. Raises CheckpointError."""
         presented = self.presented
         rows = self._decoded(0, self._num_rows)
+        if presented.below is not None:
+            part = _part_below(self)
+            rows = torch.cat([rows, part._decoded(0, part._num_rows)])
         if presented.heads:
             rows = to_family(rows, presented.heads, presented.kv_heads)
+        rows = from_file(from_file(rows, presented.rows), presented.columns, dim=1)
+        if presented.exponent:
+            rows = torch.log(-rows)
         if presented.offset:
             rows = rows - presented.offset
         return rows.reshape(self.shape).to(self.dtype)
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Read and decode rows `start` to `stop`. Raises CheckpointError."""
-        if self.presented.heads or len(self.shape) != 2:
+        if is_moved(self.presented) or len(self.shape) != 2:
             return self.read()[start:stop]
         return self._decoded(start, stop).to(self.dtype)
 
     def blocks(self, most_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (index of the first value, values) of each run of decoded rows."""
-        if len(self.shape) != 2 or self.presented.heads:
+        if len(self.shape) != 2 or is_moved(self.presented):
             yield 0, self.read()
             return
         step = max(1, most_bytes // (self.shape[1] * self.dtype.itemsize))
@@ -69,9 +76,11 @@ class GgufEntry(TensorEntry):
         data = self.read_bytes(first * row_bytes, (first + self._num_rows) * row_bytes)
         rows = data.reshape(-1, row_bytes)
         presented = self.presented
-        if not presented.heads:
-            return rows
-        return to_family(rows, presented.heads, presented.kv_heads)
+        if presented.below is not None:
+            rows = torch.cat([rows, _part_below(self).stored_rows()])
+        if presented.heads:
+            return to_family(rows, presented.heads, presented.kv_heads)
+        return from_file(rows, presented.rows)
 
     @property
     def _row_length(self) -> int:
@@ -83,7 +92,9 @@ class GgufEntry(TensorEntry):
     @property
     def _num_rows(self) -> int:
         """Number of stored rows; a vector is one row."""
-        return torch.Size(self.presented.shape).numel() // self._row_length
+        presented = self.presented
+        shape = presented.shape if presented.below is None else presented.stored.shape
+        return torch.Size(shape).numel() // self._row_length
 
     def _decoded(self, start: int, stop: int) -> torch.Tensor:
         presented, kind = self.presented, self.presented.stored.type
@@ -98,6 +109,26 @@ class GgufEntry(TensorEntry):
         if self.content == SCALES:
             return kernel_forms.scales_of(data, kind, in_features, self.name)
         return decode_rows(data, kind, in_features)
+
+
+def is_moved(presented: Presented) -> bool:
+    """Return True for a tensor that is no run of the file's values."""
+    moves = (presented.heads, presented.offset, presented.rows, presented.columns)
+    return any(moves) or presented.exponent or presented.below is not None
+
+
+def _part_below(entry: GgufEntry) -> GgufEntry:
+    """Return the entry of the second of two tensors, which has the last rows."""
+    stored = entry.presented.below
+    return replace(
+        entry,
+        name=stored.name,
+        shape=stored.shape,
+        num_bytes=stored.type.row_bytes(torch.Size(stored.shape).numel()),
+        file=stored.file,
+        offset=stored.offset,
+        presented=Presented(name=stored.name, stored=stored, shape=stored.shape),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,8 +254,13 @@ def make_entries(
 def _floats(name: str, presented: Presented, dtype: torch.dtype | None) -> TensorEntry:
     kind = presented.stored.type
     num_bytes = kind.row_bytes(torch.Size(presented.shape).numel())
+    if presented.below is not None:
+        num_bytes = sum(
+            part.type.row_bytes(torch.Size(part.shape).numel())
+            for part in (presented.stored, presented.below)
+        )
     plain = getattr(torch, kind.float_dtype) if kind.float_dtype else None
-    if plain is not None and not (presented.heads or presented.offset):
+    if plain is not None and not is_moved(presented):
         row_length = 1 if len(presented.shape) == 1 else presented.shape[-1]
         row_bytes = kind.row_bytes(row_length)
         return TensorEntry(
@@ -308,8 +344,11 @@ def schemes_of(found: Mapping[str, Presented], family: Family) -> dict[str, Sche
         if (router and module.endswith(router)) or (shared and module.endswith(f".{shared}")):
             continue
         form = form_of(presented.stored.type)
+        is_mixed = presented.below is not None and presented.below.type != presented.stored.type
         runs = (
             form is not None
+            and not is_mixed
+            and presented.columns is None
             and presented.values is None
             and form.runs(presented.shape[0], _is_expert(module))
         )

@@ -12,11 +12,13 @@ import os
 import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from formats.errors import CheckpointError
+from formats.gguf.architectures.held import Order
 from formats.gguf.block_types import BY_NAME, find_type
 from formats.gguf.config import find_family, head_dim, make_config, num_kv_heads, num_layers
 from formats.gguf.container import SPLIT_NAME, StoredTensor, read_gguf, split_files
@@ -24,7 +26,7 @@ from formats.gguf.metadata import Metadata
 from formats.gguf.names import NameMap, Presented
 from formats.gguf.tokenizer import tokenizer_files
 
-FORMAT = 4  # version of the folder's content; a new one makes new folders
+FORMAT = 5  # version of the folder's content; a new one makes new folders
 INDEX = "gguf.json"
 SUFFIX = ".gguf"
 REMEDY = "give the GGUF file again"
@@ -143,7 +145,7 @@ def _make_texts(file: Path, stated: list[list[Any]]) -> dict[str, str]:
     gguf = read_gguf(file)
     metadata = Metadata(gguf)
     config = make_config(metadata)
-    found = _name_map(metadata).present(gguf.tensors, str(file))
+    found = _name_map(metadata, config).present(gguf.tensors, str(file))
     family = find_family(metadata)
     unread = family.unread(usual_config(config))  # keys that a layer takes from an earlier one
     found = {name: each for name, each in found.items() if not name.startswith(unread)}
@@ -167,7 +169,7 @@ def _make_texts(file: Path, stated: list[list[Any]]) -> dict[str, str]:
     }
 
 
-def _name_map(metadata: Metadata) -> NameMap:
+def _name_map(metadata: Metadata, config: Mapping[str, Any]) -> NameMap:
     heads = metadata.size("attention.head_count")
     head_dim(metadata)  # raises for keys and values of other lengths
     return NameMap(
@@ -176,6 +178,7 @@ def _name_map(metadata: Metadata) -> NameMap:
         num_layers=num_layers(metadata),
         heads=heads,
         kv_heads=num_kv_heads(metadata),
+        config=config,
     )
 
 
@@ -201,13 +204,14 @@ def _scalars(metadata: Metadata) -> dict[str, list[Any]]:
 
 
 def _row(each: Presented, numbers: dict[Path, int]) -> list[Any]:
-    parts = [each.stored, *([each.values] if each.values else [])]
+    parts = [each.stored, *(part for part in (each.values, each.below) if part)]
     places = [
         [numbers[stored.file], stored.type.id, stored.offset, list(stored.shape), stored.name]
         for stored in parts
     ]
     order = [each.heads, each.kv_heads]
-    return [each.name, list(each.shape), each.first_row, order, each.offset, places]
+    moves = [each.rows, each.columns, each.exponent, each.below is not None]
+    return [each.name, list(each.shape), each.first_row, order, moves, each.offset, places]
 
 
 def read_index(folder: Path) -> GgufIndex:
@@ -221,8 +225,9 @@ def read_index(folder: Path) -> GgufIndex:
             if _fingerprint(path) != stated:
                 raise CheckpointError(str(path), "has changed since it was opened", REMEDY)
         presented = {}
-        for name, shape, first_row, order, offset, places in index["tensors"]:
-            stored, *values = (
+        for name, shape, first_row, order, moves, offset, places in index["tensors"]:
+            rows, columns, exponent, is_below = moves
+            stored, *second = (
                 StoredTensor(
                     name=stored_name,
                     type=find_type(kind, stored_name),
@@ -235,11 +240,15 @@ def read_index(folder: Path) -> GgufIndex:
             presented[name] = Presented(
                 name=name,
                 stored=stored,
-                values=values[0] if values else None,
+                values=second[0] if second and not is_below else None,
+                below=second[0] if is_below else None,
                 shape=tuple(shape),
                 first_row=first_row,
                 heads=order[0],
                 kv_heads=order[1],
+                rows=_order(rows),
+                columns=_order(columns),
+                exponent=exponent,
                 offset=offset,
             )
         scalars = {
@@ -250,6 +259,10 @@ def read_index(folder: Path) -> GgufIndex:
             raise
         raise CheckpointError(str(folder / INDEX), "is damaged", "remove its folder") from None
     return GgufIndex(path=files[0], presented=presented, scalars=scalars)
+
+
+def _order(stated: Any) -> Order | None:
+    return None if stated is None else Order(stated[0], tuple(stated[1]))
 
 
 def as_list(values: Any) -> list[Any]:

@@ -6,18 +6,20 @@ family's row, names of norms from the architecture's.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from formats.architecture.family import STREAMS, Family
 from formats.architecture.projection import Projection
 from formats.errors import CheckpointError
 from formats.gguf.architectures.architecture import Architecture
+from formats.gguf.architectures.held import Held, Order, family_shape, order_of
 from formats.gguf.architectures.parts import FREQUENCIES
 from formats.gguf.container import StoredTensor
 from formats.gguf.rope import LONG, SHORT
 
 IN_CONFIG = (FREQUENCIES, LONG, SHORT)  # read for config.json
-OF_A_LAYER = re.compile(r"blk\.(?P<number>\d{1,5})\.(?P<local>.+)\.(?P<kind>weight|bias)")
+OF_A_LAYER = re.compile(r"blk\.(?P<number>\d{1,5})\.(?P<local>.+?)(?:\.(?P<kind>weight|bias))?")
 KEY_UP, VALUE_UP, BOTH_UP = "attn_k_b", "attn_v_b", "attn_kv_b"  # of latent attention
 OLD_EXPERT = re.compile(r"(?P<local>ffn_(?:gate|up|down))\.(?P<number>\d{1,4})")
 # Start of the family's name of a projection of latent attention -> GGUF's
@@ -40,6 +42,11 @@ class Presented:
     heads: int = 0
     kv_heads: int = 0
     offset: float = 0.0  # what the stored values are above the family's
+    # Orders of a layer with states (architectures/held.py)
+    rows: Order | None = None
+    columns: Order | None = None
+    exponent: bool = False  # stored values are minus the exponential of the family's
+    below: StoredTensor | None = None  # holds the rows after those of `stored`
     # kv_b_proj of latent attention in two tensors: `stored` has the part of keys, transposed
     # [heads, latent, key], and this one that of values [heads, value, latent]
     values: StoredTensor | None = None
@@ -54,6 +61,7 @@ class NameMap:
     num_layers: int
     heads: int
     kv_heads: int
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     def present(self, tensors: Mapping[str, StoredTensor], subject: str) -> dict[str, Presented]:
         """Return every tensor by the family's name. Raises CheckpointError for one without."""
@@ -64,7 +72,7 @@ class NameMap:
         for stored in tensors.values():
             if stored.name.rpartition(".")[0].endswith((KEY_UP, VALUE_UP)):
                 continue
-            for each in self._of(stored, subject):
+            for each in self._of(stored, tensors, subject):
                 if each.name in found:
                     raise CheckpointError(f"{subject}: {stored.name}", f"is {each.name} again")
                 found[each.name] = each
@@ -100,7 +108,9 @@ class NameMap:
             )
         return found
 
-    def _of(self, stored: StoredTensor, subject: str) -> Iterator[Presented]:
+    def _of(
+        self, stored: StoredTensor, tensors: Mapping[str, StoredTensor], subject: str
+    ) -> Iterator[Presented]:
         if stored.name in IN_CONFIG:
             return
         match = OF_A_LAYER.fullmatch(stored.name)
@@ -112,16 +122,55 @@ class NameMap:
             name = self._outer_names.get(stored.name)
             if name is None:
                 raise _unplaced(stored, self.architecture, subject)
-            is_norm = stored.name == "output_norm.weight"
+            is_norm = stored.name == f"{self.architecture.output_norm}.weight"
             yield self._whole(stored, name, offset=self.family.norm_offset * is_norm)
             return
-        number, local, kind = int(match["number"]), match["local"], match["kind"]
+        number, local, kind = int(match["number"]), match["local"], match["kind"] or ""
         if number >= self.num_layers:  # a layer that only drafts
             return
         if local in ("attn_rot_embd", "rope_freqs"):
             return
-        layer = self.family.layer.format(i=number)
-        yield from self._in_layer(stored, layer, local, kind, subject)
+        layer, full = self.family.layer.format(i=number), stored.name.partition(f".{number}.")[2]
+        held = self.architecture.tensors.get(full)
+        if isinstance(held, Held):
+            below = tensors.get(f"blk.{number}.{held.below}") if held.below else None
+            yield self._held(stored, below, layer, held, subject)
+        elif full not in self._below:
+            yield from self._in_layer(stored, layer, local, kind, subject)
+
+    def _held(
+        self,
+        stored: StoredTensor,
+        below: StoredTensor | None,
+        layer: str,
+        held: Held,
+        subject: str,
+    ) -> Presented:
+        """Return a tensor that files hold in another form."""
+        shape = family_shape(held.shape, stored.shape)
+        fits = shape is not None and (below is None) == (not held.below)
+        if fits and below is not None:
+            fits = below.shape[1:] == stored.shape[1:] and len(stored.shape) == 2
+            shape = (stored.shape[0] + below.shape[0], *stored.shape[1:])
+        rows, columns = (order_of(name, self.config) for name in (held.rows, held.columns))
+        for order, size in ((rows, shape and shape[0]), (columns, shape and shape[-1])):
+            fits = fits and (order is None or order.count == size)
+        if not fits:
+            found = [list(each.shape) for each in (stored, below) if each]
+            raise CheckpointError(
+                f"{subject}: {stored.name}",
+                f"does not fit the model's sizes, found {found}",
+                "convert the model again",
+            )
+        return Presented(
+            name=f"{layer}.{held.name}",
+            stored=stored,
+            shape=shape,
+            rows=rows,
+            columns=columns,
+            exponent=held.exponent,
+            below=below,
+        )
 
     def _in_layer(
         self, stored: StoredTensor, layer: str, local: str, kind: str, subject: str
@@ -186,11 +235,20 @@ class NameMap:
         shared = self.family.experts and self.family.experts.shared
         if shared and shared.gate and name.endswith(f"{shared.gate}.weight"):
             whole = replace(whole, shape=(1, stored.shape[-1]))
+        routing = self.family.experts and self.family.experts.routing
+        if routing and routing.correction_is_row and name.endswith(routing.correction):
+            whole = replace(whole, shape=(1, stored.shape[-1]))
         return replace(whole, **different)
 
     @property
+    def _below(self) -> frozenset[str]:
+        """Names of tensors whose rows belong to another one."""
+        held = self.architecture.tensors.values()
+        return frozenset(each.below for each in held if isinstance(each, Held))
+
+    @property
     def _outer_names(self) -> dict[str, str]:
-        return outer_names(self.family)
+        return outer_names(self.family, self.architecture)
 
     @property
     def _permuted(self) -> dict[str, int]:
@@ -200,7 +258,7 @@ class NameMap:
 
     @property
     def _linears(self) -> dict[str, str]:
-        return linear_names(self.family)
+        return linear_names(self.family, self.architecture)
 
     @property
     def _experts(self) -> dict[str, str]:
@@ -228,11 +286,11 @@ def _stacked(stored: StoredTensor, modules: list[str], kind: str = "weight") -> 
         yield Presented(name=f"{module}.{kind}", stored=stored, shape=(N, K), first_row=number * N)
 
 
-def outer_names(family: Family) -> dict[str, str]:
+def outer_names(family: Family, architecture: Architecture) -> dict[str, str]:
     """Return the family's names of the tensors outside of layers by GGUF's."""
     names = {"token_embd.weight": family.embedding, "output.weight": family.head}
     if family.norm_weights:
-        names["output_norm.weight"] = family.last_norm
+        names[f"{architecture.output_norm}.weight"] = family.last_norm
     if family.norm_bias:
         names["output_norm.bias"] = family.last_norm_bias
     if family.head_bias:
@@ -285,8 +343,24 @@ def other_names(family: Family, of_experts: str) -> dict[str, str]:
     return names
 
 
-def linear_names(family: Family) -> dict[str, str]:
-    """Return the family's names of a layer's linears by GGUF's, both below the layer."""
+def linear_names(family: Family, architecture: Architecture | None = None) -> dict[str, str]:
+    """Return the family's names of a layer's linears by GGUF's, both below the layer.
+
+    `architecture`: adds its own, and leaves out those that its files hold in another form.
+    """
+    if architecture is None:
+        return _usual_linears(family)
+    held = {
+        each.name.removesuffix(".weight")
+        for each in architecture.tensors.values()
+        if isinstance(each, Held)
+    }
+    names = {**_usual_linears(family), **architecture.linears}
+    return {theirs: ours for theirs, ours in names.items() if ours not in held}
+
+
+def _usual_linears(family: Family) -> dict[str, str]:
+    """Return the names of the linears of attention and of a dense feed-forward."""
     qkv, o = family.qkv, family.o
     names = {"attn_output": o.linears[0].name}
     if qkv.stored_fused:
@@ -297,12 +371,17 @@ def linear_names(family: Family) -> dict[str, str]:
                 leaf = name.rpartition(".")[2].removesuffix("_with_mqa").removesuffix("_proj")
                 names[LATENT_NAMES[leaf]] = name
     else:
-        of_qkv = zip(("attn_q", "attn_k", "attn_v"), qkv.members, strict=True)
-        names |= {key: name for key, (name, _) in of_qkv}
+        for name, _ in qkv.members:
+            leaf = name.rpartition(".")[2].removesuffix("_proj")
+            names[f"attn_{'gate' if leaf == 'g' else leaf}"] = name
+        if family.head_gates is not None:
+            names["attn_gate"] = family.head_gates.name
     if family.layer_inputs is not None:
         inputs = family.layer_inputs
         names |= {"inp_gate": inputs.gate.name, "proj": inputs.projection.name}
-    return names | _feed_forward(family.gate_up, family.down, "")
+    shared = set(other_names(family, "").values())  # the dense one, where there are no experts
+    dense = _feed_forward(family.gate_up, family.down, "")
+    return names | {theirs: ours for theirs, ours in dense.items() if ours not in shared}
 
 
 def _feed_forward(gate_up: Projection, down: Projection, suffix: str) -> dict[str, str]:

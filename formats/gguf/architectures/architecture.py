@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 from formats.architecture.family import Family
 from formats.architecture.flags import Flag, is_set
 from formats.families import FAMILIES
+from formats.gguf.architectures.held import Held
 from formats.gguf.architectures.parts import BEFORE
 
 
@@ -38,10 +39,13 @@ class Architecture:
     with_experts: str = ""
     with_window: str = ""
     with_sigmoid: str = ""  # experts are chosen by sigmoid
+    with_shared: str = ""  # there are shared experts
     also: tuple[str, ...] = ()  # families with the same layers, which are written so
     variants: tuple[Variant, ...] = ()
     # Other tensors of a layer: GGUF's full name below the layer -> the family's
-    tensors: Mapping[str, str] = field(default_factory=dict)
+    tensors: Mapping[str, str | Held] = field(default_factory=dict)
+    linears: Mapping[str, str] = field(default_factory=dict)  # other linears, without a leaf
+    output_norm: str = "output_norm"  # GGUF's name of the last norm
     # Tensors of one number in each layer, which files hold as a list: key of the metadata -> the
     # family's name below the layer
     scalars: Mapping[str, str] = field(default_factory=dict)
@@ -50,6 +54,7 @@ class Architecture:
     constants: Mapping[str, Any] = field(default_factory=dict)
     # What config.json must state, by key, for llama.cpp to read the file
     needs: Mapping[str, Any] = field(default_factory=dict)
+    needs_all_kv_heads: bool = False  # the same: there are as many KV heads as heads
     needs_square_output: bool = False  # the same: heads times their width is the hidden size
     # The class's names for the usual keys of rotary embeddings, and its defaults
     rope_names: Mapping[str, str] = field(default_factory=dict)
@@ -59,6 +64,10 @@ class Architecture:
     # llama.cpp reads a head of its own from the file ("own"), or always takes the embedding
     # ("tied"); "": either, as the file has it.
     head: Literal["", "own", "tied"] = ""
+    # Factors that files have in the weights: function of GGUF's name of a tensor, without its
+    # leaf, and config.json -> (rows, factor) of each run of rows; 0 rows: all
+    factors: Callable[[str, Mapping[str, Any]], list[tuple[int, float]]] | None = None
+    uncompared: tuple[str, ...] = ()  # keys of config.json that files have no form for
     # llama.cpp reads keys and values also of layers that read those of an earlier one
     fills_shared_layers: bool = False
     # Sizes may be lists by layer; the functions below read and write them.
@@ -74,10 +83,17 @@ class Architecture:
     more_config: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]] | None = None
     more_metadata: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
 
-    def family_of(self, *, has_experts: bool, has_window: bool, by_sigmoid: bool = False) -> Family:
+    def family_of(
+        self,
+        *,
+        has_experts: bool,
+        has_window: bool,
+        by_sigmoid: bool = False,
+        has_shared: bool = False,
+    ) -> Family:
         """Return the family's row for a file with experts, chosen by sigmoid, or a window."""
         name = (has_experts and self.with_experts) or (has_window and self.with_window)
-        name = (by_sigmoid and self.with_sigmoid) or name
+        name = (by_sigmoid and self.with_sigmoid) or (has_shared and self.with_shared) or name
         return FAMILIES[name or self.family]
 
     def variant_of_file(self, names: Collection[str]) -> "Architecture":

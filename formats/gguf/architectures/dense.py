@@ -7,6 +7,7 @@ from formats.gguf.architectures.parts import (
     ATTENTION_BIAS,
     BEFORE,
     GELU,
+    GRANITE_FACTORS,
     LATE_NAME,
     MLP_BIAS,
     OF_HEADS,
@@ -68,12 +69,7 @@ DENSE = (
         name="granite",
         family="GraniteForCausalLM",
         permuted=True,
-        keys={
-            "attention_multiplier": "attention.scale",
-            "embedding_multiplier": "embedding_scale",
-            "residual_multiplier": "residual_scale",
-            "logits_scaling": "logit_scale",
-        },
+        keys=GRANITE_FACTORS,
         bias_keys={**ATTENTION_BIAS, **MLP_BIAS},
     ),
     Architecture(

@@ -26,8 +26,9 @@ LATE_NAME = {
 
 ATTENTION_BIAS = {"attention_bias": "attn_q.bias"}
 MLP_BIAS = {"mlp_bias": "ffn_up.bias"}
+USED = {"num_experts_per_tok": "expert_used_count"}
 EXPERTS = {
-    "num_experts_per_tok": "expert_used_count",
+    **USED,
     "moe_intermediate_size": "expert_feed_forward_length",
 }
 SOFTCAPS = {
@@ -35,3 +36,10 @@ SOFTCAPS = {
     "final_logit_softcapping": "final_logit_softcapping",
 }
 GELU = {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"}
+GRANITE_FACTORS = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+SIGMOID = {"expert_gating_func": 2}  # experts are chosen by sigmoid

@@ -7,10 +7,11 @@ from formats.gguf.architectures.architecture import Architecture
 from formats.gguf.architectures.classics import CLASSICS
 from formats.gguf.architectures.dense import DENSE
 from formats.gguf.architectures.gemma import GEMMAS
+from formats.gguf.architectures.hybrids import HYBRIDS
 from formats.gguf.architectures.mixtures import MIXTURES
 
 ARCHITECTURES: dict[str, Architecture] = {
-    row.name: row for row in (*DENSE, *CLASSICS, *GEMMAS, *MIXTURES)
+    row.name: row for row in (*DENSE, *CLASSICS, *GEMMAS, *MIXTURES, *HYBRIDS)
 }
 
 

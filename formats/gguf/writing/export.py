@@ -7,7 +7,7 @@ caller asks for a type of the embedding.
 import struct
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from formats.checkpoint import CheckpointReader, TensorEntry
 from formats.errors import CheckpointError
 from formats.families import FAMILIES
 from formats.gguf.architectures.architecture import Architecture
+from formats.gguf.architectures.held import Held, Order, order_of, rows_above, stored_shape
 from formats.gguf.block_types import BY_NAME, BlockType
 from formats.gguf.entries import GgufEntry, JoinedEntry
 from formats.gguf.names import (
@@ -30,6 +31,7 @@ from formats.gguf.names import (
     outer_names,
     stream_names,
 )
+from formats.gguf.row_moves import in_steps, to_file
 from formats.gguf.row_orders import to_gguf
 from formats.gguf.schemes import BLOCK, BLOCK_SCHEMES, fitting, name_of
 from formats.gguf.writing.container_writer import (
@@ -56,6 +58,8 @@ from formats.quant_config import QuantConfig, find_block
 from formats.scheme import Scheme
 from formats.table import size_text
 
+# Parts of names of tensors that are F32 in every file
+SMALL = ("ffn_gate_inp", "exp_probs_b", "ssm_conv1d", "shortconv.conv", "ssm_a", "ssm_d")
 FLOAT_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 # general.file_type by the most frequent type of the linears
 FILE_TYPES = {
@@ -168,7 +172,7 @@ class _Export:
         unread = family.unread(reader.config)  # of layers for drafts
         self._left = {name for name in reader.entries if not name.startswith(unread)}
         # kv_b_proj of latent attention is written by head; False: some layer's is quantized
-        self._joined = linear_names(family).get(BOTH_UP, "")
+        self._joined = linear_names(family, row).get(BOTH_UP, "")
         self.is_split = bool(self._joined) and not any(
             name.endswith(f".{self._joined}") for name in self._coded
         )
@@ -178,10 +182,10 @@ class _Export:
         family, config, found = self._family, self._reader.config, []
         modules = {
             name.removesuffix(".weight"): ours.removesuffix(".weight")
-            for name, ours in outer_names(family).items()
+            for name, ours in outer_names(family, self._row).items()
             if name.endswith(".weight")
         }
-        head, last_norm = modules.pop("output"), modules.pop("output_norm", None)
+        head, last_norm = modules.pop("output"), modules.pop(self._row.output_norm, None)
         if family.is_tied(config):
             head = modules["token_embd"] if self._row.head == "own" else None
         elif self._row.head == "tied":
@@ -194,7 +198,7 @@ class _Export:
             found += self._tensor(name, stack, stacked=True)
         for number in range(config["num_hidden_layers"]):
             found += self._layer(number)
-        for name, module in (("output_norm", last_norm), ("output", head)):
+        for name, module in ((self._row.output_norm, last_norm), ("output", head)):
             found += self._tensor(name, [module]) if module else []
         self._left.discard(family.head)
         left = sorted(self._left)
@@ -218,9 +222,18 @@ class _Export:
     def _layer(self, number: int) -> list[NewTensor]:
         family, found = self._family, []
         prefix, stem = family.layer.format(i=number), f"blk.{number}"
-        single = {**self._row.norms, **linear_names(family), **other_names(family, "")}
+        held = {each.name for each in self._row.tensors.values() if isinstance(each, Held)}
+        single = {
+            **self._row.norms,
+            **linear_names(family, self._row),
+            **other_names(family, ""),
+        }
         for theirs, ours in single.items():
+            if ours in held or f"{ours}.weight" in held:
+                continue
             if theirs == BOTH_UP and self.is_split:
+                if family.has_state(number, self._reader.config):
+                    continue
                 found += self._halves(stem, f"{prefix}.{ours}.weight")
                 continue
             found += self._tensor(f"{stem}.{theirs}", [f"{prefix}.{ours}"], optional=True)
@@ -228,7 +241,9 @@ class _Export:
         if self._row.fills_shared_layers and not has_keys:
             found += self._zero_keys(stem)
         for theirs, ours in self._row.tensors.items():
-            if f"{prefix}.{ours}" in self._reader:
+            if isinstance(ours, Held):
+                found += self._held(stem, theirs, f"{prefix}.{ours.name}", ours)
+            elif f"{prefix}.{ours}" in self._reader:
                 found.append(self._floats(f"{stem}.{theirs}", [f"{prefix}.{ours}"], False))
         if family.experts is not None:
             count = num_experts(self._reader.config) or 0
@@ -286,6 +301,47 @@ class _Export:
             found.append(self._floats(f"{name}.bias", names, stacked))
         return found
 
+    def _held(self, stem: str, theirs: str, name: str, held: Held) -> list[NewTensor]:
+        """Return a tensor in another form than the family's: one tensor, or two."""
+        module, config = name.removesuffix(".weight"), self._reader.config
+        is_coded = module != name and module in self._coded
+        if not is_coded and name not in self._reader:
+            return []
+        if is_coded:
+            whole = self._codes(f"{stem}.{theirs}", [module], False)
+        else:
+            whole = self._floats(f"{stem}.{theirs}", [name], False)
+        rows, columns = (order_of(order, config) for order in (held.rows, held.columns))
+        entry = self._reader.entries.get(name)
+        if _holds_blocks(entry) and entry.presented.columns:
+            columns = None  # blocks of a GGUF file stay where they are
+        shape = stored_shape(held.shape, whole.shape, config.get("mamba_n_groups") or 1)
+
+        def make() -> torch.Tensor:
+            data = torch.frombuffer(bytearray(whole.make()), dtype=torch.uint8)
+            if held.exponent:
+                values = -torch.exp(data.view(torch.float32))
+                data = values.view(torch.uint8)
+            count = whole.shape[0] if rows is not None or held.below else 1
+            data = to_file(data.reshape(count, -1), rows)
+            return _columns_moved(data, columns, whole) if columns else data
+
+        if not held.below:
+            return [
+                replace(whole, name=f"{stem}.{theirs}", shape=shape, make=lambda: _to_bytes(make()))
+            ]
+        above = rows_above(held, shape, config)
+        parts = ((theirs, slice(0, above)), (held.below, slice(above, shape[0])))
+        return [
+            replace(
+                whole,
+                name=f"{stem}.{part}",
+                shape=(which.stop - which.start, *shape[1:]),
+                make=lambda which=which: _to_bytes(make()[which]),
+            )
+            for part, which in parts
+        ]
+
     def _halves(self, stem: str, name: str) -> list[NewTensor]:
         """Return kv_b_proj in two tensors: keys, transposed, and values, each by head."""
         if name not in self._reader:
@@ -319,6 +375,13 @@ class _Export:
             fields = tensor_names(module, layout_of(self._quant), self._reader.entries)
             self._left -= set(fields.values())
 
+        if self._factors(f"{name}.weight"):
+            raise CheckpointError(
+                modules[0],
+                f"has a factor in config.json, which {self._row.name} has in the weights in GGUF",
+                "convert the float model to GGUF, and quantize that file",
+            )
+
         def make() -> bytes:
             parts = []
             for module in modules:
@@ -343,8 +406,10 @@ class _Export:
                 raise CheckpointError(each, "is missing", "take a whole checkpoint")
             self._left.discard(each)
         kind = self._float_type(name, entry)
-        is_norm = name.endswith("norm.weight")
+        local = name.removesuffix(".weight").rpartition(".")[2]
+        is_norm = name.endswith(".weight") and local in (*self._row.norms, self._row.output_norm)
         offset = self._family.norm_offset if is_norm else 0.0
+        factors = self._factors(name)
 
         def make() -> bytes:
             if _holds_blocks(entry):
@@ -352,20 +417,32 @@ class _Export:
                 return _to_bytes(self._reordered(name.rpartition(".")[0], torch.cat(rows)))
             parts = [self._reader.get(each) for each in names]
             parts = [part.float() + offset if offset else part for part in parts]
+            parts = [_times(part, factors) for part in parts]
             rows = [encode_floats(part, kind) for part in parts]
             if len(entry.shape) == 1 and not stacked:
                 rows = [row.reshape(entry.shape[0], -1) for row in rows]
             return _to_bytes(self._reordered(name.rpartition(".")[0], torch.cat(rows)))
 
         shape = (len(names), *entry.shape) if stacked else tuple(entry.shape)
+        if ".exp_probs_b" in name:  # a row in some families
+            shape = shape[-1:]
         return NewTensor(name=name, type=kind, shape=shape, make=make)
+
+    def _factors(self, name: str) -> list[tuple[int, float]]:
+        """Return the factors of the rows of a weight; []: all are 1."""
+        stem, _, leaf = name.removesuffix(".weight.weight").rpartition(".")
+        if self._row.factors is None or (leaf != "weight" and name.endswith(".bias")):
+            return []
+        local = (stem if leaf == "weight" else f"{stem}.{leaf}").rpartition(".")[2]
+        found = self._row.factors(local, self._reader.config)
+        return found if any(factor != 1.0 for _, factor in found) else []
 
     def _float_type(self, name: str, entry: TensorEntry) -> BlockType:
         """Return the type of a float tensor: vectors and routers are F32 in every file."""
         wanted, in_features = self._outer_types.get(name), entry.shape[-1]
         if _holds_blocks(entry):
             return entry.presented.stored.type
-        if len(entry.shape) == 1 or "ffn_gate_inp" in name:
+        if len(entry.shape) == 1 or any(part in name for part in SMALL):
             return BY_NAME["F32"]
         if wanted is not None and in_features % BLOCK == 0:
             return BY_NAME[name_of(fitting(BLOCK_SCHEMES[wanted], in_features)).upper()]
@@ -381,6 +458,29 @@ class _Export:
         own = {"attn_q": heads, "attn_k": kv_heads}.get(local)
         in_pairs = is_set(self._family.interleaved_rope, config)  # in the checkpoint, too
         return rows if own is None or in_pairs or not self._row.permuted else to_gguf(rows, own)
+
+
+def _times(part: torch.Tensor, factors: list[tuple[int, float]]) -> torch.Tensor:
+    """Return a weight, whose runs of rows are multiplied by factors."""
+    if not factors:
+        return part
+    counts = [count or part.shape[0] for count, _ in factors]
+    pieces = part.float().split(counts)
+    return torch.cat([piece * each for piece, (_, each) in zip(pieces, factors, strict=True)])
+
+
+def _columns_moved(data: torch.Tensor, order: Order, whole: NewTensor) -> torch.Tensor:
+    """Return rows of blocks with their columns in a file's order. Raises CheckpointError."""
+    kind, (N, K) = whole.type, whole.shape
+    step = kind.length
+    if order.numbers[-1] % step:
+        raise CheckpointError(
+            whole.name,
+            f"has heads of {order.numbers[-1]} inputs, which blocks of {step} do not divide",
+            "quantize it in blocks of 32, such as q8_0",
+        )
+    blocks = data.reshape(N, K // step, -1)
+    return to_file(blocks, in_steps(order, step), dim=1).reshape(N, -1)
 
 
 def _holds_blocks(entry: TensorEntry) -> bool:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from formats.errors import CheckpointError
+from formats.gguf.architectures.layers import REMEDY, dense_layers
 from formats.gguf.config import SIGMOID
 from formats.gguf.writing.container_writer import Value
 
 SOFTMAX = 1  # value of expert_gating_func
-REMEDY = "write another format"
 
 
 def latent_metadata(config: Mapping[str, Any], *, is_split: bool) -> dict[str, Value]:
@@ -41,7 +41,7 @@ def latent_metadata(config: Mapping[str, Any], *, is_split: bool) -> dict[str, V
     found["rope.dimension_count"] = rope
     if config.get("q_lora_rank"):
         found["attention.q_lora_rank"] = config["q_lora_rank"]
-    found["leading_dense_block_count"] = _dense_layers(config)
+    found["leading_dense_block_count"] = dense_layers(config)
     by_sigmoid = config["model_type"] != "deepseek_v2"
     found["expert_gating_func"] = SIGMOID if by_sigmoid else SOFTMAX
     keys = {key: Value(type="u32", value=value) for key, value in found.items()}
@@ -57,19 +57,6 @@ def split_by_head(
     by_head = weight.unflatten(0, (config["num_attention_heads"], -1))
     keys, values = by_head.split([config["qk_nope_head_dim"], config["v_head_dim"]], dim=1)
     return keys.transpose(1, 2).contiguous(), values.contiguous()
-
-
-def _dense_layers(config: Mapping[str, Any]) -> int:
-    """Return the number of layers without experts, which come first. Raises CheckpointError."""
-    kinds = config.get("mlp_layer_types")
-    if not isinstance(kinds, list):
-        return config.get("first_k_dense_replace", 0)
-    count = next((i for i, kind in enumerate(kinds) if kind == "sparse"), len(kinds))
-    if "dense" in kinds[count:]:
-        raise CheckpointError(
-            "config.json mlp_layer_types", "expected dense layers before all others", REMEDY
-        )
-    return count
 
 
 def _yarn(config: Mapping[str, Any]) -> dict[str, Value]:

@@ -36,6 +36,9 @@ NOT_COMPARED = {
 }
 WHOLE = ("expert_count", "expert_used_count", "expert_shared_count", "leading_dense_block_count")
 WHOLE += ("expert_group_count", "expert_group_used_count", "attention.kv_lora_rank")
+WHOLE += ("interleave_moe_layer_step", "ssm.conv_kernel", "ssm.state_size", "ssm.group_count")
+WHOLE += ("ssm.time_step_rank", "shortconv.l_cache", "kda.head_dim", "moe_latent_size")
+WHOLE += ("attention.indexer.head_count", "attention.indexer.top_k")
 WHOLE += ("embedding_length_per_layer_input", "attention.shared_kv_layers")
 WHOLE += ("altup.num_inputs", "altup.active_idx")
 
@@ -46,8 +49,11 @@ GELUS = ("gelu", "gelu_new", "gelu_pytorch_tanh")  # llama.cpp has one for all
 def architecture_of(family: Family, config: Mapping[str, Any]) -> Architecture:
     """Return the row that a family is written as. Raises CheckpointError if there is none."""
     for row in ARCHITECTURES.values():
-        names = (row.family, row.with_experts, row.with_window, row.with_sigmoid, *row.also)
-        if family.architecture in names and row.name not in NOT_WRITTEN:
+        names = (row.family, row.with_experts, row.with_window, row.with_sigmoid)
+        if (
+            family.architecture in (*names, row.with_shared, *row.also)
+            and row.name not in NOT_WRITTEN
+        ):
             return row.variant_of_config(config)
     raise CheckpointError(f"architecture {family.architecture}", "is not written as GGUF", REMEDY)
 
@@ -91,6 +97,13 @@ def metadata_of(
             f"expected {config['hidden_size'] // heads} in {row.name}, found {width}",
             REMEDY,
         )
+    kv_heads = config.get("num_key_value_heads") or heads
+    if row.needs_all_kv_heads and kv_heads != heads:
+        raise CheckpointError(
+            "config.json num_key_value_heads",
+            f"expected {heads}, as many as heads, in {row.name}, found {kv_heads}",
+            REMEDY,
+        )
     own: dict[str, Any] = {
         "block_count": _u32(config["num_hidden_layers"]),
         "context_length": _u32(config["max_position_embeddings"]),
@@ -107,11 +120,13 @@ def metadata_of(
     own[f"attention.layer_norm_{kind}"] = _f32(eps)
     for key, theirs in row.keys.items():
         value = num_experts(config) if theirs == "expert_count" else config.get(key)
+        if theirs == "expert_used_count" and num_experts(config) is None:
+            continue
         if value is not None:
             own[theirs] = _u32(value) if theirs in WHOLE else _stated(theirs, value)
     for theirs, value in row.constants.items():
         if value is not None:
-            own[theirs] = _stated(theirs, value)
+            own[theirs] = _typed(value)
     own |= _windows(config, row)
     rope, divisors = {}, {}
     if row.rope_metadata is not None:
@@ -119,10 +134,10 @@ def metadata_of(
     elif family.rotates(config):
         rope, divisors = _rope(config, width, row)
     own |= rope
-    if row.more_metadata is not None:
-        own |= row.more_metadata(config)
     if row.is_latent:
         own |= latent_metadata(config, is_split=is_split)
+    if row.more_metadata is not None:
+        own |= {key: _typed(value) for key, value in row.more_metadata(config).items()}
     general = {
         "general.architecture": row.name,
         "general.type": "model",
@@ -134,12 +149,14 @@ def metadata_of(
 
 def check_states(file: Path, config: Mapping[str, Any]) -> None:
     """Raise CheckpointError if the metadata of a file mean another config.json than `config`."""
-    read = usual_config(make_config(Metadata(read_gguf(file))))
+    metadata = Metadata(read_gguf(file))
+    read = usual_config(make_config(metadata))
+    left_out = {*NOT_COMPARED, *metadata.architecture.uncompared}
     layers = range(config["num_hidden_layers"])
     interval = read.get("no_rope_layer_interval")
     if interval:
         read["no_rope_layers"] = [int((i + 1) % interval != 0) for i in layers]
-    for key in sorted(read.keys() & config.keys() - NOT_COMPARED):
+    for key in sorted(read.keys() & config.keys() - left_out):
         if config[key] is not None and config[key] != read[key]:
             raise CheckpointError(
                 f"config.json {key}",
@@ -166,6 +183,15 @@ def _u32(value: int) -> Value:
 
 def _f32(value: float) -> Value:
     return Value(type="f32", value=float(value))
+
+
+def _typed(value: Any) -> Any:
+    """Return a number, or a list of numbers, with its type: a whole number is a u32."""
+    if isinstance(value, Value | str):
+        return value
+    first = value[0] if isinstance(value, list) else value
+    kinds = {bool: "bool", int: "u32", float: "f32"}
+    return Value(type=kinds[type(first)], value=value)
 
 
 def _stated(key: str, value: Any) -> Value:

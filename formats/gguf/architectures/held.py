@@ -1,0 +1,102 @@
+"""Tensors of layers with states that files hold in another form. Needs no torch.
+
+Legend: G key heads, R value heads of each, D rows of a value head.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+
+class Order(NamedTuple):
+    """Order of rows, or of columns, of a file's tensor (row_moves.py)."""
+
+    # tiled: after `kept` rows [R, G, D], in the family's order [G, R, D];
+    # grouped: rows [G, D] of each width D, one after the other, in the family's order [G, all D].
+    kind: Literal["tiled", "grouped"]
+    numbers: tuple[int, ...]  # tiled: kept, G, R, D; grouped: G and each D
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        if self.kind == "grouped":
+            return self.numbers[0] * sum(self.numbers[1:])
+        kept, groups, each, width = self.numbers
+        return kept + groups * each * width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """Tensor of a layer in the form of files."""
+
+    name: str  # the family's, below the layer
+    # column: [N] is [N, 1]; taps: [N, 1, K] is [N, K]; wide_taps: it is [1, N, 1, K];
+    # groups: [N] is [groups, N / groups]; heads: [1, 1, N, 1] is [N, 1]
+    shape: Literal["", "column", "taps", "wide_taps", "groups", "heads"] = ""
+    exponent: bool = False  # files hold minus the exponential of the family's numbers
+    # Name of the order of rows, and of columns (order_of)
+    rows: str = ""
+    columns: str = ""
+    # GGUF's name, below the layer, of a second tensor, which holds the last rows
+    below: str = ""
+
+
+def family_shape(form: str, stored: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the family's shape of a stored tensor; None: it is not of that form."""
+    sizes = tuple(size for size in stored if size != 1)
+    if form in ("column", "groups"):
+        return (_product(stored),)
+    if form == "heads":
+        return (1, 1, _product(stored), 1)
+    if form in ("taps", "wide_taps") and stored:
+        taps = stored[-1]
+        return (_product(stored) // taps, 1, taps) if len(sizes) <= 2 and taps else None
+    return stored
+
+
+def stored_shape(form: str, shape: tuple[int, ...], groups: int) -> tuple[int, ...]:
+    """Return a file's shape of a tensor in the family's: `family_shape` the other way round."""
+    if form in ("column", "heads"):
+        return (_product(shape), 1)
+    if form == "groups":
+        return (groups, shape[0] // groups)
+    if form == "taps":
+        return (shape[0], shape[-1])
+    if form == "wide_taps":
+        return (1, shape[0], 1, shape[-1])
+    return shape
+
+
+def order_of(name: str, config: Mapping[str, Any]) -> Order | None:
+    """Return an order by its name: of the value heads of a delta net; None: nothing moves."""
+    if not name:
+        return None
+    groups, heads, keys, values = (
+        config[key]
+        for key in (
+            *("linear_num_key_heads", "linear_num_value_heads"),
+            *("linear_key_head_dim", "linear_value_head_dim"),
+        )
+    )
+    each = heads // groups
+    if name == "by_key_head":
+        return Order("grouped", (groups, keys, keys, each * values, each * values))
+    if each == 1:
+        return None
+    kept = 2 * groups * keys if name == "values_after_keys" else 0
+    return Order("tiled", (kept, groups, each, 1 if name == "heads" else values))
+
+
+def rows_above(held: Held, shape: tuple[int, ...], config: Mapping[str, Any]) -> int:
+    """Return how many rows the first of two tensors has: those of `below` follow."""
+    if held.rows != "by_key_head":
+        return shape[0] // 2
+    heads, values = config["linear_num_value_heads"], config["linear_value_head_dim"]
+    return shape[0] - heads * values
+
+
+def _product(sizes: tuple[int, ...]) -> int:
+    found = 1
+    for size in sizes:
+        found *= size
+    return found

@@ -1,0 +1,36 @@
+"""Rows and columns of layers with states in a file's order, and the way back (held.Order)."""
+
+import torch
+
+from formats.gguf.architectures.held import Order
+
+
+def from_file(rows: torch.Tensor, order: Order | None, dim: int = 0) -> torch.Tensor:
+    """Return rows [N, ...] of a file, or columns with `dim` 1, in the family's order."""
+    return rows if order is None else rows.index_select(dim, _index(order, rows.shape[dim]))
+
+
+def to_file(rows: torch.Tensor, order: Order | None, dim: int = 0) -> torch.Tensor:
+    """Return rows in the family's order as a file has them: `from_file` the other way round."""
+    if order is None:
+        return rows
+    return rows.index_select(dim, _index(order, rows.shape[dim]).argsort())
+
+
+def in_steps(order: Order | None, step: int) -> Order | None:
+    """Return an order of runs of `step` columns: blocks that move whole."""
+    if order is None:
+        return None
+    kept, groups, each, width = order.numbers
+    return Order(order.kind, (kept // step, groups, each, width // step))
+
+
+def _index(order: Order, count: int) -> torch.Tensor:
+    """Return the place in the file of each row of the family's order."""
+    if order.kind == "grouped":
+        groups, *widths = order.numbers
+        parts = torch.arange(count).split([groups * width for width in widths])
+        return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten()
+    kept, groups, each, width = order.numbers
+    moved = torch.arange(kept, count).unflatten(0, (each, groups, width)).transpose(0, 1)
+    return torch.cat([torch.arange(kept), moved.flatten()])

@@ -1,0 +1,65 @@
+"""Tiny models of architectures with experts, latent attention or states, as llama.cpp has them."""
+
+_ONE_GROUP = {"n_group": 1, "topk_group": 1}
+_ONE_WIDTH = {"linear_value_head_dim": 16}  # of keys and values
+# (family of tests/tiny_families.py, what differs, architecture)
+USUAL = (
+    ("granite_moe_shared", {}, "granitemoe"),
+    ("qwen3_5", _ONE_WIDTH, "qwen35"),
+    ("nemotron_h", {}, "nemotron_h"),
+)
+OTHERS = (
+    ("olmoe", {"num_key_value_heads": 4}, "olmoe"),
+    ("granite_moe", {}, "granitemoe"),
+    ("hunyuan_moe", {}, "hunyuan-moe"),
+    ("ernie4_5_moe", {}, "ernie4_5-moe"),
+    ("minimax_m2", {}, "minimax-m2"),
+    (
+        "dots1",
+        {
+            **{"num_key_value_heads": 4, "layer_types": ["full_attention"] * 3},
+            **{"sliding_window": None, **_ONE_GROUP},
+        },
+        "dots1",
+    ),
+    ("exaone_moe", {}, "exaone-moe"),
+    ("lfm2", {}, "lfm2"),
+    ("lfm2_moe", {"routed_scaling_factor": 1.0}, "lfm2moe"),
+    ("qwen3_next", {**_ONE_WIDTH, "mlp_only_layers": []}, "qwen3next"),
+    ("granite_hybrid", {}, "granitehybrid"),
+    ("granite_hybrid_moe", {}, "granitehybrid"),
+    ("qwen3_5_moe", _ONE_WIDTH, "qwen35moe"),
+    ("nemotron_h_moe", {}, "nemotron_h_moe"),
+    ("nemotron_h_latent", {}, "nemotron_h_moe"),
+    ("falcon_h1", {}, "falcon-h1"),
+    (
+        "kimi_linear",
+        {"linear_num_heads": 4, "num_expert_group": 1, "topk_group": 1},
+        "kimi-linear",
+    ),
+    ("hy_v3", {}, "hy_v3"),
+    ("afmoe", {"global_attn_every_n_layers": 4, "num_hidden_layers": 4}, "afmoe"),
+    (
+        "mellum",
+        {
+            "mlp_layer_types": ["sparse"] * 3,
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": 10000.0}
+                for kind in ("full_attention", "sliding_attention")
+            },
+        },
+        "mellum",
+    ),
+    # llama.cpp has these numbers in its code
+    (
+        "llama4",
+        {
+            **{"moe_layers": [1, 3], "interleave_moe_layer_step": 2, "num_hidden_layers": 4},
+            **{"no_rope_layer_interval": 4, "attention_chunk_size": 8192},
+            **{"floor_scale": 8192, "attn_scale": 0.1},
+        },
+        "llama4",
+    ),
+)
+# llama.cpp routes by softmax instead of sparsemixer
+ONLY_HERE = (("phimoe", {"router_jitter_noise": 0.01}, "phimoe"),)

@@ -1,0 +1,172 @@
+"""GGUF files of models with experts or states are their source, and compute as transformers."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from calibrate.gguf_file import quantize_to_gguf
+from formats.checkpoint import CheckpointReader
+from formats.errors import InputError
+from formats.gguf.architectures.held import Order
+from formats.gguf.container import read_gguf
+from formats.gguf.row_moves import from_file, to_file
+from formats.gguf.writing.export import export_gguf
+from qserve.llm import LLM
+from tests.conftest import make_tiny
+from tests.formats.gguf.mixture_cases import ONLY_HERE, OTHERS, USUAL
+from tests.tiny_families import TINY_FAMILIES
+
+IDS = list(range(5, 45))
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    """Folders of GGUF files are made below this home."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
+def make(family, different, folder):
+    config_class, extra = TINY_FAMILIES[family]
+    return make_tiny(folder, config_class, {**extra, **different})
+
+
+def is_its_source(case, folder):
+    """Every tensor is the source's, and the file's greedy tokens are transformers' of the source.
+
+    Logarithms of exponentials, and norms whose 1 is added and subtracted, are rounded.
+    """
+    family, different, architecture = case
+    source, file = make(family, different, folder / family), folder / "model.gguf"
+    export_gguf(source, file)
+    assert read_gguf(file).metadata["general.architecture"] == architecture
+    found, want = CheckpointReader(file), CheckpointReader(source)
+    assert found.entries.keys() == want.entries.keys()
+    for name in want.entries:
+        value, expected = found.get(name).float(), want.get(name).float()
+        if family == "falcon_h1" and name.endswith("weight"):  # has the factors of config.json
+            assert value.shape == expected.shape, name
+        elif name.endswith(("A_log", "norm.weight")):
+            assert torch.allclose(value, expected, atol=1e-6, rtol=1e-6), name
+        else:
+            assert torch.equal(value, expected), name
+    logits = LLM(str(file), device="cpu", dtype="float32", max_model_len=64).logits(IDS)
+    with torch.no_grad():
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        expected = model.eval()(torch.tensor([IDS])).logits[0]
+    assert torch.allclose(logits, expected, atol=2e-3, rtol=0)
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+
+
+def name_of(case):
+    return case[0]
+
+
+@pytest.mark.parametrize("case", USUAL, ids=name_of)
+def test_file_is_its_source(case, tmp_path):
+    is_its_source(case, tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", (*OTHERS, *ONLY_HERE), ids=name_of)
+def test_other_file_is_its_source(case, tmp_path):
+    is_its_source(case, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("order", "file"),
+    [
+        # 1 row, then heads 0, 1 and 2, 3 of two key heads: one of each in turn
+        (Order("tiled", (1, 2, 2, 1)), [0, 1, 3, 2, 4]),
+        # of two key heads, one row of each of three kinds
+        (Order("grouped", (2, 1, 1, 1)), [0, 3, 1, 4, 2, 5]),
+    ],
+)
+def test_order_of_rows_in_a_file(order, file):
+    rows = torch.arange(order.count).unsqueeze(1)
+    assert to_file(rows, order).flatten().tolist() == file
+    assert torch.equal(from_file(to_file(rows, order), order), rows)
+
+
+@pytest.mark.parametrize(
+    ("family", "different", "words"),
+    [
+        ("flex_olmo", {}, "FlexOlmoForCausalLM: is not written as GGUF"),
+        ("minimax", {}, "MiniMaxForCausalLM: is not written as GGUF"),
+        ("bamba", {}, "BambaForCausalLM: is not written as GGUF"),
+        ("mellum", {}, "expected experts in all layers"),
+        ("mellum", {"mlp_layer_types": ["sparse"] * 3}, "one rope_theta in all layers"),
+        ("llama4", {}, "expected every n-th layer, from layer n - 1"),
+        ("qwen3_5", {}, "linear_value_head_dim: expected linear_key_head_dim, 16, found 24"),
+        ("olmoe", {}, "num_key_value_heads: expected 4, as many as heads, in olmoe, found 2"),
+        ("dots1", {"num_key_value_heads": 4}, "dots1 has no windows in GGUF"),
+    ],
+)
+def test_model_that_llama_cpp_has_no_form_for_is_named(tmp_path, family, different, words):
+    source = make(family, different, tmp_path / family)
+    with pytest.raises(InputError, match=words):
+        export_gguf(source, tmp_path / "model.gguf")
+    assert not (tmp_path / "model.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("ssm.state_size", 8, "does not fit the model's sizes"),
+        ("ssm.group_count", 0, "group_count: expected a positive whole number, found 0"),
+        ("ssm.group_count", 3, "time_step_rank: expected a multiple of 3 key heads"),
+        ("ssm.inner_size", 63, "inner_size: expected 4 heads of one width"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_value_heads_are_named(tmp_path, key, value, words):
+    """Metadata that lie about heads are found before any row is moved."""
+    source, file = make("qwen3_5", {"linear_value_head_dim": 16}, tmp_path / "s"), tmp_path / "m"
+    file = file.with_suffix(".gguf")
+    export_gguf(source, file)
+    data, name = file.read_bytes(), f"qwen35.{key}".encode()
+    at = data.index(name) + len(name) + 4
+    file.write_bytes(data[:at] + bytes([value]) + data[at + 1 :])
+    with pytest.raises(InputError, match=words):
+        CheckpointReader(file)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("family", "different"),
+    [
+        ("olmoe", {"num_key_value_heads": 4, "hidden_size": 256, "intermediate_size": 256}),
+        ("nemotron_h", {"hidden_size": 256, "intermediate_size": 256}),
+    ],
+)
+def test_quantized_file_runs_packed(tmp_path, family, different):
+    """Experts, and layers with states, in K-quants: blocks in kernels, and the floats they mean."""
+    source, file = make(family, different, tmp_path / family), tmp_path / "model.gguf"
+    quantize_to_gguf(source, file, scheme="q4_k_m", recipe="rtn", quality_windows=0, progress=False)
+    assert "Q4_K run packed" in CheckpointReader(file).gguf_summary
+    # a float file of the decoded weights
+    weights = CheckpointReader(file, as_floats=True)
+    for shard in tmp_path.glob(f"{family}/*.safetensors"):
+        shard.unlink()
+    save_file(
+        {name: weights.get(name).contiguous() for name in weights.entries},
+        source / "model.safetensors",
+    )
+    found, want = (
+        LLM(str(each), device="cpu", dtype="float32", max_model_len=64).logits(IDS)
+        for each in (file, source)
+    )
+    assert float((found - want).norm() / want.norm()) < 1e-3
+
+
+def test_config_json_states_the_kinds_of_layers(tmp_path):
+    """Layers with states have no KV heads in metadata."""
+    file = tmp_path / "model.gguf"
+    export_gguf(make("nemotron_h", {}, tmp_path / "source"), file)
+    heads = list(read_gguf(file).metadata["nemotron_h.attention.head_count_kv"])
+    assert heads == [0, 2, 0, 0]
+    config = json.loads((CheckpointReader(file).folder / "config.json").read_text())
+    assert config["layers_block_type"] == [
+        *("linear_attention", "full_attention", "mlp", "linear_attention")
+    ]
