@@ -28,12 +28,10 @@ from formats.scheme import Scheme
 from qserve.llm import LLM
 from tests.conftest import make_tiny
 from tests.formats.gguf.cases import CASES, MORE_CASES
+from tests.formats.gguf.first_tokens import IDS, TOP, first_token
 from tests.tiny_families import TINY, TINY_FAMILIES
 
 xllamacpp = pytest.importorskip("xllamacpp", reason="llama.cpp: xllamacpp is not installed")
-
-IDS = list(range(5, 45))
-TOP = 20
 
 
 def float_file(source, path):
@@ -48,26 +46,6 @@ def rounded_file(scheme):
         )
 
     return make
-
-
-def first_token(path, exact=False):
-    """llama.cpp's log-probabilities of the most likely first tokens, by id.
-
-    `exact`: keys and values are cached in float32, not in float16.
-    """
-    params = xllamacpp.CommonParams()
-    params.model.path = str(path)
-    if exact:
-        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-        kinds = xllamacpp.llama_flash_attn_type
-        params.flash_attn_type = kinds.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    params.n_ctx, params.n_parallel, params.warmup = 256, 1, False
-    params.cpuparams.n_threads = 1
-    server = xllamacpp.Server(params)
-    request = {"prompt": IDS, "n_predict": 1, "temperature": 0, "n_probs": TOP}
-    reply = server.handle_completions(request)
-    (token,) = reply["choices"][0]["logprobs"]["content"]
-    return {each["id"]: each["logprob"] for each in token["top_logprobs"]}
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,11 @@ import torch
 from formats.gguf.writing.export import export_gguf
 from qserve.llm import LLM
 from tests.conftest import make_tiny
+from tests.formats.gguf.first_tokens import IDS, first_token
 from tests.formats.gguf.mixture_cases import OTHERS, USUAL
-from tests.formats.gguf.test_in_llama_cpp import IDS, first_token
 from tests.tiny_families import TINY_FAMILIES
+
+pytest.importorskip("xllamacpp", reason="llama.cpp: xllamacpp is not installed")
 
 
 @pytest.mark.exhaustive
