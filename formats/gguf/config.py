@@ -160,8 +160,11 @@ def latent_keys(metadata: Metadata) -> dict[str, Any]:
     if not metadata.architecture.is_latent:
         return {}
     rope = metadata.size("rope.dimension_count")
+    usual = metadata.size("embedding_length") // metadata.size("attention.head_count") or 1
     keys, values = (
-        metadata.size(f"attention.{name}_length_mla", metadata.size(f"attention.{name}_length"))
+        metadata.size(
+            f"attention.{name}_length_mla", metadata.size(f"attention.{name}_length", usual)
+        )
         for name in ("key", "value")
     )
     if keys <= rope:
@@ -172,7 +175,7 @@ def latent_keys(metadata: Metadata) -> dict[str, Any]:
         "qk_rope_head_dim": rope,
         "v_head_dim": values,
         "head_dim": rope,
-        **_by_gating(metadata),
+        **(_by_gating(metadata) if has_experts(metadata) else {}),
     }
 
 

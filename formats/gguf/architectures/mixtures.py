@@ -79,6 +79,7 @@ MIXTURES = (
         family="DeepseekV2ForCausalLM",
         with_sigmoid="DeepseekV3ForCausalLM",
         also=("Glm4MoeLiteForCausalLM",),
+        without_experts="YoutuForCausalLM",
         norms={**BEFORE, **OF_LATENTS},
         keys={
             **EXPERTS,
@@ -96,9 +97,20 @@ MIXTURES = (
             **{"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
         },
     ),
+    # llama.cpp has the factors in its code, and rotates halves
+    Architecture(
+        name="minicpm3",
+        family="MiniCPM3ForCausalLM",
+        norms={**BEFORE, **OF_LATENTS},
+        keys={"kv_lora_rank": "attention.kv_lora_rank"},
+        fixed={"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "mlp_bias": False},
+        joins_kv_b=True,
+    ),
+    # GLM-4.5, Solar Open
     Architecture(
         name="glm4moe",
         family="Glm4MoeForCausalLM",
+        also=("SolarOpenForCausalLM",),
         norms={**LATE_NAME, **OF_HEADS},
         keys={
             **EXPERTS,
@@ -108,7 +120,11 @@ MIXTURES = (
             "norm_topk_prob": "expert_weights_norm",
             "first_k_dense_replace": "leading_dense_block_count",
         },
-        fixed={"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
+        fixed={
+            **{"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
+            "first_k_dense_replace": 0,
+        },
+        constants=SIGMOID,
         bias_keys={**ATTENTION_BIAS, "use_qk_norm": "attn_q_norm.weight"},
     ),
     Architecture(

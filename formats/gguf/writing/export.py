@@ -173,9 +173,8 @@ class _Export:
         self._left = {name for name in reader.entries if not name.startswith(unread)}
         # kv_b_proj of latent attention is written by head; False: some layer's is quantized
         self._joined = linear_names(family, row).get(BOTH_UP, "")
-        self.is_split = bool(self._joined) and not any(
-            name.endswith(f".{self._joined}") for name in self._coded
-        )
+        is_coded = any(name.endswith(f".{self._joined}") for name in self._coded)
+        self.is_split = bool(self._joined) and not row.joins_kv_b and not is_coded
 
     def tensors(self) -> list[NewTensor]:
         """Return all tensors, in the order of the model. Raises CheckpointError."""

@@ -23,7 +23,7 @@ from formats.gguf.writing.latent import latent_metadata
 
 REMEDY = "write another format"
 # Rows whose files need more than this module writes
-NOT_WRITTEN = ("gpt-oss", "glm4moe")
+NOT_WRITTEN = ("gpt-oss",)
 # config.json's keys that may differ: the file has another name or form for them
 NOT_COMPARED = {
     *("architectures", "model_type", "dtype", "hidden_act", "tie_word_embeddings"),
@@ -50,10 +50,8 @@ def architecture_of(family: Family, config: Mapping[str, Any]) -> Architecture:
     """Return the row that a family is written as. Raises CheckpointError if there is none."""
     for row in ARCHITECTURES.values():
         names = (row.family, row.with_experts, row.with_window, row.with_sigmoid)
-        if (
-            family.architecture in (*names, row.with_shared, *row.also)
-            and row.name not in NOT_WRITTEN
-        ):
+        names += (row.with_shared, row.without_experts, *row.also)
+        if family.architecture in names and row.name not in NOT_WRITTEN:
             return row.variant_of_config(config)
     raise CheckpointError(f"architecture {family.architecture}", "is not written as GGUF", REMEDY)
 
@@ -135,7 +133,7 @@ def metadata_of(
         rope, divisors = _rope(config, width, row)
     own |= rope
     if row.is_latent:
-        own |= latent_metadata(config, is_split=is_split)
+        own |= latent_metadata(config, row, is_split=is_split and not row.joins_kv_b)
     if row.more_metadata is not None:
         own |= {key: _typed(value) for key, value in row.more_metadata(config).items()}
     general = {

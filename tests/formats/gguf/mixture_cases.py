@@ -1,14 +1,20 @@
 """Tiny models of architectures with experts, latent attention or states, as llama.cpp has them."""
 
 _ONE_GROUP = {"n_group": 1, "topk_group": 1}
+# llama.cpp has these factors in its code, and no biases
+MINICPM = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "mlp_bias": False}
 _ONE_WIDTH = {"linear_value_head_dim": 16}  # of keys and values
 # (family of tests/tiny_families.py, what differs, architecture)
 USUAL = (
     ("granite_moe_shared", {}, "granitemoe"),
     ("qwen3_5", _ONE_WIDTH, "qwen35"),
     ("nemotron_h", {}, "nemotron_h"),
+    ("minicpm3", MINICPM, "minicpm3"),
 )
 OTHERS = (
+    ("glm4_moe", _ONE_GROUP, "glm4moe"),
+    ("solar_open", _ONE_GROUP, "glm4moe"),
+    ("youtu", {}, "deepseek2"),
     ("olmoe", {"num_key_value_heads": 4}, "olmoe"),
     ("granite_moe", {}, "granitemoe"),
     ("hunyuan_moe", {}, "hunyuan-moe"),
