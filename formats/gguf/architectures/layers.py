@@ -98,6 +98,20 @@ def phimoe_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"])}
 
 
+def gpt_oss_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return no more metadata. Raises CheckpointError for YaRN with whole bounds.
+
+    Files do not state whether bounds are whole, and are read as the published models.
+    """
+    rope = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind == "yarn" and rope.get("truncate", True):
+        raise CheckpointError(
+            "config.json truncate", "expected false in rope_parameters, as in gpt-oss", REMEDY
+        )
+    return {}
+
+
 def llama4_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return Llama 4's widths, its layers with experts, and what hangs on their number."""
     every, count = metadata.size("interleave_moe_layer_step"), config["num_hidden_layers"]

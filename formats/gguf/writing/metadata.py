@@ -22,8 +22,6 @@ from formats.gguf.writing.container_writer import Value
 from formats.gguf.writing.latent import latent_metadata
 
 REMEDY = "write another format"
-# Rows whose files need more than this module writes
-NOT_WRITTEN = ("gpt-oss",)
 # config.json's keys that may differ: the file has another name or form for them
 NOT_COMPARED = {
     *("architectures", "model_type", "dtype", "hidden_act", "tie_word_embeddings"),
@@ -51,7 +49,7 @@ def architecture_of(family: Family, config: Mapping[str, Any]) -> Architecture:
     for row in ARCHITECTURES.values():
         names = (row.family, row.with_experts, row.with_window, row.with_sigmoid)
         names += (row.with_shared, row.without_experts, *row.also)
-        if family.architecture in names and row.name not in NOT_WRITTEN:
+        if family.architecture in names:
             return row.variant_of_config(config)
     raise CheckpointError(f"architecture {family.architecture}", "is not written as GGUF", REMEDY)
 

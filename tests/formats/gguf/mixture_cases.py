@@ -67,5 +67,16 @@ OTHERS = (
         "llama4",
     ),
 )
+# Checkpoints have all experts in one tensor; llama.cpp rounds the bounds of YaRN, which the model
+# does not
+GPT_OSS = (
+    "gpt_oss",
+    {
+        **{"swiglu_limit": 7.0, "num_hidden_layers": 2},
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "gpt-oss",
+)
 # llama.cpp routes by softmax instead of sparsemixer
 ONLY_HERE = (("phimoe", {"router_jitter_noise": 0.01}, "phimoe"),)
