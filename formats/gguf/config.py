@@ -74,6 +74,8 @@ def make_config(metadata: Metadata) -> dict[str, Any]:
         value = gguf.metadata.get(name)
         # None, too: the defaults of config classes are ids of other vocabularies
         config[key] = value if type(value) is int and value < embedding.shape[0] else None
+    if row.value_width:
+        config[row.value_width] = metadata.size("attention.value_length", config["head_dim"])
     if not row.states_head_dim:
         del config["head_dim"]
     own = {key: config[usual] for usual, key in family.config_keys.items() if usual in config}
@@ -140,7 +142,8 @@ def head_dim(metadata: Metadata) -> int:
         return metadata.size("rope.dimension_count")
     heads = metadata.size("attention.head_count")
     width = metadata.size("attention.key_length", metadata.size("embedding_length") // heads or 1)
-    if metadata.size("attention.value_length", width) != width:
+    same = metadata.size("attention.value_length", width) == width
+    if not same and not metadata.architecture.value_width:
         raise metadata.wrong("attention.value_length", f"differs from the keys' length {width}")
     return width
 

@@ -188,7 +188,9 @@ class NameMap:
                 heads = self._permuted.get(local, 0)
                 self._check_rows(stored, 2 * heads or 1, subject)
                 yield self._whole(stored, name, heads=heads)
-        elif local == "attn_qkv" and "attn_q" in self._linears:
+        elif (
+            local == "attn_qkv" and "attn_q" in self._linears and not self.architecture.value_width
+        ):
             yield from self._parts_of_qkv(stored, layer, kind, subject)
         elif f"{local}.{kind}" in self.architecture.tensors:
             yield self._whole(stored, f"{layer}.{self.architecture.tensors[f'{local}.{kind}']}")

@@ -142,7 +142,7 @@ def llama4_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-def _by_layer(metadata: Any, key: str, count: int) -> list[Any]:
+def by_layer(metadata: Any, key: str, count: int) -> list[Any]:
     """Return a value for each layer of a key that states one, or a list."""
     value = metadata.get(key)
     values = list(value) if isinstance(value, list) else [value] * count
@@ -170,7 +170,7 @@ def by_intervals(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
         every = metadata.size("full_attention_interval", 4)
         recurrent = [(layer + 1) % every != 0 for layer in range(count)]
     else:
-        recurrent = _by_layer(metadata, "attention.recurrent_layers", count)
+        recurrent = by_layer(metadata, "attention.recurrent_layers", count)
     kinds = {True: "linear_attention", False: "full_attention"}
     width, rest = divmod(metadata.size("ssm.inner_size"), heads)
     if rest:
@@ -232,7 +232,7 @@ def by_kv_heads(kind: str) -> Any:
     def read(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
         if kind == "conv":
             metadata.size("shortconv.l_cache")
-        heads = _by_layer(metadata, "attention.head_count_kv", config["num_hidden_layers"])
+        heads = by_layer(metadata, "attention.head_count_kv", config["num_hidden_layers"])
         return {"layer_types": ["full_attention" if each else kind for each in heads]}
 
     return read
@@ -284,8 +284,7 @@ def nemotron_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, An
     count = config["num_hidden_layers"]
     _check_sizes(metadata, *DELTA_SIZES)
     heads, widths = (
-        _by_layer(metadata, key, count)
-        for key in ("attention.head_count_kv", "feed_forward_length")
+        by_layer(metadata, key, count) for key in ("attention.head_count_kv", "feed_forward_length")
     )
     wide = "moe" if metadata.get("expert_count") else "mlp"
     kinds = [

@@ -108,7 +108,7 @@ def metadata_of(
         "attention.head_count": _u32(heads),
         "attention.head_count_kv": _u32(config.get("num_key_value_heads") or heads),
         "attention.key_length": _u32(width),
-        "attention.value_length": _u32(width),
+        "attention.value_length": _u32(config[row.value_width] if row.value_width else width),
         "vocab_size": _u32(config["vocab_size"]),
     }
     kind = "rms_epsilon" if family.norm_kind == "rms" else "epsilon"

@@ -3,6 +3,8 @@
 _ONE_GROUP = {"n_group": 1, "topk_group": 1}
 # llama.cpp has these factors in its code, and no biases
 MINICPM = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "mlp_bias": False}
+# llama.cpp adds no biases to q, k and v, and multiplies experts by no factor
+MIMO = {"attention_bias": False, "routed_scaling_factor": 1.0}
 _ONE_WIDTH = {"linear_value_head_dim": 16}  # of keys and values
 # (family of tests/tiny_families.py, what differs, architecture)
 USUAL = (
@@ -15,6 +17,7 @@ OTHERS = (
     ("glm4_moe", _ONE_GROUP, "glm4moe"),
     ("solar_open", _ONE_GROUP, "glm4moe"),
     ("youtu", {}, "deepseek2"),
+    ("mimo_v2", MIMO, "mimo2"),
     ("olmoe", {"num_key_value_heads": 4}, "olmoe"),
     ("granite_moe", {}, "granitemoe"),
     ("hunyuan_moe", {}, "hunyuan-moe"),

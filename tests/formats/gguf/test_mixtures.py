@@ -16,7 +16,7 @@ from formats.gguf.row_moves import from_file, to_file
 from formats.gguf.writing.export import export_gguf
 from qserve.llm import LLM
 from tests.conftest import make_tiny
-from tests.formats.gguf.mixture_cases import MINICPM, ONLY_HERE, OTHERS, USUAL
+from tests.formats.gguf.mixture_cases import MIMO, MINICPM, ONLY_HERE, OTHERS, USUAL
 from tests.tiny_families import TINY_FAMILIES
 
 IDS = list(range(5, 45))
@@ -98,6 +98,22 @@ def test_order_of_rows_in_a_file(order, file):
         ("bamba", {}, "BambaForCausalLM: is not written as GGUF"),
         ("minicpm3", {"mlp_bias": False}, "dim_model_base: is 32, but minicpm3 in GGUF has 256"),
         ("minicpm3", MINICPM | {"mlp_bias": True}, "mlp_bias: is True, but minicpm3 in GGUF"),
+        ("mimo_v2", {}, "attention_bias: is True, but mimo_v2_flash in GGUF has False"),
+        ("mimo_v2", MIMO | {"routed_scaling_factor": 1.7}, "routed_scaling_factor: is 1.7"),
+        (
+            "mimo_v2",
+            MIMO
+            | {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "default", "rope_theta": 100.0},
+                    "sliding_attention": {
+                        **{"rope_type": "default", "rope_theta": 100.0},
+                        "partial_rotary_factor": 0.5,
+                    },
+                }
+            },
+            "one partial_rotary_factor, as in llama.cpp",
+        ),
         ("solar_open", {}, "n_group: is 4, but glm4_moe in GGUF has 1"),
         ("mellum", {}, "expected experts in all layers"),
         ("mellum", {"mlp_layer_types": ["sparse"] * 3}, "one rope_theta in all layers"),
