@@ -1,4 +1,4 @@
-"""Architectures with experts, and those of latent attention."""
+"""Architectures with experts."""
 
 from formats.gguf.architectures.architecture import Architecture
 from formats.gguf.architectures.held import Held
@@ -22,7 +22,6 @@ from formats.gguf.architectures.parts import (
     GRANITE_FACTORS,
     LATE_NAME,
     OF_HEADS,
-    OF_LATENTS,
     SIGMOID,
     USED,
 )
@@ -82,39 +81,6 @@ MIXTURES = (
         window="pattern",
         pattern=2,
         bias_keys=ATTENTION_BIAS,
-    ),
-    # DeepSeek-V2, V3, R1, Moonlight, Kimi-K2, GLM-4.7-Flash
-    Architecture(
-        name="deepseek2",
-        family="DeepseekV2ForCausalLM",
-        with_sigmoid="DeepseekV3ForCausalLM",
-        also=("Glm4MoeLiteForCausalLM",),
-        without_experts="YoutuForCausalLM",
-        norms={**BEFORE, **OF_LATENTS},
-        keys={
-            **EXPERTS,
-            "kv_lora_rank": "attention.kv_lora_rank",
-            "n_routed_experts": "expert_count",
-            "n_shared_experts": "expert_shared_count",
-            "routed_scaling_factor": "expert_weights_scale",
-            "norm_topk_prob": "expert_weights_norm",
-            "first_k_dense_replace": "leading_dense_block_count",
-            "n_group": "expert_group_count",
-            "topk_group": "expert_group_used_count",
-        },
-        fixed={
-            **{"routed_scaling_factor": 1.0, "first_k_dense_replace": 0},
-            **{"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
-        },
-    ),
-    # llama.cpp has the factors in its code, and rotates halves
-    Architecture(
-        name="minicpm3",
-        family="MiniCPM3ForCausalLM",
-        norms={**BEFORE, **OF_LATENTS},
-        keys={"kv_lora_rank": "attention.kv_lora_rank"},
-        fixed={"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "mlp_bias": False},
-        joins_kv_b=True,
     ),
     # GLM-4.5, Solar Open
     Architecture(

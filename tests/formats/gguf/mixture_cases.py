@@ -5,6 +5,13 @@ _ONE_GROUP = {"n_group": 1, "topk_group": 1}
 MINICPM = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "mlp_bias": False}
 # llama.cpp adds no biases to q, k and v, and multiplies experts by no factor
 MIMO = {"attention_bias": False, "routed_scaling_factor": 1.0}
+# Queries select fewer keys than there are; of few heads, many scores would be 0
+_SELECTING = {"index_topk": 24, "index_n_heads": 16, "index_head_dim": 64}
+# GGUF states one number for both factors
+_YARN = {
+    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "mscale": 1.0},
+    **{"original_max_position_embeddings": 8, "mscale_all_dim": 1.0},
+}
 _ONE_WIDTH = {"linear_value_head_dim": 16}  # of keys and values
 # (family of tests/tiny_families.py, what differs, architecture)
 USUAL = (
@@ -17,6 +24,16 @@ OTHERS = (
     ("glm4_moe", _ONE_GROUP, "glm4moe"),
     ("solar_open", _ONE_GROUP, "glm4moe"),
     ("youtu", {}, "deepseek2"),
+    ("deepseek_v32", {**_SELECTING, "rope_parameters": _YARN}, "deepseek32"),
+    (
+        "glm_moe_dsa",
+        {
+            **_SELECTING,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "indexer_types": ["full", "shared", "full"],
+        },
+        "glm-dsa",
+    ),
     ("mimo_v2", MIMO, "mimo2"),
     ("olmoe", {"num_key_value_heads": 4}, "olmoe"),
     ("granite_moe", {}, "granitemoe"),

@@ -114,6 +114,11 @@ def test_order_of_rows_in_a_file(order, file):
             },
             "one partial_rotary_factor, as in llama.cpp",
         ),
+        (
+            "glm_moe_dsa",
+            {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+            "index_head_dim: expected a power of two from 64 on",
+        ),
         ("solar_open", {}, "n_group: is 4, but glm4_moe in GGUF has 1"),
         ("mellum", {}, "expected experts in all layers"),
         ("mellum", {"mlp_layer_types": ["sparse"] * 3}, "one rope_theta in all layers"),
