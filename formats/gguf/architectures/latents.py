@@ -71,6 +71,34 @@ def _glm_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"attention.indexer.types": [kind == "full" for kind in config["indexer_types"]]}
 
 
+def _mistral4_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return Mistral 4's width of heads, of which a part rotates, and its factor of scores."""
+    rope = config["qk_rope_head_dim"]
+    width = config["qk_nope_head_dim"] + rope
+    scaling = {
+        "rope_type": "default",
+        **(config.get("rope_scaling") or {}),
+        **{"rope_theta": config["rope_theta"], "partial_rotary_factor": rope / width},
+        "llama_4_scaling_beta": float(metadata.number("attention.temperature_scale", 0.0)),
+    }
+    length = config["max_position_embeddings"]
+    scaling.setdefault("original_max_position_embeddings", length)
+    found = {"head_dim": width, "rope_parameters": scaling}
+    return {**found, "rope_scaling": scaling} if "rope_scaling" in config else found
+
+
+def _mistral4_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return Mistral 4's factor of scores, and the length from which on it grows."""
+    scaling = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
+    beta = scaling.get("llama_4_scaling_beta")
+    if not beta:
+        return {}
+    return {
+        "attention.temperature_scale": float(beta),
+        "attention.temperature_length": scaling["original_max_position_embeddings"],
+    }
+
+
 LATENTS = (
     # DeepSeek-V2, V3, R1, Moonlight, Kimi-K2, GLM-4.7-Flash
     Architecture(
@@ -89,6 +117,16 @@ LATENTS = (
         more_config=dense_first,
         more_metadata=_selecting_metadata,
         **_SELECTING,
+    ),
+    Architecture(
+        name="mistral4",
+        family="Mistral4ForCausalLM",
+        norms={**BEFORE, **OF_LATENTS},
+        keys=_DEEPSEEK,
+        fixed={**_USUAL, "attention_bias": False},
+        uncompared=("rope_parameters",),
+        more_config=_mistral4_config,
+        more_metadata=_mistral4_metadata,
     ),
     # GLM-5
     Architecture(

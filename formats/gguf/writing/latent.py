@@ -60,11 +60,12 @@ def _of_experts(config: Mapping[str, Any], row: Architecture) -> dict[str, Value
         }
         return {key: Value(type="u32", value=value) for key, value in found.items()}
     found = {"leading_dense_block_count": dense_layers(config)}
-    by_sigmoid = config["model_type"] != "deepseek_v2"
+    kind = config["model_type"]
+    by_sigmoid = kind not in ("deepseek_v2", "mistral4")
     found["expert_gating_func"] = SIGMOID if by_sigmoid else SOFTMAX
     keys = {key: Value(type="u32", value=value) for key, value in found.items()}
     if "norm_topk_prob" not in config:
-        keys["expert_weights_norm"] = Value(type="bool", value=by_sigmoid)
+        keys["expert_weights_norm"] = Value(type="bool", value=kind != "deepseek_v2")
     return keys
 
 

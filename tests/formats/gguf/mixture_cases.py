@@ -24,6 +24,7 @@ OTHERS = (
     ("glm4_moe", _ONE_GROUP, "glm4moe"),
     ("solar_open", _ONE_GROUP, "glm4moe"),
     ("youtu", {}, "deepseek2"),
+    ("mistral4", {"rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.6}}, "mistral4"),
     ("deepseek_v32", {**_SELECTING, "rope_parameters": _YARN}, "deepseek32"),
     (
         "glm_moe_dsa",
