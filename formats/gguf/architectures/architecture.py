@@ -69,6 +69,8 @@ class Architecture:
     # leaf, and config.json -> (rows, factor) of each run of rows; 0 rows: all
     factors: Callable[[str, Mapping[str, Any]], list[tuple[int, float]]] | None = None
     uncompared: tuple[str, ...] = ()  # keys of config.json that files have no form for
+    # Metadata -> more keys of config.json that decide between the family's variants
+    stated: Callable[[Any], Mapping[str, Any]] | None = None
     value_width: str = ""  # key of config.json; values are as wide as keys where it is empty
     joins_kv_b: bool = False  # files have kv_b_proj of latent attention in one tensor
     # llama.cpp reads keys and values also of layers that read those of an earlier one

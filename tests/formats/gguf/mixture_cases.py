@@ -36,6 +36,21 @@ OTHERS = (
         "glm-dsa",
     ),
     ("mimo_v2", MIMO, "mimo2"),
+    ("laguna", {"attention_bias": False}, "laguna"),
+    (
+        "laguna",
+        {
+            **{"attention_bias": False, "gating": "per-element"},
+            "rope_parameters": {
+                "full_attention": {
+                    **{"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0},
+                    **{"original_max_position_embeddings": 16, "partial_rotary_factor": 0.5},
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+        "laguna",
+    ),
     ("olmoe", {"num_key_value_heads": 4}, "olmoe"),
     ("granite_moe", {}, "granitemoe"),
     ("hunyuan_moe", {}, "hunyuan-moe"),

@@ -119,6 +119,21 @@ def test_order_of_rows_in_a_file(order, file):
             {"mlp_layer_types": ["dense", "sparse", "sparse"]},
             "index_head_dim: expected a power of two from 64 on",
         ),
+        ("laguna", {}, "attention_bias: is True, but laguna in GGUF has False"),
+        (
+            "laguna",
+            {
+                "attention_bias": False,
+                "rope_parameters": {
+                    "full_attention": {
+                        **{"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0},
+                        **{"original_max_position_embeddings": 16, "attention_factor": 1.2},
+                    },
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                },
+            },
+            "attention_factor: expected 1.1386, as llama.cpp computes it, found 1.2",
+        ),
         ("solar_open", {}, "n_group: is 4, but glm4_moe in GGUF has 1"),
         ("mellum", {}, "expected experts in all layers"),
         ("mellum", {"mlp_layer_types": ["sparse"] * 3}, "one rope_theta in all layers"),
