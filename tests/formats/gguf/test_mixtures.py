@@ -171,6 +171,30 @@ def test_sizes_that_do_not_fit_the_value_heads_are_named(tmp_path, key, value, w
         CheckpointReader(file)
 
 
+def test_moved_columns_that_fit_no_k_block_take_blocks_of_32(tmp_path):
+    """Inputs of Qwen3.5's out_proj move by heads of 32: blocks of 256 would be torn."""
+    different = {
+        **{"linear_value_head_dim": 32, "linear_key_head_dim": 32, "linear_num_value_heads": 8},
+        **{"hidden_size": 256, "intermediate_size": 256, "linear_num_key_heads": 2},
+    }
+    source, file = make("qwen3_5", different, tmp_path / "source"), tmp_path / "model.gguf"
+    report = quantize_to_gguf(
+        source, file, scheme="q4_k_m", recipe="rtn", quality_windows=0, progress=False
+    )
+    stored = read_gguf(file).tensors
+    kinds = {name: each.type.name for name, each in stored.items() if ".ssm_out." in name}
+    assert kinds and set(kinds.values()) == {"Q5_0"}
+    assert "Q4_K" in {each.type.name for each in stored.values()}
+    words = f"{len(kinds)} linears of heads of 32 inputs are q5_0 instead of q4_k"
+    assert [line for line in report.warnings if words in line]
+    found, want = CheckpointReader(file, as_floats=True), CheckpointReader(source)
+    names = [name for name in want.entries if name.endswith("out_proj.weight")]
+    assert len(names) == len(kinds)
+    for name in names:
+        value, expected = found.get(name).float(), want.get(name).float()
+        assert float((value - expected).norm() / expected.norm()) < 0.06, name
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("family", "different"),
