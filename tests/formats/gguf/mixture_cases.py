@@ -114,5 +114,9 @@ GPT_OSS = (
     },
     "gpt-oss",
 )
-# llama.cpp routes by softmax instead of sparsemixer
-ONLY_HERE = (("phimoe", {"router_jitter_noise": 0.01}, "phimoe"),)
+# llama.cpp routes Phi-3.5-MoE by softmax instead of sparsemixer
+ONLY_HERE = (
+    ("phimoe", {"router_jitter_noise": 0.01}, "phimoe"),
+    # the newest llama.cpp has it alone
+    ("granite_moe_swa", {"layer_rope_theta": [100.0, 0, 100.0]}, "granite-swa"),
+)
