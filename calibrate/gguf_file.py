@@ -12,6 +12,8 @@ from calibrate.pipeline import quantize_checkpoint
 from calibrate.results.report import QuantizationReport
 from formats.errors import InputError
 from formats.gguf import staged
+from formats.gguf.architectures.architecture import Architecture
+from formats.gguf.architectures.held import Held, order_of
 from formats.gguf.schemes import (
     BLOCK,
     OUTER_TYPES,
@@ -117,12 +119,16 @@ def _types(source: Path, name: str, overrides: list[tuple[str, Scheme]]) -> _Typ
     for _, own in overrides:
         name_of(own)  # raises
     model = FloatModel(source)
-    family, _ = family_of(model.config)
+    family, row = family_of(model.config)
     wanted = types_of_linears(name, model.shapes, family, model.num_layers)
     for module in wanted:
         own = next((other for pattern, other in overrides if fits(pattern, module)), None)
         wanted[module] = own or wanted[module]
-    found = {module: fitting(scheme, model.shapes[module][1]) for module, scheme in wanted.items()}
+    runs = {
+        module: _run_of_inputs(module, row, model.config, in_features)
+        for module, (_, in_features) in model.shapes.items()
+    }
+    found = {module: fitting(scheme, runs[module]) for module, scheme in wanted.items()}
     base = base_scheme(name)
     others = {module: scheme for module, scheme in found.items() if scheme != base}
     patterns = [(f"re:{text}", scheme) for text, scheme in exact_patterns(found, others)]
@@ -132,26 +138,46 @@ def _types(source: Path, name: str, overrides: list[tuple[str, Scheme]]) -> _Typ
         overrides=[*patterns, *overrides],
         embedding=embedding,
         head=head,
-        notes=_notes(wanted, found, model.shapes),
+        notes=_notes(wanted, found, model.shapes, runs),
     )
+
+
+def _run_of_inputs(
+    module: str, row: Architecture, config: Mapping[str, Any], in_features: int
+) -> int:
+    """Return how many inputs of a linear stay together in a file: all, or those of one head.
+
+    Blocks hold such runs whole: their columns move, and not their codes.
+    """
+    for held in row.tensors.values():
+        if isinstance(held, Held) and module.endswith(f".{held.name.removesuffix('.weight')}"):
+            order = order_of(held.columns, config)
+            return in_features if order is None else order.numbers[-1]
+    return in_features
 
 
 def _notes(
     wanted: Mapping[str, Scheme],
     found: Mapping[str, Scheme],
     shapes: Mapping[str, tuple[int, int]],
+    runs: Mapping[str, int],
 ) -> tuple[str, ...]:
     """Return a line for each type that fell back to another, and number of inputs.
 
     The plan reports linears that no blocks fit.
     """
     counts = Counter(
-        (name_of(wanted[module]), name_of(found[module]), shapes[module][1])
+        (
+            name_of(wanted[module]),
+            name_of(found[module]),
+            "" if runs[module] == shapes[module][1] else "heads of ",
+            runs[module],
+        )
         for module in wanted
-        if wanted[module] != found[module] and shapes[module][1] % BLOCK == 0
+        if wanted[module] != found[module] and runs[module] % BLOCK == 0
     )
     return tuple(
-        f"{count} linears of {in_features} inputs are {ours} instead of {theirs}, whose blocks have"
-        f" {K_BLOCK} inputs"
-        for (theirs, ours, in_features), count in counts.items()
+        f"{count} linears of {kind}{in_features} inputs are {ours} instead of {theirs}, whose"
+        f" blocks have {K_BLOCK} inputs"
+        for (theirs, ours, kind, in_features), count in counts.items()
     )

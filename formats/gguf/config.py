@@ -12,7 +12,6 @@ from formats.gguf.rope import rope_keys
 # config.json key -> metadata key below the architecture
 SIZES = {
     "hidden_size": "embedding_length",
-    "num_attention_heads": "attention.head_count",
     "max_position_embeddings": "context_length",
 }
 TOKENS = {
@@ -29,7 +28,7 @@ def make_config(metadata: Metadata) -> dict[str, Any]:
     """Return config.json. Raises CheckpointError, naming the key that is missing or wrong."""
     row, gguf = metadata.architecture, metadata.gguf
     family = find_family(metadata)
-    heads = metadata.size("attention.head_count")
+    heads = num_heads(metadata)
     layers = num_layers(metadata)
     embedding = gguf.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -45,6 +44,7 @@ def make_config(metadata: Metadata) -> dict[str, Any]:
         "head_dim": head_dim(metadata),
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         **{key: metadata.size(name) for key, name in SIZES.items()},
+        "num_attention_heads": heads,
         **row.fixed,
     }
     if family.norm_eps_key:
@@ -74,6 +74,8 @@ def make_config(metadata: Metadata) -> dict[str, Any]:
         value = gguf.metadata.get(name)
         # None, too: the defaults of config classes are ids of other vocabularies
         config[key] = value if type(value) is int and value < embedding.shape[0] else None
+    if row.value_width:
+        config[row.value_width] = metadata.size("attention.value_length", config["head_dim"])
     if not row.states_head_dim:
         del config["head_dim"]
     own = {key: config[usual] for usual, key in family.config_keys.items() if usual in config}
@@ -115,6 +117,7 @@ def find_family(metadata: Metadata) -> Family:
         "num_local_experts": metadata.get("expert_count") or 0,
         "mlp_layer_types": has_experts(metadata),
         **_biases(metadata),
+        **(metadata.architecture.stated(metadata) if metadata.architecture.stated else {}),
     }
     return family.variant(stated)
 
@@ -138,16 +141,22 @@ def head_dim(metadata: Metadata) -> int:
     """Return the width of a head."""
     if metadata.architecture.is_latent:
         return metadata.size("rope.dimension_count")
-    heads = metadata.size("attention.head_count")
+    heads = num_heads(metadata)
     width = metadata.size("attention.key_length", metadata.size("embedding_length") // heads or 1)
-    if metadata.size("attention.value_length", width) != width:
+    same = metadata.size("attention.value_length", width) == width
+    if not same and not metadata.architecture.value_width:
         raise metadata.wrong("attention.value_length", f"differs from the keys' length {width}")
     return width
 
 
+def num_heads(metadata: Metadata) -> int:
+    """Return the number of heads; of a list by layer, its first."""
+    return _first_size(metadata, "attention.head_count")
+
+
 def num_kv_heads(metadata: Metadata) -> int:
     """Return the number of KV heads; files of latent attention state one, of the latents."""
-    heads = metadata.size("attention.head_count")
+    heads = num_heads(metadata)
     is_latent = metadata.architecture.is_latent
     return heads if is_latent else _first_size(metadata, "attention.head_count_kv", heads)
 
@@ -160,8 +169,11 @@ def latent_keys(metadata: Metadata) -> dict[str, Any]:
     if not metadata.architecture.is_latent:
         return {}
     rope = metadata.size("rope.dimension_count")
+    usual = metadata.size("embedding_length") // num_heads(metadata) or 1
     keys, values = (
-        metadata.size(f"attention.{name}_length_mla", metadata.size(f"attention.{name}_length"))
+        metadata.size(
+            f"attention.{name}_length_mla", metadata.size(f"attention.{name}_length", usual)
+        )
         for name in ("key", "value")
     )
     if keys <= rope:
@@ -172,7 +184,7 @@ def latent_keys(metadata: Metadata) -> dict[str, Any]:
         "qk_rope_head_dim": rope,
         "v_head_dim": values,
         "head_dim": rope,
-        **_by_gating(metadata),
+        **(_by_gating(metadata) if has_experts(metadata) else {}),
     }
 
 

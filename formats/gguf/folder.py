@@ -20,13 +20,20 @@ from typing import Any
 from formats.errors import CheckpointError
 from formats.gguf.architectures.held import Order
 from formats.gguf.block_types import BY_NAME, find_type
-from formats.gguf.config import find_family, head_dim, make_config, num_kv_heads, num_layers
+from formats.gguf.config import (
+    find_family,
+    head_dim,
+    make_config,
+    num_heads,
+    num_kv_heads,
+    num_layers,
+)
 from formats.gguf.container import SPLIT_NAME, StoredTensor, read_gguf, split_files
 from formats.gguf.metadata import Metadata
 from formats.gguf.names import NameMap, Presented
 from formats.gguf.tokenizer import tokenizer_files
 
-FORMAT = 5  # version of the folder's content; a new one makes new folders
+FORMAT = 6  # version of the folder's content; a new one makes new folders
 INDEX = "gguf.json"
 SUFFIX = ".gguf"
 REMEDY = "give the GGUF file again"
@@ -170,7 +177,7 @@ def _make_texts(file: Path, stated: list[list[Any]]) -> dict[str, str]:
 
 
 def _name_map(metadata: Metadata, config: Mapping[str, Any]) -> NameMap:
-    heads = metadata.size("attention.head_count")
+    heads = num_heads(metadata)
     head_dim(metadata)  # raises for keys and values of other lengths
     return NameMap(
         architecture=metadata.architecture,

@@ -188,13 +188,15 @@ class NameMap:
                 heads = self._permuted.get(local, 0)
                 self._check_rows(stored, 2 * heads or 1, subject)
                 yield self._whole(stored, name, heads=heads)
-        elif local == "attn_qkv" and "attn_q" in self._linears:
+        elif (
+            local == "attn_qkv" and "attn_q" in self._linears and not self.architecture.value_width
+        ):
             yield from self._parts_of_qkv(stored, layer, kind, subject)
         elif f"{local}.{kind}" in self.architecture.tensors:
             yield self._whole(stored, f"{layer}.{self.architecture.tensors[f'{local}.{kind}']}")
         elif self._others.get(f"{local}.{kind}") is not None:
             yield self._whole(stored, f"{layer}.{self._others[f'{local}.{kind}']}")
-        elif local in self._experts and len(stored.shape) == 3:
+        elif local in self._experts and len(stored.shape) == (2 if kind == "bias" else 3):
             names = [self._experts[local].format(e=number) for number in range(stored.shape[0])]
             yield from _stacked(stored, [f"{layer}.{name}" for name in names], kind)
         elif (old := OLD_EXPERT.fullmatch(local)) and f"{old['local']}_exps" in self._experts:
@@ -280,10 +282,12 @@ class NameMap:
 
 
 def _stacked(stored: StoredTensor, modules: list[str], kind: str = "weight") -> Iterator[Presented]:
-    """Yield each matrix of a stack [modules, N, K]."""
-    _, N, K = stored.shape
+    """Yield each matrix of a stack [modules, N, K], or each bias of a stack [modules, N]."""
+    _, N, *inputs = stored.shape
     for number, module in enumerate(modules):
-        yield Presented(name=f"{module}.{kind}", stored=stored, shape=(N, K), first_row=number * N)
+        yield Presented(
+            name=f"{module}.{kind}", stored=stored, shape=(N, *inputs), first_row=number * N
+        )
 
 
 def outer_names(family: Family, architecture: Architecture) -> dict[str, str]:
@@ -326,7 +330,7 @@ def other_names(family: Family, of_experts: str) -> dict[str, str]:
     """
     experts, names = family.experts, {}
     if of_experts:
-        if experts is None or experts.fused:
+        if experts is None:
             return {}
         return _feed_forward(experts.gate_up, experts.down, "_exps")
     if family.sinks:

@@ -35,6 +35,8 @@ def rope_keys(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
         key = "partial_rotary_factor"
         keys[own.get(key, key)] = width / config["head_dim"]
     scaling = _scaling(metadata, config, float(theta), width)
+    if scaling is None and config["model_type"] == "gpt_oss":
+        scaling = {"rope_type": "default"}  # the class's own default is YaRN
     if scaling is not None:
         keys["rope_scaling"] = scaling
         if scaling["rope_type"] == "longrope":

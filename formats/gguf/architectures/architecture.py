@@ -40,6 +40,7 @@ class Architecture:
     with_window: str = ""
     with_sigmoid: str = ""  # experts are chosen by sigmoid
     with_shared: str = ""  # there are shared experts
+    without_experts: str = ""  # there are none
     also: tuple[str, ...] = ()  # families with the same layers, which are written so
     variants: tuple[Variant, ...] = ()
     # Other tensors of a layer: GGUF's full name below the layer -> the family's
@@ -68,6 +69,10 @@ class Architecture:
     # leaf, and config.json -> (rows, factor) of each run of rows; 0 rows: all
     factors: Callable[[str, Mapping[str, Any]], list[tuple[int, float]]] | None = None
     uncompared: tuple[str, ...] = ()  # keys of config.json that files have no form for
+    # Metadata -> more keys of config.json that decide between the family's variants
+    stated: Callable[[Any], Mapping[str, Any]] | None = None
+    value_width: str = ""  # key of config.json; values are as wide as keys where it is empty
+    joins_kv_b: bool = False  # files have kv_b_proj of latent attention in one tensor
     # llama.cpp reads keys and values also of layers that read those of an earlier one
     fills_shared_layers: bool = False
     # Sizes may be lists by layer; the functions below read and write them.
@@ -94,6 +99,7 @@ class Architecture:
         """Return the family's row for a file with experts, chosen by sigmoid, or a window."""
         name = (has_experts and self.with_experts) or (has_window and self.with_window)
         name = (by_sigmoid and self.with_sigmoid) or (has_shared and self.with_shared) or name
+        name = (not has_experts and self.without_experts) or name
         return FAMILIES[name or self.family]
 
     def variant_of_file(self, names: Collection[str]) -> "Architecture":

@@ -12,6 +12,7 @@ from formats.gguf.architectures.parts import (
     MLP_BIAS,
     OF_HEADS,
     SOFTCAPS,
+    USED,
 )
 from formats.gguf.architectures.rotations import (
     granite_swa_config,
@@ -75,12 +76,13 @@ DENSE = (
     Architecture(
         name="granite-swa",
         family="GraniteSWAForCausalLM",
+        with_experts="GraniteMoeSWAForCausalLM",
         permuted=True,
         keys={
-            "attention_multiplier": "attention.scale",
-            "embedding_multiplier": "embedding_scale",
-            "residual_multiplier": "residual_scale",
-            "logits_scaling": "logit_scale",
+            **GRANITE_FACTORS,
+            **USED,
+            "num_local_experts": "expert_count",
+            "shared_intermediate_size": "expert_shared_feed_forward_length",
         },
         bias_keys={**ATTENTION_BIAS, **MLP_BIAS},
         window="pattern",

@@ -98,6 +98,20 @@ def phimoe_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"])}
 
 
+def gpt_oss_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return no more metadata. Raises CheckpointError for YaRN with whole bounds.
+
+    Files do not state whether bounds are whole, and are read as the published models.
+    """
+    rope = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind == "yarn" and rope.get("truncate", True):
+        raise CheckpointError(
+            "config.json truncate", "expected false in rope_parameters, as in gpt-oss", REMEDY
+        )
+    return {}
+
+
 def llama4_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return Llama 4's widths, its layers with experts, and what hangs on their number."""
     every, count = metadata.size("interleave_moe_layer_step"), config["num_hidden_layers"]
@@ -128,7 +142,7 @@ def llama4_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-def _by_layer(metadata: Any, key: str, count: int) -> list[Any]:
+def by_layer(metadata: Any, key: str, count: int) -> list[Any]:
     """Return a value for each layer of a key that states one, or a list."""
     value = metadata.get(key)
     values = list(value) if isinstance(value, list) else [value] * count
@@ -156,7 +170,7 @@ def by_intervals(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
         every = metadata.size("full_attention_interval", 4)
         recurrent = [(layer + 1) % every != 0 for layer in range(count)]
     else:
-        recurrent = _by_layer(metadata, "attention.recurrent_layers", count)
+        recurrent = by_layer(metadata, "attention.recurrent_layers", count)
     kinds = {True: "linear_attention", False: "full_attention"}
     width, rest = divmod(metadata.size("ssm.inner_size"), heads)
     if rest:
@@ -218,7 +232,7 @@ def by_kv_heads(kind: str) -> Any:
     def read(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
         if kind == "conv":
             metadata.size("shortconv.l_cache")
-        heads = _by_layer(metadata, "attention.head_count_kv", config["num_hidden_layers"])
+        heads = by_layer(metadata, "attention.head_count_kv", config["num_hidden_layers"])
         return {"layer_types": ["full_attention" if each else kind for each in heads]}
 
     return read
@@ -270,8 +284,7 @@ def nemotron_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, An
     count = config["num_hidden_layers"]
     _check_sizes(metadata, *DELTA_SIZES)
     heads, widths = (
-        _by_layer(metadata, key, count)
-        for key in ("attention.head_count_kv", "feed_forward_length")
+        by_layer(metadata, key, count) for key in ("attention.head_count_kv", "feed_forward_length")
     )
     wide = "moe" if metadata.get("expert_count") else "mlp"
     kinds = [

@@ -1,4 +1,4 @@
-"""Architectures with experts, and those of latent attention."""
+"""Architectures with experts."""
 
 from formats.gguf.architectures.architecture import Architecture
 from formats.gguf.architectures.held import Held
@@ -6,6 +6,7 @@ from formats.gguf.architectures.layers import (
     dense_first,
     dense_first_metadata,
     ernie_metadata,
+    gpt_oss_metadata,
     hunyuan_metadata,
     llama4_config,
     llama4_metadata,
@@ -21,7 +22,6 @@ from formats.gguf.architectures.parts import (
     GRANITE_FACTORS,
     LATE_NAME,
     OF_HEADS,
-    OF_LATENTS,
     SIGMOID,
     USED,
 )
@@ -68,37 +68,25 @@ MIXTURES = (
         name="gpt-oss",
         family="GptOssForCausalLM",
         norms=LATE_NAME,
-        keys={"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+        keys={
+            **USED,
+            "num_local_experts": "expert_count",
+            "intermediate_size": "expert_feed_forward_length",
+        },
+        # llama.cpp has these numbers in its code, and reads biases and a head of their own
+        fixed={"swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+        needs={"attention_bias": True},
+        more_metadata=gpt_oss_metadata,
+        head="own",
         window="pattern",
         pattern=2,
         bias_keys=ATTENTION_BIAS,
     ),
-    # DeepSeek-V2, V3, R1, Moonlight, Kimi-K2, GLM-4.7-Flash
-    Architecture(
-        name="deepseek2",
-        family="DeepseekV2ForCausalLM",
-        with_sigmoid="DeepseekV3ForCausalLM",
-        also=("Glm4MoeLiteForCausalLM",),
-        norms={**BEFORE, **OF_LATENTS},
-        keys={
-            **EXPERTS,
-            "kv_lora_rank": "attention.kv_lora_rank",
-            "n_routed_experts": "expert_count",
-            "n_shared_experts": "expert_shared_count",
-            "routed_scaling_factor": "expert_weights_scale",
-            "norm_topk_prob": "expert_weights_norm",
-            "first_k_dense_replace": "leading_dense_block_count",
-            "n_group": "expert_group_count",
-            "topk_group": "expert_group_used_count",
-        },
-        fixed={
-            **{"routed_scaling_factor": 1.0, "first_k_dense_replace": 0},
-            **{"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
-        },
-    ),
+    # GLM-4.5, Solar Open
     Architecture(
         name="glm4moe",
         family="Glm4MoeForCausalLM",
+        also=("SolarOpenForCausalLM",),
         norms={**LATE_NAME, **OF_HEADS},
         keys={
             **EXPERTS,
@@ -108,7 +96,11 @@ MIXTURES = (
             "norm_topk_prob": "expert_weights_norm",
             "first_k_dense_replace": "leading_dense_block_count",
         },
-        fixed={"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
+        fixed={
+            **{"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
+            "first_k_dense_replace": 0,
+        },
+        constants=SIGMOID,
         bias_keys={**ATTENTION_BIAS, "use_qk_norm": "attn_q_norm.weight"},
     ),
     Architecture(

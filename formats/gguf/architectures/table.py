@@ -8,10 +8,12 @@ from formats.gguf.architectures.classics import CLASSICS
 from formats.gguf.architectures.dense import DENSE
 from formats.gguf.architectures.gemma import GEMMAS
 from formats.gguf.architectures.hybrids import HYBRIDS
+from formats.gguf.architectures.latents import LATENTS
 from formats.gguf.architectures.mixtures import MIXTURES
+from formats.gguf.architectures.uneven import UNEVEN
 
 ARCHITECTURES: dict[str, Architecture] = {
-    row.name: row for row in (*DENSE, *CLASSICS, *GEMMAS, *MIXTURES, *HYBRIDS)
+    row.name: row for row in (*DENSE, *CLASSICS, *GEMMAS, *MIXTURES, *LATENTS, *UNEVEN, *HYBRIDS)
 }
 
 

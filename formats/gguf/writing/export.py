@@ -41,6 +41,7 @@ from formats.gguf.writing.container_writer import (
     write_gguf,
 )
 from formats.gguf.writing.encode import INTEGER_TYPES, encode_floats, encode_weight, type_of
+from formats.gguf.writing.fused import fused_names, fused_tensors, is_fused
 from formats.gguf.writing.latent import split_by_head
 from formats.gguf.writing.metadata import (
     REMEDY,
@@ -173,9 +174,8 @@ class _Export:
         self._left = {name for name in reader.entries if not name.startswith(unread)}
         # kv_b_proj of latent attention is written by head; False: some layer's is quantized
         self._joined = linear_names(family, row).get(BOTH_UP, "")
-        self.is_split = bool(self._joined) and not any(
-            name.endswith(f".{self._joined}") for name in self._coded
-        )
+        is_coded = any(name.endswith(f".{self._joined}") for name in self._coded)
+        self.is_split = bool(self._joined) and not row.joins_kv_b and not is_coded
 
     def tensors(self) -> list[NewTensor]:
         """Return all tensors, in the order of the model. Raises CheckpointError."""
@@ -245,7 +245,11 @@ class _Export:
                 found += self._held(stem, theirs, f"{prefix}.{ours.name}", ours)
             elif f"{prefix}.{ours}" in self._reader:
                 found.append(self._floats(f"{stem}.{theirs}", [f"{prefix}.{ours}"], False))
-        if family.experts is not None:
+        stem_of_experts = f"{prefix}.{family.experts.stem}" if family.experts else ""
+        if family.experts and family.experts.fused and is_fused(self._reader, stem_of_experts):
+            self._left -= fused_names(self._reader, stem_of_experts)
+            found += fused_tensors(self._reader, stem, stem_of_experts, self._type_of)
+        elif family.experts is not None:
             count = num_experts(self._reader.config) or 0
             for theirs, ours in other_names(family, "{e}").items():
                 modules = [f"{prefix}.{ours.format(e=e)}" for e in range(count)]
@@ -447,6 +451,10 @@ class _Export:
         if wanted is not None and in_features % BLOCK == 0:
             return BY_NAME[name_of(fitting(BLOCK_SCHEMES[wanted], in_features)).upper()]
         return BY_NAME[FLOAT_TYPES.get(entry.dtype, "F32")]
+
+    def _type_of(self, name: str) -> BlockType:
+        """Return the type of a float tensor by its name in the checkpoint."""
+        return self._float_type(name, self._reader.entries[name])
 
     def _reordered(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows of q, k or all three in GGUF's order."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from formats.errors import CheckpointError
+from formats.gguf.architectures.architecture import Architecture
 from formats.gguf.architectures.layers import REMEDY, dense_layers
 from formats.gguf.config import SIGMOID
 from formats.gguf.writing.container_writer import Value
@@ -18,7 +19,9 @@ from formats.gguf.writing.container_writer import Value
 SOFTMAX = 1  # value of expert_gating_func
 
 
-def latent_metadata(config: Mapping[str, Any], *, is_split: bool) -> dict[str, Value]:
+def latent_metadata(
+    config: Mapping[str, Any], row: Architecture, *, is_split: bool
+) -> dict[str, Value]:
     """Return the metadata of latent attention and of its experts.
 
     `is_split`: of files with attn_k_b, whose cache has one head of latents. Raises CheckpointError
@@ -41,13 +44,29 @@ def latent_metadata(config: Mapping[str, Any], *, is_split: bool) -> dict[str, V
     found["rope.dimension_count"] = rope
     if config.get("q_lora_rank"):
         found["attention.q_lora_rank"] = config["q_lora_rank"]
-    found["leading_dense_block_count"] = dense_layers(config)
-    by_sigmoid = config["model_type"] != "deepseek_v2"
+    keys = {key: Value(type="u32", value=value) for key, value in found.items()}
+    return keys | _of_experts(config, row) | _yarn(config)
+
+
+def _of_experts(config: Mapping[str, Any], row: Architecture) -> dict[str, Value]:
+    """Return the metadata of experts; of a model without, what llama.cpp reads all the same."""
+    if not config.get("n_routed_experts"):
+        if not row.without_experts:
+            return {}
+        found = {
+            "leading_dense_block_count": config["num_hidden_layers"],
+            "expert_feed_forward_length": config["intermediate_size"],
+            "expert_shared_count": 0,
+        }
+        return {key: Value(type="u32", value=value) for key, value in found.items()}
+    found = {"leading_dense_block_count": dense_layers(config)}
+    kind = config["model_type"]
+    by_sigmoid = kind not in ("deepseek_v2", "mistral4")
     found["expert_gating_func"] = SIGMOID if by_sigmoid else SOFTMAX
     keys = {key: Value(type="u32", value=value) for key, value in found.items()}
     if "norm_topk_prob" not in config:
-        keys["expert_weights_norm"] = Value(type="bool", value=by_sigmoid)
-    return keys | _yarn(config)
+        keys["expert_weights_norm"] = Value(type="bool", value=kind != "deepseek_v2")
+    return keys
 
 
 def split_by_head(

@@ -22,8 +22,6 @@ from formats.gguf.writing.container_writer import Value
 from formats.gguf.writing.latent import latent_metadata
 
 REMEDY = "write another format"
-# Rows whose files need more than this module writes
-NOT_WRITTEN = ("gpt-oss", "glm4moe")
 # config.json's keys that may differ: the file has another name or form for them
 NOT_COMPARED = {
     *("architectures", "model_type", "dtype", "hidden_act", "tie_word_embeddings"),
@@ -50,10 +48,8 @@ def architecture_of(family: Family, config: Mapping[str, Any]) -> Architecture:
     """Return the row that a family is written as. Raises CheckpointError if there is none."""
     for row in ARCHITECTURES.values():
         names = (row.family, row.with_experts, row.with_window, row.with_sigmoid)
-        if (
-            family.architecture in (*names, row.with_shared, *row.also)
-            and row.name not in NOT_WRITTEN
-        ):
+        names += (row.with_shared, row.without_experts, *row.also)
+        if family.architecture in names:
             return row.variant_of_config(config)
     raise CheckpointError(f"architecture {family.architecture}", "is not written as GGUF", REMEDY)
 
@@ -112,7 +108,7 @@ def metadata_of(
         "attention.head_count": _u32(heads),
         "attention.head_count_kv": _u32(config.get("num_key_value_heads") or heads),
         "attention.key_length": _u32(width),
-        "attention.value_length": _u32(width),
+        "attention.value_length": _u32(config[row.value_width] if row.value_width else width),
         "vocab_size": _u32(config["vocab_size"]),
     }
     kind = "rms_epsilon" if family.norm_kind == "rms" else "epsilon"
@@ -135,7 +131,7 @@ def metadata_of(
         rope, divisors = _rope(config, width, row)
     own |= rope
     if row.is_latent:
-        own |= latent_metadata(config, is_split=is_split)
+        own |= latent_metadata(config, row, is_split=is_split and not row.joins_kv_b)
     if row.more_metadata is not None:
         own |= {key: _typed(value) for key, value in row.more_metadata(config).items()}
     general = {

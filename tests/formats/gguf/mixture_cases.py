@@ -1,14 +1,56 @@
 """Tiny models of architectures with experts, latent attention or states, as llama.cpp has them."""
 
 _ONE_GROUP = {"n_group": 1, "topk_group": 1}
+# llama.cpp has these factors in its code, and no biases
+MINICPM = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "mlp_bias": False}
+# llama.cpp adds no biases to q, k and v, and multiplies experts by no factor
+MIMO = {"attention_bias": False, "routed_scaling_factor": 1.0}
+# Queries select fewer keys than there are; of few heads, many scores would be 0
+_SELECTING = {"index_topk": 24, "index_n_heads": 16, "index_head_dim": 64}
+# GGUF states one number for both factors
+_YARN = {
+    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "mscale": 1.0},
+    **{"original_max_position_embeddings": 8, "mscale_all_dim": 1.0},
+}
 _ONE_WIDTH = {"linear_value_head_dim": 16}  # of keys and values
 # (family of tests/tiny_families.py, what differs, architecture)
 USUAL = (
     ("granite_moe_shared", {}, "granitemoe"),
     ("qwen3_5", _ONE_WIDTH, "qwen35"),
     ("nemotron_h", {}, "nemotron_h"),
+    ("minicpm3", MINICPM, "minicpm3"),
 )
 OTHERS = (
+    ("glm4_moe", _ONE_GROUP, "glm4moe"),
+    ("solar_open", _ONE_GROUP, "glm4moe"),
+    ("youtu", {}, "deepseek2"),
+    ("mistral4", {"rope_parameters": {**_YARN, "llama_4_scaling_beta": 0.6}}, "mistral4"),
+    ("deepseek_v32", {**_SELECTING, "rope_parameters": _YARN}, "deepseek32"),
+    (
+        "glm_moe_dsa",
+        {
+            **_SELECTING,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "indexer_types": ["full", "shared", "full"],
+        },
+        "glm-dsa",
+    ),
+    ("mimo_v2", MIMO, "mimo2"),
+    ("laguna", {"attention_bias": False}, "laguna"),
+    (
+        "laguna",
+        {
+            **{"attention_bias": False, "gating": "per-element"},
+            "rope_parameters": {
+                "full_attention": {
+                    **{"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0},
+                    **{"original_max_position_embeddings": 16, "partial_rotary_factor": 0.5},
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+        "laguna",
+    ),
     ("olmoe", {"num_key_value_heads": 4}, "olmoe"),
     ("granite_moe", {}, "granitemoe"),
     ("hunyuan_moe", {}, "hunyuan-moe"),
@@ -61,5 +103,20 @@ OTHERS = (
         "llama4",
     ),
 )
-# llama.cpp routes by softmax instead of sparsemixer
-ONLY_HERE = (("phimoe", {"router_jitter_noise": 0.01}, "phimoe"),)
+# Checkpoints have all experts in one tensor; llama.cpp rounds the bounds of YaRN, which the model
+# does not
+GPT_OSS = (
+    "gpt_oss",
+    {
+        **{"swiglu_limit": 7.0, "num_hidden_layers": 2},
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "gpt-oss",
+)
+# llama.cpp routes Phi-3.5-MoE by softmax instead of sparsemixer
+ONLY_HERE = (
+    ("phimoe", {"router_jitter_noise": 0.01}, "phimoe"),
+    # the newest llama.cpp has it alone
+    ("granite_moe_swa", {"layer_rope_theta": [100.0, 0, 100.0]}, "granite-swa"),
+)

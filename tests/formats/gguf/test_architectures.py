@@ -25,6 +25,7 @@ from formats.scheme import Scheme
 from qserve.llm import LLM
 from tests.conftest import make_tiny
 from tests.formats.gguf.cases import CASES, GEMMA_3N, MORE_CASES
+from tests.formats.gguf.mixture_cases import MINICPM
 from tests.formats.gguf.written import F32, write_gguf
 from tests.tiny_families import TINY, TINY_FAMILIES
 
@@ -147,6 +148,15 @@ def test_fused_queries_keys_and_values_are_split(family, written, tmp_path):
     for name in want.entries:
         assert torch.equal(found.get(name).float(), want.get(name)), name
     assert torch.equal(logits(fused), logits(source))
+
+
+def test_minicpm3_of_llama_cpps_converter(written, tmp_path):
+    """It does not state the width of values, which is then that of a head of the hidden size."""
+    source, file = written("minicpm3", {**MINICPM, "v_head_dim": 16})
+    left_out = ("vocab_size", "attention.value_length", "rope.freq_base")
+    metadata = {f"minicpm3.{key}": None for key in left_out}
+    found = rewritten(file, tmp_path / "minimal.gguf", metadata=metadata)
+    assert torch.equal(logits(found), logits(source))
 
 
 def test_minimal_falcon_of_llama_cpps_converter(written, tmp_path):

@@ -16,7 +16,7 @@ from formats.gguf.row_moves import from_file, to_file
 from formats.gguf.writing.export import export_gguf
 from qserve.llm import LLM
 from tests.conftest import make_tiny
-from tests.formats.gguf.mixture_cases import ONLY_HERE, OTHERS, USUAL
+from tests.formats.gguf.mixture_cases import MIMO, MINICPM, ONLY_HERE, OTHERS, USUAL
 from tests.tiny_families import TINY_FAMILIES
 
 IDS = list(range(5, 45))
@@ -96,6 +96,45 @@ def test_order_of_rows_in_a_file(order, file):
         ("flex_olmo", {}, "FlexOlmoForCausalLM: is not written as GGUF"),
         ("minimax", {}, "MiniMaxForCausalLM: is not written as GGUF"),
         ("bamba", {}, "BambaForCausalLM: is not written as GGUF"),
+        ("minicpm3", {"mlp_bias": False}, "dim_model_base: is 32, but minicpm3 in GGUF has 256"),
+        ("minicpm3", MINICPM | {"mlp_bias": True}, "mlp_bias: is True, but minicpm3 in GGUF"),
+        ("mimo_v2", {}, "attention_bias: is True, but mimo_v2_flash in GGUF has False"),
+        ("mimo_v2", MIMO | {"routed_scaling_factor": 1.7}, "routed_scaling_factor: is 1.7"),
+        (
+            "mimo_v2",
+            MIMO
+            | {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "default", "rope_theta": 100.0},
+                    "sliding_attention": {
+                        **{"rope_type": "default", "rope_theta": 100.0},
+                        "partial_rotary_factor": 0.5,
+                    },
+                }
+            },
+            "one partial_rotary_factor, as in llama.cpp",
+        ),
+        (
+            "glm_moe_dsa",
+            {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+            "index_head_dim: expected a power of two from 64 on",
+        ),
+        ("laguna", {}, "attention_bias: is True, but laguna in GGUF has False"),
+        (
+            "laguna",
+            {
+                "attention_bias": False,
+                "rope_parameters": {
+                    "full_attention": {
+                        **{"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0},
+                        **{"original_max_position_embeddings": 16, "attention_factor": 1.2},
+                    },
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                },
+            },
+            "attention_factor: expected 1.1386, as llama.cpp computes it, found 1.2",
+        ),
+        ("solar_open", {}, "n_group: is 4, but glm4_moe in GGUF has 1"),
         ("mellum", {}, "expected experts in all layers"),
         ("mellum", {"mlp_layer_types": ["sparse"] * 3}, "one rope_theta in all layers"),
         ("llama4", {}, "expected every n-th layer, from layer n - 1"),
@@ -130,6 +169,30 @@ def test_sizes_that_do_not_fit_the_value_heads_are_named(tmp_path, key, value, w
     file.write_bytes(data[:at] + bytes([value]) + data[at + 1 :])
     with pytest.raises(InputError, match=words):
         CheckpointReader(file)
+
+
+def test_moved_columns_that_fit_no_k_block_take_blocks_of_32(tmp_path):
+    """Inputs of Qwen3.5's out_proj move by heads of 32: blocks of 256 would be torn."""
+    different = {
+        **{"linear_value_head_dim": 32, "linear_key_head_dim": 32, "linear_num_value_heads": 8},
+        **{"hidden_size": 256, "intermediate_size": 256, "linear_num_key_heads": 2},
+    }
+    source, file = make("qwen3_5", different, tmp_path / "source"), tmp_path / "model.gguf"
+    report = quantize_to_gguf(
+        source, file, scheme="q4_k_m", recipe="rtn", quality_windows=0, progress=False
+    )
+    stored = read_gguf(file).tensors
+    kinds = {name: each.type.name for name, each in stored.items() if ".ssm_out." in name}
+    assert kinds and set(kinds.values()) == {"Q5_0"}
+    assert "Q4_K" in {each.type.name for each in stored.values()}
+    words = f"{len(kinds)} linears of heads of 32 inputs are q5_0 instead of q4_k"
+    assert [line for line in report.warnings if words in line]
+    found, want = CheckpointReader(file, as_floats=True), CheckpointReader(source)
+    names = [name for name in want.entries if name.endswith("out_proj.weight")]
+    assert len(names) == len(kinds)
+    for name in names:
+        value, expected = found.get(name).float(), want.get(name).float()
+        assert float((value - expected).norm() / expected.norm()) < 0.06, name
 
 
 @pytest.mark.exhaustive
