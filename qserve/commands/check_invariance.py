@@ -20,7 +20,6 @@ from qserve.command_line.command import Command
 from qserve.command_line.setting import check_settings, setting
 from qserve.commands.invariance_requests import draw_params, draw_prompts
 from qserve.config import EngineConfig
-from qserve.engine.media_limits import largest_image
 
 if TYPE_CHECKING:
     from qserve.library.outputs import RequestOutput
@@ -167,6 +166,8 @@ def compare(engine: EngineConfig, config: InvarianceConfig) -> Iterator[Result]:
         llm.close()
     chunks, seqs = config.chunk_tokens, engine.max_num_seqs
     if model.vision is not None and model.vision.is_mutual:
+        from qserve.engine.media_limits import largest_image
+
         # each image is computed in one step
         seqs = min(seqs, FEW_SEQS)
         chunks = max(chunks, 2 * largest_image(engine.model, model.vision) + seqs)

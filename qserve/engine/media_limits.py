@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from formats.architecture.sizes import is_size
-from formats.checkpoint import read_json
 from formats.errors import InputError
+from formats.files.json_file import read_json
 from qserve.config import EngineConfig
 from qserve.engine.scheduling.encoder_budget import EncoderBudget
 from qserve.model.model_config import ModelConfig

@@ -105,6 +105,8 @@ def _linear_of(decoder: Decoder, place: Place) -> tuple[torch.nn.Module, str]:
     layer = decoder.layers[decoder.layer_numbers.index(place.layer)]
     if place.projection in (family.qkv, family.o):
         return layer.attention, "qkv_proj" if place.projection == family.qkv else "o_proj"
+    if place.projection == family.head_gates:
+        return layer.attention, "gates"
     if place.projection == QUERIES:
         return layer.attention, "q_b_proj"
     inputs = family.layer_inputs

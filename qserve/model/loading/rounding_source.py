@@ -21,6 +21,7 @@ from formats.scheme import Scheme
 from formats.weight_digest import rounded
 from qserve.model.loading.digest_threads import DigestThreads
 from qserve.model.loading.online_quantization import FLAG
+from qserve.model.loading.read_ahead import Ranges
 from qserve.model.loading.weight_source import WeightSource
 from qserve.model.model_config import ModelConfig
 
@@ -56,6 +57,9 @@ class RoundingSource(WeightSource):
                 f"is missing from {reader.folder}, which {FLAG} needs",
                 "the checkpoint is incomplete, or holds several matrices in one tensor",
             )
+
+    def weight_rows(self, module: str, shape: tuple[int, int], ranges: Ranges) -> None:
+        """None: the file has no codes, and some schemes round all outputs of a linear together."""
 
     def expect(self, prefix: str, without: Collection[str] = ()) -> None:
         """Begin to read ahead, into the host's memory; on a CPU that is the model's own."""

@@ -88,7 +88,8 @@ def generate(llm, prompts):
             if event.finish_reason is not None:
                 num_cached += event.facts.num_cached
                 num_preempted += event.facts.num_preemptions
-    for future in list(engine._remote_kv._writes):
+    writes = () if engine._remote_kv is None else list(engine._remote_kv._writes)
+    for future in writes:
         future.result(60)
     engine.scheduler.check_integrity()
     return tokens, num_cached, num_preempted
