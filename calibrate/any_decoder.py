@@ -152,17 +152,18 @@ def solve_layers(
     states = [hidden.cpu() for hidden in chain.start(ids_WS)]
     found: dict[str, Weight] = {}
     shown = None if progress else True
-    for number, layer in enumerate(tqdm(chain.layers, desc="Quantizing layers", disable=shown)):
-        prefix = f"{chain.name}.{number}."
-        linears = {name: model.get_submodule(name) for name in names if name.startswith(prefix)}
-        layer.to(device)
-        statistics = _statistics(chain, number, linears, states, device)
-        for name, linear in linears.items():
-            weight = _solved(name, linear.weight.float(), statistics[name], spec)
-            linear.weight.copy_(weight.dequantize())
-            found[name] = weight.to("cpu")
-        states = [chain.run(number, hidden).cpu() for hidden in states]
-        layer.to("cpu")
+    with tqdm(chain.layers, desc="Quantizing layers", disable=shown) as bar:
+        for number, layer in enumerate(bar):
+            prefix = f"{chain.name}.{number}."
+            linears = {name: model.get_submodule(name) for name in names if name.startswith(prefix)}
+            layer.to(device)
+            statistics = _statistics(chain, number, linears, states, device)
+            for name, linear in linears.items():
+                weight = _solved(name, linear.weight.float(), statistics[name], spec)
+                linear.weight.copy_(weight.dequantize())
+                found[name] = weight.to("cpu")
+            states = [chain.run(number, hidden).cpu() for hidden in states]
+            layer.to("cpu")
     return found
 
 

@@ -237,7 +237,7 @@ def test_caches_are_known_by_their_specs_alone():
         *("Attention", "DeltaNet", "KimiDelta", "LatentAttention", "LightningAttention", "Mamba2"),
         *("NoMixer", "SharedAttention", "ShortConv", "SideBySide"),
     }
-    assert caches == {"PagedKv", "PagedLatents", "StateSlots"}
+    assert caches == {"IndexedLatents", "PagedKv", "PagedLatents", "StateSlots"}
     for path in (ROOT / "qserve").rglob("*.py"):
         if path.is_relative_to(MIXERS):
             continue

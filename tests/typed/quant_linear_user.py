@@ -17,7 +17,7 @@ def one_layer(linear: nn.Linear, codes_NK: torch.Tensor, scales_NG: torch.Tensor
     assert_type(layer, QuantLinear)
     QuantLinear.from_float(linear.weight, "w4a16-sym-g64", linear.bias)
     own = QuantLinear.from_codes(codes_NK, scales_NG, scheme=Scheme.parse(NAME))
-    assert_type(own.packed(), PackedWeight)
+    assert isinstance(own.packed(), PackedWeight)  # 4-bit floats have another type
     own.prepare(torch.bfloat16, "cuda", release=True)
     assert_type(layer.dequantize(), torch.Tensor)
     assert_type(layer.off_grid(linear.weight), float)

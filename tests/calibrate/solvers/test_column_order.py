@@ -141,7 +141,7 @@ def test_act_order_that_changes_no_group_is_not_announced(tiny_model, tmp_path):
 
 def test_a_killed_run_goes_on_with_its_orders(tiny_model, tmp_path, monkeypatch):
     source = tiny_model("llama")
-    recipe = replace(RECIPES["autoround"], tuning=Tuning(steps=2, tokens=40))
+    recipe = replace(RECIPES["autoround"], tuning=Tuning(steps=2, tokens=40), version="1")
     whole = {"recipe": recipe, "act_order": True, **OPTIONS}
     quantize_checkpoint(source, tmp_path / "whole", **whole)
     real, seen = gptq.round_columns, []
