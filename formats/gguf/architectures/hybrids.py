@@ -1,12 +1,15 @@
 """Architectures whose layers have states: delta nets, Mamba-2, short convolutions."""
 
+import math
 from typing import Any
 
-from formats.architecture.flags import Stated
+from formats.architecture.flags import Equals, Stated
 from formats.gguf.architectures.architecture import Architecture, Variant
 from formats.gguf.architectures.held import Held
 from formats.gguf.architectures.layers import (
     FACTORS,
+    bamba_config,
+    bamba_metadata,
     by_intervals,
     by_kv_heads,
     falcon_h1_config,
@@ -27,6 +30,7 @@ from formats.gguf.architectures.parts import (
     EXPERTS,
     GRANITE_FACTORS,
     LATE_NAME,
+    MLP_BIAS,
     OF_HEADS,
     OF_LATENTS,
     SIGMOID,
@@ -118,6 +122,25 @@ _GRANITE_SHARED = {
         name="shared_mlp.input_linear.weight", below="ffn_up_shexp.weight"
     ),
 }
+# Granite's mixers without its factors; a part of each head rotates
+_BAMBA: dict[str, Any] = {
+    "family": "BambaForCausalLM",
+    "permuted": False,
+    "norms": {"attn_norm": "input_layernorm", "ffn_norm": "pre_ff_layernorm"},
+    "keys": _MAMBA_KEYS,
+    "bias_keys": {**ATTENTION_BIAS, **MLP_BIAS, "mamba_conv_bias": "ssm_conv1d.bias"},
+    "tensors": {
+        **_mamba("mamba"),
+        **{
+            f"attn_{x}.{leaf}": Held(name=f"self_attn.{x}_proj.{leaf}", rows=f"pairs_of_{rows}")
+            for x, rows in (("q", "queries"), ("k", "keys"))
+            for leaf in ("weight", "bias")
+        },
+    },
+    "default_part": 0.5,
+    "more_config": bamba_config,
+    "more_metadata": bamba_metadata,
+}
 _NEMOTRON: dict[str, Any] = {
     "family": "NemotronHForCausalLM",
     "norms": {"attn_norm": "norm"},
@@ -201,6 +224,7 @@ HYBRIDS = (
     Architecture(
         name="granitehybrid",
         family="GraniteMoeHybridForCausalLM",
+        also=("BambaForCausalLM",),
         permuted=True,
         keys={
             **GRANITE_FACTORS,
@@ -212,7 +236,9 @@ HYBRIDS = (
         fixed={"mamba_expand": 2, "mamba_proj_bias": False},
         bias_keys={**ATTENTION_BIAS, "mamba_conv_bias": "ssm_conv1d.bias"},
         tensors={**_mamba("mamba"), **_GRANITE_MLP},
+        needs={"time_step_limit": [0.0, math.inf]},  # llama.cpp has no limits
         variants=(
+            Variant("", Equals("model_type", "bamba"), _BAMBA, tuple(GRANITE_FACTORS.values())),
             Variant(
                 "ffn_gate_inp.weight",
                 Stated("num_local_experts", True),

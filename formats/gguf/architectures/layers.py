@@ -274,6 +274,30 @@ def mamba_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
+def bamba_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return Bamba's layers with attention, and the width of Mamba-2's heads."""
+    *_, heads = _check_sizes(metadata, *DELTA_SIZES)
+    if metadata.get("rope.scaling.finetuned") is False:
+        raise metadata.wrong("rope.scaling.finetuned", "expected true, as in Bamba")
+    width, rest = divmod(metadata.size("ssm.inner_size"), heads)
+    if rest:
+        raise metadata.wrong("ssm.inner_size", f"expected {heads} heads of one width")
+    kv_heads = by_layer(metadata, "attention.head_count_kv", config["num_hidden_layers"])
+    attends = [layer for layer, each in enumerate(kv_heads) if each]
+    return {"attn_layer_indices": attends, "mamba_d_head": width}
+
+
+def bamba_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return Bamba's layers with attention, by their KV heads, and that heads rotate."""
+    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    attends, layers = config.get("attn_layer_indices") or (), range(config["num_hidden_layers"])
+    return {
+        "attention.head_count_kv": [heads if layer in attends else 0 for layer in layers],
+        "ssm.inner_size": mamba_inner(config),
+        "rope.scaling.finetuned": True,
+    }
+
+
 def mamba_inner(config: Mapping[str, Any]) -> int:
     """Return the width of Mamba-2's heads in all."""
     return config["mamba_n_heads"] * config["mamba_d_head"]

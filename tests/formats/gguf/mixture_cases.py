@@ -70,6 +70,8 @@ OTHERS = (
     ("qwen3_next", {**_ONE_WIDTH, "mlp_only_layers": []}, "qwen3next"),
     ("granite_hybrid", {}, "granitehybrid"),
     ("granite_hybrid_moe", {}, "granitehybrid"),
+    ("bamba", {}, "granitehybrid"),
+    ("bamba", {"attention_bias": True, "mlp_bias": True}, "granitehybrid"),
     ("qwen3_5_moe", _ONE_WIDTH, "qwen35moe"),
     ("nemotron_h_moe", {}, "nemotron_h_moe"),
     ("nemotron_h_latent", {}, "nemotron_h_moe"),

@@ -82,6 +82,8 @@ def test_other_file_is_its_source(case, tmp_path):
         (Order("tiled", (1, 2, 2, 1)), [0, 1, 3, 2, 4]),
         # of two key heads, one row of each of three kinds
         (Order("grouped", (2, 1, 1, 1)), [0, 3, 1, 4, 2, 5]),
+        # of two heads of 5 rows, 4 rotate: 0 with 2, 1 with 3
+        (Order("paired", (2, 4, 5)), [0, 2, 1, 3, 4, 5, 7, 6, 8, 9]),
     ],
 )
 def test_order_of_rows_in_a_file(order, file):
@@ -95,7 +97,8 @@ def test_order_of_rows_in_a_file(order, file):
     [
         ("flex_olmo", {}, "FlexOlmoForCausalLM: is not written as GGUF"),
         ("minimax", {}, "MiniMaxForCausalLM: is not written as GGUF"),
-        ("bamba", {}, "BambaForCausalLM: is not written as GGUF"),
+        ("bamba", {"time_step_limit": [0.0, 0.5]}, "time_step_limit: is .0.0, 0.5., but"),
+        ("bamba", {"mamba_proj_bias": True}, "mamba_proj_bias: is True, but bamba in GGUF"),
         ("minicpm3", {"mlp_bias": False}, "dim_model_base: is 32, but minicpm3 in GGUF has 256"),
         ("minicpm3", MINICPM | {"mlp_bias": True}, "mlp_bias: is True, but minicpm3 in GGUF"),
         ("mimo_v2", {}, "attention_bias: is True, but mimo_v2_flash in GGUF has False"),
