@@ -47,6 +47,8 @@ class Architecture:
     # Other tensors of a layer: GGUF's full name below the layer -> the family's
     tensors: Mapping[str, str | Held] = field(default_factory=dict)
     linears: Mapping[str, str] = field(default_factory=dict)  # other linears, without a leaf
+    # The same in layers with a state, also where other layers have that name for another linear
+    state_linears: Mapping[str, str] = field(default_factory=dict)
     output_norm: str = "output_norm"  # GGUF's name of the last norm
     # Tensors of one number in each layer, which files hold as a list: key of the metadata -> the
     # family's name below the layer

@@ -21,6 +21,8 @@ from formats.gguf.architectures.layers import (
     kv_heads_metadata,
     mamba_config,
     mamba_metadata,
+    minimax_config,
+    minimax_metadata,
     nemotron_config,
     nemotron_metadata,
 )
@@ -309,5 +311,21 @@ HYBRIDS = (
         more_config=kimi_config,
         more_metadata=kimi_metadata,
         head="own",
+    ),
+    Architecture(
+        name="minimax-01",
+        family="MiniMaxForCausalLM",
+        norms={**BEFORE, "attn_norm_2": "self_attn.norm"},
+        keys={**USED, "num_local_experts": "expert_count"},
+        fixed=dict.fromkeys(
+            ("full_attn_beta_factor", "linear_attn_beta_factor", "mlp_beta_factor"), 1.0
+        ),
+        state_linears={
+            "attn_qkv": "self_attn.qkv_proj",
+            "attn_gate": "self_attn.output_gate",
+            "attn_output": "self_attn.out_proj",
+        },
+        more_config=minimax_config,
+        more_metadata=minimax_metadata,
     ),
 )
