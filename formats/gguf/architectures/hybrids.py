@@ -294,6 +294,7 @@ HYBRIDS = (
             "topk_group": "expert_group_used_count",
         },
         fixed={"n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+        constants=SIGMOID,
         linears={"ssm_beta": "self_attn.b_proj"}
         | {f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"}
         | {f"ssm_{name}": f"self_attn.{name}_proj" for name in _KIMI_GATES},
