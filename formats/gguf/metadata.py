@@ -21,7 +21,7 @@ class Metadata:
         self.gguf, self.subject = gguf, str(gguf.files[0])
         name = gguf.metadata.get("general.architecture")
         row: Architecture = find_architecture(name, self.subject)
-        self.architecture = row.variant_of_file(gguf.tensors)
+        self.architecture = row.variant_of_file(gguf.tensors, gguf.metadata)
 
     def get(self, key: str) -> Any:
         """Return a value, or None where the file has none. An array of equal numbers is one."""

@@ -136,7 +136,7 @@ class NameMap:
             below = tensors.get(f"blk.{number}.{held.below}") if held.below else None
             yield self._held(stored, below, layer, held, subject)
         elif full not in self._below:
-            yield from self._in_layer(stored, layer, local, kind, subject)
+            yield from self._in_layer(stored, number, local, kind, subject)
 
     def _held(
         self,
@@ -173,14 +173,17 @@ class NameMap:
         )
 
     def _in_layer(
-        self, stored: StoredTensor, layer: str, local: str, kind: str, subject: str
+        self, stored: StoredTensor, number: int, local: str, kind: str, subject: str
     ) -> Iterator[Presented]:
+        layer = self.family.layer.format(i=number)
+        has_state = self.family.has_state(number, self.config)
+        linears = linear_names(self.family, self.architecture, has_state)
         norm = self.architecture.norms.get(local)
         if norm is not None:
             offset = self.family.norm_offset if kind == "weight" else 0.0
             yield self._whole(stored, f"{layer}.{norm}.{kind}", offset=offset)
-        elif local in self._linears:
-            name = f"{layer}.{self._linears[local]}.{kind}"
+        elif local in linears:
+            name = f"{layer}.{linears[local]}.{kind}"
             if local == "attn_qkv" and self.family.qkv.by_head:
                 self._check_rows(stored, self.heads + 2 * self.kv_heads, subject)
                 yield self._whole(stored, name, heads=self.heads, kv_heads=self.kv_heads)
@@ -188,9 +191,7 @@ class NameMap:
                 heads = self._permuted.get(local, 0)
                 self._check_rows(stored, 2 * heads or 1, subject)
                 yield self._whole(stored, name, heads=heads)
-        elif (
-            local == "attn_qkv" and "attn_q" in self._linears and not self.architecture.value_width
-        ):
+        elif local == "attn_qkv" and "attn_q" in linears and not self.architecture.value_width:
             yield from self._parts_of_qkv(stored, layer, kind, subject)
         elif f"{local}.{kind}" in self.architecture.tensors:
             yield self._whole(stored, f"{layer}.{self.architecture.tensors[f'{local}.{kind}']}")
@@ -347,10 +348,13 @@ def other_names(family: Family, of_experts: str) -> dict[str, str]:
     return names
 
 
-def linear_names(family: Family, architecture: Architecture | None = None) -> dict[str, str]:
+def linear_names(
+    family: Family, architecture: Architecture | None = None, has_state: bool = False
+) -> dict[str, str]:
     """Return the family's names of a layer's linears by GGUF's, both below the layer.
 
     `architecture`: adds its own, and leaves out those that its files hold in another form.
+    `has_state`: also its own of layers with a state.
     """
     if architecture is None:
         return _usual_linears(family)
@@ -360,6 +364,7 @@ def linear_names(family: Family, architecture: Architecture | None = None) -> di
         if isinstance(each, Held)
     }
     names = {**_usual_linears(family), **architecture.linears}
+    names |= architecture.state_linears if has_state else {}
     return {theirs: ours for theirs, ours in names.items() if ours not in held}
 
 

@@ -1,4 +1,4 @@
-"""Rows and columns of layers with states in a file's order, and the way back (held.Order)."""
+"""Rows and columns of layers in the order of a file, and the way back (held.Order)."""
 
 import torch
 
@@ -31,6 +31,11 @@ def _index(order: Order, count: int) -> torch.Tensor:
         groups, *widths = order.numbers
         parts = torch.arange(count).split([groups * width for width in widths])
         return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten()
+    if order.kind == "paired":
+        heads, rotated, width = order.numbers
+        within = torch.arange(width)
+        within[:rotated] = torch.arange(rotated).unflatten(0, (-1, 2)).T.flatten()
+        return (torch.arange(heads).unsqueeze(1) * width + within).flatten()
     kept, groups, each, width = order.numbers
     moved = torch.arange(kept, count).unflatten(0, (each, groups, width)).transpose(0, 1)
     return torch.cat([torch.arange(kept), moved.flatten()])

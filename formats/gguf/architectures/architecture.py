@@ -17,6 +17,7 @@ class Variant(NamedTuple):
     tensor: str  # the files that have it; its name below layer 0
     flag: Flag  # the same in config.json
     fields: Mapping[str, Any]
+    without: Collection[str] = ()  # the files that state none of these metadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,8 @@ class Architecture:
     # Other tensors of a layer: GGUF's full name below the layer -> the family's
     tensors: Mapping[str, str | Held] = field(default_factory=dict)
     linears: Mapping[str, str] = field(default_factory=dict)  # other linears, without a leaf
+    # The same in layers with a state, also where other layers have that name for another linear
+    state_linears: Mapping[str, str] = field(default_factory=dict)
     output_norm: str = "output_norm"  # GGUF's name of the last norm
     # Tensors of one number in each layer, which files hold as a list: key of the metadata -> the
     # family's name below the layer
@@ -102,16 +105,17 @@ class Architecture:
         name = (not has_experts and self.without_experts) or name
         return FAMILIES[name or self.family]
 
-    def variant_of_file(self, names: Collection[str]) -> "Architecture":
-        """Return the row with the fields of a file with these tensors."""
-        for tensor, _, different in self.variants:
-            if f"blk.0.{tensor}" in names:
+    def variant_of_file(self, names: Collection[str], keys: Collection[str]) -> "Architecture":
+        """Return the row with the fields of a file with these tensors and keys of metadata."""
+        for tensor, _, different, without in self.variants:
+            lacks = without and not any(f"{self.name}.{key}" in keys for key in without)
+            if lacks or f"blk.0.{tensor}" in names:
                 return replace(self, **different)
         return self
 
     def variant_of_config(self, config: Mapping[str, Any]) -> "Architecture":
         """Return the row with the fields of the file that a config.json becomes."""
-        for _, flag, different in self.variants:
+        for _, flag, different, _ in self.variants:
             if is_set(flag, config):
                 return replace(self, **different)
         return self

@@ -1,6 +1,6 @@
 """Tensors of layers with states that files hold in another form. Needs no torch.
 
-Legend: G key heads, R value heads of each, D rows of a value head.
+Legend: G key heads, R value heads of each, D rows of a value head; H heads, W rows of each.
 """
 
 from collections.abc import Mapping
@@ -12,15 +12,20 @@ class Order(NamedTuple):
     """Order of rows, or of columns, of a file's tensor (row_moves.py)."""
 
     # tiled: after `kept` rows [R, G, D], in the family's order [G, R, D];
-    # grouped: rows [G, D] of each width D, one after the other, in the family's order [G, all D].
-    kind: Literal["tiled", "grouped"]
-    numbers: tuple[int, ...]  # tiled: kept, G, R, D; grouped: G and each D
+    # grouped: rows [G, D] of each width D, one after the other, in the family's order [G, all D];
+    # paired: the first rows of each head rotate, and are pairs (2 i, 2 i + 1) instead of halves.
+    kind: Literal["tiled", "grouped", "paired"]
+    # tiled: kept, G, R, D; grouped: G and each D; paired: H, rows that rotate, W
+    numbers: tuple[int, ...]
 
     @property
     def count(self) -> int:
         """Number of rows."""
         if self.kind == "grouped":
             return self.numbers[0] * sum(self.numbers[1:])
+        if self.kind == "paired":
+            heads, _, width = self.numbers
+            return heads * width
         kept, groups, each, width = self.numbers
         return kept + groups * each * width
 
@@ -68,9 +73,14 @@ def stored_shape(form: str, shape: tuple[int, ...], groups: int) -> tuple[int, .
 
 
 def order_of(name: str, config: Mapping[str, Any]) -> Order | None:
-    """Return an order by its name: of the value heads of a delta net; None: nothing moves."""
+    """Return an order by its name: of the value heads of a delta net, or of pairs that rotate.
+
+    None: nothing moves.
+    """
     if not name:
         return None
+    if name in ("pairs_of_queries", "pairs_of_keys"):
+        return _pairs(config, of_keys=name == "pairs_of_keys")
     groups, heads, keys, values = (
         config[key]
         for key in (
@@ -85,6 +95,17 @@ def order_of(name: str, config: Mapping[str, Any]) -> Order | None:
         return None
     kept = 2 * groups * keys if name == "values_after_keys" else 0
     return Order("tiled", (kept, groups, each, 1 if name == "heads" else values))
+
+
+def _pairs(config: Mapping[str, Any], *, of_keys: bool) -> Order:
+    """Return the order of queries, or of keys, of which a part of each head rotates."""
+    heads = config["num_attention_heads"]
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    rope = config.get("rope_parameters") or {}
+    key = "partial_rotary_factor"
+    part = rope.get(key, config.get(key, 1.0))
+    count = (config.get("num_key_value_heads") or heads) if of_keys else heads
+    return Order("paired", (count, int(width * part), width))
 
 
 def rows_above(held: Held, shape: tuple[int, ...], config: Mapping[str, Any]) -> int:

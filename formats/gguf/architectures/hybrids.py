@@ -1,12 +1,15 @@
 """Architectures whose layers have states: delta nets, Mamba-2, short convolutions."""
 
+import math
 from typing import Any
 
-from formats.architecture.flags import Stated
+from formats.architecture.flags import Equals, Stated
 from formats.gguf.architectures.architecture import Architecture, Variant
 from formats.gguf.architectures.held import Held
 from formats.gguf.architectures.layers import (
     FACTORS,
+    bamba_config,
+    bamba_metadata,
     by_intervals,
     by_kv_heads,
     falcon_h1_config,
@@ -18,6 +21,8 @@ from formats.gguf.architectures.layers import (
     kv_heads_metadata,
     mamba_config,
     mamba_metadata,
+    minimax_config,
+    minimax_metadata,
     nemotron_config,
     nemotron_metadata,
 )
@@ -27,6 +32,7 @@ from formats.gguf.architectures.parts import (
     EXPERTS,
     GRANITE_FACTORS,
     LATE_NAME,
+    MLP_BIAS,
     OF_HEADS,
     OF_LATENTS,
     SIGMOID,
@@ -118,6 +124,25 @@ _GRANITE_SHARED = {
         name="shared_mlp.input_linear.weight", below="ffn_up_shexp.weight"
     ),
 }
+# Granite's mixers without its factors; a part of each head rotates
+_BAMBA: dict[str, Any] = {
+    "family": "BambaForCausalLM",
+    "permuted": False,
+    "norms": {"attn_norm": "input_layernorm", "ffn_norm": "pre_ff_layernorm"},
+    "keys": _MAMBA_KEYS,
+    "bias_keys": {**ATTENTION_BIAS, **MLP_BIAS, "mamba_conv_bias": "ssm_conv1d.bias"},
+    "tensors": {
+        **_mamba("mamba"),
+        **{
+            f"attn_{x}.{leaf}": Held(name=f"self_attn.{x}_proj.{leaf}", rows=f"pairs_of_{rows}")
+            for x, rows in (("q", "queries"), ("k", "keys"))
+            for leaf in ("weight", "bias")
+        },
+    },
+    "default_part": 0.5,
+    "more_config": bamba_config,
+    "more_metadata": bamba_metadata,
+}
 _NEMOTRON: dict[str, Any] = {
     "family": "NemotronHForCausalLM",
     "norms": {"attn_norm": "norm"},
@@ -201,6 +226,7 @@ HYBRIDS = (
     Architecture(
         name="granitehybrid",
         family="GraniteMoeHybridForCausalLM",
+        also=("BambaForCausalLM",),
         permuted=True,
         keys={
             **GRANITE_FACTORS,
@@ -212,7 +238,9 @@ HYBRIDS = (
         fixed={"mamba_expand": 2, "mamba_proj_bias": False},
         bias_keys={**ATTENTION_BIAS, "mamba_conv_bias": "ssm_conv1d.bias"},
         tensors={**_mamba("mamba"), **_GRANITE_MLP},
+        needs={"time_step_limit": [0.0, math.inf]},  # llama.cpp has no limits
         variants=(
+            Variant("", Equals("model_type", "bamba"), _BAMBA, tuple(GRANITE_FACTORS.values())),
             Variant(
                 "ffn_gate_inp.weight",
                 Stated("num_local_experts", True),
@@ -266,6 +294,7 @@ HYBRIDS = (
             "topk_group": "expert_group_used_count",
         },
         fixed={"n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+        constants=SIGMOID,
         linears={"ssm_beta": "self_attn.b_proj"}
         | {f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"}
         | {f"ssm_{name}": f"self_attn.{name}_proj" for name in _KIMI_GATES},
@@ -283,5 +312,21 @@ HYBRIDS = (
         more_config=kimi_config,
         more_metadata=kimi_metadata,
         head="own",
+    ),
+    Architecture(
+        name="minimax-01",
+        family="MiniMaxForCausalLM",
+        norms={**BEFORE, "attn_norm_2": "self_attn.norm"},
+        keys={**USED, "num_local_experts": "expert_count"},
+        fixed=dict.fromkeys(
+            ("full_attn_beta_factor", "linear_attn_beta_factor", "mlp_beta_factor"), 1.0
+        ),
+        state_linears={
+            "attn_qkv": "self_attn.qkv_proj",
+            "attn_gate": "self_attn.output_gate",
+            "attn_output": "self_attn.out_proj",
+        },
+        more_config=minimax_config,
+        more_metadata=minimax_metadata,
     ),
 )

@@ -165,19 +165,57 @@ def by_intervals(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
     _, _, groups, heads = _check_sizes(metadata, *DELTA_SIZES)
     if heads % groups:
         raise metadata.wrong("ssm.time_step_rank", f"expected a multiple of {groups} key heads")
-    recurrent = metadata.get("attention.recurrent_layers")
-    if recurrent is None:
-        every = metadata.size("full_attention_interval", 4)
-        recurrent = [(layer + 1) % every != 0 for layer in range(count)]
-    else:
-        recurrent = by_layer(metadata, "attention.recurrent_layers", count)
-    kinds = {True: "linear_attention", False: "full_attention"}
+    kinds = _recurrent_kinds(metadata, count, every=4)
     width, rest = divmod(metadata.size("ssm.inner_size"), heads)
     if rest:
         raise metadata.wrong("ssm.inner_size", f"expected {heads} heads of one width")
     return {
-        "layer_types": [kinds[bool(each)] for each in recurrent],
+        "layer_types": kinds,
         "linear_value_head_dim": width,
+    }
+
+
+def _recurrent_kinds(metadata: Any, count: int, every: int) -> list[str]:
+    """Return the kinds of layers that a file states; without: one of `every` has attention."""
+    recurrent = metadata.get("attention.recurrent_layers")
+    if recurrent is None:
+        every = metadata.size("full_attention_interval", every)
+        recurrent = [(layer + 1) % every != 0 for layer in range(count)]
+    else:
+        recurrent = by_layer(metadata, "attention.recurrent_layers", count)
+    return ["linear_attention" if each else "full_attention" for each in recurrent]
+
+
+_ALPHAS = tuple(f"{block}_alpha_factor" for block in ("full_attn", "linear_attn", "mlp"))
+
+
+def minimax_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the kinds of MiniMax-Text-01's layers, what rotates, and the stream's factor."""
+    factor = metadata.number("residual_scale")
+    if factor is None:
+        raise metadata.wrong("residual_scale", "is missing")
+    kinds = _recurrent_kinds(metadata, config["num_hidden_layers"], every=8)
+    rotated = metadata.size("rope.dimension_count", config["head_dim"])
+    return {"layer_types": kinds, "rotary_dim": rotated, **dict.fromkeys(_ALPHAS, factor)}
+
+
+def minimax_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return MiniMax-Text-01's kinds of layers, and its factor. Raises CheckpointError."""
+    factors = [float(config.get(key, 1.0)) for key in _ALPHAS]
+    if len(set(factors)) > 1:
+        raise CheckpointError(
+            f"config.json {_ALPHAS[1]}",
+            f"expected one factor of the residual stream in all blocks, found {factors}",
+            REMEDY,
+        )
+    kinds = config["layer_types"]
+    if len(kinds) == 1 and kinds[0] == "linear_attention":
+        raise CheckpointError(
+            "config.json num_hidden_layers", "expected 2 or more, as in llama.cpp, found 1", REMEDY
+        )
+    return {
+        "residual_scale": factors[0],
+        "attention.recurrent_layers": [kind == "linear_attention" for kind in kinds],
     }
 
 
@@ -271,6 +309,30 @@ def mamba_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
         **kv_heads_metadata("linear_attention")(config),
         "ssm.inner_size": config["mamba_n_heads"] * config["mamba_d_head"],
         "rope.scaling.finetuned": config.get("position_embedding_type") == "rope",
+    }
+
+
+def bamba_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return Bamba's layers with attention, and the width of Mamba-2's heads."""
+    *_, heads = _check_sizes(metadata, *DELTA_SIZES)
+    if metadata.get("rope.scaling.finetuned") is False:
+        raise metadata.wrong("rope.scaling.finetuned", "expected true, as in Bamba")
+    width, rest = divmod(metadata.size("ssm.inner_size"), heads)
+    if rest:
+        raise metadata.wrong("ssm.inner_size", f"expected {heads} heads of one width")
+    kv_heads = by_layer(metadata, "attention.head_count_kv", config["num_hidden_layers"])
+    attends = [layer for layer, each in enumerate(kv_heads) if each]
+    return {"attn_layer_indices": attends, "mamba_d_head": width}
+
+
+def bamba_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return Bamba's layers with attention, by their KV heads, and that heads rotate."""
+    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    attends, layers = config.get("attn_layer_indices") or (), range(config["num_hidden_layers"])
+    return {
+        "attention.head_count_kv": [heads if layer in attends else 0 for layer in layers],
+        "ssm.inner_size": mamba_inner(config),
+        "rope.scaling.finetuned": True,
     }
 
 

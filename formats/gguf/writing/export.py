@@ -225,7 +225,7 @@ class _Export:
         held = {each.name for each in self._row.tensors.values() if isinstance(each, Held)}
         single = {
             **self._row.norms,
-            **linear_names(family, self._row),
+            **linear_names(family, self._row, family.has_state(number, self._reader.config)),
             **other_names(family, ""),
         }
         for theirs, ours in single.items():

@@ -5,6 +5,12 @@ _ONE_GROUP = {"n_group": 1, "topk_group": 1}
 MINICPM = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "mlp_bias": False}
 # llama.cpp adds no biases to q, k and v, and multiplies experts by no factor
 MIMO = {"attention_bias": False, "routed_scaling_factor": 1.0}
+# llama.cpp has one factor of the residual stream, and none of blocks
+MINIMAX = {
+    f"{block}_{letter}_factor": factor
+    for block in ("full_attn", "linear_attn", "mlp")
+    for letter, factor in (("alpha", 3.5), ("beta", 1.0))
+}
 # Queries select fewer keys than there are; of few heads, many scores would be 0
 _SELECTING = {"index_topk": 24, "index_n_heads": 16, "index_head_dim": 64}
 # GGUF states one number for both factors
@@ -70,6 +76,8 @@ OTHERS = (
     ("qwen3_next", {**_ONE_WIDTH, "mlp_only_layers": []}, "qwen3next"),
     ("granite_hybrid", {}, "granitehybrid"),
     ("granite_hybrid_moe", {}, "granitehybrid"),
+    ("bamba", {}, "granitehybrid"),
+    ("bamba", {"attention_bias": True, "mlp_bias": True}, "granitehybrid"),
     ("qwen3_5_moe", _ONE_WIDTH, "qwen35moe"),
     ("nemotron_h_moe", {}, "nemotron_h_moe"),
     ("nemotron_h_latent", {}, "nemotron_h_moe"),
@@ -79,6 +87,7 @@ OTHERS = (
         {"linear_num_heads": 4, "num_expert_group": 1, "topk_group": 1},
         "kimi-linear",
     ),
+    ("minimax", MINIMAX, "minimax-01"),
     ("hy_v3", {}, "hy_v3"),
     ("afmoe", {"global_attn_every_n_layers": 4, "num_hidden_layers": 4}, "afmoe"),
     (
@@ -114,6 +123,8 @@ GPT_OSS = (
     },
     "gpt-oss",
 )
+# transformers does not read that a part of a head rotates
+MINIMAX_PART = ("minimax", {**MINIMAX, "rotary_dim": 16}, "minimax-01")
 # llama.cpp routes Phi-3.5-MoE by softmax instead of sparsemixer
 ONLY_HERE = (
     ("phimoe", {"router_jitter_noise": 0.01}, "phimoe"),

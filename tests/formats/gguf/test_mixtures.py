@@ -16,7 +16,15 @@ from formats.gguf.row_moves import from_file, to_file
 from formats.gguf.writing.export import export_gguf
 from qserve.llm import LLM
 from tests.conftest import make_tiny
-from tests.formats.gguf.mixture_cases import MIMO, MINICPM, ONLY_HERE, OTHERS, USUAL
+from tests.formats.gguf.mixture_cases import (
+    MIMO,
+    MINICPM,
+    MINIMAX,
+    MINIMAX_PART,
+    ONLY_HERE,
+    OTHERS,
+    USUAL,
+)
 from tests.tiny_families import TINY_FAMILIES
 
 IDS = list(range(5, 45))
@@ -82,6 +90,8 @@ def test_other_file_is_its_source(case, tmp_path):
         (Order("tiled", (1, 2, 2, 1)), [0, 1, 3, 2, 4]),
         # of two key heads, one row of each of three kinds
         (Order("grouped", (2, 1, 1, 1)), [0, 3, 1, 4, 2, 5]),
+        # of two heads of 5 rows, 4 rotate: 0 with 2, 1 with 3
+        (Order("paired", (2, 4, 5)), [0, 2, 1, 3, 4, 5, 7, 6, 8, 9]),
     ],
 )
 def test_order_of_rows_in_a_file(order, file):
@@ -94,8 +104,15 @@ def test_order_of_rows_in_a_file(order, file):
     ("family", "different", "words"),
     [
         ("flex_olmo", {}, "FlexOlmoForCausalLM: is not written as GGUF"),
-        ("minimax", {}, "MiniMaxForCausalLM: is not written as GGUF"),
-        ("bamba", {}, "BambaForCausalLM: is not written as GGUF"),
+        ("minimax", {}, "linear_attn_alpha_factor: expected one factor of the residual stream"),
+        ("minimax", MINIMAX | {"mlp_beta_factor": 0.5}, "mlp_beta_factor: is 0.5, but minimax"),
+        (
+            "minimax",
+            MINIMAX | {"num_hidden_layers": 1, "layer_types": ["linear_attention"]},
+            "num_hidden_layers: expected 2 or more, as in llama.cpp, found 1",
+        ),
+        ("bamba", {"time_step_limit": [0.0, 0.5]}, "time_step_limit: is .0.0, 0.5., but"),
+        ("bamba", {"mamba_proj_bias": True}, "mamba_proj_bias: is True, but bamba in GGUF"),
         ("minicpm3", {"mlp_bias": False}, "dim_model_base: is 32, but minicpm3 in GGUF has 256"),
         ("minicpm3", MINICPM | {"mlp_bias": True}, "mlp_bias: is True, but minicpm3 in GGUF"),
         ("mimo_v2", {}, "attention_bias: is True, but mimo_v2_flash in GGUF has False"),
@@ -201,6 +218,8 @@ def test_moved_columns_that_fit_no_k_block_take_blocks_of_32(tmp_path):
     [
         ("olmoe", {"num_key_value_heads": 4, "hidden_size": 256, "intermediate_size": 256}),
         ("nemotron_h", {"hidden_size": 256, "intermediate_size": 256}),
+        ("bamba", {"hidden_size": 256, "intermediate_size": 256, "mamba_d_head": 64}),
+        ("minimax", {**MINIMAX, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64}),
     ],
 )
 def test_quantized_file_runs_packed(tmp_path, family, different):
@@ -221,6 +240,34 @@ def test_quantized_file_runs_packed(tmp_path, family, different):
         for each in (file, source)
     )
     assert float((found - want).norm() / want.norm()) < 1e-3
+
+
+def test_part_of_minimax_heads_rotates(tmp_path):
+    """Under the key of published files."""
+    source, file = make(*MINIMAX_PART[:2], tmp_path / "source"), tmp_path / "model.gguf"
+    export_gguf(source, file)
+    assert read_gguf(file).metadata["minimax-01.rope.dimension_count"] == 16
+    config = json.loads((CheckpointReader(file).folder / "config.json").read_text())
+    assert config["rotary_dim"] == 16
+    found, want = (
+        LLM(str(each), device="cpu", dtype="float32", max_model_len=64).logits(IDS)
+        for each in (file, source)
+    )
+    assert torch.equal(found, want)
+
+
+def test_without_kinds_every_eighth_layer_of_minimax_has_attention(tmp_path):
+    """llama.cpp's converter does not write them."""
+    kinds = [*["linear_attention"] * 7, "full_attention", "linear_attention"]
+    different = {**MINIMAX, "num_hidden_layers": len(kinds), "layer_types": kinds}
+    source, file = make("minimax", different, tmp_path / "source"), tmp_path / "model.gguf"
+    export_gguf(source, file)
+    data, key = file.read_bytes(), b"minimax-01.attention.recurrent_layers"
+    assert data.count(key) == 1
+    file.write_bytes(data.replace(key, b"x" * len(key)))
+    found = CheckpointReader(file)
+    assert found.config["layer_types"] == kinds
+    assert found.entries.keys() == CheckpointReader(source).entries.keys()
 
 
 def test_config_json_states_the_kinds_of_layers(tmp_path):

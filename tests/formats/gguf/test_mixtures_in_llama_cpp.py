@@ -10,14 +10,14 @@ from formats.gguf.writing.export import export_gguf
 from qserve.llm import LLM
 from tests.conftest import make_tiny
 from tests.formats.gguf.first_tokens import IDS, first_token
-from tests.formats.gguf.mixture_cases import GPT_OSS, OTHERS, USUAL
+from tests.formats.gguf.mixture_cases import GPT_OSS, MINIMAX_PART, OTHERS, USUAL
 from tests.tiny_families import TINY_FAMILIES
 
 pytest.importorskip("xllamacpp", reason="llama.cpp: xllamacpp is not installed")
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", (*USUAL, *OTHERS, GPT_OSS), ids=lambda case: case[0])
+@pytest.mark.parametrize("case", (*USUAL, *OTHERS, GPT_OSS, MINIMAX_PART), ids=lambda case: case[0])
 def test_llama_cpp_computes_the_same_model(case, docs_5m, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     family, different, _ = case
