@@ -16,7 +16,7 @@ from formats.scheme import Scheme
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """What the user asks for."""
+    """One field for each argument."""
 
     source: str | Path
     target: str | Path

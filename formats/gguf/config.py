@@ -5,6 +5,7 @@ from typing import Any
 
 from formats.architecture.family import MAX_LAYERS, Family
 from formats.errors import CheckpointError
+from formats.gguf.architectures.parts import SIGMOID
 from formats.gguf.container import GgufFile
 from formats.gguf.metadata import MAX_SIZE, Metadata
 from formats.gguf.rope import rope_keys
@@ -19,7 +20,6 @@ TOKENS = {
     "eos_token_id": "tokenizer.ggml.eos_token_id",
     "pad_token_id": "tokenizer.ggml.padding_token_id",
 }
-SIGMOID = 2  # value of expert_gating_func
 # Gemma's largest models scale scores by the width of a head of the hidden size, others by head_dim.
 WIDE_GEMMA_LAYERS = {"gemma2": 46, "gemma3": 62}
 
@@ -107,7 +107,7 @@ def find_family(metadata: Metadata) -> Family:
     family = metadata.architecture.family_of(
         has_experts=has_experts(metadata),
         has_window=bool(window),
-        by_sigmoid=metadata.get("expert_gating_func") == SIGMOID,
+        by_sigmoid=metadata.get("expert_gating_func") == SIGMOID["expert_gating_func"],
         has_shared=bool(metadata.get("expert_shared_feed_forward_length")),
     )
     keys = metadata.architecture.keys
@@ -190,7 +190,7 @@ def latent_keys(metadata: Metadata) -> dict[str, Any]:
 
 def _by_gating(metadata: Metadata) -> dict[str, Any]:
     """Return the keys of the choice of experts."""
-    if metadata.get("expert_gating_func") == SIGMOID:
+    if metadata.get("expert_gating_func") == SIGMOID["expert_gating_func"]:
         normalized = metadata.get("expert_weights_norm")
         return {
             "topk_method": "noaux_tc",

@@ -6,23 +6,23 @@ from typing import Any
 from formats.errors import CheckpointError
 from formats.gguf.architectures.architecture import Architecture
 from formats.gguf.architectures.layers import REMEDY, by_layer, dense_first
-from formats.gguf.architectures.parts import BEFORE, EXPERTS, OF_LATENTS
+from formats.gguf.architectures.parts import (
+    BEFORE,
+    DENSE_FIRST,
+    EXPERT_GROUPS,
+    EXPERTS,
+    OF_LATENTS,
+    SHARED_EXPERTS,
+    USUAL_ROUTING,
+)
 
 _DEEPSEEK = {
     **EXPERTS,
     "kv_lora_rank": "attention.kv_lora_rank",
     "n_routed_experts": "expert_count",
-    "n_shared_experts": "expert_shared_count",
-    "routed_scaling_factor": "expert_weights_scale",
-    "norm_topk_prob": "expert_weights_norm",
-    "first_k_dense_replace": "leading_dense_block_count",
-    "n_group": "expert_group_count",
-    "topk_group": "expert_group_used_count",
-}
-# Values where a file leaves a key out
-_USUAL = {
-    **{"routed_scaling_factor": 1.0, "first_k_dense_replace": 0},
-    **{"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
+    **SHARED_EXPERTS,
+    **DENSE_FIRST,
+    **EXPERT_GROUPS,
 }
 # Attention that selects keys
 _SELECTING: dict[str, Any] = {
@@ -38,7 +38,7 @@ _SELECTING: dict[str, Any] = {
         "index_head_dim": "attention.indexer.key_length",
         "index_topk": "attention.indexer.top_k",
     },
-    "fixed": _USUAL,
+    "fixed": USUAL_ROUTING,
     "uncompared": ("first_k_dense_replace",),  # mlp_layer_types decides
 }
 
@@ -109,7 +109,7 @@ LATENTS = (
         without_experts="YoutuForCausalLM",
         norms={**BEFORE, **OF_LATENTS},
         keys=_DEEPSEEK,
-        fixed=_USUAL,
+        fixed=USUAL_ROUTING,
     ),
     Architecture(
         name="deepseek32",
@@ -123,7 +123,7 @@ LATENTS = (
         family="Mistral4ForCausalLM",
         norms={**BEFORE, **OF_LATENTS},
         keys=_DEEPSEEK,
-        fixed={**_USUAL, "attention_bias": False},
+        fixed={**USUAL_ROUTING, "attention_bias": False},
         uncompared=("rope_parameters",),
         more_config=_mistral4_config,
         more_metadata=_mistral4_metadata,

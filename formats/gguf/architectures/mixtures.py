@@ -18,32 +18,23 @@ from formats.gguf.architectures.parts import (
     AROUND,
     ATTENTION_BIAS,
     BEFORE,
+    DENSE_FIRST,
+    EXPERT_GROUPS,
     EXPERTS,
+    GRANITE_EXPERTS,
     GRANITE_FACTORS,
+    HUNYUAN_HEADS,
     LATE_NAME,
     OF_HEADS,
+    ONE_GROUP,
+    SHARED_EXPERTS,
     SIGMOID,
     USED,
+    USUAL_ROUTING,
 )
 
-_SHARED = {
-    "n_shared_experts": "expert_shared_count",
-    "routed_scaling_factor": "expert_weights_scale",
-    "norm_topk_prob": "expert_weights_norm",
-}
-_DENSE_FIRST = {"first_k_dense_replace": "leading_dense_block_count"}
-_GROUPS = {"n_group": "expert_group_count", "topk_group": "expert_group_used_count"}
 # Weights of experts where a file leaves a key out
-_USUAL = {
-    **{"routed_scaling_factor": 1.0, "first_k_dense_replace": 0, "norm_topk_prob": False},
-    **{"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
-}
-
-
-_LATE_HEAD_NORMS = {
-    "attn_q_norm": "self_attn.query_layernorm",
-    "attn_k_norm": "self_attn.key_layernorm",
-}
+_USUAL = {**USUAL_ROUTING, "norm_topk_prob": False}
 
 MIXTURES = (
     Architecture(
@@ -91,15 +82,10 @@ MIXTURES = (
         keys={
             **EXPERTS,
             "n_routed_experts": "expert_count",
-            "n_shared_experts": "expert_shared_count",
-            "routed_scaling_factor": "expert_weights_scale",
-            "norm_topk_prob": "expert_weights_norm",
-            "first_k_dense_replace": "leading_dense_block_count",
+            **SHARED_EXPERTS,
+            **DENSE_FIRST,
         },
-        fixed={
-            **{"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
-            "first_k_dense_replace": 0,
-        },
+        fixed={**ONE_GROUP, "first_k_dense_replace": 0},
         constants=SIGMOID,
         bias_keys={**ATTENTION_BIAS, "use_qk_norm": "attn_q_norm.weight"},
     ),
@@ -129,12 +115,7 @@ MIXTURES = (
         family="GraniteMoeForCausalLM",
         with_shared="GraniteMoeSharedForCausalLM",
         permuted=True,
-        keys={
-            **GRANITE_FACTORS,
-            **USED,
-            "num_local_experts": "expert_count",
-            "shared_intermediate_size": "expert_shared_feed_forward_length",
-        },
+        keys={**GRANITE_FACTORS, **GRANITE_EXPERTS},
         tensors={
             "ffn_gate_shexp.weight": Held(
                 name="shared_mlp.input_linear.weight", below="ffn_up_shexp.weight"
@@ -145,7 +126,7 @@ MIXTURES = (
     Architecture(
         name="hunyuan-moe",
         family="HunYuanMoEV1ForCausalLM",
-        norms={**BEFORE, **_LATE_HEAD_NORMS},
+        norms={**BEFORE, **HUNYUAN_HEADS},
         keys={**USED, "num_experts": "expert_count"},
         more_metadata=hunyuan_metadata,
         bias_keys=ATTENTION_BIAS,
@@ -179,7 +160,13 @@ MIXTURES = (
         name="dots1",
         family="Dots1ForCausalLM",
         norms={**BEFORE, **OF_HEADS},
-        keys={**EXPERTS, **_SHARED, **_DENSE_FIRST, "n_routed_experts": "expert_count", **_GROUPS},
+        keys={
+            **EXPERTS,
+            **SHARED_EXPERTS,
+            **DENSE_FIRST,
+            "n_routed_experts": "expert_count",
+            **EXPERT_GROUPS,
+        },
         fixed={**_USUAL, "attention_bias": False},
         constants=SIGMOID,
         needs_all_kv_heads=True,
@@ -251,7 +238,7 @@ MIXTURES = (
         name="exaone-moe",
         family="ExaoneMoeForCausalLM",
         norms={**BEFORE, **OF_HEADS},
-        keys={**EXPERTS, **_SHARED, "num_experts": "expert_count", **_GROUPS},
+        keys={**EXPERTS, **SHARED_EXPERTS, "num_experts": "expert_count", **EXPERT_GROUPS},
         fixed={**_USUAL, "first_k_dense_replace": 1},
         window="pattern",
         pattern=4,

@@ -12,6 +12,10 @@ OF_LATENTS = {
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
 }
 OF_HEADS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+HUNYUAN_HEADS = {
+    "attn_q_norm": "self_attn.query_layernorm",
+    "attn_k_norm": "self_attn.key_layernorm",
+}
 AROUND = {
     "attn_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
@@ -31,6 +35,16 @@ EXPERTS = {
     **USED,
     "moe_intermediate_size": "expert_feed_forward_length",
 }
+SHARED_EXPERTS = {
+    "n_shared_experts": "expert_shared_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
+}
+DENSE_FIRST = {"first_k_dense_replace": "leading_dense_block_count"}
+EXPERT_GROUPS = {"n_group": "expert_group_count", "topk_group": "expert_group_used_count"}
+# Values where a file leaves a key out
+ONE_GROUP = {"n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0}
+USUAL_ROUTING = {"routed_scaling_factor": 1.0, "first_k_dense_replace": 0, **ONE_GROUP}
 SOFTCAPS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
@@ -41,5 +55,10 @@ GRANITE_FACTORS = {
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
+}
+GRANITE_EXPERTS = {
+    **USED,
+    "num_local_experts": "expert_count",
+    "shared_intermediate_size": "expert_shared_feed_forward_length",
 }
 SIGMOID = {"expert_gating_func": 2}  # experts are chosen by sigmoid

@@ -15,7 +15,7 @@ def problem():
     def make(counts, lengths, H, J, D, B, dtype, interleaved=False, seed=0):
         generator = torch.Generator("cuda").manual_seed(seed + D + B + len(counts))
         R, X = len(counts), max(1, -(-max(lengths) // B))
-        # pages and tails that belong to nobody hold NaN: reading one shows
+        # unused pages and tails hold NaN: reading one shows
         pages = torch.full((R * X + 2, B, 2, J, D), float("nan"), device="cuda", dtype=dtype)
         order = torch.randperm(R * X + 2, device="cuda", generator=generator)
         tables = order[: R * X].view(R, X).int()
@@ -40,7 +40,7 @@ def problem():
 
 @pytest.fixture
 def coded_problem(problem):
-    """The same over 8-bit pages, and their scales; what belongs to nobody has NaN for a scale."""
+    """`problem` over 8-bit pages, and their scales: NaN where no request has a key."""
 
     def make(codes, *shape, interleaved=False, spread=1.0, size=1.0, static=False, seed=0):
         (q, k, v, tables, starts, lengths), _ = problem(*shape, seed=seed)

@@ -27,7 +27,7 @@ def test_8_bit_odd_numbers_of_rows_and_keys(check, half, codes, count):
 @pytest.mark.parametrize("B", [16, 32, 64, 128])
 @pytest.mark.parametrize("past", [-1, 0, 1])
 def test_8_bit_contexts_around_the_edges_of_pages_and_steps(check, half, codes, B, past):
-    """What follows the last key in its page is NaN: its scale, and a float8 code."""
+    """Scales and float8 codes after the last key of a page are NaN."""
     lengths = [B + past, 128 + past, 3 * 128 + past, 128 + B + past]
     check([9, 100, 130, 40], lengths, 8, 2, 128, B, half, codes=codes)
 

@@ -29,7 +29,7 @@ def test_a_batch_of_many_requests(check, half):
 @pytest.mark.parametrize("B", [16, 32, 64, 128])
 @pytest.mark.parametrize("past", [-1, 0, 1])
 def test_contexts_around_the_edges_of_pages_and_steps(check, half, B, past):
-    """What follows the last key in its page is NaN, as it is where nothing was written."""
+    """Slots after the last key of a page are NaN, as where nothing was written."""
     lengths = [B + past, 128 + past, 3 * 128 + past, 128 + B + past]
     check([9, 100, 130, 40], lengths, 8, 2, 128, B, half)
 

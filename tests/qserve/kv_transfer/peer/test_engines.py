@@ -33,12 +33,17 @@ MOST_STEPS = 3000  # of an engine that waits for threads: against hanging
 
 
 @pytest.fixture
-def make_engine(docs_5m, tmp_path):
+def connector():
+    return "peer"
+
+
+@pytest.fixture
+def make_engine(connector, docs_5m, tmp_path):
     made = []
 
     def make(role, *, model=docs_5m, extra=(), **settings):
         transfer = {
-            "kv_connector": "peer",
+            "kv_connector": connector,
             "kv_role": role,
             "kv_connector_extra_config": {"path": str(tmp_path / "peers"), **dict(extra)},
         }

@@ -130,7 +130,7 @@ def test_tensor_of_another_shape_is_refused(scheme, quantized, loaded, tmp_path)
 
 
 def test_layers_that_need_other_rows_get_them(docs_5m, monkeypatch):
-    """What was read ahead for them, by the layer before, is not what they get."""
+    """Rows that the layer before had read ahead for them are not used."""
     reader = CheckpointReader(docs_5m)
     ahead = ReadAhead(reader, CPU)
     names = [f"model.layers.{n}.mlp.up_proj.weight" for n in range(4)]
