@@ -107,7 +107,7 @@ def find_family(metadata: Metadata) -> Family:
     family = metadata.architecture.family_of(
         has_experts=has_experts(metadata),
         has_window=bool(window),
-        by_sigmoid=metadata.get("expert_gating_func") == SIGMOID["expert_gating_func"],
+        by_sigmoid=metadata.get("expert_gating_func") == SIGMOID,
         has_shared=bool(metadata.get("expert_shared_feed_forward_length")),
     )
     keys = metadata.architecture.keys
@@ -190,7 +190,7 @@ def latent_keys(metadata: Metadata) -> dict[str, Any]:
 
 def _by_gating(metadata: Metadata) -> dict[str, Any]:
     """Return the keys of the choice of experts."""
-    if metadata.get("expert_gating_func") == SIGMOID["expert_gating_func"]:
+    if metadata.get("expert_gating_func") == SIGMOID:
         normalized = metadata.get("expert_weights_norm")
         return {
             "topk_method": "noaux_tc",

@@ -29,13 +29,13 @@ from formats.gguf.architectures.layers import (
 from formats.gguf.architectures.parts import (
     ATTENTION_BIAS,
     BEFORE,
+    BY_SIGMOID,
     EXPERTS,
     GRANITE_FACTORS,
     LATE_NAME,
     MLP_BIAS,
     OF_HEADS,
     OF_LATENTS,
-    SIGMOID,
     USED,
 )
 
@@ -220,7 +220,7 @@ HYBRIDS = (
             "num_dense_layers": "leading_dense_block_count",
             "conv_L_cache": "shortconv.l_cache",
         },
-        constants=SIGMOID,
+        constants=BY_SIGMOID,
         **{**_LFM2, "fixed": {"conv_bias": False, "routed_scaling_factor": 1.0}},
     ),
     Architecture(
@@ -294,7 +294,7 @@ HYBRIDS = (
             "topk_group": "expert_group_used_count",
         },
         fixed={"n_group": 1, "topk_group": 1, "norm_topk_prob": True},
-        constants=SIGMOID,
+        constants=BY_SIGMOID,
         linears={"ssm_beta": "self_attn.b_proj"}
         | {f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"}
         | {f"ssm_{name}": f"self_attn.{name}_proj" for name in _KIMI_GATES},

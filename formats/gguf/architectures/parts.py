@@ -61,4 +61,7 @@ GRANITE_EXPERTS = {
     "num_local_experts": "expert_count",
     "shared_intermediate_size": "expert_shared_feed_forward_length",
 }
-SIGMOID = {"expert_gating_func": 2}  # experts are chosen by sigmoid
+# values of expert_gating_func: what the experts' logits go through before the choice
+SOFTMAX = 1
+SIGMOID = 2
+BY_SIGMOID = {"expert_gating_func": SIGMOID}

@@ -7,7 +7,7 @@ from typing import Any
 from formats.errors import CheckpointError
 from formats.gguf.architectures.architecture import Architecture
 from formats.gguf.architectures.layers import REMEDY, by_layer, dense_layers
-from formats.gguf.architectures.parts import BEFORE, EXPERTS, OF_HEADS, SIGMOID
+from formats.gguf.architectures.parts import BEFORE, BY_SIGMOID, EXPERTS, OF_HEADS
 
 _SLIDING = "sliding_attention"
 
@@ -154,7 +154,7 @@ UNEVEN = (
             "moe_routed_scaling_factor": "expert_weights_scale",
         },
         fixed={"attention_bias": False, "moe_routed_scaling_factor": 1.0},
-        constants={**SIGMOID, "expert_weights_norm": True},
+        constants={**BY_SIGMOID, "expert_weights_norm": True},
         window="pattern",
         pattern=4,
         sizes_by_layer=True,

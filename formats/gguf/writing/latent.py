@@ -13,10 +13,8 @@ import torch
 from formats.errors import CheckpointError
 from formats.gguf.architectures.architecture import Architecture
 from formats.gguf.architectures.layers import REMEDY, dense_layers
-from formats.gguf.config import SIGMOID
+from formats.gguf.architectures.parts import SIGMOID, SOFTMAX
 from formats.gguf.writing.container_writer import Value
-
-SOFTMAX = 1  # value of expert_gating_func
 
 
 def latent_metadata(
