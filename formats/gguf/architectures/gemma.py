@@ -9,6 +9,7 @@ from typing import Any
 
 from formats.errors import CheckpointError
 from formats.gguf.architectures.architecture import Architecture
+from formats.gguf.architectures.layers import REMEDY, by_layer
 from formats.gguf.architectures.parts import AROUND, FREQUENCIES, GELU, OF_HEADS
 from formats.gguf.writing.container_writer import Value
 
@@ -23,7 +24,6 @@ _KEYS = {
 # In llama.cpp's code: layers with keys and values of their own; layers whose activations are
 # sparse, the first ones, and how sparse
 OWN_LAYERS, SPARSE_LAYERS, SPARSE = 20, 10, 0.95
-REMEDY = "write another format"
 _NORMAL = statistics.NormalDist()
 STILL = 1e30  # divisor of the frequencies of pairs that do not rotate
 
@@ -101,8 +101,8 @@ def _gemma4_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any
     """Return the sizes of layers with a window and of layers with full attention."""
     layers, shared = config["num_hidden_layers"], config.get("num_kv_shared_layers", 0)
     is_full = [kind == "full_attention" for kind in config["layer_types"]]
-    kv_heads = _by_layer(metadata, "attention.head_count_kv", layers)
-    widths = _by_layer(metadata, "feed_forward_length", layers)
+    kv_heads = by_layer(metadata, "attention.head_count_kv", layers, sizes=True)
+    widths = by_layer(metadata, "feed_forward_length", layers, sizes=True)
     local, full = (
         next((heads for i, heads in enumerate(kv_heads) if is_full[i] == kind), kv_heads[0])
         for kind in (False, True)
@@ -123,15 +123,6 @@ def _gemma4_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any
         "enable_moe_block": False,
         **(_of_layer_inputs(metadata) if has_inputs else {}),
     }
-
-
-def _by_layer(metadata: Any, key: str, layers: int) -> list[int]:
-    """Return a size of each layer. Raises CheckpointError."""
-    values = metadata.get(key)
-    values = values if isinstance(values, list) else [metadata.size(key)] * layers
-    if len(values) != layers:
-        raise metadata.wrong(key, f"expected {layers} numbers, found {len(values)}")
-    return values
 
 
 def _gemma4_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
