@@ -25,9 +25,9 @@ def held_tensors(
     if not is_coded and name not in maker.reader:
         return []
     if is_coded:
-        whole = maker.codes(f"{stem}.{theirs}", [module], False)
+        whole = maker.codes(f"{stem}.{theirs}", [module])
     else:
-        whole = maker.floats(f"{stem}.{theirs}", [name], False)
+        whole = maker.floats(f"{stem}.{theirs}", [name])
     rows, columns = (order_of(order, config) for order in (held.rows, held.columns))
     entry = maker.reader.entries.get(name)
     if holds_blocks(entry) and entry.presented.columns:

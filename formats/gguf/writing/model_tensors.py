@@ -5,7 +5,16 @@ import torch
 from formats.errors import CheckpointError
 from formats.gguf.architectures.held import Held
 from formats.gguf.block_types import BY_NAME
-from formats.gguf.names import BOTH_UP, linear_names, other_names, outer_names, stream_names
+from formats.gguf.names import (
+    BOTH_UP,
+    GATE,
+    GATE_UP,
+    UP,
+    linear_names,
+    other_names,
+    outer_names,
+    stream_names,
+)
 from formats.gguf.writing.container_writer import NewTensor, Value
 from formats.gguf.writing.fused import fused_names, fused_tensors, is_fused
 from formats.gguf.writing.held_tensors import halves, held_tensors
@@ -42,7 +51,7 @@ class ModelTensors:
         for name, module in modules.items():
             found += self._maker.module(name, [module])
         for name, stack in stream_names(family).items():
-            found += self._maker.module(name, stack, stacked=True)
+            found += self._maker.module(name, stack, stack=len(stack))
         for number in range(config["num_hidden_layers"]):
             found += self._layer(number)
         for name, module in ((self._row.output_norm, last_norm), ("output", head)):
@@ -91,7 +100,7 @@ class ModelTensors:
             if isinstance(ours, Held):
                 found += held_tensors(self._maker, stem, theirs, f"{prefix}.{ours.name}", ours)
             elif f"{prefix}.{ours}" in self._reader:
-                found.append(self._maker.floats(f"{stem}.{theirs}", [f"{prefix}.{ours}"], False))
+                found.append(self._maker.floats(f"{stem}.{theirs}", [f"{prefix}.{ours}"]))
         return found + self._experts(stem, prefix)
 
     def _experts(self, stem: str, prefix: str) -> list[NewTensor]:
@@ -104,10 +113,22 @@ class ModelTensors:
             self._maker.left -= fused_names(reader, of_all)
             return [*fused_tensors(reader, stem, of_all, self._maker.type_of_floats)]
         count = num_experts(reader.config) or 0
-        for theirs, ours in other_names(self._family, "{e}").items():
-            modules = [f"{prefix}.{ours.format(e=e)}" for e in range(count)]
-            found += self._maker.module(f"{stem}.{theirs}", modules, optional=True, stacked=True)
+        for theirs, names in self._stacks(prefix).items():
+            modules = [f"{prefix}.{name.format(e=e)}" for e in range(count) for name in names]
+            found += self._maker.module(f"{stem}.{theirs}", modules, optional=True, stack=count)
         return found
+
+    def _stacks(self, prefix: str) -> dict[str, list[str]]:
+        """Return the linears of one expert by GGUF's name of their stack. One type fits a stack."""
+        names = {theirs: [ours] for theirs, ours in other_names(self._family, "{e}").items()}
+        if not self._row.joins_gate_up:
+            return names
+        both = [*names[GATE], *names[UP]]
+        types = {self._maker.type_of_module(f"{prefix}.{name.format(e=0)}") for name in both}
+        if len(types) > 1:
+            return names
+        apart = {theirs: ours for theirs, ours in names.items() if theirs not in (GATE, UP)}
+        return {GATE_UP: both, **apart}
 
     def _zero_keys(self, stem: str) -> list[NewTensor]:
         """Return keys and values of zeros, for a layer that reads those of an earlier one."""

@@ -56,26 +56,29 @@ class TensorMaker:
         modules: list[str],
         *,
         optional: bool = False,
-        stacked: bool = False,
+        stack: int = 0,
     ) -> list[NewTensor]:
-        """Return the existing weight and bias of a module, or of a stack of modules."""
+        """Return the existing weight and bias of a module, or of a stack of modules.
+
+        `stack`: number of parts of the stack, each of as many modules; 0: there is one module.
+        """
         found = []
         if modules[0] in self.coded:
-            found.append(self.codes(name, modules, stacked))
+            found.append(self.codes(name, modules, stack))
         elif f"{modules[0]}.weight" in self.reader:
             names = [f"{module}.weight" for module in modules]
-            found.append(self.floats(f"{name}.weight", names, stacked))
+            found.append(self.floats(f"{name}.weight", names, stack))
         elif modules[0] in self.reader:  # a tensor without a leaf, such as sinks
             leaf = ".bias" if name.endswith(".exp_probs_b") else ".weight"
-            found.append(self.floats(f"{name}{leaf}", modules, stacked))
+            found.append(self.floats(f"{name}{leaf}", modules, stack))
         elif not optional:
             raise CheckpointError(f"{modules[0]}.weight", "is missing", "take a whole checkpoint")
         if f"{modules[0]}.bias" in self.reader:
             names = [f"{module}.bias" for module in modules]
-            found.append(self.floats(f"{name}.bias", names, stacked))
+            found.append(self.floats(f"{name}.bias", names, stack))
         return found
 
-    def codes(self, name: str, modules: list[str], stacked: bool) -> NewTensor:
+    def codes(self, name: str, modules: list[str], stack: int = 0) -> NewTensor:
         """Return the codes of a linear, or of a stack of them. Raises CheckpointError."""
         first = self._weight(modules[0])
         kind, shape = type_of(first, modules[0]), (first.out_features, first.in_features)
@@ -98,7 +101,7 @@ class TensorMaker:
                 parts.append(encode_weight(weight, module, exact=self._exact))
             return to_bytes(self._reordered(name, torch.cat(parts)))
 
-        full = (len(modules), *shape) if stacked else shape
+        full = _stack_shape(shape, len(modules), stack)
         return NewTensor(name=f"{name}.weight", type=kind, shape=full, make=make)
 
     def _weight(self, module: str) -> Weight:
@@ -106,7 +109,7 @@ class TensorMaker:
         tensors = {field: self.reader.get(full) for field, full in fields.items()}
         return decode_linear(module, tensors, self._quant)
 
-    def floats(self, name: str, names: list[str], stacked: bool) -> NewTensor:
+    def floats(self, name: str, names: list[str], stack: int = 0) -> NewTensor:
         """Return a float tensor, or a stack of them. Raises CheckpointError if one is missing."""
         entry = self.reader.entries[names[0]]
         for each in names:
@@ -121,17 +124,20 @@ class TensorMaker:
 
         def make() -> bytes:
             if holds_blocks(entry):
+                for each in names:
+                    if self.type_of_floats(each) != kind:
+                        raise CheckpointError(each, f"is not {kind.name} as {names[0]} is")
                 rows = [self.reader.entries[each].stored_rows() for each in names]
                 return to_bytes(self._reordered(name.rpartition(".")[0], torch.cat(rows)))
             parts = [self.reader.get(each) for each in names]
             parts = [part.float() + offset if offset else part for part in parts]
             parts = [_times(part, factors) for part in parts]
             rows = [encode_floats(part, kind) for part in parts]
-            if len(entry.shape) == 1 and not stacked:
+            if len(entry.shape) == 1 and not stack:
                 rows = [row.reshape(entry.shape[0], -1) for row in rows]
             return to_bytes(self._reordered(name.rpartition(".")[0], torch.cat(rows)))
 
-        shape = (len(names), *entry.shape) if stacked else tuple(entry.shape)
+        shape = _stack_shape(tuple(entry.shape), len(names), stack)
         if ".exp_probs_b" in name:  # a row in some families
             shape = shape[-1:]
         return NewTensor(name=name, type=kind, shape=shape, make=make)
@@ -156,6 +162,13 @@ class TensorMaker:
             return BY_NAME[name_of(fitting(BLOCK_SCHEMES[wanted], in_features)).upper()]
         return BY_NAME[FLOAT_TYPES.get(entry.dtype, "F32")]
 
+    def type_of_module(self, module: str) -> BlockType | None:
+        """Return the type of a linear's weight; None: it is missing."""
+        if module in self.coded:
+            return type_of(self._weight(module), module)
+        name = f"{module}.weight"
+        return self.type_of_floats(name) if name in self.reader else None
+
     def type_of_floats(self, name: str) -> BlockType:
         """Return the type of a float tensor by its name in the checkpoint."""
         return self.float_type(name, self.reader.entries[name])
@@ -170,6 +183,11 @@ class TensorMaker:
         own = {"attn_q": heads, "attn_k": kv_heads}.get(local)
         in_pairs = is_set(self.family.interleaved_rope, config)  # in the checkpoint, too
         return rows if own is None or in_pairs or not self.row.permuted else to_gguf(rows, own)
+
+
+def _stack_shape(shape: tuple[int, ...], count: int, stack: int) -> tuple[int, ...]:
+    """Return the shape of `count` tensors in a stack of `stack` parts; 0: of one tensor."""
+    return (stack, shape[0] * count // stack, *shape[1:]) if stack else shape
 
 
 def _times(part: torch.Tensor, factors: list[tuple[int, float]]) -> torch.Tensor:
