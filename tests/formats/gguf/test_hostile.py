@@ -183,7 +183,7 @@ def test_header_that_lies_is_one_line(tmp_path, pairs, tensors, words):
 
 
 def test_header_without_lies_is_read(tmp_path):
-    """What the lies above change."""
+    """The file of which each of LIES is a variant."""
     head = b"GGUF" + struct.pack("<IQQ", 3, 1, 1) + alignment(32) + tensor()
     path = tmp_path / "good.gguf"
     path.write_bytes(head + bytes(-len(head) % ALIGNMENT) + bytes(128))
