@@ -10,7 +10,7 @@ from calibrate.layer_map import find_layer_map
 from calibrate.solvers.solving import LayerState
 from formats.architecture.next_token import draft_linears
 from formats.architecture.padding import Padding
-from formats.architecture.variant_check import check_num_layers
+from formats.architecture.variant_check import check_counts
 from formats.checkpoint import CheckpointReader, TensorEntry
 from formats.errors import CheckpointError, InputError, one_line
 from formats.inspection.config import check_config
@@ -32,7 +32,7 @@ class FloatModel:
         Raises InputError unless the folder is a complete float model of a known architecture.
         """
         self.reader = CheckpointReader(folder, as_floats=True, rounded=True)
-        check_num_layers(self.reader.config)
+        check_counts(self.reader.config)
         self._check_config()
         self.layer_map = find_layer_map(self.reader.config)
         self.padding: Padding | None = None

@@ -24,7 +24,7 @@ from formats.architecture.columns import (
 from formats.architecture.experts import Experts
 from formats.architecture.flags import Flag, is_set
 from formats.architecture.projection import Linear, Projection, Shape
-from formats.architecture.sizes import is_size, named_sizes, num_experts
+from formats.architecture.sizes import MAX_EXPERTS, is_size, named_sizes, num_experts
 from formats.architecture.states.mixer import StateMixer
 from formats.errors import CheckpointError
 
@@ -359,7 +359,8 @@ class Family:
         Without a number, as `blocks`.
         """
         row = self.of_layer(layer, config)
-        projections = row.projections(row.blocks(config, layer), num_experts(config) or 0)
+        count = min(num_experts(config) or 0, MAX_EXPERTS)
+        projections = row.projections(row.blocks(config, layer), count)
         return [linear for projection in projections for linear in projection.linears]
 
     def layer_tensors(

@@ -18,7 +18,7 @@ from typing import Any
 
 from formats.architecture.family import Family
 from formats.architecture.projection import Shape
-from formats.architecture.sizes import num_experts
+from formats.architecture.sizes import MAX_EXPERTS, num_experts
 from formats.checkpoint import TensorEntry
 from formats.families import family_of
 from formats.layouts import is_quantized
@@ -106,7 +106,8 @@ def draft_linears(
                 )
     for prefix in () if family is None else family.draft_layers(config):
         blocks = family.blocks(config, layer_number(family, prefix))
-        projections = family.projections(blocks, num_experts(config) or 0)
+        count = min(num_experts(config) or 0, MAX_EXPERTS)
+        projections = family.projections(blocks, count)
         own, linears = family.draft_names, [each for made in projections for each in made.linears]
         for name in (own.projection, *(own.layer + each.name for each in linears), own.head):
             entry = entries.get(f"{prefix}{name}.weight")

@@ -26,6 +26,7 @@ _NUMBERS = (
 )
 
 
+MAX_EXPERTS = 10_000  # of a layer; far more than any model has
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 

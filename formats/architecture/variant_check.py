@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.architecture.family import MAX_LAYERS, Family
-from formats.architecture.sizes import is_size
+from formats.architecture.sizes import MAX_EXPERTS, NUM_EXPERTS_KEYS, is_size
 from formats.errors import CheckpointError
 
 
@@ -47,15 +47,17 @@ def _stated(config: Mapping[str, Any], key: str, missing: Any) -> Any:
     return config.get(leaf, missing)
 
 
-def check_num_layers(config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if config.json states more layers than any model has.
+def check_counts(config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if config.json states more layers, or experts, than any model has.
 
-    Readers build lists of that many layers; 10^9 of them take gigabytes.
+    Readers build lists of that many; 10^9 of them take gigabytes.
     """
-    count = config.get("num_hidden_layers")
-    if isinstance(count, int) and count > MAX_LAYERS:
-        raise CheckpointError(
-            "config.json num_hidden_layers",
-            f"expected {MAX_LAYERS} or less, found {count}",
-            "copy it from the float model",
-        )
+    limits = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(NUM_EXPERTS_KEYS, MAX_EXPERTS)}
+    for key, most in limits.items():
+        count = config.get(key)
+        if isinstance(count, int) and count > most:
+            raise CheckpointError(
+                f"config.json {key}",
+                f"expected {most} or less, found {count}",
+                "copy it from the float model",
+            )

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.architecture.family import MAX_LAYERS, Family
+from formats.architecture.sizes import MAX_EXPERTS
 from formats.errors import CheckpointError
 from formats.gguf.architectures.parts import SIGMOID
 from formats.gguf.container import GgufFile
@@ -50,6 +51,7 @@ def make_config(metadata: Metadata) -> dict[str, Any]:
     if family.norm_eps_key:
         config[family.norm_eps_key] = _norm_eps(metadata)
     _check_constants(metadata)
+    _check_experts(metadata)
     for key, name in row.keys.items():
         value = metadata.get(name)
         if value is not None:
@@ -99,6 +101,17 @@ def _check_constants(metadata: Metadata) -> None:
         is_off = expected is None and not found
         if found is not None and found != expected and not is_off:
             raise metadata.wrong(key, f"expected {expected!r}, found {found!r:.60}")
+
+
+def _check_experts(metadata: Metadata) -> None:
+    """Raise CheckpointError for a number of experts, or of active ones, that no model has."""
+    if not has_experts(metadata):
+        return
+    count, used = metadata.size("expert_count"), metadata.get("expert_used_count")
+    if count > MAX_EXPERTS:
+        raise metadata.wrong("expert_count", f"expected 1 to {MAX_EXPERTS}, found {count}")
+    if used is not None and metadata.size("expert_used_count") > count:
+        raise metadata.wrong("expert_used_count", f"expected 1 to {count}, found {used}")
 
 
 def find_family(metadata: Metadata) -> Family:

@@ -16,7 +16,7 @@ from formats.files.tensor_entry import TensorEntry
 from formats.gguf import kernel_forms
 from formats.gguf.blocks import decode_rows
 from formats.gguf.kernel_forms import CODES, SCALES, form_of
-from formats.gguf.names import Presented
+from formats.gguf.names import GATE, UP, Presented, other_names
 from formats.gguf.row_moves import from_file
 from formats.gguf.row_orders import to_family
 from formats.gguf.staged import BLOCKS
@@ -323,6 +323,20 @@ def _is_expert(module: str) -> bool:
     return bool(re.search(r"\.experts\.\d+\.", module))
 
 
+def _unequal_experts(schemes: Mapping[str, Scheme | None], family: Family) -> list[str]:
+    """Return gate and up of experts where they have different schemes: kernels run both as one."""
+    names = other_names(family, "{e}")
+    if GATE not in names:
+        return []
+    gate, up = (f".{names[key].rpartition('.')[2]}" for key in (GATE, UP))
+    pairs = (
+        (module, module.removesuffix(gate) + up)
+        for module in schemes
+        if module.endswith(gate) and _is_expert(module)
+    )
+    return [name for pair in pairs if schemes[pair[0]] != schemes.get(pair[1]) for name in pair]
+
+
 def schemes_of(found: Mapping[str, Presented], family: Family) -> dict[str, Scheme | None]:
     """Return the scheme of every linear; None: it is read as floats.
 
@@ -353,6 +367,7 @@ def schemes_of(found: Mapping[str, Presented], family: Family) -> dict[str, Sche
             and form.runs(presented.shape[0], _is_expert(module))
         )
         schemes[module] = form.scheme if runs else None
+    schemes |= dict.fromkeys(_unequal_experts(schemes, family))
     if schemes.get(head) is None:
         schemes.pop(head, None)
     return schemes

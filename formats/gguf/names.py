@@ -11,6 +11,7 @@ from typing import Any
 
 from formats.architecture.family import STREAMS, Family
 from formats.architecture.projection import Projection
+from formats.architecture.sizes import num_experts
 from formats.errors import CheckpointError
 from formats.gguf.architectures.architecture import Architecture
 from formats.gguf.architectures.held import Held, Order, family_shape, order_of
@@ -21,6 +22,7 @@ from formats.gguf.rope import LONG, SHORT
 IN_CONFIG = (FREQUENCIES, LONG, SHORT)  # read for config.json
 OF_A_LAYER = re.compile(r"blk\.(?P<number>\d{1,5})\.(?P<local>.+?)(?:\.(?P<kind>weight|bias))?")
 KEY_UP, VALUE_UP, BOTH_UP = "attn_k_b", "attn_v_b", "attn_kv_b"  # of latent attention
+GATE, UP, GATE_UP = "ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps"  # stacks of experts
 OLD_EXPERT = re.compile(r"(?P<local>ffn_(?:gate|up|down))\.(?P<number>\d{1,4})")
 # Start of the family's name of a projection of latent attention -> GGUF's
 LATENT_NAMES = {
@@ -135,6 +137,8 @@ class NameMap:
         if isinstance(held, Held):
             below = tensors.get(f"blk.{number}.{held.below}") if held.below else None
             yield self._held(stored, below, layer, held, subject)
+        elif isinstance(held, str):
+            yield self._whole(stored, f"{layer}.{held}")
         elif full not in self._below:
             yield from self._in_layer(stored, number, local, kind, subject)
 
@@ -193,18 +197,33 @@ class NameMap:
                 yield self._whole(stored, name, heads=heads)
         elif local == "attn_qkv" and "attn_q" in linears and not self.architecture.value_width:
             yield from self._parts_of_qkv(stored, layer, kind, subject)
-        elif f"{local}.{kind}" in self.architecture.tensors:
-            yield self._whole(stored, f"{layer}.{self.architecture.tensors[f'{local}.{kind}']}")
         elif self._others.get(f"{local}.{kind}") is not None:
             yield self._whole(stored, f"{layer}.{self._others[f'{local}.{kind}']}")
         elif local in self._experts and len(stored.shape) == (2 if kind == "bias" else 3):
-            names = [self._experts[local].format(e=number) for number in range(stored.shape[0])]
+            names = self._of_all_experts(stored, [self._experts[local]], subject)
+            yield from _stacked(stored, [f"{layer}.{name}" for name in names], kind)
+        elif stored.name.endswith(f".{GATE_UP}.weight") and GATE in self._experts:
+            names = self._of_all_experts(stored, [self._experts[GATE], self._experts[UP]], subject)
             yield from _stacked(stored, [f"{layer}.{name}" for name in names], kind)
         elif (old := OLD_EXPERT.fullmatch(local)) and f"{old['local']}_exps" in self._experts:
             name = self._experts[f"{old['local']}_exps"].format(e=int(old["number"]))
             yield self._whole(stored, f"{layer}.{name}.{kind}")
         else:
             raise _unplaced(stored, self.architecture, subject)
+
+    def _of_all_experts(self, stored: StoredTensor, names: list[str], subject: str) -> list[str]:
+        """Return the linears in a stack [experts, rows, ...]: those of `names` of each expert.
+
+        Raises CheckpointError for a stack of another number of experts than the model has.
+        """
+        count, (found, *rows) = num_experts(self.config), stored.shape
+        if found != count or not rows or rows[0] % len(names):
+            raise CheckpointError(
+                f"{subject}: {stored.name}",
+                f"expected matrices of {count} experts, found {list(stored.shape)}",
+                "fetch the file again",
+            )
+        return [name.format(e=number) for number in range(found) for name in names]
 
     def _parts_of_qkv(
         self, stored: StoredTensor, layer: str, kind: str, subject: str
@@ -283,8 +302,12 @@ class NameMap:
 
 
 def _stacked(stored: StoredTensor, modules: list[str], kind: str = "weight") -> Iterator[Presented]:
-    """Yield each matrix of a stack [modules, N, K], or each bias of a stack [modules, N]."""
-    _, N, *inputs = stored.shape
+    """Yield each matrix of a stack [modules, N, K], or each bias of a stack [modules, N].
+
+    Several modules may share a part of the stack: N has the rows of all of them.
+    """
+    count, N, *inputs = stored.shape
+    N = N * count // len(modules)
     for number, module in enumerate(modules):
         yield Presented(
             name=f"{module}.{kind}", stored=stored, shape=(N, *inputs), first_row=number * N

@@ -16,7 +16,7 @@ from formats.architecture.sizes import check_heads
 from formats.architecture.stored_form.config import usual_config
 from formats.architecture.text_part import HEAD_WEIGHT, has_text_part, text_config
 from formats.architecture.tied_head import says_tied
-from formats.architecture.variant_check import check_num_layers, check_variant
+from formats.architecture.variant_check import check_counts, check_variant
 from formats.checkpoint import CONFIG, INDEX, SINGLE, CheckpointReader, read_json
 from formats.codecs import mxfp4
 from formats.errors import InputError, one_line
@@ -135,7 +135,7 @@ class ModelConfig:
             raw = reader.config
             vision = VisionConfig.of(reader.whole_config) if reader.other_parts else None
         raw = usual_config(raw)
-        check_num_layers(raw)
+        check_counts(raw)
         block = find_block(Path(folder), raw)
         if support.is_chosen(raw, implementation):
             if quantization is not None:

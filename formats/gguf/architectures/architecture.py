@@ -76,6 +76,9 @@ class Architecture:
     stated: Callable[[Any], Mapping[str, Any]] | None = None
     value_width: str = ""  # key of config.json; values are as wide as keys where it is empty
     joins_kv_b: bool = False  # files have kv_b_proj of latent attention in one tensor
+    # Files have gate and up of all experts in one stack, each expert's gate first; apart they are
+    # read, too.
+    joins_gate_up: bool = False
     # llama.cpp reads keys and values also of layers that read those of an earlier one
     fills_shared_layers: bool = False
     # Sizes may be lists by layer; the functions below read and write them.

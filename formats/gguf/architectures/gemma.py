@@ -9,7 +9,8 @@ from typing import Any
 
 from formats.errors import CheckpointError
 from formats.gguf.architectures.architecture import Architecture
-from formats.gguf.architectures.parts import AROUND, FREQUENCIES, GELU, OF_HEADS
+from formats.gguf.architectures.layers import REMEDY, by_layer
+from formats.gguf.architectures.parts import AROUND, EXPERTS, FREQUENCIES, GELU, OF_HEADS
 from formats.gguf.writing.container_writer import Value
 
 SPARSITY = "activation_sparsity_scale"
@@ -23,7 +24,6 @@ _KEYS = {
 # In llama.cpp's code: layers with keys and values of their own; layers whose activations are
 # sparse, the first ones, and how sparse
 OWN_LAYERS, SPARSE_LAYERS, SPARSE = 20, 10, 0.95
-REMEDY = "write another format"
 _NORMAL = statistics.NormalDist()
 STILL = 1e30  # divisor of the frequencies of pairs that do not rotate
 
@@ -97,12 +97,28 @@ def _check_sources(config: Mapping[str, Any]) -> None:
         )
 
 
+def _gemma4_stated(metadata: Any) -> Mapping[str, Any]:
+    """Return whether there are experts next to the feed-forward."""
+    return {"enable_moe_block": bool(metadata.get("expert_count"))}
+
+
+def _gemma4_experts(metadata: Any) -> dict[str, Any]:
+    """Return the sizes of experts, if there are any. Raises CheckpointError."""
+    if not _gemma4_stated(metadata)["enable_moe_block"]:
+        return {"enable_moe_block": False}
+    return {
+        "enable_moe_block": True,
+        "num_experts_per_tok": metadata.size("expert_used_count"),
+        "moe_intermediate_size": metadata.size("expert_feed_forward_length"),
+    }
+
+
 def _gemma4_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the sizes of layers with a window and of layers with full attention."""
     layers, shared = config["num_hidden_layers"], config.get("num_kv_shared_layers", 0)
     is_full = [kind == "full_attention" for kind in config["layer_types"]]
-    kv_heads = _by_layer(metadata, "attention.head_count_kv", layers)
-    widths = _by_layer(metadata, "feed_forward_length", layers)
+    kv_heads = by_layer(metadata, "attention.head_count_kv", layers, sizes=True)
+    widths = by_layer(metadata, "feed_forward_length", layers, sizes=True)
     local, full = (
         next((heads for i, heads in enumerate(kv_heads) if is_full[i] == kind), kv_heads[0])
         for kind in (False, True)
@@ -120,18 +136,9 @@ def _gemma4_config(metadata: Any, config: Mapping[str, Any]) -> Mapping[str, Any
         "num_global_key_value_heads": full,
         "attention_k_eq_v": any(name not in metadata.gguf.tensors for name in own),
         "use_double_wide_mlp": is_wide,
-        "enable_moe_block": False,
+        **_gemma4_experts(metadata),
         **(_of_layer_inputs(metadata) if has_inputs else {}),
     }
-
-
-def _by_layer(metadata: Any, key: str, layers: int) -> list[int]:
-    """Return a size of each layer. Raises CheckpointError."""
-    values = metadata.get(key)
-    values = values if isinstance(values, list) else [metadata.size(key)] * layers
-    if len(values) != layers:
-        raise metadata.wrong(key, f"expected {layers} numbers, found {len(values)}")
-    return values
 
 
 def _gemma4_metadata(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -239,11 +246,21 @@ GEMMAS = (
     Architecture(
         name="gemma4",
         family="Gemma4ForCausalLM",
-        norms=_NORMS,
-        tensors={"layer_output_scale.weight": "layer_scalar"},
-        keys=_KEYS,
+        norms={
+            **_NORMS,
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        },
+        tensors={
+            "layer_output_scale.weight": "layer_scalar",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+        },
+        keys={**_KEYS, **EXPERTS, "num_experts": "expert_count"},
         fixed={**GELU, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
-        needs={"enable_moe_block": False},
+        joins_gate_up=True,
+        stated=_gemma4_stated,
         window="pattern",
         pattern=6,
         sizes_by_layer=True,

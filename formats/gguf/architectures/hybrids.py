@@ -5,24 +5,25 @@ from typing import Any
 
 from formats.architecture.flags import Equals, Stated
 from formats.gguf.architectures.architecture import Architecture, Variant
-from formats.gguf.architectures.held import Held
-from formats.gguf.architectures.layers import (
-    FACTORS,
-    bamba_config,
-    bamba_metadata,
+from formats.gguf.architectures.delta_layers import (
     by_intervals,
-    by_kv_heads,
-    falcon_h1_config,
-    falcon_h1_factors,
-    falcon_h1_metadata,
     intervals_metadata,
     kimi_config,
     kimi_metadata,
-    kv_heads_metadata,
-    mamba_config,
-    mamba_metadata,
     minimax_config,
     minimax_metadata,
+)
+from formats.gguf.architectures.held import Held
+from formats.gguf.architectures.layers import by_kv_heads, kv_heads_metadata
+from formats.gguf.architectures.mamba_layers import (
+    FACTORS,
+    bamba_config,
+    bamba_metadata,
+    falcon_h1_config,
+    falcon_h1_factors,
+    falcon_h1_metadata,
+    mamba_config,
+    mamba_metadata,
     nemotron_config,
     nemotron_metadata,
 )

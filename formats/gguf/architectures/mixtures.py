@@ -1,10 +1,7 @@
 """Architectures with experts."""
 
 from formats.gguf.architectures.architecture import Architecture
-from formats.gguf.architectures.held import Held
-from formats.gguf.architectures.layers import (
-    dense_first,
-    dense_first_metadata,
+from formats.gguf.architectures.expert_layers import (
     ernie_metadata,
     gpt_oss_metadata,
     hunyuan_metadata,
@@ -14,6 +11,8 @@ from formats.gguf.architectures.layers import (
     mellum_metadata,
     phimoe_metadata,
 )
+from formats.gguf.architectures.held import Held
+from formats.gguf.architectures.layers import dense_first, dense_first_metadata
 from formats.gguf.architectures.parts import (
     AROUND,
     ATTENTION_BIAS,

@@ -120,3 +120,8 @@ def _float16(values: torch.Tensor, name: str, *, exact: bool = True) -> torch.Te
     if not torch.isfinite(stored).all() or (exact and (stored.to(values.dtype) != values).any()):
         raise CheckpointError(name, "are not all float16 numbers, which GGUF stores", REMEDY)
     return stored
+
+
+def to_bytes(rows: torch.Tensor) -> bytes:
+    """Return the bytes of rows."""
+    return rows.contiguous().numpy().tobytes()

@@ -13,7 +13,7 @@ from formats.checkpoint import CheckpointReader
 from formats.codecs import mxfp4
 from formats.gguf.block_types import BY_NAME, BlockType
 from formats.gguf.writing.container_writer import NewTensor
-from formats.gguf.writing.encode import encode_floats, encode_weight
+from formats.gguf.writing.encode import encode_floats, encode_weight, to_bytes
 
 # GGUF's name -> the checkpoint's, and the outputs of its matrix
 _PARTS = {
@@ -66,7 +66,7 @@ def fused_tensors(
             name=f"{prefix}.{theirs}.bias",
             type=BY_NAME["F32"],
             shape=(E, N),
-            make=lambda stored=stored, outputs=outputs: _to_bytes(
+            make=lambda stored=stored, outputs=outputs: to_bytes(
                 encode_floats(_bias(reader, stored, outputs), BY_NAME["F32"])
             ),
         )
@@ -76,15 +76,11 @@ def _rows(reader: CheckpointReader, stored: str, outputs: slice, kind: BlockType
     """Return the rows of all experts. Codes of MXFP4 stay as they are."""
     if f"{stored}_blocks" not in reader:
         weights = reader.get(stored)[:, :, outputs].transpose(1, 2).flatten(0, 1)
-        return _to_bytes(encode_floats(weights, kind))
+        return to_bytes(encode_floats(weights, kind))
     blocks, scales = (reader.get(f"{stored}{end}")[:, outputs] for end in ("_blocks", "_scales"))
     weight = mxfp4.decode(blocks.flatten(0, 1), scales.flatten(0, 1), stored)
-    return _to_bytes(encode_weight(weight, stored))
+    return to_bytes(encode_weight(weight, stored))
 
 
 def _bias(reader: CheckpointReader, stored: str, outputs: slice) -> torch.Tensor:
     return reader.get(f"{stored}_bias")[:, outputs]
-
-
-def _to_bytes(rows: torch.Tensor) -> bytes:
-    return rows.contiguous().numpy().tobytes()

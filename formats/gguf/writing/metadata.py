@@ -114,9 +114,10 @@ def metadata_of(
     kind = "rms_epsilon" if family.norm_kind == "rms" else "epsilon"
     eps = config.get(family.norm_eps_key, 1e-5) if family.norm_eps_key else 1e-5
     own[f"attention.layer_norm_{kind}"] = _f32(eps)
+    count = num_experts(config) if family.experts else None
     for key, theirs in row.keys.items():
-        value = num_experts(config) if theirs == "expert_count" else config.get(key)
-        if theirs == "expert_used_count" and num_experts(config) is None:
+        value = count if theirs == "expert_count" else config.get(key)
+        if theirs == "expert_used_count" and count is None:
             continue
         if value is not None:
             own[theirs] = _u32(value) if theirs in WHOLE else _stated(theirs, value)

@@ -25,6 +25,7 @@ USUAL = (
     ("qwen3_5", _ONE_WIDTH, "qwen35"),
     ("nemotron_h", {}, "nemotron_h"),
     ("minicpm3", MINICPM, "minicpm3"),
+    ("gemma4_moe", {}, "gemma4"),
 )
 OTHERS = (
     ("glm4_moe", _ONE_GROUP, "glm4moe"),

@@ -5,6 +5,7 @@ Files in the form of llama.cpp's converter, where it differs from what is writte
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from formats.checkpoint import CheckpointReader
 from formats.convert import convert_checkpoint
 from formats.errors import InputError
 from formats.families import FAMILIES
+from formats.gguf.architectures.table import ARCHITECTURES
 from formats.gguf.container import read_gguf
 from formats.gguf.row_orders import to_family, to_gguf
 from formats.gguf.writing.export import export_gguf, family_of
@@ -285,7 +287,6 @@ def test_tensor_of_a_variant_is_named(written, tmp_path):
             {**GEMMA_3N, "activation_sparsity_pattern": [0.0] * 25},
             "expected 0.95 in the first 10 layers",
         ),
-        ("gemma4_moe", {}, "enable_moe_block: is True"),
         ("gemma4_shared", {}, "a layer with a window and one without"),
     ],
 )
@@ -307,3 +308,16 @@ def test_head_that_llama_cpp_does_not_read_is_refused(tmp_path):
     with pytest.raises(InputError, match="lm_head: is a head of its own, which cohere2 has none"):
         export_gguf(source, tmp_path / "model.gguf")
     assert not (tmp_path / "model.gguf").exists()
+
+
+def test_readme_names_every_architecture_and_every_family_without_one():
+    readme = (Path(__file__).parents[3] / "formats" / "README.md").read_text()
+    part = readme.split("\n### GGUF\n")[1].split("\n## ")[0]
+    assert not [name for name in ARCHITECTURES if f"`{name}`" not in part]
+    written = set()
+    for row in ARCHITECTURES.values():
+        written |= {row.family, row.with_experts, row.with_window, row.with_sigmoid}
+        written |= {row.with_shared, row.without_experts, *row.also}
+    titles = {row.title for name, row in FAMILIES.items() if row.served and name not in written}
+    listed = re.search(r"has no architecture for ([^.]+)\.", part)[1].replace(" with windows", "")
+    assert set(re.split(r",\s+|\s+and\s+", listed)) == titles

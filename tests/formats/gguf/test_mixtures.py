@@ -25,6 +25,7 @@ from tests.formats.gguf.mixture_cases import (
     OTHERS,
     USUAL,
 )
+from tests.formats.gguf.rewritten import rewrite
 from tests.tiny_families import TINY_FAMILIES
 
 IDS = list(range(5, 45))
@@ -81,6 +82,22 @@ def test_file_is_its_source(case, tmp_path):
 @pytest.mark.parametrize("case", (*OTHERS, *ONLY_HERE), ids=name_of)
 def test_other_file_is_its_source(case, tmp_path):
     is_its_source(case, tmp_path)
+
+
+def test_gate_and_up_in_one_stack_are_read(tmp_path):
+    """llama.cpp's converter joins them on request."""
+    source, file = make("qwen3_moe", {}, tmp_path / "source"), tmp_path / "model.gguf"
+    export_gguf(source, file)
+
+    def join(tensors):
+        for name in [name for name in tensors if ".ffn_gate_exps." in name]:
+            pair = [tensors.pop(name.replace("gate", part)) for part in ("gate", "up")]
+            tensors[name.replace("gate", "gate_up")] = torch.cat(pair, dim=1)
+
+    joined = CheckpointReader(rewrite(file, tmp_path / "joined.gguf", change=join))
+    want = CheckpointReader(source)
+    assert joined.entries.keys() == want.entries.keys()
+    assert all(torch.equal(joined.get(name), want.get(name)) for name in want.entries)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,34 @@
+"""Numbers that no model has are refused before anything is built of them."""
+
+import json
+import shutil
+
+import pytest
+
+from formats.architecture.variant_check import check_counts
+from formats.errors import CheckpointError, InputError
+from formats.inspection.inspect import inspect_checkpoint
+from qserve.llm import LLM
+from tests.conftest import make_tiny
+from tests.tiny_families import TINY_FAMILIES
+
+
+@pytest.mark.parametrize(
+    "key", ["num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts"]
+)
+def test_more_than_any_model_has_is_named(key):
+    check_counts({key: 10_000})
+    check_counts({key: "many"})  # another check's
+    with pytest.raises(CheckpointError, match=f"{key}: expected 10000 or less, found 10001"):
+        check_counts({key: 10_001})
+
+
+def test_folder_that_states_billions_of_experts_is_one_line(tmp_path):
+    source = make_tiny(tmp_path / "source", *TINY_FAMILIES["qwen3_moe"])
+    bad = shutil.copytree(source, tmp_path / "bad")
+    config = json.loads((bad / "config.json").read_text())
+    (bad / "config.json").write_text(json.dumps(config | {"num_experts": 2**31 - 1}))
+    with pytest.raises(InputError, match="num_experts: expected 10000 or less, found 2147483647"):
+        LLM(str(bad), device="cpu")
+    problems = inspect_checkpoint(bad).problems
+    assert [each for each in problems if "experts.2147483646" in each.subject]
