@@ -28,6 +28,7 @@ class Output:
     digests: dict[str, LinearDigest] = field(default_factory=dict)
     rewritten: dict[str, str] = field(default_factory=dict)  # tensor -> its digest
     reports: list[LinearReport] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # transforms' notes on layers
     kv_scales: dict[str, float] = field(default_factory=dict)  # by tensor name
     regrouped: bool = False  # some linear has groups of inputs that are not adjacent
 
@@ -37,6 +38,7 @@ class Output:
         for local, packed in finished.packed.items():
             name = f"{prefix}.{local}"
             self.add_linear(name, packed, reports[name])
+        self.notes += [f"{prefix}: {note}" for note in finished.notes]
         for name in [name for name in self.kept if name.startswith(prefix + ".")]:
             tensor = finished.changed.get(name.removeprefix(prefix + "."))
             if tensor is not None:

@@ -134,6 +134,7 @@ def _report(
             *([NOT_REGROUPED] if settings.act_order and not plan.act_order else []),
             *_warnings(run, model_tensors),
             *run.outer.warnings(),
+            *output.notes,
             *starved_warnings(output.reports),
         ),
         versions={"quantizer": settings.quantizer, **tool_versions()},

@@ -10,7 +10,6 @@ from tqdm import tqdm
 
 from calibrate.layer import FinishedLayer, load_transforms, quantize_layer
 from calibrate.results.output import Output
-from calibrate.results.report import LinearReport
 from calibrate.resume.journal import Journal
 from calibrate.run.prepare import Run
 from calibrate.solvers.solving import LayerContext, LayerState
@@ -49,7 +48,7 @@ def solve_layers(
             output.add_layer(prefix, finished, model)
             if kv_scales is not None:
                 output.add_kv_scales(prefix, kv_scales)
-        _log_layer(prefix, finished.reports)
+        _log_layer(prefix, finished)
 
 
 def advance(bar: tqdm, where: str, what: str, count: int = 1) -> None:
@@ -102,7 +101,10 @@ def _reads_data(run: Run, prefix: str) -> bool:
     return changes or any(name.startswith(f"{prefix}.") for name in run.schemes)
 
 
-def _log_layer(prefix: str, reports: tuple[LinearReport, ...]) -> None:
+def _log_layer(prefix: str, finished: FinishedLayer) -> None:
+    for note in finished.notes:
+        log.warning("%s: %s", prefix, note)
+    reports = finished.reports
     if not reports:
         log.info("%s: left in float", prefix)
         return

@@ -68,7 +68,7 @@ class LayerContext:
     seed: int = 0
     layer: int = 0
     prefix: str = ""  # of the layer
-    notes: list[str] = field(default_factory=list)  # for the report
+    notes: list[str] = field(default_factory=list)  # warnings of the report
 
     @property
     def scale_pairs(self) -> tuple[ScalePair, ...]:

@@ -1,10 +1,13 @@
 """Calibration data: texts of any source, cut into full windows of token ids.
 
 Texts are shuffled by the seed and cut into excerpts of about a window. One excerpt of each text
-comes first, then a second of each, so that few windows still show many texts. The beginning of a
-text is preceded by BOS. Excerpts are joined and cut into windows, which begin as the model's
-tokenizer begins a text; the remainder is dropped. The same source, tokenizer and seed give the same
-ids; the report records their hash. With images among the texts, pictured.py makes the windows.
+comes first, then a second of each, so that few windows still show many texts. The texts in the
+package are not shuffled: their kinds alternate, and the seed chooses which text comes first.
+
+The beginning of a text is preceded by BOS. Excerpts are joined and cut into windows, which begin as
+the model's tokenizer begins a text; the remainder is dropped. The same source, tokenizer and seed
+give the same ids; the report records their hash. With images among the texts, pictured.py makes the
+windows.
 """
 
 import hashlib
@@ -102,8 +105,10 @@ def read_calibration(
             "calibrated on the small text set in the package; texts like those of the "
             "application give better results (set calibration data)"
         )
-    documents = read_documents(source or str(SHIPPED_TEXTS))
-    random.Random(seed).shuffle(documents)
+        documents = _shipped_documents(tokenizer, seed)
+    else:
+        documents = read_documents(source)
+        random.Random(seed).shuffle(documents)
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False, verbose=False)
@@ -127,7 +132,7 @@ def read_calibration(
         ids_WS, pictured, num_too_long = pictured_windows(
             pieces,
             encode,
-            _endless_excerpts(num_chars, seed),
+            _endless_excerpts(tokenizer, num_chars, seed),
             before=opening or ([] if bos_id is None else [bos_id]),
             opening=opening,
             length=sequence_length,
@@ -161,10 +166,26 @@ def read_calibration(
     )
 
 
-def _endless_excerpts(num_chars: int, seed: int) -> Iterator[Excerpt]:
+def _shipped_documents(tokenizer: Any, seed: int) -> list[str]:
+    """Texts in the package, in their order from one that the seed chooses, with rendered chats.
+
+    A chat is plain text for a model without a chat template, or with one that rejects it.
+    """
+    texts = []
+    for document in read_documents(str(SHIPPED_TEXTS)):
+        try:
+            texts.append(render(document, tokenizer))
+        except InputError:
+            turns = (f"{each['role'].title()}: {each['content']}" for each in document)
+            texts.append("\n\n".join(turns) + "\n")
+    first = random.Random(seed).randrange(len(texts))
+    return texts[first:] + texts[:first]
+
+
+def _endless_excerpts(tokenizer: Any, num_chars: int, seed: int) -> Iterator[Excerpt]:
     """Yield excerpts of the shipped texts again and again."""
     while True:
-        yield from excerpts(read_documents(str(SHIPPED_TEXTS)), num_chars, seed)
+        yield from excerpts(_shipped_documents(tokenizer, seed), num_chars, seed)
 
 
 def excerpts(

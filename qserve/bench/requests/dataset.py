@@ -117,7 +117,8 @@ def _bundled_lines() -> list[str]:
     texts = Path(__file__).resolve().parents[3] / "calibrate" / "texts" / "texts.jsonl"
     lines = []
     for row in texts.read_text(encoding="utf-8").splitlines():
-        lines += [line for line in json.loads(row)["text"].splitlines() if 20 <= len(line) <= 120]
+        text = json.loads(row).get("text", "")  # a chat has none
+        lines += [line for line in text.splitlines() if 20 <= len(line) <= 120]
     return lines
 
 

@@ -19,7 +19,7 @@ from calibrate.pipeline import quantize_checkpoint
 from calibrate.recipe import RECIPES, Recipe, identity_of, with_act_order
 from calibrate.solvers import gptq, rtn
 from calibrate.solvers.column_order import ORDERS
-from calibrate.solvers.solving import Tuning
+from calibrate.solvers.solving import Transform, Tuning
 from formats.checkpoint import CheckpointReader, CheckpointWriter
 from formats.errors import CheckpointError, DiskError, InputError
 from formats.scheme import Scheme
@@ -311,6 +311,29 @@ def test_a_users_solver_resumes_by_its_version(docs_5m, tmp_path):
     quantize_checkpoint(docs_5m, whole, recipe=_own(), **OPTIONS)
     for path in target.glob("*.safetensors"):
         assert path.read_bytes() == (whole / path.name).read_bytes()
+
+
+def test_notes_of_layers_are_in_the_report_of_a_resumed_run(docs_5m, tmp_path, caplog):
+    """Layer 0 was finished by the first run, whose transform ran there only once."""
+    target, seen = tmp_path / "out", []
+
+    def note(state, statistics, context):
+        seen.append(context.prefix)
+        context.notes.append(f"norms {len(seen)} kept")
+        return {}
+
+    own = {"transforms": (Transform(name="note", on_statistics=note),), "version": "1"}
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(docs_5m, target, recipe=_own(stops=True, **own), **OPTIONS)
+    assert seen == ["model.layers.0", "model.layers.1"]
+    report = quantize_checkpoint(docs_5m, target, recipe=_own(**own), **OPTIONS)
+    assert seen.count("model.layers.0") == 1, "layer 0 was solved again"
+    notes = [warning for warning in report.warnings if "norms" in warning]
+    expected = [f"{prefix}: norms {i} kept" for i, prefix in enumerate(seen, 1) if i != 2]
+    assert notes == expected and len(notes) == len(set(seen))
+    written = json.loads((target / "quantization_report.json").read_text())
+    assert written["warnings"] == list(report.warnings)
+    assert all(note in caplog.text and note in report.to_text() for note in notes)
 
 
 def test_a_users_solver_without_a_version_starts_again(docs_5m, tmp_path, caplog):

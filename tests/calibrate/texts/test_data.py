@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -57,7 +58,61 @@ def test_shipped_texts_serve_with_a_warning(tokenizer):
     data = read(None, tokenizer, samples=16, sequence_length=512)
     assert data.ids_WS.shape == (16, 512)
     assert "calibration data" in data.warnings[0]
-    assert SHIPPED_TEXTS.stat().st_size < 300_000
+    assert SHIPPED_TEXTS.stat().st_size < 700_000
+    whole = read(None, tokenizer, samples=128, sequence_length=1024)
+    assert len(whole.ids_WS) == 128, "less than the README's calibration needs"
+
+
+def test_shipped_texts_alternate_between_kinds():
+    """Whatever part is read: each run of 16 texts has six kinds or more, none too often."""
+    kinds = [row["kind"] for row in shipped_rows()]
+    assert len(set(kinds)) == 7
+    for begin in range(len(kinds) - 15):
+        part = Counter(kinds[begin : begin + 16])
+        assert len(part) >= 6 and max(part.values()) <= 6, (begin, part)
+
+
+def test_shipped_texts_name_their_sources():
+    """SOURCES.md has each source with its licence, and as many texts as the file."""
+    lines = SHIPPED_TEXTS.with_name("SOURCES.md").read_text(encoding="utf-8").splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "|" in line]
+    stated, kind = Counter(), ""
+    for name, count, *_ in cells[2:]:
+        kind = name or kind
+        stated[kind] += int(count)
+    rows = shipped_rows()
+    assert stated == Counter(row["kind"] for row in rows)
+    licenses = {"public domain", "CC0-1.0", "Unlicense", "Apache-2.0", "MIT OR Apache-2.0"}
+    assert {row["license"] for row in rows} <= licenses
+
+
+def shipped_rows():
+    return [json.loads(line) for line in SHIPPED_TEXTS.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        None,
+        "{{ raise_exception('no') }}",
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}",
+    ],
+    ids=["none", "rejects", "works"],
+)
+def test_shipped_chats_go_through_the_template_where_there_is_one(docs_5m, template):
+    tokenizer = AutoTokenizer.from_pretrained(docs_5m)
+    tokenizer.chat_template = template
+    chat = next(row["messages"] for row in shipped_rows() if "messages" in row)
+    question = chat[0]["content"]
+    wanted = f"<user>{question}</user>" if "role" in (template or "") else f"User: {question}\n\n"
+    data = read(None, tokenizer, samples=200, sequence_length=1024)
+    text = "".join(tokenizer.decode(ids_S[1:]) for ids_S in data.ids_WS)
+    assert wanted[:60] in text
+
+
+def test_seed_chooses_where_the_shipped_texts_begin(tokenizer):
+    first, again, other = (read(None, tokenizer, seed=seed) for seed in (0, 0, 1))
+    assert first.sha256 == again.sha256 != other.sha256
 
 
 def test_chats_go_through_the_template(tmp_path, tokenizer):
