@@ -217,6 +217,14 @@ def _from_codes(name: str, value: tuple, scheme: str | Scheme | None, bits: int)
     if scheme is None:
         middle = 2 ** (bits - 1)
         symmetric = zeros_NG is None or bool((zeros_NG == middle).all())
+        largest = int(codes_NK.max()) if codes_NK.numel() else middle
+        if zeros_NG is None and largest < middle:
+            raise InputError(
+                name,
+                f"its largest code is {largest}: with the {bits} bits that the largest code of all"
+                f" linears needs, codes below {middle} are negative weights",
+                "state the scheme, such as scheme='w4a16-sym', or give zeros",
+            )
         size = CHANNEL if groups == 1 else in_features // groups
         stated = Scheme(weight=QuantSpec(bits=bits, symmetric=symmetric, group_size=size))
     else:

@@ -17,7 +17,7 @@ from formats.in_memory.packed import PackedWeight
 from formats.in_memory.weights import Weight, round_to_nearest
 from formats.names import SchemeName
 from formats.numerics import affine
-from formats.scheme import Scheme
+from formats.scheme import Scheme, fitting_group_size
 from qkernels import ops
 from qkernels.errors import KernelError
 from qkernels.linear.plan import GemmPlan
@@ -49,12 +49,8 @@ class QuantLinear(nn.Module):
     ) -> None:
         """An empty layer, to be filled by load_state_dict."""
         self._start(in_features, out_features, Scheme.parse(scheme))
-        self.scheme.weight.check_shape("QuantLinear", out_features, in_features)
-        layout = stored_layout(self.scheme)
         check_storable(self.scheme, "QuantLinear")
-        reason = layout.refuses_shape(self.scheme, out_features, in_features)
-        if reason is not None:
-            raise SchemeError("QuantLinear", reason, f"its tensors are those of {layout.name}")
+        _check_shape(self.scheme, "QuantLinear", out_features, in_features)
         for name, tensor in self._empty_tensors(torch.device("cpu")).items():
             setattr(self, name, tensor)
         if bias:
@@ -95,8 +91,12 @@ class QuantLinear(nn.Module):
         if not isinstance(weight_NK, torch.Tensor):
             found = type(linear_or_weight).__name__
             raise KernelError(name, f"expected a torch.nn.Linear or a weight [N, K], found {found}")
+        if weight_NK.is_meta:
+            raise KernelError(name, "is on the meta device, without numbers", "load its weights")
         scheme = Scheme.parse(scheme)
         check_storable(scheme, name)
+        if weight_NK.ndim == 2:
+            _check_shape(scheme, name, *weight_NK.shape)
         packed = round_to_nearest(weight_NK.detach(), scheme.weight, name)
         return cls.from_packed(replace(packed, activation=scheme.activation), bias)
 
@@ -117,6 +117,9 @@ class QuantLinear(nn.Module):
         RangeError on scales that float16, in which files hold them, has no number for.
         """
         if all(isinstance(t, torch.Tensor) and t.ndim == 2 for t in (codes_NK, scales_NG)):
+            if len(scales_NG) != len(codes_NK):
+                found = f"expected [{len(codes_NK)}, groups], found {list(scales_NG.shape)}"
+                raise KernelError("scales", found, f"codes are {list(codes_NK.shape)}")
             scheme = Scheme.of_scales(scheme, scales_NG.shape[1], codes_NK.shape[1])
         scheme = Scheme.parse(scheme)  # which `from_codes` below checks the tensors against
         packed = PackedWeight.from_codes(codes_NK, scales_NG, zeros_NG, scheme.weight)
@@ -315,3 +318,20 @@ class QuantLinear(nn.Module):
         """Copies and pickles leave out what can be made again."""
         state = super().__getstate__()
         return state if self._released else {**state, "_prepared": None, "_prepared_bias": None}
+
+
+def _check_shape(scheme: Scheme, name: str, out_features: int, in_features: int) -> None:
+    """Raise SchemeError, naming the layer, unless a QuantLinear can have this shape."""
+    layout, spec = stored_layout(scheme), scheme.weight
+    reason = layout.refuses_shape(scheme, out_features, in_features)
+    if reason is not None:
+        reason += f", which tensors of {layout.name} require"
+        raise SchemeError(name, reason, "leave the layer in float")
+    if spec.type == "int" and in_features > 0 and in_features % spec.group_length(in_features):
+        fitting = replace(spec, group_size=fitting_group_size([in_features]))
+        raise SchemeError(
+            name,
+            f"its {in_features} inputs are not divisible by the group size {spec.group_size}",
+            f"give the scheme {replace(scheme, weight=fitting)}",
+        )
+    spec.check_shape(name, out_features, in_features)

@@ -28,6 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # Written by measure_slow_tests.py: they count as exhaustive.
 SLOW_TESTS = frozenset((ROOT / "tests" / "slow_tests.txt").read_text().splitlines())
 
+LEFT_OUT = pytest.StashKey[int]()  # number of exhaustive tests that this run leaves out
+
 if "OMP_NUM_THREADS" not in os.environ:
     # Workers that each compute on all cores wait for each other; so do the processes they start.
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -105,6 +107,15 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=left_out)
         dropped = set(left_out)
         items[:] = [item for item in items if item not in dropped]
+        config.stash[LEFT_OUT] = len(left_out)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Say why tests that were asked for by their marker did not run."""
+    marks, count = config.getoption("markexpr"), config.stash.get(LEFT_OUT, 0)
+    if count and "exhaustive" in marks.replace("not exhaustive", ""):
+        text = f"-m {marks!r}: {count} exhaustive tests did not run; add --exhaustive"
+        terminalreporter.write_line(text, yellow=True)
 
 
 def is_whole(config: pytest.Config) -> bool:

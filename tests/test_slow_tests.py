@@ -1,7 +1,21 @@
 """The list of slow tests names tests that exist, and leaves a case of each."""
 
-from tests.conftest import ROOT, SLOW_TESTS
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from tests.conftest import (
+    LEFT_OUT,
+    ROOT,
+    SLOW_TESTS,
+    pytest_collection_modifyitems,
+    pytest_terminal_summary,
+)
 from tests.measure_slow_tests import slow
+
+EXHAUSTIVE = {"exhaustive": pytest.mark.exhaustive.mark}
 
 
 def test_listed_tests_exist():
@@ -16,3 +30,30 @@ def test_cheapest_case_stays():
     seconds = {"a[1]": 0.4, "a[2]": 0.7, "a[3]": 0.1, "b": 1.1, "c": 1.3, "d[1]": 0.7, "d[2]": 3.0}
     assert sorted(slow(seconds)) == ["a[1]", "a[2]", "c", "d[2]"]
     assert slow({"e[1]": 0.9, "e[2]": 3.0}) == ["e[1]", "e[2]"]
+
+
+@pytest.mark.parametrize("marks", ["exhaustive", "gpu and exhaustive", "not exhaustive", ""])
+def test_tests_asked_for_by_their_marker_are_not_dropped_in_silence(marks):
+    lines, stash = [], pytest.Stash()
+    stash[LEFT_OUT] = 3
+    config = SimpleNamespace(stash=stash, getoption={"markexpr": marks}.__getitem__)
+    reporter = SimpleNamespace(write_line=lambda text, **_: lines.append(text))
+    pytest_terminal_summary(reporter, config)
+    said = f"-m {marks!r}: 3 exhaustive tests did not run; add --exhaustive"
+    assert lines == ([said] if marks in ("exhaustive", "gpu and exhaustive") else [])
+
+
+@pytest.mark.parametrize("is_asked_for", [False, True])
+def test_number_of_tests_that_were_left_out_is_kept(monkeypatch, is_asked_for):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    options = {"--exhaustive": is_asked_for, "--exhaustive-part": None}
+    config = SimpleNamespace(
+        stash=pytest.Stash(),
+        getoption=options.__getitem__,
+        hook=SimpleNamespace(pytest_deselected=lambda items: None),
+    )
+    item = Mock(nodeid="a.py::b", get_closest_marker=EXHAUSTIVE.get)
+    items = [item]
+    pytest_collection_modifyitems(config, items)
+    assert items == ([item] if is_asked_for else [])
+    assert config.stash.get(LEFT_OUT, 0) == (0 if is_asked_for else 1)

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from formats.errors import InputError
 from qserve.command_line import config_file
 from qserve.command_line.command import Command
+from qserve.command_line.unknown_flags import unknown_arguments
 from qserve.config import EngineConfig, ServerConfig
 from qserve.deploy.settings import DeploySettings
 
@@ -42,6 +43,8 @@ class Parser(argparse.ArgumentParser):
         for name in self.arguments_or_flags:
             if left and not left[0].startswith("-") and getattr(found, name) is None:
                 setattr(found, name, left.pop(0))
+        if left:  # argparse would name neither the command nor a remedy
+            self.error(unknown_arguments(left, self._option_string_actions))
         return found, left
 
     def error(self, message: str) -> NoReturn:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import InputError, one_line
+from qserve.command_line.unknown_flags import nearest
 
 FLAG = "--config"
 
@@ -57,7 +58,9 @@ def as_arguments(path: str, settings: dict[str, Any], known: dict[str, bool]) ->
     arguments = []
     for name, value in settings.items():
         if name not in known:
-            raise InputError(path, f"{name} is not a setting of this command", "see --help")
+            like = nearest(name, known)
+            remedy = "see --help" if like is None else f"did you mean {like}?"
+            raise InputError(path, f"{name} is not a setting of this command", remedy)
         if known[name]:
             if not isinstance(value, bool):
                 raise InputError(path, f"{name}: expected true or false, found {value!r}")

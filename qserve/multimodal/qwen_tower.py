@@ -76,6 +76,11 @@ class QwenTower:
         return self._merge**2
 
     @property
+    def in_features(self) -> int:
+        """Values of a patch: P."""
+        return self._visual.patch_embed.proj.weight[0].numel()
+
+    @property
     def out_features(self) -> int:
         """Values of an embedding, with those of later levels next to them: W."""
         config = self._visual.config

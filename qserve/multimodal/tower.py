@@ -41,7 +41,7 @@ class Tower(torch.nn.Module):
         dtype: torch.dtype,
         encodes_alone: bool = False,
     ) -> None:
-        """`model`: transformers' whole model; its text part is unused.
+        """`model`: transformers' model without its text part.
 
         `normalizers`: by kind of media. `encodes_alone`: each frame in a call of its own, so that
         its embeddings have the same bits whatever else a step encodes.
@@ -227,7 +227,7 @@ class Normalizer:
 
 
 def _without_text(config: VisionConfig, *, is_random: bool) -> Any:
-    """Return transformers' model with one text layer.
+    """Return the vision part of transformers' model: no call of an encoder needs the text part.
 
     Without `is_random` its weights are not initialized.
     """
@@ -248,7 +248,11 @@ def _without_text(config: VisionConfig, *, is_random: bool) -> Any:
         values["audio_config"] = None
     filled = AutoConfig.for_model(values.pop("model_type"), **values)
     with contextlib.nullcontext() if is_random else no_init_weights():
-        return AutoModel.from_config(filled, dtype=torch.float32)
+        model = AutoModel.from_config(filled, dtype=torch.float32)
+    vision = {name.partition(".")[0] for name in config.family.prefixes.values()}
+    for name in [name for name, _ in model.named_children() if name not in vision]:
+        setattr(model, name, None)
+    return model
 
 
 def _fill_(

@@ -24,6 +24,7 @@ MAX_BAD_WORD_CHARS = 256  # characters of one word
 # The sampler holds 64-bit integers, and factors that keep float32 logits finite.
 MAX_INTEGER = 2**63 - 1
 SEEDS = 2**64
+NO_SEED = -1  # the same as None, as in vLLM
 MAX_TEMPERATURE = 1e6
 MAX_REPETITION_PENALTY = 100.0
 
@@ -52,7 +53,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = ()  # added to logits
     logprobs: int | None = None  # report the token's log probability and this many alternatives
     prompt_logprobs: int | None = None  # the same for each prompt token except the first
-    seed: int | None = None
+    seed: int | None = None  # None or -1: other tokens each time
     max_tokens: int | None = 16  # None: up to the model's limit; 0: prompt_logprobs alone
     min_tokens: int = 0  # no stop token or end token before this many tokens
     stop: str | Sequence[str] | None = ()
@@ -80,6 +81,8 @@ class SamplingParams:
             object.__setattr__(self, name, value)
         sequences = tuple(map(tuple, self.bad_words_token_ids or ()))
         object.__setattr__(self, "bad_words_token_ids", sequences)
+        if self.seed == NO_SEED:
+            object.__setattr__(self, "seed", None)
         form = as_structured_outputs(self.structured_outputs)
         object.__setattr__(self, "structured_outputs", form)
         self._require("n", 1 <= self.n <= MAX_N, f"1 to {MAX_N}")
@@ -144,8 +147,9 @@ class SamplingParams:
         prompt_logprobs = None if index and self.max_tokens != 0 else self.prompt_logprobs
         seed = self.seed
         if seed is not None:
-            # The largest 64-bit seed is followed by the smallest.
+            # The largest 64-bit seed is followed by the smallest, which also stands for NO_SEED.
             seed = (seed + index + SEEDS // 2) % SEEDS - SEEDS // 2
+            seed = -(SEEDS // 2) if seed == NO_SEED else seed
         if (self.n, self.seed, self.prompt_logprobs) == (1, seed, prompt_logprobs):
             return self
         return replace(self, n=1, seed=seed, prompt_logprobs=prompt_logprobs)

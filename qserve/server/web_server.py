@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import logging
 import socket
 import ssl
 import threading
@@ -18,6 +19,8 @@ from qserve.server.http.http_protocol import (
     HttpProtocol,
 )
 from qserve.server.http.listener import address, address_error
+
+logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 0.05  # polling interval while the server stops
 REPLY_GRACE = 1  # seconds for clients to read the error of an aborted request
@@ -73,12 +76,17 @@ class WebServer(uvicorn.Server):
         closing the engine, so that each still gets its error; uvicorn's own limit would cut them
         off in the middle of a line.
         """
+        count = len(self.server_state.tasks)
         if self.is_stopping:
+            if count:
+                logger.warning("Aborting %d running requests", count)
             self.should_exit = self.force_exit = True
         else:
+            seconds = self._shutdown_timeout
+            logger.info("Stopping; running requests: %d, which have %g s to finish", count, seconds)
             self._stopping.set()
             self._draining = asyncio.create_task(self._drain())
-            asyncio.get_running_loop().call_later(self._shutdown_timeout, self.stop)
+            asyncio.get_running_loop().call_later(seconds, self.stop)
 
     async def _drain(self) -> None:
         while self.server_state.tasks:

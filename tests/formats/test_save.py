@@ -87,13 +87,22 @@ def test_numpy_and_layers_and_weights_mix(source, tmp_path):
     assert inspect_checkpoint(tmp_path / "out").problems == ()
 
 
-@pytest.mark.parametrize(("largest", "bits"), [(15, 4), (16, 8), (3, 2), (4, 3), (255, 8)])
+@pytest.mark.parametrize(("largest", "bits"), [(15, 4), (128, 8), (3, 2), (4, 3), (255, 8)])
 def test_the_largest_code_says_how_many_bits(source, tmp_path, largest, bits):
     given = {name: (c.clamp(max=largest), s, z) for name, (c, s, z) in codes_of(source).items()}
     for codes, _, _ in given.values():
         codes[0, 0] = largest
     saved = save_quantized(tmp_path / "out", source, given, readers=())
     assert set(saved.schemes.values()) == {f"w{bits}a16-sym-g32"}
+
+
+def test_one_code_too_large_does_not_turn_all_linears_to_8_bits(source, tmp_path):
+    """Codes of 4 bits would be read around 128 then, all weights negative."""
+    given = codes_of(source)
+    given[Q0][0][0, 0] = 16
+    with pytest.raises(InputError, match=r"largest code is 1.: with the 8 bits .*state the scheme"):
+        save_quantized(tmp_path / "out", source, given)
+    assert not (tmp_path / "out").exists()
 
 
 def scaled_by_row(folder):

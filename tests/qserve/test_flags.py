@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from qserve.cli import COMMANDS, build_parser, main
+from qserve.command_line.unknown_flags import VLLM_FLAGS
 from tests.qserve.command_line import fails_with
 
 HUB_FLAGS = {"--revision", "--subfolder", "--download-dir"}
@@ -314,7 +315,7 @@ def test_config_file_stands_for_flags(served, tmp_path, name, text):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("max_num_sequences: 5", ["max-num-sequences", "not a setting"]),
+        ("max_num_sequences: 5", ["max-num-sequences", "not a setting", "mean max-num-seqs?"]),
         ("enforce_eager: 1", ["enforce-eager", "true or false"]),
         ("port: {a: 1}", ["port", "a string or a number"]),
         ("port: [", ["cannot be read"]),
@@ -327,6 +328,32 @@ def test_config_file_that_is_wrong_is_one_line(capsys, served, tmp_path, text, w
     path.write_text(text)
     fails_with(capsys, ["serve", "m", "--config", str(path)], *words)
     assert not served
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("serve m --prot 80", "qserve serve: --prot: unknown flag; did you mean --port?"),
+        ("serve m --zzz=4", "qserve serve: --zzz: unknown flag (see"),
+        ("serve m --trust_remote_code", "--trust-remote-code: unknown flag; code in model folders"),
+        ("bench latency m --modle x", "qserve bench latency: --modle: unknown flag; did you mean"),
+        ("convert a b c --format gptq", "qserve convert: unexpected argument 'c' (see"),
+    ],
+)
+def test_unknown_flag_is_named_with_its_command(capsys, arguments, text):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments.split())
+    lines = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and len(lines) == 1 and text in lines[0]
+
+
+def test_flags_of_vllm_that_have_a_remedy_are_not_flags_here():
+    flags = {
+        name.replace("_", "-")
+        for each in COMMANDS["serve"].settings
+        for name in each.__dataclass_fields__
+    }
+    assert not VLLM_FLAGS.keys() & {f"--{name}" for name in flags}
 
 
 def test_config_file_that_is_not_there(capsys, served):

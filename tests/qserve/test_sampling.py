@@ -137,6 +137,14 @@ def test_only_who_asks_gets_logprobs(llm):
         assert [*found][0] == token and [each.rank for each in found.values()] == [1, 2]
 
 
+def test_seed_minus_one_is_no_seed():
+    """As in vLLM: clients send it for other tokens each time."""
+    assert SamplingParams(seed=-1) == SamplingParams()
+    assert SamplingParams(seed=-1, n=3).choice(2).seed is None
+    seeds = [SamplingParams(seed=-2, n=3).choice(index).seed for index in range(3)]
+    assert None not in seeds and len(set(seeds)) == 3
+
+
 def test_a_forced_token(llm):
     (completion,) = run(llm, greedy(logit_bias={77: 100.0}), PROMPTS[:1])
     assert set(completion.token_ids) == {77}

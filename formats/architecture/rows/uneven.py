@@ -155,6 +155,11 @@ def mimo_heads(config: Mapping[str, Any]) -> dict[str, Any]:
         ]
     if config.get("mlp_layer_types") is None:
         found["mlp_layer_types"] = ["sparse" if i else "dense" for i in layers]
+    before = config.get("sliding_window_size")
+    if is_size(before):
+        # Tokens before the query, which is not among them, as in SGLang and transformers. vLLM
+        # and llama.cpp's converter count the query among them: one token fewer.
+        found["sliding_window"] = before + 1
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads", 4)
     head_dim = config.get("head_dim", 192)
     return {

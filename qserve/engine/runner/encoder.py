@@ -99,7 +99,7 @@ class Encoder:
             return
         self._graphs = TowerGraphs(self.tower.of_grids)
         self.tower.encode_grid = self._graphs.encode
-        self.bytes_to_come += self.tower.activation_bytes(MAX_PATCHES)
+        self.bytes_to_come += self.tower.activation_bytes(MAX_PATCHES) + self._graphs.buffer_bytes
 
     def close_graphs(self) -> None:
         """Free the tower's CUDA graphs. Later calls capture them again."""

@@ -76,6 +76,10 @@ def engine_dead(is_restarting: bool) -> ApiError:
     return ApiError(503, f"The engine has died; {'it' if is_restarting else 'the'} {what}")
 
 
+def stopped() -> ApiError:
+    return ApiError(503, "The server was stopped before the answer was complete. Try again later.")
+
+
 def deadline_passed(seconds: float) -> ApiError:
     return ApiError(
         408,

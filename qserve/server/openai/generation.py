@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, S
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
+from qserve.engine.ipc.client import CLOSED
 from qserve.engine.token_event import (
     Hypothesis,
     RequestFacts,
@@ -17,7 +18,13 @@ from qserve.engine.token_event import (
     TokenLogprobs,
 )
 from qserve.params.sampling_params import SamplingParams
-from qserve.server.http.errors import ApiError, deadline_passed, engine_dead, generation_failed
+from qserve.server.http.errors import (
+    ApiError,
+    deadline_passed,
+    engine_dead,
+    generation_failed,
+    stopped,
+)
 from qserve.server.observability.metrics import OutputMeter
 from qserve.server.requests.job import Job
 from qserve.server.service import Service
@@ -261,6 +268,9 @@ async def _beams(service: Service, client: str, job: Job, number: int) -> Deltas
 def _failure(service: Service, job: Job, event: TokenEvent) -> ApiError:
     if event.is_asked_for:
         return ApiError(503 if event.is_temporary else 400, f"{event.error}.")
+    if event.error == CLOSED:
+        logger.warning("Request %s did not finish before the server stopped", job.request_id)
+        return stopped()
     logger.error("Request %s failed: %s", job.request_id, event.error)
     if not service.client.is_alive:
         return engine_dead(service.client.is_restarting)

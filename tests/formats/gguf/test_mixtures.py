@@ -297,3 +297,18 @@ def test_config_json_states_the_kinds_of_layers(tmp_path):
     assert config["layers_block_type"] == [
         *("linear_attention", "full_attention", "mlp", "linear_attention")
     ]
+
+
+def test_window_of_mimo_counts_the_tokens_before_the_query(tmp_path):
+    """The published config.json states `sliding_window_size`, which transformers reads so."""
+    source, file = make("mimo_v2", MIMO, tmp_path / "mimo"), tmp_path / "model.gguf"
+    config = json.loads((source / "config.json").read_text())
+    config |= {"sliding_window": 8, "sliding_window_size": 8}
+    (source / "config.json").write_text(json.dumps(config))
+    export_gguf(source, file)
+    with torch.no_grad():
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        expected = model.eval()(torch.tensor([IDS])).logits[0]
+    for folder in (source, file):
+        logits = LLM(str(folder), device="cpu", dtype="float32", max_model_len=64).logits(IDS)
+        assert torch.allclose(logits, expected, atol=2e-3, rtol=0), folder

@@ -27,6 +27,32 @@ def assert_same(a: dict, b: dict) -> None:
         assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
 
 
+REFUSED = [
+    (7, 128, "w4a16-sym", "up: its 7 outputs are not divisible by 32.*leave the layer in float"),
+    (64, 129, "w8a8", "up: its 129 inputs are not divisible by 32.*leave the layer in float"),
+    (64, 96, "w4a16-sym", "up: its 96 inputs .* group size 128 .give the scheme w4a16-sym-g32"),
+    (64, 32 * 7, "w8a16-sym", "its 224 inputs .*give the scheme w8a16-sym-g32"),
+    (0, 128, "w4a16-sym", "up: is empty"),
+]
+
+
+@pytest.mark.parametrize(("N", "K", "scheme", "text"), REFUSED, ids=range(len(REFUSED)))
+def test_shapes_that_no_layer_has_are_refused_by_its_name(N, K, scheme, text):
+    with pytest.raises(SchemeError, match=text):
+        QuantLinear.from_float(torch.zeros(N, K), scheme, name="up")
+
+
+def test_weights_without_numbers_are_refused():
+    with torch.device("meta"), pytest.raises(InputError, match="up: is on the meta device.*load"):
+        QuantLinear.from_float(torch.nn.Linear(128, 64), "w4a16-sym", name="up")
+
+
+def test_transposed_scales_are_refused_by_their_shape():
+    codes, scales = torch.zeros(64, 256, dtype=torch.uint8), torch.ones(2, 64)
+    with pytest.raises(InputError, match=r"scales: expected \[64, groups\], found \[2, 64\]"):
+        QuantLinear.from_codes(codes, scales, scheme="w4a16-sym")
+
+
 @pytest.mark.parametrize("scheme", ["w4a16-sym-g32", "w4a16-asym-g32", "w8a16-sym-channel"])
 def test_from_float_is_the_rounding_rule(assert_close, scheme):
     linear, x = float_linear(), torch.randn(2, 3, 96)

@@ -1,5 +1,7 @@
 """The towers of Qwen with the project's operations: embeddings are those of transformers."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -14,7 +16,7 @@ from qserve.multimodal.families import VisionConfig
 from qserve.multimodal.qwen_tower import QwenTower
 from qserve.multimodal.rounded_linear import RoundedLinear, round_layers_
 from qserve.multimodal.tower import Tower
-from tests.tiny_vision import write_tiny_vision
+from tests.tiny_vision import VISION_FAMILIES, write_tiny_vision
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 # rows and columns of patches: one window, parts of windows on both edges, a line
@@ -91,6 +93,23 @@ def test_rotations_of_a_tower_in_bfloat16_keep_their_frequencies(models, tmp_pat
         each.plan(2, 80).cos_sin_ND for each in (tower.of_grids, QwenTower(model.visual))
     )
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_tower_holds_the_bytes_of_the_vision_part_alone(family, tmp_path):
+    """The text part's embedding alone would be 1.5 GiB for 150,000 tokens of 5,120 channels."""
+    folder = write_tiny_vision(tmp_path / family, family)
+    reader, config = CheckpointReader(folder), VisionConfig.of(read_json(folder / CONFIG))
+    tower = Tower.load(
+        config, folder, reader.other_parts, device=torch.device("cpu"), dtype=torch.float32
+    )
+    prefixes = tuple(config.family.prefixes)
+    stored = {
+        name: math.prod(entry.shape)
+        for name, entry in reader.other_parts.items()
+        if name.startswith(prefixes)
+    }
+    assert sum(each.numel() for each in tower.state_dict().values()) == sum(stored.values())
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w8a8-fp8"])

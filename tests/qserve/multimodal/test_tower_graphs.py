@@ -4,6 +4,8 @@ import pytest
 import torch
 from transformers import AutoModel
 
+from qserve.config import EngineConfig
+from qserve.engine.engine import Engine
 from qserve.engine.runner.graphs import tower_graphs
 from qserve.engine.runner.graphs.tower_graphs import TowerGraphs
 from qserve.multimodal.qwen_tower import QwenTower
@@ -39,6 +41,22 @@ def test_replays_have_the_bits_of_calls(family, tmp_path, monkeypatch):
                 assert torch.equal(found, tower.encode(patches_BNP, *grid))
         captured = [size for size, graph in graphs._found.items() if graph is not None]
         assert captured == sizes[1:]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_buffers_of_graphs_are_in_the_memory_budget(family, tmp_path):
+    """The first capture allocates them, when KV pages already have what the budget left."""
+    folder = write_tiny_vision(tmp_path / family, family)
+    engine = Engine(EngineConfig(model=str(folder), kv_cache_memory=0.01))
+    encoder = engine.runner.encoder
+    before = encoder.bytes_to_come
+    encoder.use_graphs()
+    encoder._graphs._allocate(torch.device("cpu"))
+    buffers = encoder._graphs._patches, encoder._graphs._embeddings
+    assert buffers[0].numel() == tower_graphs.MAX_PATCHES * PATCH
+    activations = encoder.tower.activation_bytes(tower_graphs.MAX_PATCHES)
+    added = encoder.bytes_to_come - before - activations
+    assert added == sum(each.nbytes for each in buffers)
 
 
 @torch.inference_mode()

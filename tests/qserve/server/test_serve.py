@@ -181,12 +181,16 @@ def test_what_runs_too_long_after_sigterm_ends_with_an_error(start, tmp_path):
         next(lines)
         process.send_signal(signal.SIGTERM)
         *_, error, end = (line for line in lines if line)
-    assert json.loads(error.removeprefix("data: "))["error"]["code"] == 503
+    error = json.loads(error.removeprefix("data: "))["error"]
+    assert error["code"] == 503 and "The server was stopped before" in error["message"]
     assert end == "data: [DONE]"
     thread.join()
-    assert wholes[0].status_code == 503 and wholes[0].json()["error"]["code"] == 503
+    assert wholes[0].status_code == 503 and wholes[0].json()["error"] == error
     assert process.wait(GUARD) == 0
-    assert "Traceback" not in process.stderr.read()
+    log = process.stderr.read()
+    assert "Stopping; running requests: 2, which have 0.5 s to finish" in log
+    assert "Aborting 2 running requests" in log
+    assert "Traceback" not in log and "died" not in log
     assert not is_running(engine_pid(tmp_path))
 
 

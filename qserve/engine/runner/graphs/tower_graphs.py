@@ -47,6 +47,11 @@ class TowerGraphs:
         self._patches: torch.Tensor | None = None
         self._embeddings: torch.Tensor | None = None
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Device memory of the inputs and outputs, which the first capture allocates."""
+        return sum(self._sizes) * self._tower.dtype.itemsize
+
     def encode(self, patches_BNP: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
         """Return embeddings [B, M, W] as the tower does."""
         batch, count, _ = patches_BNP.shape
@@ -90,19 +95,25 @@ class TowerGraphs:
         plan = tower.plan(*grid)  # made outside of the graph: its tables are copied to the device
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-            in_features = patches_BNP.shape[-1]
-            self._patches = patches_BNP.new_empty(MAX_PATCHES * in_features)
-            self._embeddings = torch.empty(
-                MAX_PATCHES * tower.out_features // tower.square,
-                dtype=tower.dtype,
-                device=patches_BNP.device,
-            )
+            self._allocate(patches_BNP.device)
         inputs = self._inputs(patches_BNP)
         graph = torch.cuda.CUDAGraph()
         with capture(graph, self._pool):
             rows_BMW = tower.encode(inputs, *grid)
             self._outputs(rows_BMW.shape).copy_(rows_BMW)
         return _Captured(graph, plan, rows_BMW.shape)
+
+    def _allocate(self, device: torch.device) -> None:
+        """Make the buffers that all graphs share."""
+        in_count, out_count = self._sizes
+        self._patches = torch.empty(in_count, dtype=self._tower.dtype, device=device)
+        self._embeddings = torch.empty(out_count, dtype=self._tower.dtype, device=device)
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        """Values of the largest inputs and outputs."""
+        tower = self._tower
+        return MAX_PATCHES * tower.in_features, MAX_PATCHES * tower.out_features // tower.square
 
     def _inputs(self, patches_BNP: torch.Tensor) -> torch.Tensor:
         assert self._patches is not None
