@@ -23,10 +23,17 @@ class Norm:
     # one
     feeds: str = ""
     present: Flag = True
+    layers: Literal["all", "attention", "states"] = "all"  # layers that have it
 
     @property
     def of_attention(self) -> bool:
         return self.name.startswith(f"{ATTENTION}.")
+
+    def is_in(self, blocks: "Blocks") -> bool:
+        """Return True if a layer with these blocks has the norm."""
+        if self.of_attention or self.layers == "attention":
+            return blocks.attention
+        return self.layers == "all" or blocks.state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

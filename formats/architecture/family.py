@@ -110,8 +110,11 @@ class Family:
     activations: tuple[str, ...] = ("silu",)  # the usual one first
     inner_key: str = "intermediate_size"  # key of config.json; shapes call it intermediate_size
     window: Literal["none", "all", "layer_types"] = "none"  # layers with a sliding window
-    # Layers with rotary embeddings; "windows": those with a sliding window, or all without any.
-    rope: Literal["all", "none", "no_rope_layers", "windows", "position_embedding_type"] = "all"
+    # Layers with rotary embeddings; "windows": those with a sliding window, or all without any;
+    # "rope_theta": all if rope_parameters states a theta and a type, else none.
+    rope: Literal[
+        "all", "none", "no_rope_layers", "windows", "position_embedding_type", "rope_theta"
+    ] = "all"
     theta_key: str = ""  # key of config.json: theta of each layer; 0: the layer does not rotate
     rotary_dim_key: str = ""  # key of config.json: rotated channels of a head, at theta 10,000
     interleaved_rope: Flag = False  # channels 2 i and 2 i + 1 form a pair, not i and i + half
@@ -137,6 +140,7 @@ class Family:
     # of a layer that hold masks or other tables, which are computed.
     config_keys: Mapping[str, str] = field(default_factory=dict)
     left_out_prefix: str = ""
+    other_names: Mapping[str, str] = field(default_factory=dict)  # modules, by names in some files
     transposed: bool = False
     masks: tuple[str, ...] = ()
     layer: str = "model.layers.{i}"
@@ -288,6 +292,10 @@ class Family:
         """Return True if some layer has rotary embeddings."""
         if self.rope == "position_embedding_type":
             return config.get(self.rope) == "rope"
+        if self.rope == "rope_theta":
+            rope = config.get("rope_parameters")
+            is_stated = isinstance(rope, Mapping) and rope.get("rope_type", "default") is not None
+            return is_stated and rope.get("rope_theta") is not None
         return self.rope != "none"
 
     def embedding_factor(self, config: Mapping[str, Any]) -> float:
@@ -374,14 +382,7 @@ class Family:
         for linear in linears:
             if is_set(linear.bias, config):
                 shapes[f"{linear.name}.bias"] = (linear.outputs,)
-        leaves = ("weight", "bias") if self.norm_bias else ("weight",)
-        leaves = leaves if self.norm_weights else ()
-        shapes |= {
-            f"{norm.name}.{leaf}": ((norm.size,),)
-            for norm in self.of_layer(layer, config).norms
-            if is_set(norm.present, config) and (blocks.attention or not norm.of_attention)
-            for leaf in leaves
-        }
+        shapes |= self.of_layer(layer, config).norm_tensors(config, blocks)
         if blocks.state:
             shapes |= self.state_mixer.tensors(config)
         if self.indexer is not None and self.indexer.is_in(layer, config):
@@ -394,6 +395,17 @@ class Family:
         if blocks.experts:
             shapes |= self.experts.tensors(config)
         return shapes
+
+    def norm_tensors(self, config: Mapping[str, Any], blocks: Blocks) -> dict[str, Shape]:
+        """Return the tensors of the norms of a layer with these blocks."""
+        leaves = ("weight", "bias") if self.norm_bias else ("weight",)
+        leaves = leaves if self.norm_weights else ()
+        return {
+            f"{norm.name}.{leaf}": ((norm.size,),)
+            for norm in self.norms
+            if is_set(norm.present, config) and norm.is_in(blocks)
+            for leaf in leaves
+        }
 
     @property
     def model_tensors(self) -> dict[str, Shape]:

@@ -39,6 +39,7 @@ class Projection:
     # that matrix has so many blocks, each with the queries, the values and the keys of its heads
     blocks: int = 0
     float_because: str = ""  # why it stays in float by default
+    apart_elsewhere: bool = False  # other servers run its members as a matrix each
 
     @property
     def linears(self) -> tuple[Linear, ...]:

@@ -19,11 +19,6 @@ _STEP = (
 REFUSED: dict[str, tuple[str, str]] = {
     "ChatGLMModel": _CHATGLM,
     "ChatGLMForConditionalGeneration": _CHATGLM,
-    "OlmoHybridForCausalLM": (
-        "has gated delta nets whose tokens write up to twice their value"
-        " (linear_allow_neg_eigval), which no kernel here computes",
-        _LISTED,
-    ),
     "Step3p5ForCausalLM": _STEP,
     "Step3p7ForConditionalGeneration": _STEP,
     "RWForCausalLM": (

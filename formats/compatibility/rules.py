@@ -249,7 +249,8 @@ RULES: tuple[Rule, ...] = (
             "its source supports gated delta nets; not run here",
         ),
         "vllm/model_executor/models/qwen3_next.py and qwen3_5.py packed_modules_mapping, "
-        "layers/mamba/gdn/qwen_gdn_linear_attn.py create_qkvz_proj and create_ba_proj, "
+        "olmo_hybrid.py hf_to_vllm_mapper, layers/mamba/gdn/qwen_gdn_linear_attn.py "
+        "create_qkvz_proj and create_ba_proj, "
         "layers/linear.py weight_loader_v2 of 0.33.0: in_proj_qkv and in_proj_z are one matrix in "
         "one scheme, as are in_proj_b and in_proj_a, in float or quantized",
     ),

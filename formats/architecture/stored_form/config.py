@@ -34,6 +34,7 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "deepseek_v3": latent.query_rank(1536),
     "deepseek_v32": latent.selecting(1536, 64),
     "glm_moe_dsa": latent.selecting(2048, 32),
+    "olmo_hybrid": hybrids.olmo_hybrid,
     "kimi_linear": hybrids.kimi_linear,
     "minimax": hybrids.minimax,
     "glm4_moe_lite": latent.glm_lite,
