@@ -55,7 +55,8 @@ class LayerRunner:
         architecture = raw["architectures"][0]
         try:
             config = transformers.AutoConfig.for_model(raw.pop("model_type"), **raw)
-            model_class = getattr(transformers, architecture)
+            name = layer_map.family.class_in_transformers or architecture
+            model_class = getattr(transformers, name)
         except (KeyError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 str(reader.folder / "config.json"),
@@ -70,7 +71,9 @@ class LayerRunner:
         config._attn_implementation = "eager" if self.eager else "sdpa"
         self.config = config
         module = importlib.import_module(model_class.__module__)
-        family = architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+        family = name
+        for suffix in ("ForCausalLM", "LMHeadModel", "TextModel"):
+            family = family.removesuffix(suffix)
         # of layers with attention, and of those with a state
         kinds = ("DecoderLayer", "TextDecoderLayer", "Layer", "Block")
         self._layer_classes = tuple(
@@ -151,7 +154,7 @@ class LayerRunner:
                     setattr(module, experts.module, mixture)
                 # If a module has two names, the checkpoint's name counts.
                 second = () if experts.module == own else (f"{own}.",)
-            modules = dict(module.named_modules())
+            modules = dict(module.named_modules(remove_duplicate=False))
             for name, theirs in self.layer_map.family.names_in_transformers.items():
                 if theirs in modules:
                     parent, _, leaf = name.rpartition(".")

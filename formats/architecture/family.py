@@ -20,6 +20,7 @@ from formats.architecture.columns import (
     LayerKind,
     Norm,
     Positions,
+    lone_block,
 )
 from formats.architecture.experts import Experts
 from formats.architecture.flags import Flag, is_set
@@ -91,6 +92,7 @@ class Family:
     names_in_transformers: Mapping[str, str] = field(default_factory=dict)
     # transformers' tensors of a layer, and those of this row that are their parts, in order
     joined_in_transformers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    class_in_transformers: str = ""  # a class next to those of layers; empty: the architecture's
     float_linears: tuple[str, ...] = ()  # other linears of a layer, which are never quantized
     # Names of the matrices [hidden_size, hidden_size], numbered from 0, that make the other streams
     # of hidden states from embeddings, and of those that lead back; empty: there is one stream.
@@ -108,6 +110,9 @@ class Family:
     float32_norms: bool = False  # the norm's factors are float32, and the result is rounded once
     activation_key: str = "hidden_act"  # empty: always the usual one
     activations: tuple[str, ...] = ("silu",)  # the usual one first
+    # Key of config.json: a limit of the activation (ActSpec) for each layer; 0 or null: none. Of
+    # shared experts, too; Experts.limits_key has that of the others.
+    limits_key: str = ""
     inner_key: str = "intermediate_size"  # key of config.json; shapes call it intermediate_size
     window: Literal["none", "all", "layer_types"] = "none"  # layers with a sliding window
     # Layers with rotary embeddings; "windows": those with a sliding window, or all without any;
@@ -146,6 +151,7 @@ class Family:
     layer: str = "model.layers.{i}"
     num_layers_key: str = "num_hidden_layers"
     draft_layers_key: str = ""  # MTP layers after those, for drafts only (next_token.py)
+    unread_layers_key: str = ""  # key of config.json: layers after those, which are not read
     draft_prefix: str = ""  # prefixes of tensors outside of layers that are for drafts only
     draft_names: DraftNames = LAST_LAYER  # with `layer`: of the MTP layer below draft_prefix
     embedding: str = "model.embed_tokens.weight"
@@ -242,7 +248,11 @@ class Family:
         if self.draft_names.layer:
             count = config.get(self.draft_names.count_key, 1)
             return (self.draft_prefix,) if is_size(count) else ()
-        first, count = config.get(self.num_layers_key), config.get(self.draft_layers_key)
+        return self._layers_after(config, self.draft_layers_key)
+
+    def _layers_after(self, config: Mapping[str, Any], key: str) -> tuple[str, ...]:
+        """Return the prefixes of as many layers after the model's as a key states."""
+        first, count = config.get(self.num_layers_key), config.get(key)
         if not (is_size(first) and is_size(count)):
             return ()
         numbers = range(first, first + min(count, MAX_LAYERS))
@@ -250,7 +260,7 @@ class Family:
 
     def unread(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the prefixes of tensors that the model itself does not use."""
-        layers = self.draft_layers(config)
+        layers = self.draft_layers(config) + self._layers_after(config, self.unread_layers_key)
         if self.draft_prefix:
             layers = (*layers, self.draft_prefix)
         count = config.get(self.num_layers_key)
@@ -272,7 +282,7 @@ class Family:
         """
         has_state = layer is not None and self.has_state(layer, config)
         if self.lone_blocks and layer is not None:
-            return _lone_block(config, layer)
+            return lone_block(config, layer)
         has_experts = self.experts is not None and (
             layer is None or self.experts.stand_in(layer, config)
         )
@@ -475,20 +485,6 @@ class Family:
             length = config.get(self.positions.length_key)
             found["positions"] = length + self.positions.offset if is_size(length) else None
         return found
-
-
-def _lone_block(config: Mapping[str, Any], layer: int) -> Blocks:
-    """Return the one block of a layer. Raises CheckpointError for a kind that is not known."""
-    kinds = config.get("layer_types")
-    kind = kinds[layer] if isinstance(kinds, list) and layer < len(kinds) else None
-    kinds_known = ("linear_attention", "full_attention", "mlp", "moe")
-    if kind not in kinds_known:
-        raise CheckpointError(
-            f"config.json kind of layer {layer}",
-            f"expected one of {', '.join(kinds_known)}, found {kind!r:.100}",
-        )
-    state, attention, dense, experts = (kind == each for each in kinds_known)
-    return Blocks(state=state, attention=attention, dense=dense, experts=experts)
 
 
 def _bias_of(weight: str) -> str:

@@ -56,6 +56,10 @@ class Projection:
         """Return the projection of the first members alone."""
         return replace(self, members=self.members[:count])
 
+    def only(self, place: int) -> "Projection":
+        """Return the projection of one member."""
+        return replace(self, members=self.members[place : place + 1])
+
     def with_size(self, size: str, other: str) -> "Projection":
         """Return the projection with `other` instead of `size`."""
         return replace(

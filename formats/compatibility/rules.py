@@ -40,6 +40,14 @@ def _has_delta_nets(facts: Facts) -> bool:
     return mixer is not None and mixer.kind == "gated delta nets"
 
 
+def _lacks_class(architecture: str) -> str:
+    """Say which class of transformers has the layers of a family it has no class of; "": it has."""
+    family = FAMILIES.get(architecture)
+    if family is None or not family.class_in_transformers:
+        return ""
+    return f"has no {architecture}: its layers are in {family.class_in_transformers}"
+
+
 def _unlisted_linear(facts: Facts) -> str:
     """Return a linear of the routing that the block does not list as float; "": there is none."""
     family = FAMILIES.get(facts.architecture)
@@ -239,6 +247,14 @@ RULES: tuple[Rule, ...] = (
         ),
         "transformers/conversion_mapping.py of 5.23.0, granitemoe; vLLM's granitemoe.py"
         " load_weights; read, not run",
+    ),
+    row(
+        "lacks-class",
+        TRANSFORMERS,
+        "no",
+        lambda f: _lacks_class(f.architecture),
+        "transformers/models/step3p7 of 5.23.0: Step3p7TextModel, without a class of a text model"
+        " with a head",
     ),
     row(
         "delta-net",
