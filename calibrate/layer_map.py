@@ -113,13 +113,13 @@ class LayerMap:
     def required_in_layer(self, config: dict[str, Any], layer: int) -> tuple[str, ...]:
         """Required tensors of a layer besides the linears' weights; others are kept if present."""
         names, blocks = self.layer_tensors, self.family.blocks(config, layer)
-        own = {norm.name for norm in self.family.of_layer(layer, config).norms}
+        row = self.family.of_layer(layer, config)
+        own = {norm.name for norm in row.norms if norm.is_in(blocks)}
         lacking = tuple(f"{norm.name}." for norm in self.family.norms if norm.name not in own)
         names = [name for name in names if not name.startswith(lacking)] if lacking else names
         if not blocks.attention:
-            of_attention = tuple(f"{norm.name}." for norm in self.family.norms if norm.of_attention)
             biases = tuple(f"{linear.name}.bias" for linear in self.family.linears)
-            names = [n for n in names if not n.startswith(of_attention) and n not in biases]
+            names = [name for name in names if name not in biases]
         if blocks.state:
             names = (*names, *self.family.state_mixer.tensors(config))
         if not self.has_experts(config, layer):
@@ -206,8 +206,12 @@ def _stored(projection: Projection) -> tuple[str, ...]:
 
 def _scale_pairs(family: Family, config: Mapping[str, Any], layer: int) -> Iterator[ScalePair]:
     """In the order they run; none of experts, because the router reads their input in float."""
-    norm_of = {norm.feeds: norm.name for norm in family.norms if is_set(norm.present, config)}
     blocks = family.blocks(config, layer)
+    norm_of = {
+        norm.feeds: norm.name
+        for norm in family.norms
+        if is_set(norm.present, config) and norm.is_in(blocks)
+    }
     if family.qkv.name in norm_of:
         readers = family.first_projections(config, layer)
         linears = tuple(name for projection in readers for name in _stored(projection))

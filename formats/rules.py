@@ -31,7 +31,7 @@ FUSED: dict[tuple[str, ...], str] = {
     for family in FAMILIES.values()
     for each in (family.qkv, family.gate_up, *_of_state(family))
     # of four (AFMoE's gates of attention) other servers make three and one
-    if 1 < len(each.members) < 4 and not each.stored_fused
+    if 1 < len(each.members) < 4 and not (each.stored_fused or each.apart_elsewhere)
 }
 _FUSED_NAME = {member: name for members, name in FUSED.items() for member in members}
 # Steps that all patterns of a config may take for one name (about 10 ms).

@@ -41,6 +41,7 @@ class Problem:
     alike: str | None = None  # why experts' weights cannot be one tensor; None: they can
     gated: bool = True  # experts have a gate
     gelu: bool = False  # the tanh approximation of GELU is applied to that gate
+    cut_after: bool = False  # what the activation gives is cut above a limit
 
 
 @functools.cache

@@ -194,6 +194,10 @@ def _register(config_class: str) -> None:
         transformers.AutoModelForCausalLM.register(
             transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True
         )
+    if config_class == "Step3p7TextConfig":
+        from tests import step_for_causal_lm
+
+        step_for_causal_lm.register()
 
 
 def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
@@ -211,7 +215,7 @@ def make_tiny(folder: Path, config_class: str, extra: dict) -> Path:
         if "norm" in name or "bias" in name or "sinks" in name:
             # Some families' norms multiply by 1 + weight.
             adds_one = config_class.startswith(
-                ("Gemma", "VaultGemma", "Qwen3Next", "Qwen3_5", "NemotronC")
+                ("Gemma", "VaultGemma", "Qwen3Next", "Qwen3_5", "NemotronC", "Step3p7")
             )
             adds_one &= not config_class.startswith(("Gemma4", "Gemma3n"))
             is_norm = "norm" in name and "bias" not in name
@@ -250,6 +254,10 @@ OWN_NAMES = {
         ".mlp.shared_expert.": ".mlp.shared_experts.",
     },
     "mimo_v2_flash": {".attention_sink_bias": ".sinks"},
+    "step3p5": {
+        **{".moe.router_bias": ".mlp.gate.e_score_correction_bias", ".moe.": ".mlp."},
+        ".share_expert.": ".mlp.shared_experts.",
+    },
     "phimoe": {".block_sparse_moe.gate.": ".mlp.router."},
 }
 # model_type -> what its modules call `mlp`

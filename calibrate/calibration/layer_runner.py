@@ -55,7 +55,8 @@ class LayerRunner:
         architecture = raw["architectures"][0]
         try:
             config = transformers.AutoConfig.for_model(raw.pop("model_type"), **raw)
-            model_class = getattr(transformers, architecture)
+            name = layer_map.family.class_in_transformers or architecture
+            model_class = getattr(transformers, name)
         except (KeyError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 str(reader.folder / "config.json"),
@@ -70,10 +71,18 @@ class LayerRunner:
         config._attn_implementation = "eager" if self.eager else "sdpa"
         self.config = config
         module = importlib.import_module(model_class.__module__)
-        family = architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+        family = name
+        for suffix in ("ForCausalLM", "LMHeadModel", "TextModel"):
+            family = family.removesuffix(suffix)
+        # of layers with attention, and of those with a state
         kinds = ("DecoderLayer", "TextDecoderLayer", "Layer", "Block")
-        classes = [f"{family}{kind}" for kind in kinds]
-        self._layer_class = next(getattr(module, name) for name in classes if hasattr(module, name))
+        self._layer_classes = tuple(
+            next(each for name in names if (each := getattr(module, f"{family}{name}", None)))
+            for names in (
+                (*kinds, "AttentionDecoderLayer"),
+                (*kinds, "LinearAttentionDecoderLayer"),
+            )
+        )
         self._mamba_factors = getattr(module, "compute_mup_vector", None)
         self._rotary = None
         self._by_theta: dict[float, nn.Module] = {}  # of families whose layers have own thetas
@@ -145,7 +154,7 @@ class LayerRunner:
                     setattr(module, experts.module, mixture)
                 # If a module has two names, the checkpoint's name counts.
                 second = () if experts.module == own else (f"{own}.",)
-            modules = dict(module.named_modules())
+            modules = dict(module.named_modules(remove_duplicate=False))
             for name, theirs in self.layer_map.family.names_in_transformers.items():
                 if theirs in modules:
                     parent, _, leaf = name.rpartition(".")
@@ -197,10 +206,15 @@ class LayerRunner:
             if module.get_buffer(name).is_meta:
                 setattr(module.get_submodule(parent), leaf, buffer.to(self.device))
 
+    def _layer_class(self, layer: int) -> type[nn.Module]:
+        """Return transformers' class of a layer."""
+        has_state = self.layer_map.has_state(self.raw_config, layer)
+        return self._layer_classes[has_state]
+
     def _make_layer(self, layer: int) -> nn.Module:
         """Build an empty layer. Raises CheckpointError if transformers cannot."""
         try:
-            made = self._layer_class(self.config, layer)
+            made = self._layer_class(layer)(self.config, layer)
             if self._mamba_factors is not None:  # the model registers them, not the layer
                 factors = self._mamba_factors(self.config)
                 made.mamba.register_buffer("mup_vector", factors, persistent=False)
@@ -251,7 +265,7 @@ class LayerRunner:
             ):
                 window = self.config.sliding_window if has_window else length
                 mask = mutual_mask(media, length, window, self.device, self.dtype)
-        accepted = inspect.signature(self._layer_class.forward).parameters
+        accepted = inspect.signature(type(module).forward).parameters
         cache_name = "layer_past" if "layer_past" in accepted else "past_key_values"
         others: dict[str, Any] = {"alibi": None} if "alibi" in accepted else {}
         if self.layer_map.family.alibi:
@@ -336,9 +350,14 @@ class LayerRunner:
 
     def _norm(self, weight_D: torch.Tensor | None, bias_D: torch.Tensor | None) -> nn.Module:
         """Return a norm like the first of a layer."""
-        norms = self.layer_map.family.norms
+        family, config = self.layer_map.family, self.raw_config
+        blocks = family.blocks(config, 0)
         with torch.device("meta"):
-            name = next(n.name for n in norms if is_set(n.present, self.raw_config))
+            name = next(
+                norm.name
+                for norm in family.norms
+                if is_set(norm.present, config) and norm.is_in(blocks)
+            )
             norm = self._make_layer(0).get_submodule(name)
         state = {"weight": weight_D, "bias": bias_D}
         own = norm.state_dict()  # empty where norms have no weights

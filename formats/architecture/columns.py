@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from formats.architecture.flags import Flag
 from formats.architecture.projection import Projection, Shape
+from formats.errors import CheckpointError
 
 ATTENTION = "self_attn"  # module of a layer that holds its KV scales
 KEY_NORM = f"{ATTENTION}.k_norm"
@@ -23,10 +24,17 @@ class Norm:
     # one
     feeds: str = ""
     present: Flag = True
+    layers: Literal["all", "attention", "states"] = "all"  # layers that have it
 
     @property
     def of_attention(self) -> bool:
         return self.name.startswith(f"{ATTENTION}.")
+
+    def is_in(self, blocks: "Blocks") -> bool:
+        """Return True if a layer with these blocks has the norm."""
+        if self.of_attention or self.layers == "attention":
+            return blocks.attention
+        return self.layers == "all" or blocks.state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +46,20 @@ class Blocks:
     dense: bool = False  # a feed-forward without experts
     experts: bool = False
     layer_input: bool = False  # what adds the layer's own input (LayerInputs)
+
+
+def lone_block(config: Mapping[str, Any], layer: int) -> Blocks:
+    """Return the one block of a layer. Raises CheckpointError for a kind that is not known."""
+    kinds = config.get("layer_types")
+    kind = kinds[layer] if isinstance(kinds, list) and layer < len(kinds) else None
+    kinds_known = ("linear_attention", "full_attention", "mlp", "moe")
+    if kind not in kinds_known:
+        raise CheckpointError(
+            f"config.json kind of layer {layer}",
+            f"expected one of {', '.join(kinds_known)}, found {kind!r:.100}",
+        )
+    state, attention, dense, experts = (kind == each for each in kinds_known)
+    return Blocks(state=state, attention=attention, dense=dense, experts=experts)
 
 
 # of layers in families whose layers have different heads: with full attention, and others

@@ -221,10 +221,13 @@ def _split_floats(
     layer = re.escape(family.layer).replace(re.escape("{i}"), r"\d{1,9}")
     stems = ("experts", *(f"{module}.experts" for module in MODULES))
     usual = [tuple(f"{stem}.{name}" for name in STACKED) for stem in stems]
+    of_stacks = (experts.gate_up, experts.down)
+    if len(experts.stacks) == 3:
+        of_stacks = tuple(p.only(place) for p in of_stacks for place in range(len(p.members)))
     projections = {
         name: projection
-        for pair in ([experts.stacks] if experts.stacks else usual)
-        for name, projection in zip(pair, (experts.gate_up, experts.down), strict=True)
+        for own in ([experts.stacks] if experts.stacks else usual)
+        for name, projection in zip(own, of_stacks, strict=True)
     }
     names = "|".join(map(re.escape, projections))
     stack = re.compile(rf"(?P<layer>{layer})\.(?P<stack>{names})(?P<rest>[._]\w+)?")

@@ -60,7 +60,8 @@ class Experts:
     # In MXFP4 it is a pair of tensors, not transposed.
     fused: bool = False
     # Names below the layer of two tensors that hold gate and up [E, 2 I, H] and down [E, H, I] of
-    # all experts; the reader presents the linears of each (expert_stacks.py).
+    # all experts, or of three, each for one linear; the reader presents the linears of each expert
+    # (expert_stacks.py).
     stacks: tuple[str, ...] = ()
     stacks_transposed: bool = False  # those tensors are [E, H, 2 I] and [E, I, H]
     # Linears of a layer before and after the experts, which read what the first one makes. Router
@@ -70,6 +71,7 @@ class Experts:
     # The routing weight multiplies an expert's input instead of its output; a token has one expert.
     scaled_inputs: bool = False
     clamped: bool = False  # (up + 1) * gate * sigmoid(swiglu_alpha * gate), within swiglu_limit
+    limits_key: str = ""  # as Family.limits_key, of these experts
     # Keys of config.json for the layers that keep the dense feed-forward: a list of layers; all
     # layers before a number; all but every n-th.
     dense_layers_key: str = ""

@@ -20,6 +20,7 @@ from formats.architecture.columns import (
     LayerKind,
     Norm,
     Positions,
+    lone_block,
 )
 from formats.architecture.experts import Experts
 from formats.architecture.flags import Flag, is_set
@@ -91,6 +92,7 @@ class Family:
     names_in_transformers: Mapping[str, str] = field(default_factory=dict)
     # transformers' tensors of a layer, and those of this row that are their parts, in order
     joined_in_transformers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    class_in_transformers: str = ""  # a class next to those of layers; empty: the architecture's
     float_linears: tuple[str, ...] = ()  # other linears of a layer, which are never quantized
     # Names of the matrices [hidden_size, hidden_size], numbered from 0, that make the other streams
     # of hidden states from embeddings, and of those that lead back; empty: there is one stream.
@@ -108,10 +110,16 @@ class Family:
     float32_norms: bool = False  # the norm's factors are float32, and the result is rounded once
     activation_key: str = "hidden_act"  # empty: always the usual one
     activations: tuple[str, ...] = ("silu",)  # the usual one first
+    # Key of config.json: a limit of the activation (ActSpec) for each layer; 0 or null: none. Of
+    # shared experts, too; Experts.limits_key has that of the others.
+    limits_key: str = ""
     inner_key: str = "intermediate_size"  # key of config.json; shapes call it intermediate_size
     window: Literal["none", "all", "layer_types"] = "none"  # layers with a sliding window
-    # Layers with rotary embeddings; "windows": those with a sliding window, or all without any.
-    rope: Literal["all", "none", "no_rope_layers", "windows", "position_embedding_type"] = "all"
+    # Layers with rotary embeddings; "windows": those with a sliding window, or all without any;
+    # "rope_theta": all if rope_parameters states a theta and a type, else none.
+    rope: Literal[
+        "all", "none", "no_rope_layers", "windows", "position_embedding_type", "rope_theta"
+    ] = "all"
     theta_key: str = ""  # key of config.json: theta of each layer; 0: the layer does not rotate
     rotary_dim_key: str = ""  # key of config.json: rotated channels of a head, at theta 10,000
     interleaved_rope: Flag = False  # channels 2 i and 2 i + 1 form a pair, not i and i + half
@@ -137,11 +145,13 @@ class Family:
     # of a layer that hold masks or other tables, which are computed.
     config_keys: Mapping[str, str] = field(default_factory=dict)
     left_out_prefix: str = ""
+    other_names: Mapping[str, str] = field(default_factory=dict)  # modules, by names in some files
     transposed: bool = False
     masks: tuple[str, ...] = ()
     layer: str = "model.layers.{i}"
     num_layers_key: str = "num_hidden_layers"
     draft_layers_key: str = ""  # MTP layers after those, for drafts only (next_token.py)
+    unread_layers_key: str = ""  # key of config.json: layers after those, which are not read
     draft_prefix: str = ""  # prefixes of tensors outside of layers that are for drafts only
     draft_names: DraftNames = LAST_LAYER  # with `layer`: of the MTP layer below draft_prefix
     embedding: str = "model.embed_tokens.weight"
@@ -238,7 +248,11 @@ class Family:
         if self.draft_names.layer:
             count = config.get(self.draft_names.count_key, 1)
             return (self.draft_prefix,) if is_size(count) else ()
-        first, count = config.get(self.num_layers_key), config.get(self.draft_layers_key)
+        return self._layers_after(config, self.draft_layers_key)
+
+    def _layers_after(self, config: Mapping[str, Any], key: str) -> tuple[str, ...]:
+        """Return the prefixes of as many layers after the model's as a key states."""
+        first, count = config.get(self.num_layers_key), config.get(key)
         if not (is_size(first) and is_size(count)):
             return ()
         numbers = range(first, first + min(count, MAX_LAYERS))
@@ -246,7 +260,7 @@ class Family:
 
     def unread(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the prefixes of tensors that the model itself does not use."""
-        layers = self.draft_layers(config)
+        layers = self.draft_layers(config) + self._layers_after(config, self.unread_layers_key)
         if self.draft_prefix:
             layers = (*layers, self.draft_prefix)
         count = config.get(self.num_layers_key)
@@ -268,7 +282,7 @@ class Family:
         """
         has_state = layer is not None and self.has_state(layer, config)
         if self.lone_blocks and layer is not None:
-            return _lone_block(config, layer)
+            return lone_block(config, layer)
         has_experts = self.experts is not None and (
             layer is None or self.experts.stand_in(layer, config)
         )
@@ -288,6 +302,10 @@ class Family:
         """Return True if some layer has rotary embeddings."""
         if self.rope == "position_embedding_type":
             return config.get(self.rope) == "rope"
+        if self.rope == "rope_theta":
+            rope = config.get("rope_parameters")
+            is_stated = isinstance(rope, Mapping) and rope.get("rope_type", "default") is not None
+            return is_stated and rope.get("rope_theta") is not None
         return self.rope != "none"
 
     def embedding_factor(self, config: Mapping[str, Any]) -> float:
@@ -375,14 +393,7 @@ class Family:
         for linear in linears:
             if is_set(linear.bias, config):
                 shapes[f"{linear.name}.bias"] = (linear.outputs,)
-        leaves = ("weight", "bias") if self.norm_bias else ("weight",)
-        leaves = leaves if self.norm_weights else ()
-        shapes |= {
-            f"{norm.name}.{leaf}": ((norm.size,),)
-            for norm in self.of_layer(layer, config).norms
-            if is_set(norm.present, config) and (blocks.attention or not norm.of_attention)
-            for leaf in leaves
-        }
+        shapes |= self.of_layer(layer, config).norm_tensors(config, blocks)
         if blocks.state:
             shapes |= self.state_mixer.tensors(config)
         if self.indexer is not None and self.indexer.is_in(layer, config):
@@ -395,6 +406,17 @@ class Family:
         if blocks.experts:
             shapes |= self.experts.tensors(config)
         return shapes
+
+    def norm_tensors(self, config: Mapping[str, Any], blocks: Blocks) -> dict[str, Shape]:
+        """Return the tensors of the norms of a layer with these blocks."""
+        leaves = ("weight", "bias") if self.norm_bias else ("weight",)
+        leaves = leaves if self.norm_weights else ()
+        return {
+            f"{norm.name}.{leaf}": ((norm.size,),)
+            for norm in self.norms
+            if is_set(norm.present, config) and norm.is_in(blocks)
+            for leaf in leaves
+        }
 
     @property
     def model_tensors(self) -> dict[str, Shape]:
@@ -464,20 +486,6 @@ class Family:
             length = config.get(self.positions.length_key)
             found["positions"] = length + self.positions.offset if is_size(length) else None
         return found
-
-
-def _lone_block(config: Mapping[str, Any], layer: int) -> Blocks:
-    """Return the one block of a layer. Raises CheckpointError for a kind that is not known."""
-    kinds = config.get("layer_types")
-    kind = kinds[layer] if isinstance(kinds, list) and layer < len(kinds) else None
-    kinds_known = ("linear_attention", "full_attention", "mlp", "moe")
-    if kind not in kinds_known:
-        raise CheckpointError(
-            f"config.json kind of layer {layer}",
-            f"expected one of {', '.join(kinds_known)}, found {kind!r:.100}",
-        )
-    state, attention, dense, experts = (kind == each for each in kinds_known)
-    return Blocks(state=state, attention=attention, dense=dense, experts=experts)
 
 
 def _bias_of(weight: str) -> str:

@@ -39,6 +39,7 @@ class Projection:
     # that matrix has so many blocks, each with the queries, the values and the keys of its heads
     blocks: int = 0
     float_because: str = ""  # why it stays in float by default
+    apart_elsewhere: bool = False  # other servers run its members as a matrix each
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -54,6 +55,10 @@ class Projection:
     def first_members(self, count: int) -> "Projection":
         """Return the projection of the first members alone."""
         return replace(self, members=self.members[:count])
+
+    def only(self, place: int) -> "Projection":
+        """Return the projection of one member."""
+        return replace(self, members=self.members[place : place + 1])
 
     def with_size(self, size: str, other: str) -> "Projection":
         """Return the projection with `other` instead of `size`."""

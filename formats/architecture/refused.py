@@ -10,22 +10,10 @@ _CHATGLM = (
     "is the form of ChatGLM that runs code from its folder",
     "use its form for transformers, such as zai-org/glm-4-9b-chat-hf",
 )
-_LISTED = "use a model of a family that `qserve families` lists"
-_STEP = (
-    "cuts the activations of experts in its last layers (swiglu_limits), which no kernel here does",
-    _LISTED,
-)
 # architecture -> (problem, remedy)
 REFUSED: dict[str, tuple[str, str]] = {
     "ChatGLMModel": _CHATGLM,
     "ChatGLMForConditionalGeneration": _CHATGLM,
-    "OlmoHybridForCausalLM": (
-        "has gated delta nets whose tokens write up to twice their value"
-        " (linear_allow_neg_eigval), which no kernel here computes",
-        _LISTED,
-    ),
-    "Step3p5ForCausalLM": _STEP,
-    "Step3p7ForConditionalGeneration": _STEP,
     "RWForCausalLM": (
         "is the form of Falcon that runs code from its folder",
         "use its form for transformers, such as tiiuae/falcon-7b",

@@ -147,7 +147,7 @@ def named_sizes(
     keys, values = (
         _product(found, f"linear_num_{x}_heads", f"linear_{x}_head_dim") for x in ("key", "value")
     )
-    found["delta_v"] = values
+    found["delta_k"], found["delta_v"] = keys, values
     found["delta_qkv"] = 2 * keys + values if keys and values else None
     found |= _mamba_sizes(found)
     found["short_conv_in"] = hidden and 3 * hidden

@@ -56,6 +56,7 @@ WRAPPERS = (
     "NemotronH_Nano_Omni_Reasoning_V3",
     "NemotronH_Nano_VL_V2",
     "NemotronH_Omni_Reasoning_V3",
+    "Step3p7ForConditionalGeneration",
     "VideoLlavaForConditionalGeneration",
     "VipLlavaForConditionalGeneration",
 )
@@ -83,6 +84,7 @@ _PREFIXES = {
 _PART_NAMES = ("vision_tower", "multi_modal_projector", "vision_model", "connector", "visual")
 _PART_NAMES += ("embed_vision", "audio_tower", "embed_audio", "mm_projector", "merger", "mlp1")
 _PART_NAMES += ("sound_encoder", "sound_projection", "image_tower", "video_tower")
+_PART_NAMES += ("vit_large_projector",)
 _LONE_TENSOR = "image_newline"  # of LLaVA-NeXT
 # prefixes of the other parts
 _OTHER_PARTS = tuple(f"{parent}{part}." for parent in ("", "model.") for part in _PART_NAMES)

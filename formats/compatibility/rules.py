@@ -40,6 +40,14 @@ def _has_delta_nets(facts: Facts) -> bool:
     return mixer is not None and mixer.kind == "gated delta nets"
 
 
+def _lacks_class(architecture: str) -> str:
+    """Say which class of transformers has the layers of a family it has no class of; "": it has."""
+    family = FAMILIES.get(architecture)
+    if family is None or not family.class_in_transformers:
+        return ""
+    return f"has no {architecture}: its layers are in {family.class_in_transformers}"
+
+
 def _unlisted_linear(facts: Facts) -> str:
     """Return a linear of the routing that the block does not list as float; "": there is none."""
     family = FAMILIES.get(facts.architecture)
@@ -241,6 +249,14 @@ RULES: tuple[Rule, ...] = (
         " load_weights; read, not run",
     ),
     row(
+        "lacks-class",
+        TRANSFORMERS,
+        "no",
+        lambda f: _lacks_class(f.architecture),
+        "transformers/models/step3p7 of 5.23.0: Step3p7TextModel, without a class of a text model"
+        " with a head",
+    ),
+    row(
         "delta-net",
         VLLM,
         "yes",
@@ -249,7 +265,8 @@ RULES: tuple[Rule, ...] = (
             "its source supports gated delta nets; not run here",
         ),
         "vllm/model_executor/models/qwen3_next.py and qwen3_5.py packed_modules_mapping, "
-        "layers/mamba/gdn/qwen_gdn_linear_attn.py create_qkvz_proj and create_ba_proj, "
+        "olmo_hybrid.py hf_to_vllm_mapper, layers/mamba/gdn/qwen_gdn_linear_attn.py "
+        "create_qkvz_proj and create_ba_proj, "
         "layers/linear.py weight_loader_v2 of 0.33.0: in_proj_qkv and in_proj_z are one matrix in "
         "one scheme, as are in_proj_b and in_proj_a, in float or quantized",
     ),

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from formats.architecture.columns import LayerKind
+from formats.architecture.columns import Blocks, LayerKind
 from formats.architecture.expert_names import missing_experts
 from formats.architecture.family import DERIVED, Family
 from formats.architecture.projection import Shape
@@ -184,6 +184,7 @@ def _shape_finder(family: Family, config: Mapping[str, Any]) -> Callable[[str], 
                 linears = [each for made in row.state_mixer.projections for each in made.linears]
                 shapes |= {f"{linear.name}.weight": linear.shape for linear in linears}
                 shapes |= row.state_mixer.tensors(config)
+                shapes |= row.norm_tensors(config, Blocks(attention=False, state=True))
             tables[kind] = shapes
         return shapes.get(LAYER_NUMBER.split(name)[-1])
 

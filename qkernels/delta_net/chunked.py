@@ -26,9 +26,10 @@ def delta_rule_(
     memory_PHKV: torch.Tensor,
     step: StateStep,
     recent_PNI: torch.Tensor | None = None,
+    write_factor: float = 1.0,
 ) -> torch.Tensor:
     """As reference.delta_rule_."""
-    numbers = a_log_H, dt_bias_A, memory_PHKV
+    numbers = a_log_H, dt_bias_A, memory_PHKV, write_factor
     q, k, v, g, beta = reference.split_mixed(mixed_TC, b_TH, a_TA, *numbers)
     o_THV = torch.empty_like(v)
     split = SplitStep.of(step, mixed_TC.device)

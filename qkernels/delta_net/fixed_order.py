@@ -22,17 +22,19 @@ def delta_rule_(
     memory_PHKV: torch.Tensor,
     step: StateStep,
     recent_PNI: torch.Tensor | None = None,
+    write_factor: float = 1.0,
 ) -> torch.Tensor:
     """Implement ops.delta_rule_."""
     if gpu_device.arch(mixed_TC.device) != "cpu":
         from qkernels.delta_net import triton_recurrence
 
         return triton_recurrence.delta_rule_(
-            mixed_TC, b_TH, a_TA, a_log_H, dt_bias_A, memory_PHKV, step, recent_PNI
+            *(mixed_TC, b_TH, a_TA, a_log_H, dt_bias_A, memory_PHKV),
+            *(step, recent_PNI, write_factor),
         )
 
     def run(rows, states, row):
-        return reference.delta_rule_(*rows, a_log_H, dt_bias_A, states, row)
+        return reference.delta_rule_(*rows, a_log_H, dt_bias_A, states, row, None, write_factor)
 
     _, H, _, V = memory_PHKV.shape
     o_THV = mixed_TC.new_zeros(mixed_TC.shape[0], H, V)

@@ -27,14 +27,18 @@ def delta_rule_(
     step: StateStep,
     recent_PNI: torch.Tensor | None = None,
     kernel: str | None = None,
+    *,
+    write_factor: float = 1.0,
 ) -> torch.Tensor:
     """Outputs [T, H, V]: what each token reads from its request's state after its own update.
 
     `mixed` [T, 2 J K + H V] is queries, keys and values; queries and keys are scaled to length 1
-    here. A token writes as much as sigmoid(b) says, and keeps exp(-exp(a_log) softplus(a +
-    dt_bias)) of what was there: one share of a head (A = H), or one of each key channel (A = H K,
-    Kimi Delta Attention). `memory`, float32, is the states, changed in place. `recent`: keys,
-    values, b and a of rows that the memory may not include (StateStep); None: it includes all.
+    here. A token writes as much as write_factor sigmoid(b) says, and keeps exp(-exp(a_log)
+    softplus(a + dt_bias)) of what was there: one share of a head (A = H), or one of each key
+    channel (A = H K, Kimi Delta Attention). With a `write_factor` of 2 (OLMo-Hybrid) a token may
+    turn the sign of what its key had. `memory`, float32, is the states, changed in place.
+    `recent`: keys, values, b and a of rows that the memory may not include (StateStep); None: it
+    includes all.
     """
     op = "delta_rule_"
     check_float(f"{op} mixed", mixed_TC)
@@ -56,11 +60,16 @@ def delta_rule_(
         check_tensor(f"{op} {name}", x, (T, size), (mixed_TC.dtype,), mixed_TC)
     for name, x, size in (("a_log", a_log_H, H), ("dt_bias", dt_bias_A, A)):
         check_tensor(f"{op} {name}", x, (size,), (torch.float32,), mixed_TC)
+    if not 0 < write_factor <= 2:
+        raise KernelError(
+            f"{op} write_factor", f"expected above 0, at most 2, found {write_factor}"
+        )
     check_step(op, step, mixed_TC)
     inputs = recent_width(heads * K, H * V, H, A)
     check_recent(op, recent_PNI, inputs, step, mixed_TC)
     run = _run(rows.DELTA_RULE, mixed_TC, kernel, in_features=K, head_dim=V)
-    return run(mixed_TC, b_TH, a_TA, a_log_H, dt_bias_A, memory_PHKV, step, recent_PNI)
+    rule = mixed_TC, b_TH, a_TA, a_log_H, dt_bias_A, memory_PHKV
+    return run(*rule, step, recent_PNI, write_factor)
 
 
 def gated_rms_norm(

@@ -24,13 +24,14 @@ def delta_rule_(
     memory_PHKV: torch.Tensor,
     step: StateStep,
     recent_PNI: torch.Tensor | None = None,
+    write_factor: float = 1.0,
 ) -> torch.Tensor:
     """Outputs [T, H, V]: what each token reads from its request's state after its own update.
 
     S = exp(g) S;  S = S + k (beta (v - S^T k))^T;  o = S^T q. The arithmetic is in the state's
     dtype.
     """
-    numbers = a_log_H, dt_bias_A, memory_PHKV
+    numbers = a_log_H, dt_bias_A, memory_PHKV, write_factor
     q_THK, k_THK, v_THV, g_THX, beta_TH = split_mixed(mixed_TC, b_TH, a_TA, *numbers)
     o_THV = torch.empty_like(v_THV)
     for own in requests_of(step):
@@ -92,11 +93,12 @@ def split_mixed(
     a_log_H: torch.Tensor,
     dt_bias_A: torch.Tensor,
     memory_PHKV: torch.Tensor,
+    write_factor: float = 1.0,
 ) -> tuple[torch.Tensor, ...]:
     """q, k [T, H, K], v [T, H, V], g [T, H, X] and beta [T, H] in the state's dtype.
 
     Queries and keys have length 1, apart from the scale K^-0.5 of queries. Each key head is
-    repeated for its value heads, which are adjacent.
+    repeated for its value heads, which are adjacent. beta is write_factor sigmoid(b).
     """
     _, H, K, V = memory_PHKV.shape
     wide = memory_PHKV.dtype
@@ -113,7 +115,8 @@ def split_mixed(
     )
     steps_TA = F.softplus(a_TA.to(wide) + dt_bias_A.to(wide))
     g_THX = -a_log_H.to(wide).exp()[:, None] * steps_TA.unflatten(1, (H, -1))
-    return q * K**-0.5, k, v_THV, g_THX, b_TH.to(wide).sigmoid()
+    beta_TH = write_factor * b_TH.to(wide).sigmoid()
+    return q * K**-0.5, k, v_THV, g_THX, beta_TH
 
 
 def recent_width(keys: int, values: int, heads: int, decays: int | None = None) -> int:
@@ -134,11 +137,12 @@ def split_recent(
     a_log_H: torch.Tensor,
     dt_bias_A: torch.Tensor,
     memory_PHKV: torch.Tensor,
+    write_factor: float = 1.0,
 ) -> tuple[torch.Tensor, ...]:
     """k [n, H, K], v [n, H, V], g [n, H, X] and beta [n, H] of what `row_inputs` returns."""
     H, V = memory_PHKV.shape[1], memory_PHKV.shape[3]
     rows = rows_of_inputs(inputs_nI, H, H * V, len(dt_bias_A))
-    return split_mixed(*rows, a_log_H, dt_bias_A, memory_PHKV)[1:]
+    return split_mixed(*rows, a_log_H, dt_bias_A, memory_PHKV, write_factor)[1:]
 
 
 def rows_of_inputs(

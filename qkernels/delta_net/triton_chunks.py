@@ -7,9 +7,9 @@ Requests with few rows are left to triton_delta.py.
 
 Operands of products are in the workspace's dtype, sums in float32. Queries and keys are multiplied
 as they are, and scaled to length 1 in the sums: no rounding. What enters exp is never above 0. The
-inverse, and all that makes it, is at most 1 in size (each entry is a product of contractions
-1 - beta k k^T between keys), so float16, with as many digits as tf32 has, holds it for operands of
-16 bits.
+inverse, and all that makes it, is at most 2 in size (each entry is beta times a product of
+contractions 1 - beta k k^T between keys, where beta is at most 2), so float16, with as many digits
+as tf32 has, holds it for operands of 16 bits.
 
 Legend as in ops.py; BK keys, BV columns and BT rows of a tile; solve [T, H, BT]: what a chunk
 writes is solve (v - k S), with S the state before it; inner [T, H, BT]: what its rows read of that.
@@ -39,6 +39,7 @@ def run_chunks_(
     step: StateStep,
     config: ChunkConfig,
     few: int,
+    write_factor: float = 1.0,
 ) -> None:
     """Implement ops.delta_rule_ for requests with more than `few` rows: writes `o`, `memory`."""
     T, C = mixed_TC.shape
@@ -73,6 +74,7 @@ def run_chunks_(
         BK=config.keys,
         BT=config.rows,
         PRECISION=config.precision,
+        WRITE_FACTOR=write_factor,
         num_warps=config.system_warps,
         maxnreg=config.system_registers,
     )
@@ -152,6 +154,7 @@ def _chunk_systems(
     BK: tl.constexpr,
     BT: tl.constexpr,
     PRECISION: tl.constexpr,
+    WRITE_FACTOR: tl.constexpr,
 ):
     OPERAND: tl.constexpr = solve_ptr.dtype.element_ty
     INVERSE: tl.constexpr = tl.float32 if tl.float32 == OPERAND else tl.float16
@@ -177,7 +180,7 @@ def _chunk_systems(
         a = tl.load(a_ptr + row * stride_a + h + i * stride_a, mask=in_t, other=0.0).to(tl.float32)
         b = tl.load(b_ptr + row * stride_b + h + i * stride_b, mask=in_t, other=0.0).to(tl.float32)
         # Rows after the end write nothing and forget nothing.
-        beta = tl.where(in_t, write_share(b), 0.0)
+        beta = tl.where(in_t, write_share(b, WRITE_FACTOR), 0.0)
         decay = decay_log(a, tl.load(a_log_ptr + h), tl.load(dt_bias_ptr + h))
         decay = tl.where(in_t, decay, 0.0)
         total, last = tl.cumsum(decay, 0), tl.sum(decay, 0)

@@ -29,13 +29,15 @@ def delta_rule_(
     memory_PHKV: torch.Tensor,
     step: StateStep,
     recent_PNI: torch.Tensor | None = None,
+    write_factor: float = 1.0,
 ) -> torch.Tensor:
     """Implement ops.delta_rule_."""
     if a_TH.shape[1] != b_TH.shape[1]:  # a share of each key channel
         from qkernels.delta_net import triton_recurrence
 
         return triton_recurrence.delta_rule_(
-            mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, memory_PHKV, step, recent_PNI
+            *(mixed_TC, b_TH, a_TH, a_log_H, dt_bias_H, memory_PHKV),
+            *(step, recent_PNI, write_factor),
         )
     mixed_TC, b_TH, a_TH = (
         x if x.stride(1) == 1 else x.contiguous() for x in (mixed_TC, b_TH, a_TH)
@@ -71,6 +73,7 @@ def delta_rule_(
             EPS=L2_EPS,
             BK=config.keys,
             BV=config.columns,
+            WRITE_FACTOR=write_factor,
             num_warps=config.warps,
         )
 
@@ -79,13 +82,22 @@ def delta_rule_(
         run_rows_()
         if step.max_query_len > few:
             chunks = chunk_config(K, V, mixed_TC.dtype, arch(mixed_TC.device))
-            run_chunks_(*rule, step, chunks, few)
+            run_chunks_(*rule, step, chunks, few, write_factor)
     return o_THV
 
 
 @triton.jit
 def updated(
-    state, key, value, b, a, a_log, dt_bias, EPS: tl.constexpr, CHANNELS: tl.constexpr = False
+    state,
+    key,
+    value,
+    b,
+    a,
+    a_log,
+    dt_bias,
+    EPS: tl.constexpr,
+    CHANNELS: tl.constexpr = False,
+    WRITE_FACTOR: tl.constexpr = 1.0,
 ):
     """The state's columns after a token. CHANNELS: `a` and `dt_bias` have a number of each key
     channel.
@@ -96,7 +108,7 @@ def updated(
         state *= left[:, None]
     else:
         state *= left
-    written = write_share(b) * (value - tl.sum(key[:, None] * state, 0))
+    written = write_share(b, WRITE_FACTOR) * (value - tl.sum(key[:, None] * state, 0))
     return state + key[:, None] * written[None, :]
 
 
@@ -126,6 +138,7 @@ def _delta_rows(
     EPS: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    WRITE_FACTOR: tl.constexpr,
 ):
     r, h = tl.program_id(0), tl.program_id(1)
     first = tl.load(starts_ptr + r)
@@ -162,7 +175,8 @@ def _delta_rows(
                 value = tl.load(value_ptrs, mask=in_v, other=0.0).to(tl.float32)
                 b = tl.load(inputs_ptr + J * K + H * V + h).to(tl.float32)
                 a = tl.load(inputs_ptr + J * K + H * V + H + h).to(tl.float32)
-                state = updated(state, key, value, b, a, a_log, dt_bias, EPS)
+                inputs = key, value, b, a
+                state = updated(state, *inputs, a_log, dt_bias, EPS, False, WRITE_FACTOR)
             if count > 1:
                 tl.store(state_ptrs, state, mask=state_mask)
         # What several programs have in common is kept by the first of them.
@@ -189,7 +203,8 @@ def _delta_rows(
             query *= tl.rsqrt(tl.sum(query * query, 0) + EPS) * SCALE
             key, value = key.to(tl.float32), value.to(tl.float32)
             b, a = b.to(tl.float32), a.to(tl.float32)
-            state = updated(state, key, value, b, a, a_log, dt_bias, EPS)
+            inputs = key, value, b, a
+            state = updated(state, *inputs, a_log, dt_bias, EPS, False, WRITE_FACTOR)
             out = tl.sum(query[:, None] * state, 0)
             tl.store(o_ptr + (row * H + h) * V + v, out.to(o_ptr.dtype.element_ty), mask=in_v)
         if count == 1:

@@ -20,6 +20,10 @@ def decay_log(a, a_log, dt_bias):
 
 
 @triton.jit
-def write_share(b):
-    """sigmoid(b): the share of what a token would write that it does write."""
-    return 1.0 / (1.0 + tl.exp(-b))
+def write_share(b, FACTOR: tl.constexpr = 1.0):
+    """FACTOR sigmoid(b): how much of what a token would write it does write."""
+    share = 1.0 / (1.0 + tl.exp(-b))
+    if FACTOR == 1.0:
+        return share
+    else:
+        return FACTOR * share

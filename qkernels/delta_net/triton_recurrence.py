@@ -28,6 +28,7 @@ def delta_rule_(
     memory_PHKV: torch.Tensor,
     step: StateStep,
     recent_PNI: torch.Tensor | None = None,
+    write_factor: float = 1.0,
 ) -> torch.Tensor:
     """Implement ops.delta_rule_."""
     mixed_TC, b_TH, a_TA = (
@@ -68,6 +69,7 @@ def delta_rule_(
             BK=config.keys,
             BV=config.columns,
             CHANNELS=a_TA.shape[1] != H,
+            WRITE_FACTOR=write_factor,
             num_warps=config.warps,
         )
     return o_THV
@@ -134,6 +136,7 @@ def _delta_rows(
     BK: tl.constexpr,
     BV: tl.constexpr,
     CHANNELS: tl.constexpr,
+    WRITE_FACTOR: tl.constexpr,
 ):
     h, r = tl.program_id(1), tl.program_id(2)
     first = tl.load(starts_ptr + r).to(tl.int64)
@@ -236,7 +239,8 @@ def _delta_rows(
             q, p = query.to(tl.float32), key.to(tl.float32)
             q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * SCALE
             wide_value, wide_b, wide_a = value.to(tl.float32), b.to(tl.float32), a.to(tl.float32)
-            state = updated(state, p, wide_value, wide_b, wide_a, a_log, dt_bias, EPS, CHANNELS)
+            wide = p, wide_value, wide_b, wide_a
+            state = updated(state, *wide, a_log, dt_bias, EPS, CHANNELS, WRITE_FACTOR)
             out = tl.sum(q[:, None] * state, 0)
             o_ptrs = o_ptr + tl.cast(t, tl.int64) * (H * V) + v
             tl.store(o_ptrs, out.to(o_ptr.dtype.element_ty), mask=v < tl.where(t >= 0, V, 0))

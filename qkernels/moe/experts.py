@@ -79,6 +79,7 @@ class ExpertsProblem:
     inner: int  # I
     gated: bool = True  # the first product makes gate and up
     gelu: bool = False  # the tanh approximation of GELU is applied to gate
+    cut_after: bool = False  # the activation's result is cut above a limit
     dtype: torch.dtype
     device: torch.device
     requested: str | None = None  # kernels that were asked for or forbidden (choice.py)

@@ -105,6 +105,7 @@ def prepare_experts(
         alike=fault,
         gated=weights.glu.gated,
         gelu=weights.glu.gelu,
+        cut_after=weights.glu.cut_after,
     )
     row = dispatch.choose(EXPERTS, problem)
     prepared = dispatch.module_of(EXPERTS, row.name).prepare_experts(weights, dtype, device)

@@ -112,7 +112,11 @@ def glu(x_M2I: torch.Tensor, kind: Glu) -> torch.Tensor:
     if kind == GEGLU:
         return F.gelu(gate, approximate="tanh") * up
     if kind.limit is not None:
-        gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
+        up = up.clamp(-kind.limit, kind.limit)
+    if kind.cut_after:
+        return F.silu(gate).clamp(max=kind.limit) * up
+    if kind.limit is not None:
+        gate = gate.clamp(max=kind.limit)
     return (up + kind.offset) * (gate * torch.sigmoid(gate * kind.alpha))
 
 
@@ -137,6 +141,7 @@ def prepare_experts(
             inner=inner,
             gated=weights.glu.gated,
             gelu=weights.glu.gelu,
+            cut_after=weights.glu.cut_after,
             dtype=dtype,
             device=device,
         ),

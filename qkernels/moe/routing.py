@@ -65,6 +65,7 @@ class Glu:
     alpha: float = 1.0
     offset: float = 0.0
     limit: float | None = None  # gate is cut above it, up outside of it on both sides
+    cut_after: bool = False  # silu(gate) is cut above it, not gate; alpha is 1, offset 0
 
     @property
     def gated(self) -> bool:

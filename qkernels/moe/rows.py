@@ -105,6 +105,7 @@ def explain_variants(problem: Problem) -> list[tuple[str, str]]:
         inner=problem.in_features,
         gated=problem.gated,
         gelu=problem.gelu,
+        cut_after=problem.cut_after,
         sm_count=0,
         shared_bytes=0,
         lacks_sm90=gpu_device.lacks_arch(torch.device(problem.device), "sm_90"),

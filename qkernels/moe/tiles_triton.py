@@ -23,6 +23,7 @@ class ExpertsTile:
     alpha: float = 1.0
     offset: float = 0.0
     limit: float = 0.0  # 0: none
+    cut_after: bool = False  # the activation's result is cut above limit, not gate
     relu2: bool = False  # the square of ReLU is applied to the outputs
     parts: bool = False  # weighted float32 sums for the consumer: [split, k, M, N]
     partial: bool = False  # some of the experts are elsewhere
@@ -99,13 +100,16 @@ def store_pairs(
         rounded = sums.to(DTYPE).to(tl.float32).reshape(BN // 16, 2, 8, BM).trans(0, 2, 3, 1)
         gate, up = tl.split(rounded)
         if TILE.limit > 0:
-            gate = tl.minimum(gate, TILE.limit)
+            if not TILE.cut_after:
+                gate = tl.minimum(gate, TILE.limit)
             up = tl.minimum(tl.maximum(up, -TILE.limit), TILE.limit)
         argument = TILE.alpha * gate
         if TILE.gelu:
             # 0.5 (1 + tanh(y)) = 1 / (1 + exp(-2 y)), y = sqrt(2 / pi) (gate + 0.044715 gate^3)
             argument = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
         act = (gate / (1 + tl.exp(-argument))).to(DTYPE).to(tl.float32)
+        if TILE.cut_after:
+            act = tl.where(act > TILE.limit, TILE.limit, act)  # propagates NaN
         y = (act * (up + TILE.offset)).reshape(BN // 2, BM)
         n = tile_n * (BN // 2) + tl.arange(0, BN // 2)
         y_ptrs = y_ptr + pair.to(tl.int64)[None, :] * (N // 2) + n[:, None]

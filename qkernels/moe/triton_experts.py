@@ -72,6 +72,7 @@ def prepare_experts(
             inner=inner,
             gated=weights.glu.gated,
             gelu=weights.glu.gelu,
+            cut_after=weights.glu.cut_after,
             dtype=dtype,
             device=device,
         ),
@@ -174,7 +175,8 @@ def _constants(glu: Glu) -> dict[str, float]:
         return {"relu2": True}
     if glu.gelu:
         return {"glu": True, "gelu": True}
-    return {"glu": True, "alpha": glu.alpha, "offset": glu.offset, "limit": glu.limit or 0.0}
+    numbers = {"alpha": glu.alpha, "offset": glu.offset, "limit": glu.limit or 0.0}
+    return {"glu": True, **numbers, "cut_after": glu.cut_after}
 
 
 def _product(

@@ -32,6 +32,7 @@ class Layer:
     inner: int
     gated: bool
     gelu: bool
+    cut_after: bool = False
     sm_count: int
     shared_bytes: int  # what one block may have
     lacks_sm90: str | None  # why this GPU does not run kernels for sm_90
@@ -54,6 +55,8 @@ def _refuses_few_tokens(layer: Layer) -> str | None:
         return "takes experts with a gate"
     if layer.gelu:
         return "takes SiLU, not GELU"
+    if layer.cut_after:
+        return "cuts gate before its activation, not after it"
     for size in (layer.hidden, layer.inner):
         group = layer.spec.group_length(size)
         if has_fp4(layer.spec):
@@ -126,7 +129,7 @@ NAMES = tuple(variant.name for variant in (*VARIANTS, ON_REQUEST))
 
 def layer_of(problem: ExpertsProblem) -> Layer:
     """The problem's experts on its GPU."""
-    names = ("kind", "spec", "top_k", "hidden", "inner", "gated", "gelu")
+    names = ("kind", "spec", "top_k", "hidden", "inner", "gated", "gelu", "cut_after")
     return Layer(
         **{name: getattr(problem, name) for name in names},
         num_experts=problem.routed_experts,

@@ -93,9 +93,25 @@ def _activation(x, KIND: tl.constexpr, APPROXIMATE: tl.constexpr):
 
 
 @triton.jit
-def activated(gate, up, KIND: tl.constexpr, DTYPE: tl.constexpr, APPROXIMATE: tl.constexpr):
-    """Return activation(gate) * up in DTYPE, rounded after each step; `up` None: not gated."""
+def activated(
+    gate,
+    up,
+    KIND: tl.constexpr,
+    DTYPE: tl.constexpr,
+    APPROXIMATE: tl.constexpr,
+    LIMIT: tl.constexpr = 0.0,
+):
+    """Return activation(gate) * up in DTYPE, rounded after each step; `up` None: not gated.
+
+    LIMIT: that of ActSpec; 0: none. It propagates NaN.
+    """
     y = _activation(gate.to(tl.float32), KIND, APPROXIMATE).to(DTYPE)
+    if LIMIT > 0:
+        wide = y.to(tl.float32)
+        y = tl.where(wide > LIMIT, LIMIT, wide).to(DTYPE)
+        if up is not None:
+            up = up.to(tl.float32)
+            up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
     if up is not None:
         y = (y.to(tl.float32) * up.to(tl.float32)).to(DTYPE)
     return y

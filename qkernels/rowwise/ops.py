@@ -4,6 +4,8 @@ Legend as in qkernels/ops.py. A form (operands/forms.py) is the input format tha
 plan requires.
 """
 
+import math
+
 import torch
 
 from formats.scheme import ActivationSpec
@@ -58,6 +60,8 @@ def activate(
         if width % 2:
             raise KernelError("activate x", f"expected an even last dim, found {list(x.shape)}")
         width //= 2
+    if spec.limit is not None and not 0 < spec.limit < math.inf:
+        raise KernelError("activate limit", f"expected a number above 0, found {spec.limit}")
     check_form("activate", x, width, out)
     return _run(rows.ACTIVATE, x, width, out, kernel)(x, spec, out)
 

@@ -68,6 +68,9 @@ def activate(x: torch.Tensor, spec: ActSpec, out: InputForm = None) -> LinearInp
     """Return activation(x) of x [..., I], or activation(gate) * up of x [..., 2 I], gate first."""
     gate, up = x.chunk(2, dim=-1) if spec.gated else (x, None)
     y = _ACTIVATIONS[spec.kind](gate)
+    if spec.limit is not None:
+        y = y.clamp(max=spec.limit)
+        up = None if up is None else up.clamp(-spec.limit, spec.limit)
     return in_form(y if up is None else y * up, out)
 
 

@@ -32,11 +32,13 @@ class NormSpec:
 class ActSpec:
     """Activation function. If gated, its result for the first half is multiplied by the second.
 
-    "gelu_tanh" is the tanh approximation of GELU, "relu2" the square of ReLU.
+    "gelu_tanh" is the tanh approximation of GELU, "relu2" the square of ReLU. With a `limit` the
+    function's result is cut above it, and the second half outside of it on both sides.
     """
 
     kind: ActKind
     gated: bool = True
+    limit: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,5 +1,6 @@
 """config.json in the form that the model needs, with transformers' defaults filled in."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,6 +89,23 @@ class ModelConfig:
             num_kv_heads=kv_heads,
             head_dim=values["global_head_dim"] if is_full else self.head_dim,
         )
+
+    def limit(self, key: str, layer: int) -> float | None:
+        """Return a layer's limit of the activation, which `key` lists; None: it has none.
+
+        Raises InputError for what is no limit.
+        """
+        stated = self.values.get(key) or []
+        if not isinstance(stated, list) or layer >= len(stated):
+            stated = [None] * (layer + 1)
+        found = stated[layer] or None
+        if found is not None and not (type(found) in (int, float) and 0 < found < math.inf):
+            raise InputError(
+                f"config.json {key}",
+                f"expected numbers from 0 on, or null, found {found!r:.80} for layer {layer}",
+                "copy it from the float model",
+            )
+        return found and float(found)
 
     @property
     def has_states(self) -> bool:

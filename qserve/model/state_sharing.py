@@ -18,6 +18,7 @@ HEAD, GROUP = "head", "group"
 # For each size, blocks of its channels: a part for each head or group, and the part's size.
 _BLOCKS = {
     "linear_num_value_heads": ((HEAD, "one"),),
+    "delta_k": ((GROUP, "linear_key_head_dim"),),
     "delta_v": ((HEAD, "linear_value_head_dim"),),
     "delta_qkv": (
         (GROUP, "linear_key_head_dim"),

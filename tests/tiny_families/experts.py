@@ -113,6 +113,36 @@ FAMILIES = {
             "num_attention_heads_per_layer": [4, 8, 4],
         },
     ),
+    # Layers with a window have other heads; the last two layers cut what their activations give.
+    "step": (
+        "Step3p7TextConfig",
+        {
+            **{
+                "num_hidden_layers": 4,
+                "head_dim": 32,
+                "n_routed_experts": 6,
+                "num_experts_per_tok": 2,
+            },
+            **{"moe_intermediate_size": 32, "share_expert_dim": 64, "sliding_window": 9},
+            **{
+                "num_sliding_attention_heads": 8,
+                "moe_router_scaling_factor": 1.7,
+                "pad_token_id": 0,
+            },
+            "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "swiglu_limits": [0.0, None, 0.2, 0.3],
+            "swiglu_limits_shared": [0.4, 0.0, 0.0, 0.25],
+            "rope_parameters": {
+                "full_attention": {
+                    **{"rope_type": "llama3", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+                    **{"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+                    "original_max_position_embeddings": 64,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
     # keys wider than values
     "mimo_v2": (
         "MiMoV2FlashConfig",
@@ -188,6 +218,7 @@ ROWS = (
     "granite_moe_shared",
     "granite_moe_swa",
     "laguna",
+    "step",
     "mimo_v2",
     "solar_open",
     "exaone_moe",

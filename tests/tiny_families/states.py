@@ -43,6 +43,13 @@ FAMILIES = {
             "shared_expert_intermediate_size": 64,
         },
     ),
+    "olmo_hybrid": (
+        "OlmoHybridConfig",
+        {
+            **{name: value for name, value in DELTA.items() if name != "head_dim"},
+            **{"rope_parameters": {"rope_type": "default", "rope_theta": None}, "pad_token_id": 0},
+        },
+    ),
     "lfm2": (
         "Lfm2Config",
         {**SHORT_CONV, "intermediate_size": 128, "block_multiple_of": 32},

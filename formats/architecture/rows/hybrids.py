@@ -17,6 +17,7 @@ from formats.architecture.rows.parts import (
 from formats.architecture.rows.usual import family_row
 from formats.architecture.states.kimi import KIMI_LINEAR
 from formats.architecture.states.minimax import MINIMAX
+from formats.architecture.states.olmo import OLMO_HYBRID
 from formats.architecture.states.parts import (
     BAMBA,
     DELTA_NET,
@@ -81,6 +82,7 @@ HYBRIDS = (
         ),
         norms=(*norms_before("mlp"), *HEAD_NORMS),
     ),
+    family_row("OlmoHybridForCausalLM", "OLMo-Hybrid", "olmo_hybrid", **OLMO_HYBRID),
     family_row("KimiLinearForCausalLM", "Kimi Linear", "kimi_linear", **KIMI_LINEAR),
     family_row("MiniMaxForCausalLM", "MiniMax-Text-01 and M1", "minimax", **MINIMAX),
     family_row("Lfm2ForCausalLM", "LFM2", "lfm2", builder="hybrid.lfm2", **LFM2),

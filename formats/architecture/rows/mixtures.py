@@ -34,6 +34,7 @@ from formats.architecture.rows.parts import (
     gated,
     norms_before,
 )
+from formats.architecture.rows.step import STEP
 from formats.architecture.rows.uneven import LAGUNA, MIMO
 from formats.architecture.rows.usual import family_row
 
@@ -279,4 +280,5 @@ MIXTURES = (
     family_row(
         "MiMoV2FlashForCausalLM", "MiMo-V2-Flash", "mimo_v2_flash", builder="uneven", **MIMO
     ),
+    family_row("Step3p5ForCausalLM", "Step-3.5", "step3p5", builder="uneven", **STEP),
 )

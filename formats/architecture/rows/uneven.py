@@ -44,7 +44,7 @@ def _gate_of_heads(kind: str) -> Projection:
     )
 
 
-def _laguna(kind: str) -> dict[str, Any]:
+def heads_with_gates(kind: str) -> dict[str, Any]:
     """Return what layers of one kind have, with a gate for each head."""
     members = ((_Q, "q"), (_K, "kv"), (_V, "kv"))
     return _linears(kind, *members, o="q", o_bias=_BIAS) | {"head_gates": _gate_of_heads(kind)}
@@ -58,8 +58,8 @@ def _laguna_by_channel(kind: str) -> dict[str, Any]:
 
 _FIXED = {"moe_router_logit_softcapping": 0.0, "moe_apply_router_weight_on_input": False}
 LAGUNA: dict[str, Any] = {
-    **_laguna("local"),
-    "full_layers": _laguna("global"),
+    **heads_with_gates("local"),
+    "full_layers": heads_with_gates("global"),
     "experts": experts(
         "mlp",
         NAMES,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from formats.architecture.family import architecture_of
+from formats.architecture.rows.step import step_keys
 from formats.architecture.rows.uneven import laguna_heads, mimo_heads
 from formats.architecture.stored_form import classics, gemma, hybrids, latent, mixtures, parts
 from formats.families import family_of
@@ -34,6 +35,7 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "deepseek_v3": latent.query_rank(1536),
     "deepseek_v32": latent.selecting(1536, 64),
     "glm_moe_dsa": latent.selecting(2048, 32),
+    "olmo_hybrid": hybrids.olmo_hybrid,
     "kimi_linear": hybrids.kimi_linear,
     "minimax": hybrids.minimax,
     "glm4_moe_lite": latent.glm_lite,
@@ -53,6 +55,7 @@ _DERIVED_KEYS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "hunyuan_v1_moe": mixtures.hunyuan_moe,
     "laguna": laguna_heads,
     "mimo_v2_flash": mimo_heads,
+    "step3p5": step_keys,
     "llama4_text": mixtures.llama4,
     "gemma3n_text": gemma.gemma3n,
     "gemma4_text": gemma.gemma4,

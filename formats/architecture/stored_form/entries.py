@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from formats.architecture.expert_stacks import split_experts
+from formats.architecture.family import Family
+from formats.architecture.stored_form.joined_rows import with_stated_rows
 from formats.families import family_of
 from formats.files.tensor_entry import TensorEntry
 
@@ -40,13 +42,23 @@ def usual_entries(
     masks = tuple(f".{name}" for name in family.masks)
     if masks:
         entries = {n: entry for n, entry in entries.items() if not n.endswith(masks)}
+    if family.other_names:
+        entries = {_usual_name(family, name): entry for name, entry in entries.items()}
     prefix = family.left_out_prefix
     if prefix and not any(name.startswith(prefix) for name in entries):
         ends = f"{family.head.partition('.')[0]}."
         entries = {n if n.startswith(ends) else prefix + n: e for n, e in entries.items()}
-    entries = split_experts(config, entries)
+    entries = with_stated_rows(config, family, split_experts(config, entries))
     exchanged = transposed_names(config, entries)
     return {n: _exchanged(e) if n in exchanged else e for n, e in entries.items()}
+
+
+def _usual_name(family: Family, name: str) -> str:
+    """Return the name of a tensor with the name that the family's row has for its module."""
+    module, dot, leaf = name.rpartition(".")
+    parent, _, last = module.rpartition(".")
+    usual = family.other_names.get(last)
+    return name if usual is None else f"{parent}.{usual}{dot}{leaf}"
 
 
 def transposed_names(

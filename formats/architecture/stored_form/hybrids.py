@@ -34,6 +34,30 @@ def kimi_linear(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def olmo_hybrid(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the kinds of layers and the sizes of the nets, where config.json states none."""
+    found: dict[str, Any] = {}
+    count, heads, hidden = (
+        config.get(key) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+    )
+    if config.get("layer_types") is None and is_size(count):
+        kinds = ["linear_attention", "full_attention"]
+        layers = range(min(count, MAX_LAYERS))
+        found["layer_types"] = [kinds[i % 4 == 3 or i + 1 == count < 4] for i in layers]
+    of_keys, of_values = (config.get(f"linear_num_{x}_heads") or heads for x in ("key", "value"))
+    width = config.get("linear_key_head_dim")
+    if width is None and is_size(hidden) and is_size(of_keys):
+        width = int(0.75 * hidden / of_keys)
+    if not (is_size(of_keys) and is_size(of_values) and is_size(width)):
+        return found
+    return {
+        **found,
+        **{"linear_num_key_heads": of_keys, "linear_num_value_heads": of_values},
+        "linear_key_head_dim": width,
+        "linear_value_head_dim": config.get("linear_value_head_dim") or 2 * width,
+    }
+
+
 def minimax(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the kinds of layers, and the share of a head that rotates."""
     found: dict[str, Any] = {}

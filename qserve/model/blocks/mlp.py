@@ -35,11 +35,15 @@ class Mlp(torch.nn.Module):
         activation: str,
         gated: bool = True,
         gate_factor: float = 1.0,
+        limit: float | None = None,
     ) -> None:
-        """`activation`: a name of ACTIVATIONS. `gate_factor`: of what it is applied to."""
+        """`activation`: a name of ACTIVATIONS. `gate_factor`: of what it is applied to.
+
+        `limit`: of what it gives (ActSpec).
+        """
         super().__init__()
         self.gate_factor = gate_factor
-        self.activation = ops.ActSpec(kind=ACTIVATIONS[activation], gated=gated)
+        self.activation = ops.ActSpec(kind=ACTIVATIONS[activation], gated=gated, limit=limit)
         self.up_proj = up_proj
         self.down_proj = down_proj
 

@@ -88,6 +88,7 @@ def build_mlp(config: ModelConfig, weights: LayerWeights) -> Mlp:
         down_proj=weights.linear(family.down),
         activation=config.activation,
         gated=family.gated,
+        limit=config.limit(family.limits_key, weights.number),
     )
 
 

@@ -47,6 +47,7 @@ def build_mlp(config: ModelConfig, weights: LayerWeights) -> FeedForward:
             down_proj=weights.linear(experts.shared.down, summed=False),
             activation=activation,
             gated=experts.gated,
+            limit=config.limit(config.family.limits_key, weights.number),
         )
         shared = SharedExpert(mlp, weights.shared_gate())
     return MoeMlp(

@@ -49,8 +49,10 @@ def routing_of(experts: Experts, config: Mapping[str, Any]) -> Routing:
     )
 
 
-def glu_of(experts: Experts, activation: str, config: Mapping[str, Any]) -> Glu:
-    """Activation between the two matrices of an expert.
+def glu_of(
+    experts: Experts, activation: str, config: Mapping[str, Any], limit: float | None = None
+) -> Glu:
+    """Activation between the two matrices of an expert. `limit`: of the layer's `limits_key`.
 
     gpt-oss publishes no `swiglu_alpha`: its model code in older transformers has the number, and
     the config class of newer ones the same as a default.
@@ -58,6 +60,8 @@ def glu_of(experts: Experts, activation: str, config: Mapping[str, Any]) -> Glu:
     if experts.clamped:
         alpha, limit = config.get("swiglu_alpha", 1.702), config.get("swiglu_limit", 7.0)
         return Glu(alpha=alpha, offset=1.0, limit=limit)
+    if limit is not None:
+        return Glu(limit=limit, cut_after=True)
     return _GLUS[activation] if experts.gated else RELU2
 
 
@@ -65,7 +69,8 @@ def expert_weights(weights: Any, prefix: str, layer: int) -> ExpertWeights:
     """This rank's experts of a layer with this prefix, from `weights` (loading/weights.py)."""
     experts, config = weights.family.experts, weights.config.values
     routing = routing_of(experts, config)
-    glu = glu_of(experts, weights.config.activation, config)
+    limit = weights.config.limit(experts.limits_key, layer)
+    glu = glu_of(experts, weights.config.activation, config, limit)
     E, here = routing.num_experts, weights.sharing.experts(layer)
     if experts.fused and not _are_apart(weights, prefix):
         matrices = _fused(weights, f"{prefix}.{experts.stem}", E, here)

@@ -50,6 +50,11 @@ CASES = {
     "vision-experts": (CT, "w4a16-sym-g32", changes.vision_experts),
     "gemma-experts": (CT, "w4a16-sym-g32", changes.gemma_experts),
     "unlisted-linears": (CT, "w4a16-sym-g32", changes.hybrid_experts),
+    "lacks-class": (
+        CT,
+        "w4a16-sym-g32",
+        changes.config_of(architectures=["Step3p5ForCausalLM"], head_dim=16),
+    ),
     "delta-net": ("gptq", "w4a16-sym-g32", changes.config_of(architectures=["Qwen3_5ForCausalLM"])),
     "own-act-order": ("gptq", "w4a16-sym-g32", changes.act_order),
     "own-bits": ("gptq", "w3a16-sym-g32", None),

@@ -39,15 +39,18 @@ def unread(case, states):
     return states
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    ("name", "factor"), [*((name, 1.0) for name in STEPS), ("decode", 2.0), ("prompts", 2.0)]
+)
 @pytest.mark.parametrize("wide_rows", [True, False], ids=["float32", "half"])
-def test_rule_is_the_recurrence(device, half, poison, assert_close, name, wide_rows):
+def test_rule_is_the_recurrence(device, half, poison, assert_close, name, factor, wide_rows):
+    """`factor` 2: tokens write up to twice their value, and states turn their sign."""
     dtype = torch.float32 if wide_rows else half
     case = make(name, dtype, device, **(WIDE if name != "prompts" else {}))
     wide = case.to(torch.float64, device)
     want_states, got_states = unread(wide, wide.memory_PHKV), unread(case, case.memory_PHKV)
-    want = reference.delta_rule_(*wide.rule, want_states, wide.step)
-    got = ops.delta_rule_(*case.rule, got_states, case.step, kernel="triton")
+    want = reference.delta_rule_(*wide.rule, want_states, wide.step, write_factor=factor)
+    got = ops.delta_rule_(*case.rule, got_states, case.step, kernel="triton", write_factor=factor)
     limit = 1e-5 if dtype == torch.float32 else 5e-3
     assert_close("o", want, got, limit)
     owned = [s for s, n in zip(case.slots, case.counts, strict=True) if n and s >= 0]
@@ -86,16 +89,19 @@ def test_rows_of_a_wider_matrix(device, half, poison, assert_close):
     assert torch.equal(got, want)
 
 
-def test_keys_that_are_alike(device, poison, assert_close):
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_keys_that_are_alike(device, poison, assert_close, factor):
     """All keys the same and nothing forgotten: the triangular system at its worst."""
     case = DeltaCase(counts=(48,), before=(0,), **SIZES).to(torch.float32, device)
     case.mixed_TC[:, 24:48] = case.mixed_TC[0, 24:48]
     case.a_log_H.fill_(-20.0)
     case.b_TH.fill_(6.0)
     wide = case.to(torch.float64, device)
-    want = reference.delta_rule_(*wide.rule, wide.memory_PHKV.clone(), wide.step)
+    given = {"write_factor": factor}
+    want = reference.delta_rule_(*wide.rule, wide.memory_PHKV.clone(), wide.step, **given)
     for kernel in ("triton", "chunked"):
-        got = ops.delta_rule_(*case.rule, case.memory_PHKV.clone(), case.step, kernel=kernel)
+        memory = case.memory_PHKV.clone()
+        got = ops.delta_rule_(*case.rule, memory, case.step, kernel=kernel, **given)
         assert_close(kernel, want, got, 1e-4)
 
 
@@ -130,7 +136,7 @@ def half_operands(monkeypatch, half, **tiles):
 @pytest.mark.parametrize("tiles", HALF_TILES)
 def test_operands_of_16_bits(device, half, poison, assert_close, monkeypatch, tiles):
     half_operands(monkeypatch, half, **HALF_TILES[tiles])
-    test_rule_is_the_recurrence(device, half, poison, assert_close, "prompts", False)
+    test_rule_is_the_recurrence(device, half, poison, assert_close, "prompts", 1.0, False)
 
 
 @pytest.mark.parametrize("is_half", [False, True])

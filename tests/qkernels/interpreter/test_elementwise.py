@@ -122,11 +122,29 @@ def test_an_activation_keeps_a_nan(device, kind):
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "alone"])
-@pytest.mark.parametrize("kind", ["gelu_tanh", "gelu", "relu"])
+def test_what_an_activation_gives_is_cut(randn, assert_close, tolerance, dtype, poison, gated):
+    """Step-3.5's: silu(gate) above a limit, up on both sides. NaN stays."""
+    x = 3 * randn(3, 35 * (1 + gated))
+    x[:, :3] = torch.tensor([-30.0, 30, 0], dtype=dtype)
+    spec = ActSpec(kind="silu", gated=gated, limit=0.7)
+    want, got = rowwise_reference.activate(x, spec), activate.activate(x, spec)
+    assert_close("cut", want, got, tolerance(dtype))
+    assert got.abs().max() <= (0.49 if gated else 0.7) * 1.01
+    plain = rowwise_reference.activate(x, ActSpec(kind="silu", gated=gated))
+    assert (plain.float() - want.float()).abs().max() > 0.1
+    x[1, -1] = torch.nan
+    for module in (activate, rowwise_reference):
+        assert module.activate(x, spec).isnan().sum() == 1
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "alone"])
+@pytest.mark.parametrize("kind", ["gelu_tanh", "gelu", "relu", "silu_cut"])
 def test_activations_to_codes_and_limbs(half, device, kind, gated):
     generator = torch.Generator().manual_seed(1)
     x = 2 * torch.randn(3, 512, generator=generator).to(device, half)
     spec, rounding = ActSpec(kind=kind, gated=gated), InputRounding(ActivationSpec(), None)
+    if kind == "silu_cut":
+        spec = ActSpec(kind="silu", gated=gated, limit=0.7)
     want, want_scales = rowwise_reference.activate(x, spec, rounding)
     got, scales = activate.activate(x, spec, rounding)
     assert (want.int() - got.int()).abs().max() <= 1 and (want != got).float().mean() < 0.02

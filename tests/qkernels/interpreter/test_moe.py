@@ -36,6 +36,7 @@ ROUTINGS = {
 # errors against those in float16
 COARSER = {torch.float16: 1, torch.bfloat16: 6}
 CLAMPED = Glu(alpha=1.702, offset=1.0, limit=0.7)
+CUT_AFTER = Glu(limit=0.2, cut_after=True)
 
 
 @pytest.mark.parametrize("ties", [False, True], ids=["", "ties"])
@@ -301,6 +302,20 @@ def test_experts_with_gelu(device, half, poison, assert_close, scheme, M):
     weights = make_experts(parsed, 64, 96, 5, 2, GEGLU, False, half)
     got, want = run(weights, M, half, device, shared=True)
     assert_close(str(scheme), want, reduced(got), 3 * SCHEMES.get(scheme, 2e-3) * COARSER[half])
+
+
+@pytest.mark.parametrize("M", [1, 33])
+@pytest.mark.parametrize("scheme", ["w4a16-sym-g32", "w8a8", None], ids=str)
+def test_experts_whose_activation_is_cut(device, half, poison, assert_close, scheme, M):
+    """Step-3.5's: silu(gate) is cut above a limit; cut before, or not at all, it differs."""
+    parsed = None if scheme is None else Scheme.parse(scheme)
+    weights = make_experts(parsed, 64, 96, 5, 2, CUT_AFTER, False, half)
+    got, want = run(weights, M, half, device)
+    limit = 3 * SCHEMES.get(scheme, 2e-3) * COARSER[half]
+    assert_close(str(scheme), want, reduced(got), limit)
+    for glu in (SILU, Glu(limit=0.2)):
+        other, _ = run(dataclasses.replace(weights, glu=glu), M, half, device)
+        assert (reduced(other) - want).norm() > 2 * limit * want.norm()
 
 
 def test_the_square_of_relu_keeps_nan(device, half):

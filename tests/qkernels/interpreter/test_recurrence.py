@@ -18,6 +18,7 @@ COUNTS, BEFORE, WITHOUT_SLOT = (1, 9, 3, 0, 5), (9, 0, 2, 5, 64), 4
 CUTS = (4, 1, 1, 7, 2)  # of the rows of one request
 SIZES = {
     "delta": {"J": 2, "H": 4, "K": 12, "V": 20},
+    "twice": {"J": 2, "H": 4, "K": 12, "V": 20},
     "channels": {"J": 2, "H": 4, "K": 12, "V": 20, "by_channel": True},
     "mamba": {"G": 2, "H": 4, "N": 12, "D": 20},
 }
@@ -27,6 +28,11 @@ def run_delta(case, states, module=delta):
     return module.delta_rule_(*case.rule, states, case.step)
 
 
+def run_twice(case, states, module=delta):
+    """Tokens write up to twice their value."""
+    return module.delta_rule_(*case.rule, states, case.step, write_factor=2.0)
+
+
 def run_mamba(case, states, module=mamba):
     return case.run(module.selective_scan_, states)
 
@@ -34,6 +40,7 @@ def run_mamba(case, states, module=mamba):
 RUNS = {
     "delta": (run_delta, delta_reference),
     "channels": (run_delta, delta_reference),
+    "twice": (run_twice, delta_reference),
     "mamba": (run_mamba, mamba_reference),
 }
 
@@ -85,13 +92,20 @@ def test_every_cut_gives_the_same_bits(device, half, poison, kind):
     assert torch.equal(state[slot], want_state[slot])
 
 
-@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.exhaustive] if kind == "twice" else [])
+        for kind in SIZES
+    ],
+)
 def test_rejected_rows_change_no_bit(device, half, poison, kind):
     """A text with drafts, some of them rejected: the rows of the same text without."""
     run, reference = RUNS[kind]
     case = make(kind, (NUM_ROWS,), (0,)).to(half, device)
     want = run(case, states_of(case))
-    sizes = {"delta": (24, 80, 4), "channels": (24, 80, 4, 48), "mamba": (80, 24, 4)}[kind]
+    sizes = {"channels": (24, 80, 4, 48), "mamba": (80, 24, 4)}.get(kind, (24, 80, 4))
+    given = {"write_factor": 2.0} if kind == "twice" else {}
     states = torch.full_like(states_of(case), torch.nan)
     shape = len(states), 2 * MOST_ROWS, reference.recent_width(*sizes)
     recent = torch.full(shape, torch.nan, dtype=half, device=device)
@@ -99,7 +113,7 @@ def test_rejected_rows_change_no_bit(device, half, poison, kind):
     def step_of(rows, num_rejected, step):
         if kind != "mamba":
             made = (with_noise(x, rows, num_rejected) for x in case.rule[:3])
-            return delta.delta_rule_(*made, *case.rule[3:], states, step, recent)
+            return delta.delta_rule_(*made, *case.rule[3:], states, step, recent, **given)
         made = (with_noise(x, rows, num_rejected) for x in (case.mixed_TC, case.dt_TH))
         heads = case.a_log_H, case.skip_H, case.dt_bias_H
         return mamba.selective_scan_(*made, *heads, states, case.limits, step, recent)

@@ -27,15 +27,17 @@ def case():
     return DeltaCase(counts=(1, 70, 3, 0, 129, 1), before=(9, 0, 2, 5, 64, 0), **SIZES)
 
 
-def test_reference_is_transformers_recurrence():
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_reference_is_transformers_recurrence(factor):
+    """Also where a token writes up to twice its value (OLMo-Hybrid)."""
     case = DeltaCase(counts=(67,), before=(0,), dtype=torch.float64, **SIZES)
     memory = case.memory_PHKV.clone()
-    o_THV = reference.delta_rule_(*case.rule, memory, case.step)
+    o_THV = reference.delta_rule_(*case.rule, memory, case.step, write_factor=factor)
     q, k, v = case.mixed_TC.split([24, 24, 120], 1)
     o, last = torch_recurrent_gated_delta_rule(
         *(x.unflatten(1, (-1, size))[None].float() for x, size in ((q, 12), (k, 12), (v, 20))),
         g=(-case.a_log_H.exp() * torch.nn.functional.softplus(case.a_TH + case.dt_bias_H))[None],
-        beta=case.b_TH.sigmoid()[None],
+        beta=factor * case.b_TH.sigmoid()[None],
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )
@@ -81,15 +83,16 @@ def test_reference_norm_is_transformers():
         assert_close("norm", norm(x, z), ops.gated_rms_norm(x, z, norm.weight, 1e-3), 1e-6)
 
 
+@pytest.mark.parametrize("factor", [1.0, 2.0])
 @pytest.mark.parametrize("by_channel", [False, True])
-def test_chunks_are_the_recurrence(case, by_channel):
+def test_chunks_are_the_recurrence(case, by_channel, factor):
     """Also of requests that go on in the midst of a chunk, and beside decode rows."""
     if by_channel:
         case = DeltaCase(counts=case.counts, before=case.before, **SIZES, by_channel=True)
     wide = case.to(torch.float64)
     want, got = wide.memory_PHKV.clone(), wide.memory_PHKV.clone()
-    o_want = reference.delta_rule_(*wide.rule, want, wide.step)
-    o_got = chunked.delta_rule_(*wide.rule, got, wide.step)
+    o_want = reference.delta_rule_(*wide.rule, want, wide.step, write_factor=factor)
+    o_got = chunked.delta_rule_(*wide.rule, got, wide.step, write_factor=factor)
     assert_close("o", o_want, o_got, 1e-11)
     assert_close("states", want, got, 1e-11)
 
@@ -153,6 +156,13 @@ def test_wrong_arguments_are_named(change, message):
         arguments[name] = changed(arguments[name])
     with pytest.raises(KernelError, match=message):
         ops.delta_rule_(**arguments, step=case.step)
+
+
+@pytest.mark.parametrize("factor", [0.0, 2.5])
+def test_a_factor_that_lets_states_grow_is_refused(factor):
+    case = DeltaCase(counts=(3,), before=(0,), **SIZES)
+    with pytest.raises(KernelError, match="write_factor: expected above 0, at most 2, found"):
+        ops.delta_rule_(*case.rule, case.memory_PHKV, case.step, write_factor=factor)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "cpu"])

@@ -33,6 +33,7 @@ def plan(
     lacks_sm90="no",
     gated=True,
     gelu=False,
+    cut_after=False,
 ):
     """By the kernels for any GPU, unless told otherwise."""
     hidden, inner, E, k = model
@@ -45,6 +46,7 @@ def plan(
         inner=inner,
         gated=gated,
         gelu=gelu,
+        cut_after=cut_after,
         sm_count=132,
         shared_bytes=shared_kb * 1024,
         lacks_sm90=lacks_sm90,
@@ -204,6 +206,12 @@ def test_sizes_of_experts_without_a_gate(inner, reason):
 def test_experts_with_gelu_use_kernels_for_any_gpu():
     """Gemma 4's; the kernel for few tokens on sm_90 computes SiLU alone."""
     variants = [plan(1, lacks_sm90=None, gelu=gelu).variant for gelu in (True, False)]
+    assert variants == ["few", "sm90_few_tokens"]
+
+
+def test_experts_whose_activation_is_cut_use_kernels_for_any_gpu():
+    """Step-3.5's last layers; the kernel for few tokens on sm_90 cuts the gate before."""
+    variants = [plan(1, lacks_sm90=None, cut_after=cut).variant for cut in (True, False)]
     assert variants == ["few", "sm90_few_tokens"]
 
 

@@ -7,6 +7,7 @@ from formats.in_memory.packed import PackedWeight
 from formats.scheme import QuantSpec
 from qkernels import ops
 from qkernels.attention import reference as attention_reference
+from qkernels.errors import KernelError
 from qkernels.linear import dense
 from qkernels.linear import reference as linear_reference
 from qkernels.rowwise import reference as rowwise_reference
@@ -91,6 +92,12 @@ def test_activations_are_transformers(assert_close, gated):
         want = activations[name](gate.double()) * up
         got = rowwise_reference.activate(x, ActSpec(kind=kind, gated=gated))
         assert_close(name, want, got, 1e-6)
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_limit_that_is_none_is_refused(limit):
+    with pytest.raises(KernelError, match="activate limit: expected a number above 0"):
+        ops.activate(randn(2, 8), ActSpec(kind="silu", limit=limit))
 
 
 def test_rope_is_transformers_rope():

@@ -36,7 +36,14 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LATENT = ("minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")
 STATES = (
     *("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "granite_hybrid"),
-    *("granite_hybrid_moe", "nemotron_h", "nemotron_h_moe", "nemotron_h_latent", "bamba"),
+    *(
+        "granite_hybrid_moe",
+        "olmo_hybrid",
+        "nemotron_h",
+        "nemotron_h_moe",
+        "nemotron_h_latent",
+        "bamba",
+    ),
     "falcon_h1",
 )
 QUICK = ("lfm2", "minicpm3", "gemma3", "opt", "qwen2_moe")

@@ -79,8 +79,6 @@ def test_a_variant_of_mpt_that_nothing_computes_is_refused(model_of, tmp_path, c
     ("architecture", "reason"),
     [
         *(("RWForCausalLM", "falcon-7b"), ("ChatGLMModel", "glm-4-9b")),
-        ("OlmoHybridForCausalLM", "linear_allow_neg_eigval"),
-        *(("Step3p5ForCausalLM", "limits"), ("Step3p7ForConditionalGeneration", "limits")),
     ],
 )
 def test_an_architecture_is_refused_by_name(model_of, tmp_path, architecture, reason):

@@ -175,6 +175,7 @@ def test_logits_of_quantized_weights_equal_transformers(written, transformers_mo
         pytest.param("apertus", "awq", marks=pytest.mark.exhaustive),
         *(("phimoe", "gptq"), ("hy_v3", "gptq"), ("nanochat", "awq"), ("mellum", "gptq")),
         *(("laguna", "gptq"), ("laguna", "awq"), ("mimo_v2", "gptq"), ("mimo_v2", "awq")),
+        *(("step", "gptq"), ("step", "awq")),
         *(("granite_swa", "awq"), ("granite_moe_swa", "gptq"), ("olmo", "awq")),
         *(("glm_moe_dsa", "gptq"), ("deepseek_v32", "awq"), ("hyperclovax", "awq")),
         *(("codegen", "gptq"), ("codegen", "awq"), ("gpt_neo", "gptq"), ("biogpt", "awq")),
@@ -336,7 +337,7 @@ def test_rms_norm_of_gemma_keeps_float32_weights(model_of):
         *("granite_moe", "llama4", "gemma4", "deepseek_v2", "glm4_moe_lite"),
         *("gemma4_moe", "gemma4_shared", "apertus"),
         *("phimoe", "nanochat", "hy_v3", "hyperclovax", "gemma3n"),
-        *("laguna", "mimo_v2", "granite_swa", "granite_moe_swa", "olmo"),
+        *("laguna", "step", "mimo_v2", "granite_swa", "granite_moe_swa", "olmo"),
     ],
 )
 def test_logits_on_a_gpu_are_the_cpus(written, name):

@@ -17,6 +17,7 @@ from qserve.params.sampling_params import SamplingParams
 
 FAMILIES = ["qwen3_next", "qwen3_5", "lfm2", "granite_hybrid", "falcon_h1"]
 FAMILIES += ["nemotron_h", "nemotron_h_moe", "bamba", "kimi_linear", "minimax", "lfm3"]
+FAMILIES += ["olmo_hybrid"]
 MODES = {
     "whole": {},
     "chunked": {"max_num_batched_tokens": 11, "max_num_seqs": 4},
@@ -37,6 +38,7 @@ FEW = {
     ("falcon_h1", "pushed out", 1),
     ("kimi_linear", "pushed out", 1),
     ("minimax", "chunked", 0),
+    ("olmo_hybrid", "pushed out", 1),
 }
 CASES = [
     pytest.param(*case, marks=() if case in FEW else pytest.mark.exhaustive)

@@ -25,7 +25,16 @@ from tests.tiny_families import DELTA, MAMBA, SHORT_CONV, TINY_FAMILIES
 DELTA_NETS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
 MAMBAS = ["granite_hybrid", "granite_hybrid_moe", "falcon_h1", "nemotron_h", "nemotron_h_moe"]
 MAMBAS.append("bamba")
-FAMILIES = [*DELTA_NETS, "lfm2", "lfm2_moe", "lfm3", *MAMBAS, "kimi_linear", "minimax"]
+FAMILIES = [
+    *DELTA_NETS,
+    "olmo_hybrid",
+    "lfm2",
+    "lfm2_moe",
+    "lfm3",
+    *MAMBAS,
+    "kimi_linear",
+    "minimax",
+]
 # what real checkpoints have that the usual tiny models have not
 VARIANTS = {
     "qwen 3.5 with biases, two taps, tied": (
@@ -37,6 +46,15 @@ VARIANTS = {
             "linear_conv_kernel_dim": 2,
             "layer_types": None,
             "full_attention_interval": 3,
+        },
+    ),
+    "olmo-hybrid that rotates and writes at most once": (
+        "OlmoHybridConfig",
+        {
+            **TINY_FAMILIES["olmo_hybrid"][1],
+            **{"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+            **{"linear_allow_neg_eigval": False, "attention_bias": True},
+            **{"tie_word_embeddings": True, "linear_num_key_heads": 4, "rms_norm_eps": 1e-3},
         },
     ),
     "lfm2 with biases, two taps, as published": (
@@ -156,6 +174,7 @@ def test_logits_equal_transformers(hybrid, name):
     [
         ("qwen3_5", "w4a16-sym-g32", "compressed-tensors"),
         ("qwen3_5_moe", "w4a16-sym-g32", "compressed-tensors"),
+        ("olmo_hybrid", "w4a16-sym-g32", "gptq"),
         ("lfm2", "w4a16-sym-g32", "gptq"),
         ("lfm2_moe", "w4a16-sym-g32", "compressed-tensors"),
         ("granite_hybrid", "w4a16-sym-g32", "gptq"),

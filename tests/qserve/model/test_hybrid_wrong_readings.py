@@ -84,9 +84,9 @@ def memory(change):
     def plant(decoder, monkeypatch):
         right = ops.delta_rule_
 
-        def wrong(*args):
+        def wrong(*args, **named):
             args[5].copy_(change(args[5]))
-            return right(*args)
+            return right(*args, **named)
 
         monkeypatch.setattr(ops, "delta_rule_", wrong)
 

@@ -162,6 +162,7 @@ TEXT_ALONE = {
     "exaone 4.5": with_text(
         "Exaone4_5_Config", "exaone4", vision={**GLM_VISION, "num_key_value_heads": 1}
     ),
+    "step-3.7": with_text("Step3p7Config", "step", "step3p5", {**VISION, "image_size": 28}),
     "qwen2-vl": with_text(
         "Qwen2VLConfig",
         "",

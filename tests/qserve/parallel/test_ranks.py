@@ -59,7 +59,7 @@ def test_tokens_and_the_death_of_a_rank(quantized_5m, many, monkeypatch):
 
 
 FAMILIES = ("llama", "gemma3", "glm4", "olmo2", "gpt_oss", "qwen2_moe", "laguna", "mimo_v2")
-FAMILIES += ("gemma4_shared", "gemma3n")
+FAMILIES += ("gemma4_shared", "gemma3n", "step")
 
 
 # test_sharing.py shards every family and scheme over threads; here is one of each kind.

@@ -43,6 +43,15 @@ def test_shards_have_their_own_heads(tiny_model):
     assert all(spec.memory == (2, 16, 24) and spec.channels == 2 * 16 + 48 for spec in specs)
 
 
+def test_a_convolution_of_each_part_is_divided(tiny_model):
+    """Queries, keys and values of OLMo-Hybrid, whose norms of attention are one for all heads."""
+    decoders = assert_shared_out(tiny_model("olmo_hybrid"), 2)
+    nets = [decoder.layers[0].attention for decoder in decoders]
+    assert [net.conv_weight.shape[0] for net in nets] == [2 * 16 + 48] * 2
+    assert not torch.equal(nets[0].conv_weight, nets[1].conv_weight)
+    assert all(net.write_factor == 2 for net in nets)
+
+
 def test_heads_that_keep_their_keys_are_divided(tiny_model):
     """Kimi delta attention and lightning attention; four ranks have two heads, or one."""
     decoders = assert_shared_out(tiny_model("kimi_linear"), 4)
@@ -143,6 +152,7 @@ MTP = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
                 ("nemotron_h_moe", "pushed out", 4, False),
                 ("kimi_linear", "chunked", 2, False),
                 ("minimax", "pushed out", 2, False),
+                ("olmo_hybrid", "pushed out", 2, False),
                 ("qwen3_next", "pushed out", 4, False),
             ]
         ),

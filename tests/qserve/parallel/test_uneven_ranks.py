@@ -20,7 +20,7 @@ from tests.tiny_families import TINY_FAMILIES
 
 exhaustive = pytest.mark.exhaustive
 FEW = [("gemma4", 2)]
-OTHERS = ("laguna", "mimo_v2", "gemma3n")
+OTHERS = ("laguna", "step", "mimo_v2", "gemma3n")
 REST = [
     ("gemma4", 4),
     *((family, size) for family in OTHERS for size in (2, 4)),
@@ -119,7 +119,9 @@ def test_heads_of_one_kind_that_cannot_be_divided_are_named(family, changed, mes
     assert message in inspect_checkpoint(folder).parallel[8]
 
 
-@pytest.mark.parametrize("family", ["laguna", "mimo_v2", "gemma4", "kimi_linear", "minimax"])
+@pytest.mark.parametrize(
+    "family", ["laguna", "step", "mimo_v2", "gemma4", "kimi_linear", "minimax", "olmo_hybrid"]
+)
 def test_inspect_says_what_the_loader_does(family, tiny_model):
     folder = tiny_model(family)
     for size, reason in inspect_checkpoint(folder).parallel.items():

@@ -58,11 +58,12 @@ class DeltaNet(torch.nn.Module):
         dt_bias: torch.Tensor,  # float32 [H]
         norm: torch.Tensor,  # [V]
         eps: float,
+        write_factor: float = 1.0,  # of what tokens write into the state
         kernel: str | None = None,  # of the operations on states, selected by name
     ) -> None:
         super().__init__()
         self.kernel = kernel
-        self.shape, self.eps = shape, eps
+        self.shape, self.eps, self.write_factor = shape, eps, write_factor
         self.in_proj, self.gates, self.out_proj = in_proj, gates, out_proj
         self.register_buffer("conv_weight", conv_weight)
         self.register_buffer("a_log", a_log)
@@ -112,6 +113,7 @@ class DeltaNet(torch.nn.Module):
             rows,
             cache.recent_PNI,
             self.kernel,
+            write_factor=self.write_factor,
         )
         z_THV = z.unflatten(1, (shape.value_heads, shape.value_dim))
         out_THV = ops.gated_rms_norm(out_THV, z_THV, self.norm, self.eps, self.kernel)

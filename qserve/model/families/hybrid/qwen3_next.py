@@ -36,14 +36,22 @@ def build_layer(config: ModelConfig, weights: LayerWeights) -> Layer:
     )
 
 
-def build_delta_net(config: ModelConfig, weights: LayerWeights) -> DeltaNet:
+def build_delta_net(
+    config: ModelConfig,
+    weights: LayerWeights,
+    *,
+    eps: float | None = None,
+    write_factor: float = 1.0,
+) -> DeltaNet:
+    """`eps`: of the net's norm; None: that of the other norms."""
     family = config.family.state_mixer
     return DeltaNet(
         delta_shape(config, weights),
         in_proj=weights.state_linear(family.inputs),
         gates=weights.state_linear(family.gates),
         out_proj=weights.state_linear(family.out),
-        eps=config.norm_eps,
+        eps=config.norm_eps if eps is None else eps,
+        write_factor=write_factor,
         kernel=weights.kernels.get("states"),
         **weights.state_tensors(),
     )
