@@ -20,7 +20,7 @@ class PartialsFormat:
 
 
 def partials_source(x: LinearOutput) -> tuple[torch.Tensor, int, PartialsFormat]:
-    """Return the arguments of load_reduced: tensor or first split, stride between splits, format."""
+    """Return load_reduced's arguments: (tensor or first split, stride between splits, format)."""
     dtype = _TRITON_DTYPE[x.dtype]
     if isinstance(x, SplitKPartials):
         parts = x.parts

@@ -30,7 +30,7 @@ NO_PDL = {"PDL": False, "LAUNCH_FIRST": False}
 
 
 def row_warps(block: int) -> int:
-    """Return the warps of a program that reads a whole row at once.
+    """Return the warps of a program that reads a whole row in one pass.
 
     A thread has 16 channels; there are at most 32 warps.
     """
