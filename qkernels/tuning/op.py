@@ -75,7 +75,7 @@ class TunedOp:
         return self.configs[type(config)].fault(config, **self.widest(problem))
 
     def runs_here(self, config: Config, problem: Problem, sm_count: int) -> bool:
-        """Return True if a GPU with `sm_count` SMs runs the config for every problem with this key."""
+        """Return True if a GPU with `sm_count` SMs runs the config for every problem of the key."""
         space = self.configs.get(type(config))
         if space is None or self.fault(config, problem) is not None:
             return False
