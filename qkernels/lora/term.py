@@ -20,7 +20,7 @@ TILE_OUTPUTS = 64  # outputs of a tile, for which such a kernel reads one B
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraTerm:
-    """Partial sums of h = A x, which the product adds in order, and the rows' slots and adapters."""
+    """Partial sums of h = A x, which the product adds in order, and each row's slot and adapter."""
 
     h_PTSR: torch.Tensor  # float32, result of lora_shrink_parts
     slots_T: torch.Tensor
