@@ -188,8 +188,9 @@ class W4A8Sm90Config(CompileTimeConfig):
 
 
 # For more than 64 rows: (config, time of a tile on an SM relative to a tile of 128 x 128). A
-# product takes the time of its waves of tiles. The costs are estimates: those of w8a8/config.py plus the
-# conversion and multiply-add of each sum in each K step, half as many cycles as its products.
+# product takes the time of its waves of tiles. The costs are estimates: those of w8a8/config.py
+# plus the conversion and multiply-add of each sum in each K step, half as many cycles as its
+# products.
 _INTEGERS = (
     (W4A8Sm90Config(num_consumers=1, block_b=128, promotes=False), 0.72),
     (W4A8Sm90Config(num_consumers=2, block_b=128, promotes=False), 1.1),
