@@ -99,9 +99,7 @@ class QuantSpec:
 
     @property
     def integer_form(self) -> "QuantSpec":
-        """Return integer codes with as many bits and the same groups, which approximate
-        BLOCK_TYPES.
-        """
+        """Return an integer spec with as many bits and the same groups, to estimate BLOCK_TYPES."""
         if self.type not in BLOCK_TYPES:
             return self
         bits, symmetric, group_size = BLOCK_TYPES[self.type]

@@ -1,6 +1,6 @@
-"""A checkpoint written as a GGUF file, code for code where its linears are quantized.
+"""Write a checkpoint as a GGUF file, code for code if its linears are quantized.
 
-Rows of q and k, names and norms become GGUF's (architectures.py). Nothing is rounded unless the
+Rows of q and k, names and norms are converted to GGUF's conventions. Nothing is rounded unless the
 caller asks for a type of the embedding.
 """
 
@@ -59,10 +59,10 @@ from formats.quant_config import QuantConfig, find_block
 from formats.scheme import Scheme
 from formats.table import size_text
 
-# Parts of names of tensors that are F32 in every file
+# Parts of the names of tensors that are F32 in every file.
 SMALL = ("ffn_gate_inp", "exp_probs_b", "ssm_conv1d", "shortconv.conv", "ssm_a", "ssm_d")
 FLOAT_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-# general.file_type by the most frequent type of the linears
+# most frequent type of the linears -> general.file_type
 FILE_TYPES = {
     **{"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9},
     **{"Q4_K": 15, "Q5_K": 17, "Q6_K": 18, "BF16": 32, "MXFP4": 38},
@@ -92,8 +92,8 @@ def export_gguf(
 ) -> Exported:
     """Write a checkpoint as one GGUF file. Raises CheckpointError for what GGUF cannot hold.
 
-    `embedding_type`, `head_type`: types such as q8_0 for the embedding and a float head; None: as
-    stored. Blocks of a GGUF file that is the source stay as they are. `exact` False rounds the
+    `embedding_type` and `head_type` are types such as q8_0 for the embedding and a float head;
+    None: as stored. If the source is a GGUF file, its blocks are kept. `exact` False rounds the
     minima of asymmetric weights to float16.
     """
     target = check_file_is_free(target)
@@ -132,7 +132,7 @@ def export_gguf(
 
 
 def check_exports(source: str | Path, scheme: Scheme) -> None:
-    """Raise CheckpointError if GGUF has no blocks of a scheme, or does not hold a model."""
+    """Raise CheckpointError if GGUF has no block type for a scheme, or cannot hold the model."""
     spec = scheme.weight
     has_blocks = spec.type == "mxfp4" or scheme in BLOCK_SCHEMES.values()
     has_blocks |= spec.type == "int" and (spec.bits, spec.symmetric) in INTEGER_TYPES
@@ -155,7 +155,7 @@ def family_of(config: Mapping[str, Any]) -> tuple[Family, Architecture]:
 
 
 class _Export:
-    """Tensors of one checkpoint under GGUF's names."""
+    """The tensors of one checkpoint under GGUF's names."""
 
     def __init__(
         self,
@@ -170,9 +170,9 @@ class _Export:
         block = find_block(reader.folder, reader.config)
         self._quant = QuantConfig.from_dict(block) if block else None
         self._coded = set(quantized_modules(reader.entries))
-        unread = family.unread(reader.config)  # of layers for drafts
+        unread = family.unread(reader.config)  # tensors that the model does not use
         self._left = {name for name in reader.entries if not name.startswith(unread)}
-        # kv_b_proj of latent attention is written by head; False: some layer's is quantized
+        # True: kv_b_proj of latent attention is written by head; False: a layer has it quantized
         self._joined = linear_names(family, row).get(BOTH_UP, "")
         is_coded = any(name.endswith(f".{self._joined}") for name in self._coded)
         self.is_split = bool(self._joined) and not row.joins_kv_b and not is_coded
@@ -209,7 +209,7 @@ class _Export:
         return found
 
     def scalars(self) -> dict[str, Value]:
-        """Return the metadata of tensors of one number in each layer."""
+        """Return the metadata for tensors that have one number per layer."""
         found = {}
         layers = range(self._reader.config["num_hidden_layers"])
         for key, name in self._row.scalars.items():
@@ -257,7 +257,7 @@ class _Export:
         return found
 
     def _zero_keys(self, stem: str) -> list[NewTensor]:
-        """Return keys and values of zeros, for a layer that reads those of an earlier one."""
+        """Return zeroed keys and values for a layer that uses those of an earlier layer."""
         config = self._reader.config
         width, hidden = head_width(config), config["hidden_size"]
         heads = config.get("num_key_value_heads") or config["num_attention_heads"]
@@ -295,7 +295,7 @@ class _Export:
         elif f"{modules[0]}.weight" in self._reader:
             names = [f"{module}.weight" for module in modules]
             found.append(self._floats(f"{name}.weight", names, stacked))
-        elif modules[0] in self._reader:  # a tensor without a leaf, such as sinks
+        elif modules[0] in self._reader:  # a tensor without ".weight", such as sinks
             leaf = ".bias" if name.endswith(".exp_probs_b") else ".weight"
             found.append(self._floats(f"{name}{leaf}", modules, stacked))
         elif not optional:
@@ -306,7 +306,7 @@ class _Export:
         return found
 
     def _held(self, stem: str, theirs: str, name: str, held: Held) -> list[NewTensor]:
-        """Return a tensor in another form than the family's: one tensor, or two."""
+        """Return a tensor in GGUF's form, which differs from the family's: one tensor, or two."""
         module, config = name.removesuffix(".weight"), self._reader.config
         is_coded = module != name and module in self._coded
         if not is_coded and name not in self._reader:
@@ -318,7 +318,7 @@ class _Export:
         rows, columns = (order_of(order, config) for order in (held.rows, held.columns))
         entry = self._reader.entries.get(name)
         if _holds_blocks(entry) and entry.presented.columns:
-            columns = None  # blocks of a GGUF file stay where they are
+            columns = None  # blocks of a GGUF file are already in the file's order
         shape = stored_shape(held.shape, whole.shape, config.get("mamba_n_groups") or 1)
 
         def make() -> torch.Tensor:
@@ -347,7 +347,7 @@ class _Export:
         ]
 
     def _halves(self, stem: str, name: str) -> list[NewTensor]:
-        """Return kv_b_proj in two tensors: keys, transposed, and values, each by head."""
+        """Return kv_b_proj as two tensors by head: keys, transposed, and values."""
         if name not in self._reader:
             raise CheckpointError(name, "is missing", "take a whole checkpoint")
         entry, config = self._reader.entries[name], self._reader.config
@@ -358,7 +358,7 @@ class _Export:
         found = []
         for number, (local, shape) in enumerate(shapes):
             kind = self._float_type(name, entry)
-            if isinstance(entry, JoinedEntry):  # of a GGUF file, whose blocks stay
+            if isinstance(entry, JoinedEntry):  # from a GGUF file, whose blocks are kept
                 kind = entry.parts[number].presented.stored.type
 
             def make(number: int = number, kind: BlockType = kind) -> bytes:
@@ -428,12 +428,12 @@ class _Export:
             return _to_bytes(self._reordered(name.rpartition(".")[0], torch.cat(rows)))
 
         shape = (len(names), *entry.shape) if stacked else tuple(entry.shape)
-        if ".exp_probs_b" in name:  # a row in some families
+        if ".exp_probs_b" in name:  # some families store it as one row
             shape = shape[-1:]
         return NewTensor(name=name, type=kind, shape=shape, make=make)
 
     def _factors(self, name: str) -> list[tuple[int, float]]:
-        """Return the factors of the rows of a weight; []: all are 1."""
+        """Return (number of rows, factor) for the rows of a weight; []: all factors are 1."""
         stem, _, leaf = name.removesuffix(".weight.weight").rpartition(".")
         if self._row.factors is None or (leaf != "weight" and name.endswith(".bias")):
             return []
@@ -457,19 +457,19 @@ class _Export:
         return self._float_type(name, self._reader.entries[name])
 
     def _reordered(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """Return the rows of q, k or all three in GGUF's order."""
+        """Return the rows of q, k or a fused q, k, v matrix in GGUF's order."""
         local, config = name.rpartition(".")[2], self._reader.config
         heads = config["num_attention_heads"]
         kv_heads = config.get("num_key_value_heads") or heads
         if local == "attn_qkv" and self._family.qkv.by_head:
             return to_gguf(rows, heads, kv_heads)
         own = {"attn_q": heads, "attn_k": kv_heads}.get(local)
-        in_pairs = is_set(self._family.interleaved_rope, config)  # in the checkpoint, too
+        in_pairs = is_set(self._family.interleaved_rope, config)  # already so in the checkpoint
         return rows if own is None or in_pairs or not self._row.permuted else to_gguf(rows, own)
 
 
 def _times(part: torch.Tensor, factors: list[tuple[int, float]]) -> torch.Tensor:
-    """Return a weight, whose runs of rows are multiplied by factors."""
+    """Return a weight with runs of its rows multiplied by factors."""
     if not factors:
         return part
     counts = [count or part.shape[0] for count, _ in factors]
@@ -478,7 +478,7 @@ def _times(part: torch.Tensor, factors: list[tuple[int, float]]) -> torch.Tensor
 
 
 def _columns_moved(data: torch.Tensor, order: Order, whole: NewTensor) -> torch.Tensor:
-    """Return rows of blocks with their columns in a file's order. Raises CheckpointError."""
+    """Return rows of blocks with their columns in the file's order. Raises CheckpointError."""
     kind, (N, K) = whole.type, whole.shape
     step = kind.length
     if order.numbers[-1] % step:
@@ -492,7 +492,7 @@ def _columns_moved(data: torch.Tensor, order: Order, whole: NewTensor) -> torch.
 
 
 def _holds_blocks(entry: TensorEntry) -> bool:
-    """Return True for blocks of a GGUF file that are presented as floats."""
+    """Return True if the entry presents blocks of a GGUF file as floats."""
     return isinstance(entry, GgufEntry) and not entry.presented.stored.type.float_dtype
 
 
